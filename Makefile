@@ -1,0 +1,63 @@
+# Every target makes .venv first, once: `make test` works on a fresh clone, and a second call installs nothing.
+# PIP_ARGS goes to pip. On Linux without a GPU, torch's CPU build spares gigabytes:
+#     make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+NPROC ?= 2
+THREADS ?= 1
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
+TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-pretrained demo-train test test-rest test-all test-gpu lint format wheel bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt requirements-demo.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,demo]'
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps --require-hashes -r requirements-demo.txt
+	touch $@
+
+demo: demo-pretrained demo-train  ## both examples on two CPU processes
+
+demo-pretrained: $(STAMP)  ## a real BERT at TP=2 embeds real sentences
+	$(TORCHRUN) examples/embed_sentences.py $(ARGS)
+
+demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (ARGS="--size 10m" and so on)
+	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(ARGS)
+
+test: lint  ## the everyday suite, under 10 minutes on 2 cores
+	$(PYTEST) -m "not slow and not gpu"
+
+test-rest: $(STAMP)  ## what test-all adds to test
+	$(PYTEST) -m "slow and not gpu"
+
+test-all: test test-rest  ## everything that needs no GPU
+
+test-gpu: $(STAMP)  ## the kernels, compiled
+	$(PYTEST) -m gpu
+
+lint: $(STAMP)  ## style, without changing anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## style, put right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMP)  ## dist/tpfuse-*.whl
+	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .
+
+bench: $(STAMP)  ## a training step against other implementations, in one interleaved run
+	$(BIN)/python bench/models/train_step.py $(ARGS)
+
+clean:  ## all that was made here, .venv too
+	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""Without a GPU, kernels run in Triton's interpreter; ``ranks`` runs a function on gloo processes."""
+
+import os
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+HAS_GPU = torch.cuda.is_available()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any test module is imported
+if os.environ.get("TRITON_INTERPRET") == "1":
+    try:
+        from tests import interpreter_bf16
+    except ModuleNotFoundError:  # no triton here: the launchers' tests skip themselves
+        pass
+    else:
+        interpreter_bf16.install()
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """``ranks(R, fn, *args, timeout=120) -> [fn(World, *args) on rank 0, 1, .. R-1]``; see tests/pool.py."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """No test depends on which ran before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,95 @@
+"""One op = one schema, a plain-torch reference and, where there is one, a Triton launcher.  PyTorch dispatches by device.
+
+``Library`` with an ``autograd.Function`` on top, rather than ``custom_op``: half the overhead a call, and the Function may pick
+what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the library's version, so that a compiled graph in a
+disk cache never outlives the fake kernels it was traced with.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._version import __version__
+
+NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class Op:
+    """``torch.ops.<NAMESPACE>.<name>``: CPU runs ``cpu`` or the reference, CUDA ``launch`` or the reference, tracing ``fake``.
+
+    ``fake`` is the reference itself where that needs shapes only; an op with data-dependent control flow brings its own.
+    An op never mutates or aliases its inputs; only a backward op may fill an ``out`` it is given (``mutates=("out",)``).
+    fp64 on a GPU runs the reference.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable,
+        launch: Callable | None = None,
+        *,
+        cpu: Callable | None = None,
+        fake: Callable | None = None,
+        mutates: tuple[str, ...] = (),
+    ):
+        self.name, self.reference, self.cpu, self.launch = name, reference, cpu or reference, launch
+        _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
+        _LIBRARY.impl(name, _outside_autocast(self.cpu, "cpu"), "CPU")
+        _LIBRARY.impl(name, _outside_autocast(self._cuda, "cuda"), "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake or reference, lib=_LIBRARY)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def _cuda(self, *args):
+        double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+        return (self.reference if self.launch is None or double else self.launch)(*args)
+
+    def __call__(self, *args):
+        return self.overload(*args)
+
+
+def op(reference: Callable, **options) -> Op:
+    """An :class:`Op` named after its reference: ``linear_fwd = op(linear_fwd_ref)``."""
+    return Op(reference.__name__.removesuffix("_ref"), reference, **options)
+
+
+def _outside_autocast(impl: Callable, device: str) -> Callable:
+    """Autocast acts in public functions; inside an op it would quietly lower what the op keeps in fp32."""
+
+    def run(*args):
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return impl(*args)
+        return impl(*args)
+
+    return run
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under ``torch.autocast``: floating tensors (fp64 excepted) in its dtype; otherwise the tensors as they are."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    lower = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t is not None and t.dtype in lower else t for t in tensors)
+
+
+def acc_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums and statistics of x are kept in: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded."""
+    total = parts[0].to(acc_dtype(parts), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def check(condition: bool, message: str) -> None:
+    """A named error: ``ValueError`` with what was wrong, the rule and what came."""
+    if not condition:
+        raise ValueError(message)

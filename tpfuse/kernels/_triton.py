@@ -1,0 +1,31 @@
+"""The one place that imports Triton.  Where it is absent (macOS, Windows) kernels can still be defined; launching one raises."""
+
+try:
+    import triton
+    import triton.language as tl
+
+    AVAILABLE = True
+except ImportError:  # pragma: no cover - held by a test that blocks the import
+    AVAILABLE = False
+
+    class _Absent:
+        """Stands in for ``triton`` and ``triton.language`` while kernels are being defined."""
+
+        constexpr = int
+
+        def jit(self, kernel):
+            return _AbsentKernel(kernel.__name__)
+
+        def __getattr__(self, name):
+            raise ImportError(f"tpfuse: triton.{name} is needed here, and Triton is not installed; CPU tensors do not need it")
+
+    class _AbsentKernel:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid):
+            raise ImportError(f"tpfuse: kernel {self.name} needs Triton, which is not installed; CPU tensors do not need it")
+
+    triton = tl = _Absent()
+
+__all__ = ["AVAILABLE", "tl", "triton"]

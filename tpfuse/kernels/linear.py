@@ -1,0 +1,146 @@
+"""Linear layer with a fused activation, and the three GEMMs that a parallel layer is built of.
+
+    z = x W' + b          y = act(z)
+    dz = dy act'(z)       dx = dz W        dW = dz' x        db = sum_rows dz
+
+Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none", "gelu" (erf), "gelu_tanh", "relu".  GEMMs accumulate in fp32;
+outputs have x's dtype, dW has W's; db is fp32.  The activation is rebuilt from z in the same pass as its derivative.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._op import acc_dtype, autocast, check, op
+
+ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu"
+aten = torch.ops.aten
+
+
+# ---- reference ----
+
+
+def activation_fwd_ref(z: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return F.relu(z)
+    return F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activation_bwd_ref(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dz, db [N] fp32, act(z) (empty unless ``rebuild``)."""
+    if activation == "relu":
+        dz = dy * (z > 0)
+    else:
+        dz = aten.gelu_backward(dy, z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return dz, dz.sum(0, dtype=acc_dtype(dz)), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
+
+
+def linear_fwd_ref(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """-> y, z (empty for "none")."""
+    z = F.linear(x, w, None if b is None else b.to(x.dtype))
+    return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
+
+
+def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
+    """dy [M, N], w [N, K] -> dx [M, K]"""
+    return dy @ w
+
+
+def linear_dgrad_act_ref(dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] -> dz [M, K], db [K], act(z) or empty."""
+    return activation_bwd(dy @ w, z, activation, rebuild)
+
+
+def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:
+    """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] fp32 (empty without a bias)."""
+    db = dy.sum(0, dtype=acc_dtype(dy)) if has_bias else dy.new_empty(0, dtype=acc_dtype(dy))
+    return (dy.t() @ x).to(dtype), db
+
+
+# ---- CPU: gelu(tanh) is z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3); one sigmoid serves the value and the derivative, in fp32 on
+# rows that stay in the cache (4.9 ms against ATen's 8.8 for 1024 x 3072 in bf16, forward + backward) ----
+
+_K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
+_ROWS = 128
+
+
+def _sigmoid_2u(z: Tensor) -> Tensor:
+    return (z * z).mul_(_C * _K).add_(_K).mul_(z).sigmoid_()
+
+
+def _activation_fwd_cpu(z: Tensor, activation: str) -> Tensor:
+    if activation != "gelu_tanh":
+        return activation_fwd_ref(z, activation)
+    y = torch.empty_like(z)
+    for i in range(0, len(z), _ROWS):
+        zf = z[i : i + _ROWS].to(acc_dtype(z))
+        y[i : i + _ROWS] = _sigmoid_2u(zf).mul_(zf)
+    return y
+
+
+def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if activation != "gelu_tanh":
+        return activation_bwd_ref(dy, z, activation, rebuild)
+    dz, y = torch.empty_like(z), torch.empty_like(z) if rebuild else z.new_empty(0)
+    for i in range(0, len(z), _ROWS):
+        rows = slice(i, i + _ROWS)
+        zf = z[rows].to(acc_dtype(z))
+        s = _sigmoid_2u(zf)
+        a = zf * s
+        if rebuild:
+            y[rows] = a
+        slope = (zf * zf).mul_(3 * _C * _K).add_(_K).mul_(a)
+        dz[rows] = slope.addcmul_(slope, s, value=-1).add_(s).mul_(dy[rows])
+    return dz, dz.sum(0, dtype=acc_dtype(dz)), y
+
+
+activation_fwd = op(activation_fwd_ref, cpu=_activation_fwd_cpu)
+activation_bwd = op(activation_bwd_ref, cpu=_activation_bwd_cpu)
+linear_fwd = op(linear_fwd_ref)
+linear_dgrad = op(linear_dgrad_ref)
+linear_dgrad_act = op(linear_dgrad_act_ref)
+linear_wgrad = op(linear_wgrad_ref)
+
+
+# ---- autograd ----
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, activation):
+        y, z = linear_fwd(x, w, b, activation)
+        ctx.save_for_backward(x, w, None if activation == "none" else z)
+        ctx.activation, ctx.has_bias = activation, b is not None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, z = ctx.saved_tensors
+        dy = dy.contiguous()
+        if z is not None:
+            dy, db, _ = activation_bwd(dy, z, ctx.activation, False)
+        dw, db_plain = linear_wgrad(dy, x, w.dtype, ctx.has_bias and z is None)
+        db = db_plain if z is None else db
+        return linear_dgrad(dy, w), dw, db if ctx.has_bias else None, None
+
+
+# ---- public ----
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (under autocast: in its dtype).
+
+    ``activation``: "none", "gelu", "gelu_tanh" or "relu".  ValueError for shapes or dtypes that do not fit.
+    """
+    check_linear("linear", x, weight, bias, activation)
+    x, weight, bias = autocast(x, weight, bias)
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, activation)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+    check(activation in ACTIVATIONS, f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    check(weight.dim() == 2 and weight.shape[1] == x.shape[-1], f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}")
+    check(bias is None or bias.shape == weight.shape[:1], f"{name}: bias must be [{len(weight)}], got {getattr(bias, 'shape', None)}")
+    same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    check(same, f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

@@ -1,0 +1,37 @@
+"""The keys and values of one attention layer during generation, this rank's heads only."""
+
+from torch import Tensor
+
+from ..kernels.attention import attention_decode
+
+
+class KVCache:
+    """Preallocated k and v [B, L, G/R, E]; ``mask`` [B, L] says which positions may be seen, and is shared by all layers."""
+
+    def __init__(self, mask: Tensor):
+        self.mask = mask
+        self.length = 0
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def fill(self, qkv: Tensor, batch: int, seq: int) -> None:
+        """The prompt: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >= seq * batch."""
+        rows = qkv[: seq * batch].unflatten(0, (seq, batch))
+        shape = batch, self.mask.shape[1], *rows.shape[2:3], rows.shape[-1]
+        self.k, self.v = rows.new_zeros(shape), rows.new_zeros(shape)
+        self._store(rows, 0, seq)
+
+    def attend(self, qkv: Tensor, batch: int) -> Tensor:
+        """One new position: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E], zero beyond the batch."""
+        self._store(qkv[:batch].unflatten(0, (1, batch)), self.length, 1)
+        seen = slice(0, self.length)
+        q = qkv[:batch, :, :-2]
+        o = attention_decode(q.contiguous(), self.k[:, seen], self.v[:, seen], self.mask[:, seen], qkv.shape[-1] ** -0.5)
+        out = o.new_zeros(len(qkv), o.shape[1])
+        out[:batch] = o
+        return out
+
+    def _store(self, rows: Tensor, start: int, seq: int) -> None:
+        self.k[:, start : start + seq] = rows[:, :, :, -2].transpose(0, 1)
+        self.v[:, start : start + seq] = rows[:, :, :, -1].transpose(0, 1)
+        self.length = start + seq

@@ -1,0 +1,95 @@
+"""Tensor parallelism as a value: who am I, how many are we, how do we talk.  Passed, never global; pickles and deep-copies."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OVERLAP = "auto", "off"
+
+
+@dataclass(frozen=True, init=False)
+class TensorParallel:
+    """One tensor-parallel group as its members see it.
+
+    ``group``: a one-dimensional DeviceMesh, a ProcessGroup, or nothing (size 1, no process group needed).
+    ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198); else all of them.
+    ``overlap``: "auto" or "off"; how collectives hide behind GEMMs, never what they compute.
+    """
+
+    rank: int
+    size: int
+    group_name: str | None
+    sequence_parallel: bool
+    overlap: str
+
+    def __init__(
+        self, group: "dist.ProcessGroup | dist.DeviceMesh | None" = None, *, sequence_parallel: bool = False, overlap: str = "auto"
+    ):
+        if overlap not in OVERLAP:
+            raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if group.ndim != 1:
+                raise ValueError(f"TensorParallel: a DeviceMesh must have one dimension, got {group}; pass mesh['tp']")
+            group = group.get_group()
+        rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
+        values = dict(rank=rank, size=size, group_name=name, sequence_parallel=sequence_parallel, overlap=overlap)
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def group(self) -> "dist.ProcessGroup | None":
+        return None if self.group_name is None else dist.distributed_c10d._resolve_process_group(self.group_name)
+
+    @property
+    def row_shards(self) -> int:
+        """How many shards the rows between GEMMs are in: R under sequence parallelism, else 1."""
+        return self.size if self.sequence_parallel else 1
+
+    @property
+    def row_rank(self) -> int:
+        """Which of them is here."""
+        return self.rank if self.sequence_parallel else 0
+
+    def divide(self, n: int, what: str) -> int:
+        """n / size, or an error that says which sizes work."""
+        if n % self.size:
+            works = [d for d in range(1, n + 1) if n % d == 0 and d <= 4 * self.size]
+            raise ValueError(f"{what}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
+        return n // self.size
+
+    def chunk(self, n: int, what: str = "size") -> tuple[int, int]:
+        """(start, stop) of this rank's slice, split as torch.chunk does; an error where a rank would be left with nothing."""
+        step = -(-n // self.size)
+        if step * (self.size - 1) >= n:
+            raise ValueError(f"{what}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size")
+        return self.rank * step, min(n, (self.rank + 1) * step)
+
+    def agree(self, what: str, value: Any) -> None:
+        """Compares ``value`` over the ranks: the same ValueError on every rank where they differ."""
+        if self.size == 1:
+            return
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        if any(v != values[0] for v in values):
+            table = "; ".join(f"rank {r}: {v!r}" for r, v in enumerate(values))
+            raise ValueError(f"{what} must be the same on every tensor-parallel rank, got {table}")
+
+    def agree_tensor(self, what: str, x: Tensor, cause: str) -> None:
+        """Compares a hash of an integer tensor over the ranks."""
+        if self.size == 1:
+            return
+        words = x.detach().reshape(-1).to(torch.int64)
+        weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E3779B1 + 1  # wraps: a position-dependent checksum
+        mine = torch.stack([(words * weights).sum(), torch.tensor(hash(tuple(x.shape)), device=words.device)])
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.group)
+        if any(not torch.equal(e, every[0]) for e in every):
+            raise ValueError(f"{what} must be the same on every tensor-parallel rank, and differs; {cause}")
+
+
+def _either(values: list[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

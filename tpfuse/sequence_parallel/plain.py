@@ -1,0 +1,230 @@
+"""The two crossings between row shards and GEMMs, and the ops built on them: definition, TP = 1 path and fallback of every overlap.
+
+A reduce-scatter is an exchange plus a sum; an all-gather is a broadcast plus an exchange.  So there is one collective, ``exchange``
+(an all-to-all of row tiles, its own adjoint); sum and broadcast belong to the kernels that touch the rows anyway.  Between two GEMMs
+every tensor is [R, m, D]:  parts to be summed, or one shard expanded to all peers with stride 0, whose exchange is an all-gather.
+
+                  sequence parallel                     without (the same rows everywhere)           adjoint
+    enter         [R, m, D] --exchange--> [M, D]        [1, M, D] --view--> [M, D]                   leave
+    leave         [M, D] --exchange--> [R, m, D]        [M, D] --all-reduce--> [1, M, D]             enter
+
+    op                    forward                                    dgrad                            wgrad
+    gather_linear         enter(n) W' + b                            leave(dy W)                      dy' enter(n)
+    linear_exchange       leave(x W')                                enter(dp) W                      enter(dp)' x
+    gather_mlp_exchange   leave(act(enter(n) W1' + b1) W2')          dz = enter(dp) W2 act'(z);       enter(dp)' act(z),
+                                                                     leave(dz W1)                     dz' enter(n)
+
+Only shards are saved: n (or, given ``remake``, what makes it again), never what was gathered.
+"""
+
+import torch
+from torch import Tensor
+
+from ..collectives import all_gather, all_reduce, all_to_all
+from ..kernels._op import autocast, check, op, sum_parts
+from ..kernels.linear import activation_bwd, check_linear, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad
+from ..kernels.norm import Remake, norm_apply
+from ..parallel import TensorParallel
+
+# ---- the crossings ----
+
+
+def exchange_parts(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[R, m, D] -> [R, m, D]; an all-gather where x is one shard expanded with stride 0."""
+    if tp.size == 1:
+        return x
+    return all_gather(x[0], tp.size, tp.group_name) if x.stride(0) == 0 else all_to_all(x, tp.group_name)
+
+
+def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+    return (exchange_parts(x, tp) if tp.sequence_parallel else x).flatten(0, 1)
+
+
+def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+    if tp.sequence_parallel:
+        return exchange_parts(x.view(tp.size, -1, x.shape[-1]), tp)
+    return all_reduce(x, tp)[None]
+
+
+def _saved(n: Tensor, remake: Remake | None) -> tuple:
+    """What stands for n until backward: its one shard, or the tensors that make it again."""
+    return (n[:1],) if remake is None else (remake.h, remake.mean, remake.rstd, remake.gamma, remake.beta)
+
+
+def _restored(saved: tuple, constants: tuple | None, tp: TensorParallel) -> Tensor:
+    n = saved[0] if constants is None else norm_apply(*saved, *constants)[None]
+    return n.expand(tp.row_shards, -1, -1)
+
+
+def reduce_parts_ref(parts: Tensor) -> Tensor:
+    """[R, m, D] -> [m, D]"""
+    return sum_parts(parts).to(parts.dtype)
+
+
+reduce_parts = op(reduce_parts_ref)
+
+
+# ---- autograd ----
+
+
+class _Expand(torch.autograd.Function):
+    """[m, D] -> [R, m, D] with stride 0; the R gradients are added in fp32 in rank order, which autograd's own sum would not do."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        return x.expand(ranks, -1, -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return reduce_parts(dy), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return leave(x, tp)
+
+    @staticmethod
+    def backward(ctx, dp):
+        return enter(dp, ctx.tp), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return x.view_as(x) if tp.size == 1 else exchange_parts(x, tp)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return exchange_parts(dy, ctx.tp), None
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n, w, b, activation, tp, remake):
+        y, z = linear_fwd(enter(n, tp), w, b, activation)
+        saved = _saved(n, remake)
+        ctx.save_for_backward(w, None if activation == "none" else z, *saved)
+        ctx.args = activation, tp, None if remake is None else remake[5:], b is not None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        w, z, *saved = ctx.saved_tensors
+        activation, tp, constants, has_bias = ctx.args
+        dy, db = dy.contiguous(), None
+        if z is not None:
+            dy, db, _ = activation_bwd(dy, z, activation, False)
+        dn = leave(linear_dgrad(dy, w), tp)
+        dw, db_plain = linear_wgrad(dy, enter(_restored(tuple(saved), constants, tp), tp), w.dtype, has_bias and db is None)
+        db = (db_plain if db is None else db) if has_bias else None
+        return dn, dw, db, None, None, None
+
+
+class _LinearExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, tp):
+        ctx.save_for_backward(x, w)
+        ctx.tp = tp
+        return leave(linear_fwd(x, w, None, "none")[0], tp)
+
+    @staticmethod
+    def backward(ctx, dp):
+        x, w = ctx.saved_tensors
+        dy = enter(dp, ctx.tp)
+        return linear_dgrad(dy, w), linear_wgrad(dy, x, w.dtype, False)[0], None
+
+
+class _GatherMLPExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n, w1, b1, w2, activation, tp, remake):
+        a, z = linear_fwd(enter(n, tp), w1, b1, activation)
+        ctx.save_for_backward(w1, w2, z, None if remake is not None else a, *_saved(n, remake))
+        ctx.args = activation, tp, None if remake is None else remake[5:], b1 is not None
+        return leave(linear_fwd(a, w2, None, "none")[0], tp)
+
+    @staticmethod
+    def backward(ctx, dp):
+        w1, w2, z, a, *saved = ctx.saved_tensors
+        activation, tp, constants, has_bias = ctx.args
+        dy = enter(dp, tp)
+        dz, db1, rebuilt = linear_dgrad_act(dy, w2, z, activation, a is None)
+        dn = leave(linear_dgrad(dz, w1), tp)
+        dw2, _ = linear_wgrad(dy, rebuilt if a is None else a, w2.dtype, False)
+        dw1, _ = linear_wgrad(dz, enter(_restored(tuple(saved), constants, tp), tp), w1.dtype, False)
+        return dn, dw1, db1 if has_bias else None, dw2, None, None, None
+
+
+# ---- public ----
+
+
+def exchange(x: Tensor, tp: TensorParallel) -> Tensor:
+    """An all-to-all of row tiles: x [R, m, D] -> [R, m, D], tile r to and from rank r.  Its own adjoint; ValueError for another R."""
+    check(x.dim() == 3 and x.shape[0] == tp.size, f"exchange: x must be [{tp.size}, m, D], got {tuple(x.shape)}")
+    return _Exchange.apply(x, tp)
+
+
+def leave_parts(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Partial sums of all rows, x [M, D], to parts [R, m, D] of this rank's rows (without sequence parallelism their sum [1, M, D])."""
+    check(len(x) % tp.row_shards == 0, f"leave_parts: M={len(x)} rows are not divisible by tensor-parallel size {tp.row_shards}; pad them")
+    return _Leave.apply(x, tp)
+
+
+def gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tp: TensorParallel, activation: str = "none", remake: Remake | None = None
+) -> Tensor:
+    """Column-parallel linear: gathers the rows, and multiplies by this rank's slice of the weight.
+
+    x [m, D] or one shard expanded to [R, m, D] (without sequence parallelism [M, D] or [1, M, D]), weight [N, D], bias [N], N this
+    rank's -> [M, N] in x's dtype (under autocast: in its dtype).  The gradient of an expanded x comes back as R unsummed parts.
+    ``remake`` is saved in place of x, which is made again in backward.  ValueError for shapes or dtypes that do not fit.
+    """
+    check_linear("gather_linear", x, weight, bias, activation)
+    x, weight, bias = autocast(x, weight, bias)
+    x = _expanded("gather_linear", x, tp)
+    return _GatherLinear.apply(x, weight, bias, activation, tp, remake)
+
+
+def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
+    """Row-parallel linear without its sum: x [M, K], weight [D, K], K this rank's -> parts [R, m, D], to be summed over R.
+
+    Without sequence parallelism the sum is taken here, and [1, M, D] comes back.  M must be divisible by R.
+    """
+    check_linear("linear_exchange", x, weight, None, "none")
+    check(x.dim() == 2 and len(x) % tp.row_shards == 0, f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}")
+    x, weight = autocast(x, weight)
+    return _LinearExchange.apply(x.contiguous(), weight, tp)
+
+
+def gather_mlp_exchange(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    *,
+    activation: str,
+    tp: TensorParallel,
+    remake: Remake | None = None,
+) -> Tensor:
+    """gather_linear, activation and linear_exchange as one op, whose backward runs the activation's in the epilogue of a GEMM.
+
+    x as in gather_linear, fc1_weight [F, D], fc1_bias [F], fc2_weight [D, F], F this rank's -> parts [R, m, D].
+    With ``remake`` neither x nor the activation is saved, only the pre-activation.
+    """
+    check_linear("gather_mlp_exchange", x, fc1_weight, fc1_bias, activation)
+    check(activation != "none", "gather_mlp_exchange: activation must not be none")
+    fits = fc2_weight.shape == fc1_weight.shape[::-1]
+    check(fits, f"gather_mlp_exchange: fc2_weight must be {tuple(fc1_weight.shape[::-1])}, got {tuple(fc2_weight.shape)}")
+    x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
+    x = _expanded("gather_mlp_exchange", x, tp)
+    return _GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, remake)
+
+
+def _expanded(name: str, x: Tensor, tp: TensorParallel) -> Tensor:
+    if x.dim() == 2:
+        return _Expand.apply(x, tp.row_shards)
+    fits = x.dim() == 3 and x.shape[0] == tp.row_shards
+    check(fits, f"{name}: x must be [m, D] or [{tp.row_shards}, m, D], got {tuple(x.shape)}")
+    return x
