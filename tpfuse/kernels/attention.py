@@ -12,6 +12,7 @@ site << 16 | global query head, key position, sample); nothing of it is saved.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, check, op
 from ._philox import keep, mask_key, scale
@@ -229,6 +230,7 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do):
         return attention_bwd(do.contiguous(), *ctx.saved_tensors, *ctx.args), *[None] * 9
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, check, op
 
@@ -68,6 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(valid, losses, 0).sum() / normalizer
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         logits, labels, lse, normalizer = ctx.saved_tensors
         rows = (dloss / normalizer).expand(len(labels))

@@ -5,6 +5,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, op
 from .reduce_bias_dropout_add_norm import active_rng, dropout_rows
@@ -30,6 +31,7 @@ class _Dropout(torch.autograd.Function):
         return dropout_fwd(x, rng, *args)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return dropout_fwd(dy.contiguous(), *ctx.saved_tensors, *ctx.args), None, None, None, None, None
 

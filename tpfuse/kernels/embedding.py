@@ -10,6 +10,7 @@ Shapes: W [V/R, D], ids [M], parts [R, m, D], Wp [P, D], Wt [T, D], positions an
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, check, op, sum_parts
 from .norm import Remake, check_vectors, make_remake, normalize, normalize_backward
@@ -84,7 +85,7 @@ def embed_finish_bwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [m, D] in ``dtype``, dgamma, dbeta (empty where there was none)."""
     d = dh.to(acc_dtype(dh), copy=True) if dn is None else sum_parts(dn)
-    dgamma = dbeta = d.new_empty(0)
+    dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if post_norm and dn is not None and dh is not None:
         d += dh
     if post_norm and rng is not None:
@@ -132,6 +133,7 @@ class _Embedding(torch.autograd.Function):
         return embedding_fwd(weight, ids, first)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return embedding_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.args), None, None
 
@@ -156,6 +158,7 @@ class _EmbedFinish(torch.autograd.Function):
         return n if post_norm else x, n.expand(ranks, -1, -1), mean, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dh, dn, *_):
         if dh is None and dn is None:
             return (None,) * 16

@@ -10,6 +10,7 @@ outputs have x's dtype, dW has W's; db is fp32.  The activation is rebuilt from 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, check, op
 
@@ -114,6 +115,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w, z = ctx.saved_tensors
         dy = dy.contiguous()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, check, op, sum_parts
 
@@ -109,6 +110,7 @@ class _Norm(torch.autograd.Function):
         return x.view_as(x), y.expand(ranks, -1, -1), mean, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dh, dy, _mean, _rstd):
         if dy is None:
             return dh, None, None, None, None, None
@@ -129,7 +131,8 @@ def norm_in(
 
 
 def make_remake(h, mean, rstd, gamma, beta, eps, rms, dtype) -> Remake:
-    return Remake(h.detach(), mean, rstd, gamma.detach(), None if beta is None else beta.detach(), eps, rms, dtype)
+    gamma, beta = (None if v is None else v.detach().clone() for v in (gamma, beta))
+    return Remake(h.detach(), mean, rstd, gamma, beta, eps, rms, dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -12,6 +12,7 @@ parts' dtype; the statistics are of h' as rounded and stored, so that an n' made
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._op import acc_dtype, autocast, check, op, sum_parts
 from ._philox import check_rng, keep_rows, scale, threshold
@@ -78,7 +79,7 @@ def reduce_bias_dropout_add_norm_bwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> dparts [m, D], dresidual [m, D], dbias, dgamma, dbeta [D]; empty where there was none.  h, mean, rstd, gamma: with a norm."""
     d = dh.to(acc_dtype(dh), copy=True) if dn is None else sum_parts(dn)
-    dgamma = dbeta = d.new_empty(0)
+    dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if gamma is not None and (dn is not None or post_norm):
         if post_norm and dn is not None and dh is not None:
             d += dh
@@ -147,13 +148,16 @@ class _ReduceBiasDropoutAddNorm(torch.autograd.Function):
         return out, n.expand(ranks, -1, -1), mean, rstd, inner
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dh, dn, *_):
         if dh is None and dn is None:
             return (None,) * 14
         dh = None if dh is None else dh.contiguous()
         dparts, dresidual, dbias, dgamma, dbeta = reduce_bias_dropout_add_norm_bwd(dn, dh, *ctx.saved_tensors, *ctx.args)
-        some = [t if t.numel() else None for t in (dbias, dresidual, dgamma, dbeta)]
-        return dparts.expand(ctx.ranks, -1, -1), *some, *[None] * 9
+        if ctx.args[-2] is None:  # not told from its size: with no rows it is empty too
+            dresidual = None
+        dbias, dgamma, dbeta = (v if v.numel() else None for v in (dbias, dgamma, dbeta))
+        return dparts.expand(ctx.ranks, -1, -1), dbias, dresidual, dgamma, dbeta, *[None] * 9
 
 
 # ---- public ----

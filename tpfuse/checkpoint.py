@@ -1,0 +1,202 @@
+"""Training checkpoints: model, optimizer, rng and the caller's own state, resumable at any tensor-parallel size, never half-written.
+
+    directory/step-00000100/   shards of full tensors (torch.distributed.checkpoint), then meta.json
+    directory/latest           the name of the newest whole checkpoint, replaced by one atomic rename after everything is on disk
+
+A save that is killed leaves ``latest`` as it was.  The last two checkpoints are kept.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .dtensor import to_dtensor
+from .layers._module import Spec, named_specs
+from .parallel import TensorParallel
+
+VERSION = 1  # of the formats: Philox, parameter layouts, names
+_NAME = re.compile(r"step-\d{8}(-\d+)?")
+
+
+def save_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, extra: Any = None) -> Path:
+    """Writes ``directory``/step-..., then makes it the latest.  Every rank calls it; returns the path.
+
+    ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.
+    """
+    directory, model = Path(directory), _unwrap(model)
+    path = directory / _everywhere(lambda: _new_name(directory, step))
+    dcp.save(_state(model, optimizer), checkpoint_id=path)
+    _everywhere(lambda: _publish(path, _meta(model, optimizer, step, extra)))
+    return path
+
+
+def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[int, Any] | None:
+    """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
+
+    The tensor-parallel and data-parallel sizes may differ from those that wrote it.  Without ``optimizer`` only the model is restored.
+    ValueError, before anything changes, where the parameters' names or shapes are not the checkpoint's.
+    """
+    directory, model = Path(directory), _unwrap(model)
+    if not (directory / "latest").is_file():
+        return None
+    path = directory / (directory / "latest").read_text().strip()
+    meta = json.loads((path / "meta.json").read_text())
+    if meta["version"] != VERSION:
+        raise ValueError(f"load_checkpoint: {path} has format version {meta['version']}, this tpfuse reads {VERSION}")
+    stored = {name: tuple(m.size) for name, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
+    entries = _entries(model)
+    _check(path, {f"model.{name}": spec.shape for name, (_, spec, _) in entries.items()}, stored)
+    state = {f"model.{name}": _whole(p.detach(), spec, tp) for name, (p, spec, tp) in entries.items()}
+    if optimizer is not None:
+        state |= _empty_optimizer_state(entries, stored, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    if optimizer is not None:
+        _fill_optimizer(entries, state, optimizer, meta["param_groups"])
+    if hasattr(model, "step"):
+        model.seed, model.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)
+    return meta["step"], meta["extra"]
+
+
+# ---- what is in it ----
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return getattr(model, "_orig_mod", model)
+
+
+def _entries(model: nn.Module) -> dict[str, tuple[nn.Parameter, Spec, TensorParallel]]:
+    return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
+
+
+def _whole(x: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
+    """A slice as what torch.distributed.checkpoint knows to put together: a DTensor, or a plain tensor where it is all there."""
+    if isinstance(x, DTensor) or tp.size == 1:
+        return x
+    return to_dtensor(x, spec, DeviceMesh.from_group(tp.group, x.device.type))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {}
+    for name, (p, spec, tp) in _entries(model).items():
+        state[f"model.{name}"] = _whole(p.detach(), spec, tp)
+        for key, value in optimizer.state.get(p, {}).items():
+            value = torch.as_tensor(value)
+            state[f"optimizer.{name}.{key}"] = _whole(value, spec, tp) if value.shape == p.shape else value
+    return state
+
+
+def _meta(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> dict[str, Any]:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    rng = dict(seed=getattr(model, "seed", 0), model_step=int(getattr(model, "step", 0)))
+    return dict(version=VERSION, step=step, extra=extra, param_groups=groups, **rng)
+
+
+def _check(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        if stored.get(name) != shape:
+            raise ValueError(f"load_checkpoint: {name} must be {shape} for this model, {path} has {stored.get(name, 'none')}")
+    extra = [name for name in stored if name.startswith("model.") and name not in wanted]
+    if extra:
+        raise ValueError(f"load_checkpoint: {path} holds {extra[0]}, which this model has no place for")
+
+
+def _empty_optimizer_state(entries: dict, stored: dict[str, tuple[int, ...]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {}
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, (p, spec, tp) in entries.items():
+        prefix = f"optimizer.{name}."
+        keys = [key for key in stored if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
+        if id(p) not in known and keys:
+            raise ValueError(f"load_checkpoint: the checkpoint has optimizer state for {name}, which this optimizer does not hold")
+        for key in keys:
+            shaped = stored[key] == spec.shape and stored[key] != ()
+            state[key] = _whole(torch.zeros_like(p.detach()), spec, tp) if shaped else torch.zeros(stored[key])
+    return state
+
+
+def _fill_optimizer(entries: dict, state: dict[str, Tensor], optimizer: torch.optim.Optimizer, groups: list[dict]) -> None:
+    for name, (p, _, _) in entries.items():
+        prefix = f"optimizer.{name}."
+        values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if not isinstance(p, DTensor):
+            values = {key: v.to_local() if isinstance(v, DTensor) else v for key, v in values.items()}
+        if values:
+            optimizer.state[p] = values
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"load_checkpoint: the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}")
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+
+
+# ---- how it is written ----
+
+
+def _everywhere(action) -> Any:
+    """Rank 0 acts; every rank waits, and gets its result or its error."""
+    if not dist.is_initialized():
+        return action()
+    result: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = action()
+        except Exception as error:
+            result[1] = error
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def _new_name(directory: Path, step: int) -> str:
+    """A directory that is not there yet: an existing checkpoint is never written over."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name, again = f"step-{step:08d}", 0
+    while (directory / name).exists():
+        again += 1
+        name = f"step-{step:08d}-{again}"
+    return name
+
+
+def _publish(path: Path, meta: dict[str, Any]) -> None:
+    latest = path.parent / "latest"
+    previous = latest.read_text().strip() if latest.is_file() else None
+    _write(path / "meta.json", json.dumps(meta | dict(previous=previous), indent=1))
+    _fsync(path)
+    _write(path.parent / "latest.new", path.name + "\n")
+    os.replace(path.parent / "latest.new", latest)
+    _fsync(path.parent)
+    _clean(path.parent, {path.name, previous})
+
+
+def _clean(directory: Path, keep: set[str | None]) -> None:
+    """Removes what the two last checkpoints superseded: the one before them, and saves that never were finished."""
+    old = {json.loads((directory / name / "meta.json").read_text()).get("previous") for name in keep if name and (directory / name).is_dir()}
+    for folder in directory.iterdir():
+        if _NAME.fullmatch(folder.name) and folder.name not in keep and (folder.name in old or not (folder / "meta.json").exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,47 @@
+"""What the models put below and above their blocks: tables of replicated rows, and the head over a split vocabulary."""
+
+from torch import Tensor
+
+from ..collectives import all_gather
+from ..kernels._op import check
+from ..kernels.cross_entropy import cross_entropy
+from ..layers._module import ParallelModule, local
+from ..layers.block import Normed
+from ..parallel import TensorParallel
+from ..sequence_parallel import gather_linear
+
+
+class Table(ParallelModule):
+    """Learned rows [P, D], replicated: positions, token types."""
+
+    def __init__(self, count: int, width: int, tp: TensorParallel, init_std: float):
+        super().__init__(tp)
+        self.add_parameter("weight", (count, width), None, init_std)
+
+
+class LMHead(ParallelModule):
+    """logits = n W' (+ b), the vocabulary split over the ranks; W is its own, or the embedding's where that is tied."""
+
+    def __init__(self, vocab_size: int, width: int, *, tp: TensorParallel, bias: bool, tied: bool, init_std: float):
+        super().__init__(tp)
+        self.vocab_size = vocab_size
+        self.first, self.last = tp.chunk(vocab_size, "LMHead: vocab_size")
+        if not tied:
+            self.add_parameter("weight", (vocab_size, width), 0, init_std)
+        if bias:
+            self.add_parameter("bias", (vocab_size,), 0, "zeros")
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, normed: Normed, weight: Tensor | None = None) -> Tensor:
+        """n [R, m, D], the tied weight [V/R, D] or None -> logits [M, V/R]"""
+        weight = local(self.weight) if weight is None else weight
+        return gather_linear(normed.n, weight, local(self.bias), tp=self.tp, remake=normed.remake)
+
+    def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
+        """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""
+        size, group_name, columns = self.tp.size, self.tp.group_name, self.last - self.first
+        check(logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}")
+        gather = (lambda stats: stats[None]) if size == 1 else (lambda stats: all_gather(stats, size, group_name))
+        options = dict(first_token=self.first, vocab_size=self.vocab_size, gather=gather)
+        return cross_entropy(logits, labels, normalizer=normalizer, **options)

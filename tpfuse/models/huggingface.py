@@ -1,0 +1,305 @@
+"""Hugging Face directories in and out: config.json, safetensors (one file, or shards with an index), tokenizer files.
+
+A file holds full tensors in Hugging Face's layout; a parameter here is a slice of a full tensor in ours.  A :class:`Source` says how
+the one becomes the other, as an einops pattern that is read in both directions:
+
+    GPT-2's c_attn.weight [D, 3 D]  "d (t h e) -> h t e d"  our qkv [G, 3, E, D], sharded on dim 0
+
+A rank reads its own slices only: the sharded letter of the pattern says which ranges of the file's tensor those are.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..collectives import all_gather
+from ..layers._module import Spec, named_specs
+from ..parallel import TensorParallel
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors a parameter is made of: each is rearranged by ``pattern``, and several are concatenated on our dimension 1."""
+
+    names: tuple[str, ...]
+    pattern: str
+
+    def __init__(self, names: str | tuple[str, ...], pattern: str):
+        object.__setattr__(self, "names", (names,) if isinstance(names, str) else names)
+        object.__setattr__(self, "pattern", pattern)
+
+    @property
+    def theirs(self) -> list[list[str]]:
+        """The letters of each dimension in the file: "d (t h e)" -> [["d"], ["t", "h", "e"]]"""
+        left = self.pattern.split("->")[0]
+        return [token.strip("()").split() for token in re.findall(r"\([^)]*\)|\S+", left)]
+
+    def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """The size of each letter for our ``shape``; "1" stands for itself."""
+        letters = self.pattern.split("->")[1].split()
+        return {letter: n for letter, n in zip(letters, shape, strict=True) if letter != "1"}
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = self.sizes(shape)
+        return tuple(_product(sizes[letter] for letter in group) for group in self.theirs)
+
+    def read(self, stored: Callable[[str], Any], spec: Spec, tp: TensorParallel) -> Tensor:
+        """This rank's slice in our layout, from lazily read tensors."""
+        here = spec.local(tp)
+        sizes = self.sizes(spec.shape)
+        letter = None if spec.dim is None else self.pattern.split("->")[1].split()[spec.dim]
+        parts = []
+        for name in self.names:
+            x = _read_slice(stored(name), self.theirs, sizes, letter, here[spec.dim] if letter else None)
+            local = sizes | ({letter: here[spec.dim].stop - here[spec.dim].start} if letter else {})
+            parts.append(rearrange(x, self.pattern, **local))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def write(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Our full tensor -> the file's tensors."""
+        left, right = self.pattern.split("->")
+        parts = [full] if len(self.names) == 1 else full.chunk(len(self.names), 1)
+        for name, part in zip(self.names, parts, strict=True):
+            yield name, rearrange(part, f"{right} -> {left}", **self.sizes(full.shape)).contiguous()
+
+
+def _product(values) -> int:
+    out = 1
+    for v in values:
+        out *= v
+    return out
+
+
+def _read_slice(stored, theirs: list[list[str]], sizes: dict[str, int], letter: str | None, here: slice | None) -> Tensor:
+    """The ranges of a lazily read tensor in which ``letter`` lies in ``here``."""
+    if letter is None:
+        return stored[...]
+    dim = next(i for i, group in enumerate(theirs) if letter in group)
+    group = theirs[dim]
+    at = group.index(letter)
+    outer, inner = _product(sizes[n] for n in group[:at]), _product(sizes[n] for n in group[at + 1 :])
+    before = (slice(None),) * dim
+    ranges = [
+        stored[(*before, slice((i * sizes[letter] + here.start) * inner, (i * sizes[letter] + here.stop) * inner))] for i in range(outer)
+    ]
+    return ranges[0] if outer == 1 else torch.cat(ranges, dim)
+
+
+# ---- in ----
+
+
+class Files:
+    """A directory: its config, and its tensors by their names in the base model (prefixes and old spellings undone), read lazily."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            raise ValueError(f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory")
+        try:
+            self.config: dict[str, Any] = json.loads(config.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"from_pretrained: {config} is not valid JSON: {error}") from None
+        self._handles = {file: self._open(file) for file in self._weight_files()}
+        self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+
+    def _weight_files(self) -> list[str]:
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        if (self.path / INDEX).is_file():
+            try:
+                return sorted(set(json.loads((self.path / INDEX).read_text())["weight_map"].values()))
+            except (json.JSONDecodeError, KeyError, AttributeError) as error:
+                raise ValueError(f"from_pretrained: {self.path / INDEX} is not a valid index: {error!r}") from None
+        raise ValueError(f"from_pretrained: {self.path} has neither {SINGLE} nor {INDEX}; tpfuse reads safetensors only")
+
+    def _open(self, file: str):
+        try:
+            return safe_open(self.path / file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"from_pretrained: {self.path / file} cannot be read (truncated or missing?): {error}") from None
+
+    def names(self, base_prefix: str) -> dict[str, str]:
+        """name in the base model -> name in the files"""
+        found: dict[str, str] = {}
+        for raw in self._where:
+            name = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", raw.removeprefix(base_prefix)))
+            if name in found:
+                raise ValueError(f"from_pretrained: {self.path} holds {name} twice, as {found[name]} and {raw}")
+            found[name] = raw
+        return found
+
+    def tensor(self, raw: str):
+        """A lazily read tensor: ``[...]`` and slices read, ``get_shape()`` does not."""
+        return self._handles[self._where[raw]].get_slice(raw)
+
+
+def load(model: nn.Module, files: Files, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
+    sources = model.sources()
+    names = files.names(model.base_prefix)
+    specs = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model)]
+    _check_names(model, files, names, [n for *_, source in specs for n in source.names])
+    for name, spec, _, source in specs:
+        shape = (spec.shape[0], 1, *spec.shape[2:]) if len(source.names) > 1 else spec.shape
+        for n in source.names:
+            got, want = tuple(files.tensor(names[n]).get_shape()), source.their_shape(shape)
+            if got != want:
+                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be {want} for {name} of this config, got {got}")
+    for name, spec, tp, source in specs:
+        value = source.read(lambda n: files.tensor(names[n]), spec, tp).to(dtype=dtype, device=device, copy=True)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+
+def _check_names(model: nn.Module, files: Files, names: dict[str, str], wanted: list[str]) -> None:
+    missing = [n for n in wanted if n not in names]
+    if missing:
+        raise ValueError(f"from_pretrained: {files.path} lacks {_some(missing)}")
+    extra = [names[n] for n in names if n not in set(wanted) and not any(re.fullmatch(p, n) for p in model.ignorable())]
+    if extra:
+        raise ValueError(f"from_pretrained: {files.path} holds {_some(extra)}, which {type(model).__name__} has no place for")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---- out ----
+
+
+def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
+    """The whole of a parameter, on every rank; a collective where it is sharded."""
+    if isinstance(p, DTensor):
+        return p.detach().full_tensor()
+    p = p.detach()
+    if spec.dim is None or tp.size == 1:
+        return p
+    n = spec.shape[spec.dim]
+    rows = p.movedim(spec.dim, 0)
+    chunk = -(-n // tp.size)
+    padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
+    return all_gather(padded, tp.size, tp.group_name).flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
+
+
+def save(model: nn.Module, path: Path) -> None:
+    """Every rank calls it; one writes.  Files appear whole or not at all, under their final names only when all are written."""
+    writer = model.tp.rank == 0 and not model.dp_rank
+    config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
+    config["torch_dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    error: Exception | None = None
+    written = _Writer(path, _total_bytes(model)) if writer else None
+    sources = model.sources()
+    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        full = full_tensor(p, spec, tp)
+        if writer and error is None:
+            try:
+                for hf_name, tensor in sources[name].write(full):
+                    written.add(model.hf_name(hf_name), tensor.cpu())
+            except Exception as e:
+                error = e
+    if writer and error is None:
+        try:
+            written.finish(config, model.source)
+        except Exception as e:
+            error = e
+    if written is not None:
+        written.clean()
+    failed = [None if error is None else f"{type(error).__name__}: {error}"]
+    for group in model.groups():
+        every = [None] * group.size()
+        dist.all_gather_object(every, failed[0], group=group)
+        failed = [next((e for e in every if e), None)]
+    if error is not None:
+        raise error
+    if failed[0] is not None:
+        raise RuntimeError(f"save_pretrained: another rank could not write {path}: {failed[0]}")
+
+
+def _total_bytes(model: nn.Module) -> int:
+    return sum(_product(spec.shape) * p.element_size() for (_, spec, _), p in zip(named_specs(model), model.parameters(), strict=True))
+
+
+class _Writer:
+    """Collects tensors into shards in a temporary directory beside the target, and moves the files over when all are there."""
+
+    def __init__(self, path: Path, total: int):
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self.total = path, total
+        self.folder = path / f".saving-{os.getpid()}"
+        self.folder.mkdir(exist_ok=True)
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = sum(t.nbytes for t in self.pending.values())
+        if self.pending and size + tensor.nbytes > MAX_SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor
+
+    def _flush(self) -> None:
+        save_file(self.pending, self.folder / f"shard-{len(self.shards)}", metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+    def finish(self, config: dict, source: Path | None) -> None:
+        self._flush()
+        count = len(self.shards)
+        names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for i, name in enumerate(names):
+            os.replace(self.folder / f"shard-{i}", self.folder / name)
+        if count > 1:
+            where = {tensor: name for name, shard in zip(names, self.shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": self.total}, "weight_map": where}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name in TOKENIZER_FILES:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, self.folder / name)
+        new = {file.name for file in self.folder.iterdir()}
+        for name in sorted(new):
+            _fsync(self.folder / name)
+            os.replace(self.folder / name, self.path / name)
+        for old in self.path.glob("model*.safetensors*"):  # shards of an earlier save would be loaded in place of these
+            if old.name not in new and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
+                old.unlink()
+        _fsync(self.path)
+
+    def clean(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

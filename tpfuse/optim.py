@@ -1,0 +1,60 @@
+"""What an optimizer needs to know of a split model: which parameters decay, and the norm of the whole gradient."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from .layers._module import named_specs
+from .layers.norm import LayerNorm
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups for a torch optimizer: weights with ``weight_decay``, norms and biases without.  Frozen parameters are in neither."""
+    norms = {id(p) for m in model.modules() if isinstance(m, LayerNorm | nn.LayerNorm | nn.RMSNorm) for p in m.parameters(recurse=False)}
+    decayed, rest = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            plain = id(p) in norms or name.rpartition(".")[2] == "bias"
+            (rest if plain else decayed).append(p)
+    return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before, a scalar.
+
+    A sharded parameter is counted over its ranks, a replicated one once; the same value on every rank.  Works on plain shards, under DDP,
+    and on the DTensors of FSDP2.
+    """
+    grads, sums = [], {}
+    for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        if p.grad is None:
+            continue
+        grad, groups = p.grad, ()
+        if isinstance(grad, DTensor):
+            mesh = grad.device_mesh
+            groups = tuple(mesh.get_group(i).group_name for i, at in enumerate(grad.placements) if not isinstance(at, Replicate))
+            grad = grad.to_local()
+        elif spec.dim is not None and tp.size > 1:
+            groups = (tp.group_name,)
+        square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
+        sums[groups] = sums.get(groups, 0) + square
+        grads.append(grad)
+    if not grads:
+        return torch.zeros(())
+    total = sum(_over_groups(square, groups) for groups, square in sums.items()).sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
+    return total.to(torch.promote_types(grads[0].dtype, torch.float32))
+
+
+def _over_groups(square: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """Summed over each group, in rank order."""
+    for name in groups:
+        group = dist.distributed_c10d._resolve_process_group(name)
+        every = [torch.empty_like(square) for _ in range(group.size())]
+        dist.all_gather(every, square, group=group)
+        square = torch.stack(every).sum()
+    return square
