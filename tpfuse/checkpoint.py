@@ -34,9 +34,10 @@ def save_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.
     """
     directory, model = Path(directory), _unwrap(model)
+    state, meta = _state(model, optimizer), _meta(model, optimizer, step, extra)
     path = directory / _everywhere(lambda: _new_name(directory, step))
-    dcp.save(_state(model, optimizer), checkpoint_id=path)
-    _everywhere(lambda: _publish(path, _meta(model, optimizer, step, extra)))
+    dcp.save(state, checkpoint_id=path)
+    _everywhere(lambda: _publish(path, meta))
     return path
 
 
@@ -44,7 +45,8 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
     The tensor-parallel and data-parallel sizes may differ from those that wrote it.  Without ``optimizer`` only the model is restored.
-    ValueError, before anything changes, where the parameters' names or shapes are not the checkpoint's.
+    ValueError, before anything changes, where the format, the parameters' names or shapes, or the optimizer's groups are not the
+    checkpoint's.
     """
     directory, model = Path(directory), _unwrap(model)
     if not (directory / "latest").is_file():
@@ -53,12 +55,13 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     meta = json.loads((path / "meta.json").read_text())
     if meta["version"] != VERSION:
         raise ValueError(f"load_checkpoint: {path} has format version {meta['version']}, this tpfuse reads {VERSION}")
-    stored = {name: tuple(m.size) for name, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
+    stored = {name: m for name, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
     entries = _entries(model)
-    _check(path, {f"model.{name}": spec.shape for name, (_, spec, _) in entries.items()}, stored)
+    _check_model(path, {f"model.{name}": spec.shape for name, (_, spec, _) in entries.items()}, stored)
     state = {f"model.{name}": _whole(p.detach(), spec, tp) for name, (p, spec, tp) in entries.items()}
     if optimizer is not None:
-        state |= _empty_optimizer_state(entries, stored, optimizer)
+        _check_groups(path, _groups(entries, optimizer), meta["param_groups"])
+        state |= _empty_optimizer_state(entries, stored)
     dcp.load(state, checkpoint_id=path)
     if optimizer is not None:
         _fill_optimizer(entries, state, optimizer, meta["param_groups"])
@@ -92,36 +95,55 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
         state[f"model.{name}"] = _whole(p.detach(), spec, tp)
         for key, value in optimizer.state.get(p, {}).items():
             value = torch.as_tensor(value)
+            if value.shape != p.shape and value.numel() > 1:
+                raise ValueError(f"save_checkpoint: the optimizer's {key} of {name} is neither a number nor shaped as the parameter")
             state[f"optimizer.{name}.{key}"] = _whole(value, spec, tp) if value.shape == p.shape else value
     return state
 
 
+def _groups(entries: dict, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups as JSON has them, parameters by name."""
+    names = {id(p): name for name, (p, *_) in entries.items()}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if missing:
+        raise ValueError(f"checkpoint: the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
+    plain = lambda v: v.item() if isinstance(v, Tensor) else v  # noqa: E731
+    return [{k: [names[id(p)] for p in v] if k == "params" else plain(v) for k, v in group.items()} for group in optimizer.param_groups]
+
+
 def _meta(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> dict[str, Any]:
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     rng = dict(seed=getattr(model, "seed", 0), model_step=int(getattr(model, "step", 0)))
-    return dict(version=VERSION, step=step, extra=extra, param_groups=groups, **rng)
+    return dict(version=VERSION, step=step, extra=extra, param_groups=_groups(_entries(model), optimizer), **rng)
 
 
-def _check(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
+def _check_model(path: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
     for name, shape in wanted.items():
-        if stored.get(name) != shape:
-            raise ValueError(f"load_checkpoint: {name} must be {shape} for this model, {path} has {stored.get(name, 'none')}")
+        got = tuple(stored[name].size) if name in stored else "none"
+        if got != shape:
+            raise ValueError(f"load_checkpoint: {name} must be {shape} for this model, {path} has {got}")
     extra = [name for name in stored if name.startswith("model.") and name not in wanted]
     if extra:
         raise ValueError(f"load_checkpoint: {path} holds {extra[0]}, which this model has no place for")
 
 
-def _empty_optimizer_state(entries: dict, stored: dict[str, tuple[int, ...]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _check_groups(path: Path, groups: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
+    if len(groups) != len(stored):
+        raise ValueError(f"load_checkpoint: the optimizer has {len(groups)} parameter groups, {path} has {len(stored)}")
+    for i, (ours, theirs) in enumerate(zip(groups, stored, strict=True)):
+        if ours["params"] != theirs["params"]:
+            odd = sorted(set(ours["params"]) ^ set(theirs["params"])) or ours["params"]
+            raise ValueError(f"load_checkpoint: group {i} of the optimizer has other parameters than {path}: {', '.join(odd[:4])}")
+
+
+def _empty_optimizer_state(entries: dict, stored: dict[str, Any]) -> dict[str, Tensor]:
     state = {}
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, (p, spec, tp) in entries.items():
         prefix = f"optimizer.{name}."
-        keys = [key for key in stored if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
-        if id(p) not in known and keys:
-            raise ValueError(f"load_checkpoint: the checkpoint has optimizer state for {name}, which this optimizer does not hold")
-        for key in keys:
-            shaped = stored[key] == spec.shape and stored[key] != ()
-            state[key] = _whole(torch.zeros_like(p.detach()), spec, tp) if shaped else torch.zeros(stored[key])
+        for key in (key for key in stored if key.startswith(prefix) and "." not in key.removeprefix(prefix)):
+            size, dtype = tuple(stored[key].size), stored[key].properties.dtype
+            state[key] = (
+                _whole(torch.zeros_like(p.detach(), dtype=dtype), spec, tp) if size == spec.shape else torch.zeros(size, dtype=dtype)
+            )
     return state
 
 
@@ -131,12 +153,15 @@ def _fill_optimizer(entries: dict, state: dict[str, Tensor], optimizer: torch.op
         values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not isinstance(p, DTensor):
             values = {key: v.to_local() if isinstance(v, DTensor) else v for key, v in values.items()}
+        optimizer.state.pop(p, None)
         if values:
             optimizer.state[p] = values
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"load_checkpoint: the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}")
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        for k, v in saved.items():
+            if isinstance(group.get(k), Tensor):  # a learning rate that a compiled step holds on to
+                group[k].fill_(v)
+            elif k != "params":
+                group[k] = tuple(v) if isinstance(v, list) else v
 
 
 # ---- how it is written ----
@@ -180,8 +205,14 @@ def _publish(path: Path, meta: dict[str, Any]) -> None:
 
 
 def _clean(directory: Path, keep: set[str | None]) -> None:
-    """Removes what the two last checkpoints superseded: the one before them, and saves that never were finished."""
-    old = {json.loads((directory / name / "meta.json").read_text()).get("previous") for name in keep if name and (directory / name).is_dir()}
+    """Removes what the two last checkpoints superseded: those before them, and saves that never were finished."""
+    chain, old = list(keep - {None}), set()
+    while chain:  # each names the one before it; more than one is left where a process died between publishing and cleaning
+        meta = directory / chain.pop() / "meta.json"
+        before = json.loads(meta.read_text()).get("previous") if meta.is_file() else None
+        if before and before not in old | keep:
+            old.add(before)
+            chain.append(before)
     for folder in directory.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in keep and (folder.name in old or not (folder / "meta.json").exists()):
             shutil.rmtree(folder, ignore_errors=True)

@@ -30,10 +30,13 @@ from .parallel import TensorParallel
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
 
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
+
+
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] -> [R, n, ...]: every rank's tensor."""
     out = x.new_empty(size, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x.contiguous(), group=_resolve(group_name))
+    _all_gather_single(out.view(-1), x.contiguous().view(-1), group=_resolve(group_name))
     return out
 
 

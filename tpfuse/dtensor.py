@@ -28,6 +28,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     before the optimizer is made.  ValueError where the mesh is not of the model's tensor-parallel size.
     """
     if mesh.ndim > 1:
+        if "tp" not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"as_dtensor: a mesh of {mesh.ndim} dimensions must have one named 'tp', got {mesh}")
         mesh = mesh["tp"]
     specs = list(named_specs(model))
     for name, _, tp in specs:

@@ -30,10 +30,12 @@ class TensorParallel:
     ):
         if overlap not in OVERLAP:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
-        if group is not None and not isinstance(group, dist.ProcessGroup):
+        if isinstance(group, dist.DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"TensorParallel: a DeviceMesh must have one dimension, got {group}; pass mesh['tp']")
             group = group.get_group()
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"TensorParallel: group must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}")
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         values = dict(rank=rank, size=size, group_name=name, sequence_parallel=sequence_parallel, overlap=overlap)
         for field, value in values.items():
@@ -56,7 +58,7 @@ class TensorParallel:
     def divide(self, n: int, what: str) -> int:
         """n / size, or an error that says which sizes work."""
         if n % self.size:
-            works = [d for d in range(1, n + 1) if n % d == 0 and d <= 4 * self.size]
+            works = [d for d in range(1, min(n, 4 * self.size) + 1) if n % d == 0]
             raise ValueError(f"{what}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
         return n // self.size
 
@@ -82,7 +84,8 @@ class TensorParallel:
         if self.size == 1:
             return
         words = x.detach().reshape(-1).to(torch.int64)
-        weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E3779B1 + 1  # wraps: a position-dependent checksum
+        weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E3779B97F4A7C1  # wraps
+        weights = (weights ^ (weights >> 29)) * 0x3F58476D1CE4E5B  # not linear in the position: a linear checksum misses +1, -2, +1
         mine = torch.stack([(words * weights).sum(), torch.tensor(hash(tuple(x.shape)), device=words.device)])
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)

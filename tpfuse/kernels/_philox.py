@@ -61,6 +61,12 @@ def check_rng(name: str, rng: Tensor | None) -> None:
 
 def philox(c0, c1, c2, c3, k0: int, k1: int, rounds: int = ROUNDS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four int64 tensors (or ints) that broadcast, holding 32-bit words -> four int64 tensors of 32-bit words."""
+    c0, c1, c2, c3 = _philox(c0, c1, c2, c3, k0, k1, rounds)
+    return c0, c1 & _LO, c2, c3 & _LO
+
+
+def _philox(c0, c1, c2, c3, k0: int, k1: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, with something else in the high halves of c1 and c3."""
     for i in range(rounds):
         a, b = c0 * _A, c2 * _B  # int64 wraps, and the low 64 bits are right
         hi_a, hi_b = a >> 32, b >> 32
@@ -72,9 +78,9 @@ def philox(c0, c1, c2, c3, k0: int, k1: int, rounds: int = ROUNDS) -> tuple[Tens
         c2 ^= k1
         c0 &= _LO
         c2 &= _LO
-        c1, c3 = b, a  # high halves stay dirty: they meet only xors above, and are cleared there
+        c1, c3 = b, a  # their high halves meet only xors above, and are cleared there
         k0, k1 = (k0 + _W0) & _LO, (k1 + _W1) & _LO
-    return c0, c1 & _LO, c2, c3 & _LO
+    return c0, c1, c2, c3
 
 
 def mask_key(rng: Tensor) -> tuple[int, int, int]:
@@ -85,16 +91,26 @@ def mask_key(rng: Tensor) -> tuple[int, int, int]:
     return int(k0), int(k1), first_sample
 
 
-def keep(key: tuple[int, int], position: Tensor, site_head: Tensor, columns: int, sample: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+def keep(
+    key: tuple[int, int],
+    position: Tensor,
+    site_head: Tensor,
+    columns: int,
+    sample: Tensor,
+    p: float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
     """0/1 of shape [..., columns] in ``dtype``.  Words are int64 tensors [..., 1] that broadcast; columns count from 0."""
     block = torch.arange(-(-columns // 8), device=position.device)
-    c0, c1, c2, c3 = philox(position & _LO, site_head & _LO, block, sample & _LO, *key)
+    c0, c1, c2, c3 = _philox(position & _LO, site_head & _LO, block, sample & _LO, *key, ROUNDS)
     words = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=words[..., 0])
     torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=words[..., 1])
     words ^= _FLIP
     lanes = words.view(torch.int16).flatten(-2)[..., :columns]
-    return torch.ge(lanes, threshold(p) - 32768, out=torch.empty(lanes.shape, dtype=dtype, device=lanes.device))
+    out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
+    return torch.ge(lanes, threshold(p) - 32768, out=out)
 
 
 def keep_rows(rng: Tensor, rows: int, columns: int, p: float, site: int, first_row: int, batch: int, dtype: torch.dtype) -> Tensor:
@@ -107,7 +123,7 @@ def keep_rows(rng: Tensor, rows: int, columns: int, p: float, site: int, first_r
     site_head = torch.tensor(site << 16, device=rng.device)
     for i in range(0, rows, step):
         r = row[i : i + step]
-        out[i : i + step] = keep((k0, k1), r // batch, site_head, columns, first_sample + r % batch, p, dtype)
+        keep((k0, k1), r // batch, site_head, columns, first_sample + r % batch, p, dtype, out[i : i + step])
     return out
 
 

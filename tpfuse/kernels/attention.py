@@ -19,6 +19,7 @@ from ._philox import keep, mask_key, scale
 from .reduce_bias_dropout_add_norm import active_rng
 
 _INF = float("inf")
+_LOG2E = 1.4426950408889634
 
 
 # ---- reference ----
@@ -48,7 +49,16 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool, scale: 
 
 
 def attention_fwd_ref(
-    qkv: Tensor, key_mask: Tensor | None, rng: Tensor | None, batch: int, seq: int, causal: bool, scale: float, p: float, site: int, first_head: int
+    qkv: Tensor,
+    key_mask: Tensor | None,
+    rng: Tensor | None,
+    batch: int,
+    seq: int,
+    causal: bool,
+    scale: float,
+    p: float,
+    site: int,
+    first_head: int,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = _heads(qkv, batch, seq)
     s = _scores(q, k, key_mask, causal, scale)
@@ -57,7 +67,7 @@ def attention_fwd_ref(
     probs = torch.exp(s - lse[..., None])
     if rng is not None:
         probs = probs * _probability_mask(rng, probs, p, site, first_head)
-    o = (probs @ v.to(s.dtype)).to(qkv.dtype).permute(3, 0, 1, 2, 4).reshape(seq * batch, -1)
+    o = (probs @ v.to(s.dtype)).to(qkv.dtype).permute(3, 0, 1, 2, 4).flatten(2).flatten(0, 1)
     return _pad(o, len(qkv)), lse.flatten(1, 2).clone()
 
 
@@ -79,7 +89,7 @@ def attention_bwd_ref(
     q, k, v = _heads(qkv, batch, seq)
     s = _scores(q, k, key_mask, causal, scale)
     probs = torch.exp(s - lse.unflatten(1, q.shape[1:3])[..., None])
-    dof, of = (t[: seq * batch].view(seq, batch, *q.shape[1:3], -1).permute(1, 2, 3, 0, 4).to(s.dtype) for t in (do, o))
+    dof, of = (t[: seq * batch].view(seq, batch, *q.shape[1:3], q.shape[-1]).permute(1, 2, 3, 0, 4).to(s.dtype) for t in (do, o))
     mask = 1.0 if rng is None else _probability_mask(rng, probs, p, site, first_head)
     ds = probs * (dof @ v.to(s.dtype).transpose(-1, -2) * mask - (dof * of).sum(-1, keepdim=True)) * scale
     dq, dk = ds @ k.to(s.dtype), (ds.transpose(-1, -2) @ q.to(s.dtype)).sum(2, keepdim=True)
@@ -99,8 +109,8 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return x.contiguous() if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-# ---- CPU: blocks of query rows as batched GEMMs, scores of one block at a time and none above the diagonal (39.5 ms against ATen
-# flash's 60 a layer, forward + backward, bf16, width 384, 512 positions, batch 4; as accurate) ----
+# ---- CPU: blocks of query rows as batched GEMMs, scores of one block at a time and none above the diagonal.  Scores are in units of
+# log 2, because exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash attention. ----
 
 _BLOCK = 64
 
@@ -145,7 +155,7 @@ class _Blocks:
 def _attention_fwd_cpu(qkv, key_mask, rng, batch, seq, causal, sm_scale, p, site, first_head):
     blocks = _Blocks(qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
     B, G, Q, S, E, acc = blocks.B, blocks.G, blocks.Q, blocks.S, blocks.E, blocks.acc
-    q, kt = blocks.q.to(acc, copy=True).mul_(sm_scale), blocks.k.to(acc).transpose(1, 2)
+    q, kt = blocks.q.to(acc, copy=True).mul_(sm_scale * _LOG2E), blocks.k.to(acc).transpose(1, 2)
     o = qkv.new_zeros(len(qkv), G * Q * E) if len(qkv) > S * B else qkv.new_empty(len(qkv), G * Q * E)
     out = o[: S * B].view(S, B, G, Q, E).permute(1, 2, 3, 0, 4)
     lse = qkv.new_empty(B, G, Q, S, dtype=acc)
@@ -154,9 +164,9 @@ def _attention_fwd_cpu(qkv, key_mask, rng, batch, seq, causal, sm_scale, p, site
         top = s.amax(-1, keepdim=True)
         if key_mask is not None:
             top.masked_fill_(top == -_INF, 0)
-        s.sub_(top).exp_()
+        s.sub_(top).exp2_()
         total = s.sum(-1, keepdim=True)
-        row_lse = total.log().add_(top)
+        row_lse = total.log2().add_(top).div_(_LOG2E)
         if key_mask is not None:
             row_lse.masked_fill_(total == 0, _INF)
             total.masked_fill_(total == 0, 1)
@@ -172,16 +182,16 @@ def _attention_bwd_cpu(do, qkv, o, lse, key_mask, rng, batch, seq, causal, sm_sc
     blocks = _Blocks(qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
     B, G, Q, S, E, acc, dtype = blocks.B, blocks.G, blocks.Q, blocks.S, blocks.E, blocks.acc, qkv.dtype
     heads = lambda t: t[: S * B].view(S, B, G, Q, E).permute(1, 2, 3, 0, 4)  # noqa: E731
-    lse, do = lse.view(B, G, Q, S), heads(do)
-    delta = (do * heads(o)).sum(-1, dtype=acc)
+    lse, do = lse.view(B, G, Q, S) * _LOG2E, heads(do)
+    delta = (do.to(acc) * heads(o)).sum(-1)
     q, kt, vt = blocks.q, blocks.k.to(acc).transpose(1, 2), blocks.v.to(acc).transpose(1, 2)
     dqkv = qkv.new_zeros(qkv.shape) if len(qkv) > S * B else torch.empty_like(qkv)
     dq, dk_out, dv_out = _heads(dqkv, batch, seq)
     dk, dv = (torch.zeros(B * G, S, E, dtype=acc, device=qkv.device) for _ in range(2))
     for a, e, keys in blocks:
         qb, dob = blocks.rows(q, a, e), blocks.rows(do, a, e)
-        s = blocks.scores(qb.to(acc) * sm_scale, kt, a, e, keys)
-        probs = s.sub_(blocks.rows(lse, a, e)[..., None]).exp_()
+        s = blocks.scores(qb.to(acc) * (sm_scale * _LOG2E), kt, a, e, keys)
+        probs = s.sub_(blocks.rows(lse, a, e)[..., None]).exp2_()
         dp = torch.bmm(dob.to(acc), vt[:, :, :keys])
         dropped = probs
         if rng is not None:
@@ -189,10 +199,10 @@ def _attention_bwd_cpu(do, qkv, o, lse, key_mask, rng, batch, seq, causal, sm_sc
             dp *= mask
             dropped = mask.mul_(probs)
         dv[:, :keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
-        ds = dp.sub_(blocks.rows(delta, a, e)[..., None]).mul_(probs).mul_(sm_scale).to(dtype)
-        dq[:, :, :, a:e] = torch.bmm(ds, blocks.k[:, :keys]).view(B, G, Q, e - a, E)
+        ds = dp.sub_(blocks.rows(delta, a, e)[..., None]).mul_(probs).to(dtype)
+        dq[:, :, :, a:e] = torch.bmm(ds, blocks.k[:, :keys]).mul_(sm_scale).view(B, G, Q, e - a, E)
         dk[:, :keys] += torch.bmm(ds.transpose(1, 2), qb)
-    dk_out.copy_(dk.view(B, G, 1, S, E))
+    dk_out.copy_(dk.mul_(sm_scale).view(B, G, 1, S, E))
     dv_out.copy_(dv.view(B, G, 1, S, E))
     return dqkv
 
@@ -259,6 +269,7 @@ def attention(
     dtype).  ValueError for shapes that do not fit, p outside [0, 1), or p > 0 without rng.
     """
     check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
+    check(batch >= 1, f"attention: batch must be at least 1, got {batch}")
     seq = len(qkv) // batch if seq is None else seq
     check(seq * batch <= len(qkv), f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {len(qkv)}")
     if key_mask is not None:

@@ -26,7 +26,7 @@ IGNORE = -100
 def cross_entropy_stats_ref(logits: Tensor, labels: Tensor, first: int, smoothing: bool) -> Tensor:
     """-> [M, 4]: max, sum exp(x - max), target logit (0 elsewhere), sum of logits (0 without smoothing)."""
     x = logits.to(acc_dtype(logits))
-    top = x.amax(-1)
+    top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # columns may all be -inf: then exp(x - top) is 0, not NaN
     inside = (labels >= first) & (labels < first + x.shape[1])
     target = x.gather(1, torch.where(inside, labels - first, 0)[:, None])[:, 0]
     total = torch.exp(x - top[:, None]).sum(-1)

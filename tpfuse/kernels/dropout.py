@@ -1,6 +1,8 @@
 """Dropout whose mask is a function of (seed, step, site, global coordinates); its own adjoint, so nothing is saved but rng.
 
-    y = mask x / (1 - p)        dx = mask dy / (1 - p)        x [m, D], the mask of _philox.py
+    y = mask x / (1 - p)        dx = mask dy / (1 - p)
+
+Shapes: x, y [m, D]; the mask is that of _philox.py, scaling is done in fp32 (fp64 for fp64).
 """
 
 import torch

@@ -21,7 +21,7 @@ from .reduce_bias_dropout_add_norm import active_rng, dropout_rows
 
 def embedding_fwd_ref(weight: Tensor, ids: Tensor, first: int) -> Tensor:
     inside = (ids >= first) & (ids < first + len(weight))
-    return weight[torch.where(inside, ids - first, 0)].mul_(inside[:, None])
+    return weight[torch.where(inside, ids - first, 0)].mul_(inside[..., None])
 
 
 def embedding_bwd_ref(dy: Tensor, ids: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -173,7 +173,7 @@ class _EmbedFinish(torch.autograd.Function):
 
 
 def embedding(weight: Tensor, ids: Tensor, *, first: int = 0) -> Tensor:
-    """Rows of a slice of a table.  weight [V/R, D] holds global ids first to first + V/R; ids [M] int64 -> [M, D], 0 for other ids."""
+    """Rows of a slice of a table.  weight [V/R, D] holds global ids first to first + V/R; ids [...] int64 -> [..., D], 0 for other ids."""
     return _Embedding.apply(*autocast(weight), ids, first)
 
 
@@ -205,11 +205,13 @@ def embed_finish(
     check(parts.dim() == 3, f"embed_finish: parts must be [R, m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
     check_vectors("embed_finish", D, weight=weight, norm_bias=norm_bias)
-    check(weight is not None or not post_norm, "embed_finish: post_norm needs weight")
+    check(weight is not None or (norm_bias is None and not post_norm), "embed_finish: norm_bias and post_norm need weight")
     for name, table, index in (("position", position_weight, positions), ("type", type_weight, types)):
         check((table is None) == (index is None), f"embed_finish: {name}_weight and {name}s go together, got one of them")
         check(index is None or index.shape == (m,), f"embed_finish: {name}s must be [{m}], got {getattr(index, 'shape', None)}")
-        check(table is None or table.shape[1:] == (D,), f"embed_finish: {name}_weight must be [_, {D}], got {getattr(table, 'shape', None)}")
+        check(
+            table is None or table.shape[1:] == (D,), f"embed_finish: {name}_weight must be [_, {D}], got {getattr(table, 'shape', None)}"
+        )
     rng = active_rng("embed_finish", p, rng)
     (parts,) = autocast(parts)
     h, n, mean, rstd = _EmbedFinish.apply(

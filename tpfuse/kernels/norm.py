@@ -52,9 +52,7 @@ def normalize_backward(
     return dx, dgamma.to(gamma.dtype), dbeta.to(gamma.dtype) if has_beta else gamma.new_empty(0)
 
 
-def norm_fwd_ref(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_fwd_ref(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, rms: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = normalize(x, gamma, beta, eps, rms)
     return y.to(dtype), mean, rstd
 

@@ -192,7 +192,9 @@ def reduce_bias_dropout_add_norm(
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
     check_vectors(name, D, bias=bias, weight=weight, norm_bias=norm_bias)
-    check(residual is None or residual.shape == (m, D), f"{name}: residual must have shape {(m, D)}, got {getattr(residual, 'shape', None)}")
+    check(
+        residual is None or residual.shape == (m, D), f"{name}: residual must have shape {(m, D)}, got {getattr(residual, 'shape', None)}"
+    )
     check(weight is not None or (norm_bias is None and not post_norm), f"{name}: norm_bias and post_norm need weight")
     rng = active_rng(name, p, rng)
     parts, residual = autocast(parts, residual)

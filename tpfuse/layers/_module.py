@@ -53,8 +53,10 @@ class ParallelModule(nn.Module):
         """
         if any(p.is_meta for p in self.parameters()):
             return
+        if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
+            return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        self.tp.agree(f"{type(self).__name__}: the seed that torch.manual_seed set", seed)
+        self.tp.agree(f"{type(self).__name__}: the seed drawn from torch's generator (call torch.manual_seed before)", seed)
         initialize(self, seed)
 
 

@@ -1,6 +1,6 @@
 """Self-attention with the heads split over the ranks.
 
-    x [m, D] -> qkv [M, G/R, Q + 2, E] -> o [M, H/R E] -> parts [R, m, D] -> sum + bias [m, D]
+x [m, D] -> qkv [M, G/R, Q + 2, E] -> o [M, H/R E] -> parts [R, m, D] -> sum + bias [m, D]
 """
 
 from torch import Tensor

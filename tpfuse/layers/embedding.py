@@ -1,6 +1,6 @@
 """Embedding with the vocabulary split over the ranks, as torch.chunk splits it; any vocabulary size, no padding.
 
-    ids [M], the same on every rank  ->  masked local lookup [M, D]  ->  exchange  ->  parts [R, m, D]
+ids [M], the same on every rank  ->  masked local lookup [M, D]  ->  exchange  ->  parts [R, m, D]
 """
 
 from torch import Tensor
@@ -28,5 +28,5 @@ class VocabParallelEmbedding(ParallelModule):
         return leave_parts(embedding(local(self.weight), ids.reshape(-1), first=self.first), self.tp)
 
     def forward(self, ids: Tensor) -> Tensor:
-        check_ids("VocabParallelEmbedding: ids", ids, self.num_embeddings)
+        check_ids("VocabParallelEmbedding: ids", ids.clamp(min=0), self.num_embeddings)
         return reduce_bias_dropout_add_norm(self.parts(ids))[0]

@@ -11,6 +11,8 @@ import math
 
 from torch import Tensor
 
+from ..kernels._op import check
+from ..kernels.linear import ACTIVATIONS
 from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, linear_exchange
@@ -36,6 +38,7 @@ class ColumnParallelLinear(ParallelModule):
         **factory,
     ):
         super().__init__(tp)
+        check(activation in ACTIVATIONS, f"{type(self).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.tp.divide(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation

@@ -1,6 +1,6 @@
 """The MLP with its width split over the ranks.
 
-    x [m, D] -> z [M, F/R] -> act -> parts [R, m, D] -> sum + bias [m, D]
+x [m, D] -> z [M, F/R] -> act -> parts [R, m, D] -> sum + bias [m, D]
 """
 
 from torch import Tensor

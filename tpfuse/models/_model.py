@@ -64,6 +64,7 @@ class Model(nn.Module):
         dp: "dist.ProcessGroup | dist.DeviceMesh | None" = None,
         seed: int = 0,
         saving: str = "fastest",
+        **options: Any,
     ):
         super().__init__()
         self.config, self.seed, self.saving = config, seed, saving
@@ -74,7 +75,9 @@ class Model(nn.Module):
         self.source: Path | None = None  # the directory that the weights came from, and the contents of its config.json
         self.hf_source: dict[str, Any] | None = None
         self._compared = False
-        self.tp.agree(f"{type(self).__name__}: config, seed, saving and dtype", (config, seed, saving, torch.get_default_dtype()))
+        shared = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype(), sequence_parallel=self.tp.sequence_parallel)
+        for key, value in (shared | options).items():
+            self.tp.agree(f"{type(self).__name__}: {key}", value)
 
     def _materialize(self) -> None:
         """Modules are made on the meta device; here they get storage and their initial weights (unless the caller wants meta)."""
@@ -96,7 +99,9 @@ class Model(nn.Module):
         most = self.config.max_positions
         check(ids.shape[1] <= most, f"{name}: {ids.shape[1]} positions are more than the model's max_positions={most}")
         for key, x in aligned.items():
-            check(x is None or x.shape == ids.shape, f"{name}: {key} must be {tuple(ids.shape)}, got {getattr(x, 'shape', None)}")
+            if x is not None:
+                fits = x.shape == ids.shape and (key == "attention_mask" or x.dtype == torch.int64)
+                check(fits, f"{name}: {key} must be int64 {tuple(ids.shape)} as input_ids, got {x.dtype} {tuple(x.shape)}")
         if not self._compared and not torch.compiler.is_compiling():
             cause = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
             self.tp.agree_tensor(f"{name}: input_ids", ids, cause)
@@ -142,15 +147,20 @@ class Model(nn.Module):
     ) -> "Model":
         """A model from a Hugging Face directory (config.json, safetensors); each rank reads its own slices only.
 
-        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold.  ValueError, before anything is
-        read, for an unknown model_type, an option that is not built, or a missing, extra, mis-shaped or truncated tensor.
+        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold.  ValueError on every rank, before
+        anything is read, for an unknown model_type, an option that is not built, or a missing, extra, mis-shaped or truncated tensor.
         """
-        files = huggingface.Files(path)
-        config = cls.config_class.from_hf(files.config)
-        options = cls._options_from(files) | options
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+
+        def look() -> tuple[huggingface.Files, ModelConfig, dict[str, Any]]:
+            files = huggingface.Files(path)
+            return files, cls.config_class.from_hf(files.config), cls._options_from(files) | options
+
+        files, config, options = huggingface.together(look, () if tp is None else (tp.group,))
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
-        huggingface.load(model, files, torch.get_default_dtype() if dtype is None else dtype, device)
+        model.tp.agree(f"{cls.__name__}: dtype", dtype)
+        huggingface.load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()
 

@@ -36,9 +36,10 @@ class _Dense(ParallelModule):
 
 
 class Bert(Model):
-    """A BERT encoder.  ``pooler`` adds the pooled output, ``masked_lm`` the head that predicts tokens.
+    """A BERT encoder.  ``masked_lm`` adds the head that predicts tokens, ``pooler`` the pooled output (None: where there is no head,
+    which has no use for it).
 
-    ``Bert.from_pretrained`` takes the pooler and the head that the files hold, unless told.
+    ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless told.
     """
 
     config_class = BertConfig
@@ -51,10 +52,11 @@ class Bert(Model):
         dp=None,
         seed: int = 0,
         saving: str = "fastest",
-        pooler: bool = True,
+        pooler: bool | None = None,
         masked_lm: bool = False,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving)
+        pooler = not masked_lm if pooler is None else pooler
+        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -177,7 +179,7 @@ class Bert(Model):
     @classmethod
     def _options_from(cls, files: huggingface.Files) -> dict:
         names = files.names(cls.base_prefix)
-        return dict(pooler="pooler.dense.weight" in names, masked_lm="cls.predictions.transform.dense.weight" in names)
+        return dict(pooler=None if "pooler.dense.weight" in names else False, masked_lm="cls.predictions.transform.dense.weight" in names)
 
     def sources(self) -> dict[str, Source]:
         """Every parameter of the whole model -> the tensors of a BERT file that it is made of."""
@@ -192,8 +194,11 @@ class Bert(Model):
             "pooler": linear("pooler.dense"),
             "transform": linear("cls.predictions.transform.dense"),
             "transform_norm": norm("cls.predictions.transform.LayerNorm"),
-            "head": table("cls.predictions.decoder") | {"bias": Source("cls.predictions.bias", "v -> v")},
+            "head": {"bias": Source("cls.predictions.bias", "v -> v")},
         }
+        if not self.config.tie_embeddings:  # transformers then adds decoder.bias, and keeps an idle cls.predictions.bias
+            bias = Source("cls.predictions.decoder.bias", "v -> v", also="cls.predictions.bias")
+            modules["head"] = table("cls.predictions.decoder") | {"bias": bias}
         for i in range(self.config.num_layers):
             ours, theirs = f"blocks.{i}", f"encoder.layer.{i}"
             qkv = lambda leaf, theirs=theirs: tuple(f"{theirs}.attention.self.{n}.{leaf}" for n in ("query", "key", "value"))  # noqa: E731
@@ -218,9 +223,8 @@ class Bert(Model):
 
     def ignorable(self) -> tuple[str, ...]:
         """Tensors a file may hold that this model has no use for: a buffer, the next-sentence head, heads left out, copies."""
-        names = [r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)", r"cls\.predictions\.decoder\.bias"]
-        if self.config.tie_embeddings:
-            names.append(r"cls\.predictions\.decoder\.weight")
+        names = [r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"]
+        names.append(r"cls\.predictions\.decoder\.(weight|bias)" if self.config.tie_embeddings else r"cls\.predictions\.bias")
         if self.head is None:
             names.append(r"cls\.predictions\..*")
         if self.pooler is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..collectives import all_gather
 from ..kernels._op import check
+from ..kernels.cross_entropy import check_ids
 from ..layers._cache import KVCache
 from ._model import Rows
 
@@ -29,17 +30,18 @@ def generate(
     [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  A sequence ends at
     ``eos_token_id`` and goes on as ``pad_token_id`` (default: eos); generation stops when all have ended.  Dropout is off.
     """
-    B, S = input_ids.shape
     model._check_inputs(input_ids, attention_mask=attention_mask)
-    most = model.config.max_positions
+    B, S = input_ids.shape
+    most, vocab = model.config.max_positions, model.config.vocab_size
     check(max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     check(S + max_new_tokens <= most, f"generate: {S} + {max_new_tokens} tokens are more than the model's max_positions={most}")
     check(S > 0, "generate: the prompt is empty")
     pad = pad_token_id if pad_token_id is not None else (eos_token_id if eos_token_id is not None else 0)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-    check(bool((mask.sum(1) > 0).all()), "generate: a prompt has no token")
-    order = torch.sort(mask, dim=1, stable=True).indices  # padding first, tokens in their order
-    ids, mask = input_ids.gather(1, order), mask.gather(1, order).bool()
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    check(bool(mask.any(1).all()), "generate: a prompt has no token")
+    order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
+    ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+    check_ids("generate: input_ids", ids[mask], vocab)
     ids = ids.masked_fill(~mask, pad)
 
     training = model.training
@@ -66,7 +68,7 @@ def generate(
 def _next(model, ids: Tensor, positions: Tensor, mask: Tensor, caches: list[KVCache]) -> Tensor:
     """One pass over ids [B, S] -> the most likely next token [B]."""
     rows = Rows(*ids.shape, model.tp)
-    h, normed = model._embed(rows, ids.clamp(0, model.config.vocab_size - 1), positions, None)
+    h, normed = model._embed(rows, ids.clamp(0, model.config.vocab_size - 1), positions, None)  # a pad token may be any number
     mask = None if ids.shape[1] == 1 and caches[0].length else mask
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, batch=rows.batch, seq=rows.seq, attention_mask=mask, cache=cache)

@@ -100,10 +100,11 @@ class GPT(Model):
 
     def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c = self.config
-        if not torch.compiler.is_compiling():
-            check_ids("GPT: input_ids", ids, c.vocab_size)
         if position_ids is None:
             position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
+        if not torch.compiler.is_compiling():
+            check_ids("GPT: input_ids", ids, c.vocab_size)
+            check_ids("GPT: position_ids", position_ids, c.max_positions)
         weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
         h, n, remake = embed_finish(
             self.embedding.parts(rows.all(ids, -1)),

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..parallel import TensorParallel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
+DTYPES = "F64", "F32", "F16", "BF16"  # integers and 8 bits mean a quantized file, whose scales are not read
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,14 +48,19 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors a parameter is made of: each is rearranged by ``pattern``, and several are concatenated on our dimension 1."""
+    """The tensors a parameter is made of: each is rearranged by ``pattern``, and several are concatenated on our dimension 1.
+
+    ``also``: a second name that a single tensor is written under, and is read by where the first is not there.
+    """
 
     names: tuple[str, ...]
     pattern: str
+    also: str | None
 
-    def __init__(self, names: str | tuple[str, ...], pattern: str):
+    def __init__(self, names: str | tuple[str, ...], pattern: str, also: str | None = None):
         object.__setattr__(self, "names", (names,) if isinstance(names, str) else names)
         object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "also", also)
 
     @property
     def theirs(self) -> list[list[str]]:
@@ -88,7 +94,10 @@ class Source:
         left, right = self.pattern.split("->")
         parts = [full] if len(self.names) == 1 else full.chunk(len(self.names), 1)
         for name, part in zip(self.names, parts, strict=True):
-            yield name, rearrange(part, f"{right} -> {left}", **self.sizes(full.shape)).contiguous()
+            stored = rearrange(part, f"{right} -> {left}", **self.sizes(full.shape)).contiguous()
+            yield name, stored
+            if self.also is not None:
+                yield self.also, stored.clone()
 
 
 def _product(values) -> int:
@@ -113,6 +122,34 @@ def _read_slice(stored, theirs: list[list[str]], sizes: dict[str, int], letter: 
     return ranges[0] if outer == 1 else torch.cat(ranges, dim)
 
 
+# ---- an error on one rank is an error on every rank, so that none waits for one that has left ----
+
+
+def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Raises ``error`` where there is one; where another rank of the groups has one, the same message."""
+    told = None if error is None else (isinstance(error, ValueError), f"{error}")
+    for group in groups:
+        if group is not None:
+            every = [None] * group.size()
+            dist.all_gather_object(every, told, group=group)
+            told = next((e for e in every if e is not None), None)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise (ValueError if told[0] else RuntimeError)(told[1])
+
+
+def together(action: Callable[[], Any], groups: Iterable[dist.ProcessGroup | None]) -> Any:
+    """``action()``, or a ValueError on every rank where it raises one on any."""
+    result = error = None
+    try:
+        result = action()
+    except ValueError as e:
+        error = e
+    raise_together(error, groups)
+    return result
+
+
 # ---- in ----
 
 
@@ -124,10 +161,7 @@ class Files:
         config = self.path / "config.json"
         if not config.is_file():
             raise ValueError(f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory")
-        try:
-            self.config: dict[str, Any] = json.loads(config.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"from_pretrained: {config} is not valid JSON: {error}") from None
+        self.config = _json_object(config)
         self._handles = {file: self._open(file) for file in self._weight_files()}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
 
@@ -135,10 +169,10 @@ class Files:
         if (self.path / SINGLE).is_file():
             return [SINGLE]
         if (self.path / INDEX).is_file():
-            try:
-                return sorted(set(json.loads((self.path / INDEX).read_text())["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, AttributeError) as error:
-                raise ValueError(f"from_pretrained: {self.path / INDEX} is not a valid index: {error!r}") from None
+            where = _json_object(self.path / INDEX).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+                raise ValueError(f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to files")
+            return sorted(set(where.values()))
         raise ValueError(f"from_pretrained: {self.path} has neither {SINGLE} nor {INDEX}; tpfuse reads safetensors only")
 
     def _open(self, file: str):
@@ -162,22 +196,44 @@ class Files:
         return self._handles[self._where[raw]].get_slice(raw)
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:  # a decoding error is a ValueError
+        raise ValueError(f"from_pretrained: {path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"from_pretrained: {path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
 def load(model: nn.Module, files: Files, dtype: torch.dtype, device: torch.device | str | None) -> None:
     """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
     sources = model.sources()
-    names = files.names(model.base_prefix)
     specs = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model)]
-    _check_names(model, files, names, [n for *_, source in specs for n in source.names])
-    for name, spec, _, source in specs:
-        shape = (spec.shape[0], 1, *spec.shape[2:]) if len(source.names) > 1 else spec.shape
-        for n in source.names:
-            got, want = tuple(files.tensor(names[n]).get_shape()), source.their_shape(shape)
-            if got != want:
-                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be {want} for {name} of this config, got {got}")
+    names = together(lambda: _check(model, files, specs), model.groups())
     for name, spec, tp, source in specs:
         value = source.read(lambda n: files.tensor(names[n]), spec, tp).to(dtype=dtype, device=device, copy=True)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+
+def _check(model: nn.Module, files: Files, specs: list[tuple[str, Spec, TensorParallel, Source]]) -> dict[str, str]:
+    """-> name in the base model -> name in the files, of what is all there and fits"""
+    names = files.names(model.base_prefix)
+    for *_, source in specs:
+        if source.also in names:
+            names.setdefault(source.names[0], names[source.also])
+    _check_names(model, files, names, [n for *_, source in specs for n in source.names])
+    for name, spec, _, source in specs:
+        shape = (spec.shape[0], 1, *spec.shape[2:]) if len(source.names) > 1 else spec.shape
+        for n in source.names:
+            stored = files.tensor(names[n])
+            got, want = tuple(stored.get_shape()), source.their_shape(shape)
+            if got != want:
+                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be {want} for {name} of this config, got {got}")
+            if stored.get_dtype() not in DTYPES:
+                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be one of {DTYPES}, got {stored.get_dtype()}")
+    return names
 
 
 def _check_names(model: nn.Module, files: Files, names: dict[str, str], wanted: list[str]) -> None:
@@ -214,9 +270,14 @@ def save(model: nn.Module, path: Path) -> None:
     """Every rank calls it; one writes.  Files appear whole or not at all, under their final names only when all are written."""
     writer = model.tp.rank == 0 and not model.dp_rank
     config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
-    config["torch_dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config |= dict.fromkeys(("dtype", "torch_dtype"), str(next(model.parameters()).dtype).removeprefix("torch."))  # new and old name
     error: Exception | None = None
-    written = _Writer(path, _total_bytes(model)) if writer else None
+    written: _Writer | None = None
+    if writer:
+        try:
+            written = _Writer(path, _total_bytes(model))
+        except Exception as e:
+            error = e
     sources = model.sources()
     for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         full = full_tensor(p, spec, tp)
@@ -233,15 +294,7 @@ def save(model: nn.Module, path: Path) -> None:
             error = e
     if written is not None:
         written.clean()
-    failed = [None if error is None else f"{type(error).__name__}: {error}"]
-    for group in model.groups():
-        every = [None] * group.size()
-        dist.all_gather_object(every, failed[0], group=group)
-        failed = [next((e for e in every if e), None)]
-    if error is not None:
-        raise error
-    if failed[0] is not None:
-        raise RuntimeError(f"save_pretrained: another rank could not write {path}: {failed[0]}")
+    raise_together(error, model.groups())
 
 
 def _total_bytes(model: nn.Module) -> int:

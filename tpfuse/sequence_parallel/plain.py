@@ -193,7 +193,10 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
     Without sequence parallelism the sum is taken here, and [1, M, D] comes back.  M must be divisible by R.
     """
     check_linear("linear_exchange", x, weight, None, "none")
-    check(x.dim() == 2 and len(x) % tp.row_shards == 0, f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}")
+    check(
+        x.dim() == 2 and len(x) % tp.row_shards == 0,
+        f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}",
+    )
     x, weight = autocast(x, weight)
     return _LinearExchange.apply(x.contiguous(), weight, tp)
 
@@ -217,6 +220,8 @@ def gather_mlp_exchange(
     check(activation != "none", "gather_mlp_exchange: activation must not be none")
     fits = fc2_weight.shape == fc1_weight.shape[::-1]
     check(fits, f"gather_mlp_exchange: fc2_weight must be {tuple(fc1_weight.shape[::-1])}, got {tuple(fc2_weight.shape)}")
+    same = fc2_weight.dtype == fc1_weight.dtype or torch.is_autocast_enabled(x.device.type)
+    check(same, f"gather_mlp_exchange: weights must have one dtype outside autocast, got {fc1_weight.dtype} and {fc2_weight.dtype}")
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = _expanded("gather_mlp_exchange", x, tp)
     return _GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, remake)
@@ -224,7 +229,7 @@ def gather_mlp_exchange(
 
 def _expanded(name: str, x: Tensor, tp: TensorParallel) -> Tensor:
     if x.dim() == 2:
-        return _Expand.apply(x, tp.row_shards)
+        return _Expand.apply(x.contiguous(), tp.row_shards)
     fits = x.dim() == 3 and x.shape[0] == tp.row_shards
     check(fits, f"{name}: x must be [m, D] or [{tp.row_shards}, m, D], got {tuple(x.shape)}")
     return x

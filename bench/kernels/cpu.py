@@ -1,0 +1,78 @@
+"""The two CPU implementations that are not plain references, against ATen's: attention and gelu(tanh), forward and backward.
+
+python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median and quartiles of the ratio of neighbouring runs
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tpfuse.kernels.attention import attention_bwd, attention_fwd
+from tpfuse.kernels.linear import activation_bwd, activation_fwd
+
+aten = torch.ops.aten
+S, B, H, E, FFN = 512, 4, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
+
+
+def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
+    qkv = torch.randn(S * B, H, 3, E).to(dtype)
+    do = torch.randn(S * B, H * E).to(dtype)
+    q, k, v = qkv.view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
+
+    def ours():
+        o, lse = attention_fwd(qkv, None, None, B, S, True, E**-0.5, 0.0, 0, 0)
+        return o, attention_bwd(do, qkv, o, lse, None, None, B, S, True, E**-0.5, 0.0, 0, 0)
+
+    def theirs():
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        grad = do.view(S, B, H, E).permute(1, 2, 0, 3)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse, 0.0, True)
+        return o.permute(2, 0, 1, 3).flatten(2).flatten(0, 1), torch.stack(grads).permute(3, 1, 2, 0, 4).flatten(0, 1)
+
+    return ours, theirs
+
+
+def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
+    z, dy = torch.randn(2, S * B, FFN).to(dtype)
+
+    def ours():
+        return activation_fwd(z, "gelu_tanh"), *activation_bwd(dy, z, "gelu_tanh", True)
+
+    def theirs():
+        dz = aten.gelu_backward(dy, z, approximate="tanh")
+        return F.gelu(z, approximate="tanh"), dz, dz.sum(0, dtype=torch.float32), F.gelu(z, approximate="tanh")
+
+    return ours, theirs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="runs of each (default 30)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"| op, forward + backward | dtype | tpfuse ms | ATen ms | ATen / tpfuse (quartiles) |\n{'|---' * 5}|")
+    for name, pair in (("attention, causal", attention_pair), ("gelu(tanh), value made again in backward", gelu_pair)):
+        for dtype in (torch.bfloat16, torch.float32):
+            calls = pair(dtype)
+            for a, b in zip(calls[0](), calls[1](), strict=True):
+                torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+            times: list[list[float]] = [[], []]
+            for _ in range(args.rounds):
+                for call, seconds in zip(calls, times, strict=True):
+                    start = time.process_time()
+                    call()
+                    seconds.append(1e3 * (time.process_time() - start))
+            low, mid, high = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
+            ours, theirs = map(statistics.median, times)
+            print(f"| {name} | {str(dtype)[6:]} | {ours:.1f} | {theirs:.1f} | {mid:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""One training step (forward + backward) of a stack of pre-norm blocks, on two CPU processes: tpfuse against its peers.
+
+    python -m bench.models.train_step                      fp32 and bf16, attention dropout 0 and 0.1
+    python -m bench.models.train_step --dtype bf16 --rounds 40 --json bench/results/train_step.json
+
+All providers run in the same processes, on the same weights, batch and threads, one step each in turn, so that what slows the machine
+down slows all of them; a row gives the median of the *ratios* of neighbouring steps, and their quartiles.  Outputs are compared first,
+with dropout off.  "one process" is rank 0 alone with the whole model on as many threads as there are ranks.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from tpfuse import TensorParallel
+from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.norm import norm_in
+from tpfuse.layers import LayerNorm, Normed, TransformerBlock
+from tpfuse.layers._module import named_specs, replicated
+
+from .peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
+    parser.add_argument("--attention-dropout", type=float, action="append", help="default: 0 and 0.1")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each provider (default 20)")
+    parser.add_argument("--tp", type=int, default=2, help="processes (default 2)")
+    for name, value in dict(width=768, heads=12, seq=512, batch=4, layers=2).items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument("--dropout", type=float, default=0.1, help="after attention and MLP (default 0.1)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    args = parser.parse_args()
+    args.dtype, args.attention_dropout = args.dtype or list(DTYPES), args.attention_dropout or [0.0, 0.1]
+    return args
+
+
+# ---- providers: build(...) -> (forward of x, x, gradient of the output) on this rank ----
+
+
+def full_weights(args, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """One layer's weights as every provider gets them."""
+    gen, D = torch.Generator().manual_seed(0), args.width
+    normal = lambda *shape, std: (torch.randn(*shape, generator=gen) * std).to(dtype)  # noqa: E731
+    shapes = {"qkv": (3 * D, D), "out": (D, D), "fc1": (4 * D, D), "fc2": (D, 4 * D)}
+    layers = []
+    for _ in range(args.layers):
+        layer = {f"{n}.weight": normal(*s, std=0.02) for n, s in shapes.items()}
+        layer |= {f"{n}.bias": normal(s[0], std=0.02) for n, s in shapes.items()}
+        for n in ("norm1", "norm2"):
+            layer |= {f"{n}.weight": 1 + normal(D, std=0.1), f"{n}.bias": normal(D, std=0.1)}
+        layers.append(layer)
+    return layers
+
+
+class OurStack(torch.nn.Module):
+    """The form a model uses: an entering norm, then blocks that pass (h, normed) on; the last norm is the final one."""
+
+    def __init__(self, args, tp: TensorParallel, dtype: torch.dtype, attention_dropout: float, saving: str):
+        super().__init__()
+        self.args, self.tp, self.saving, self.count = args, tp, saving, 0
+        options = dict(tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, norm_in=False, dtype=dtype)
+        self.norm_in = LayerNorm(args.width, tp=tp, dtype=dtype)
+        self.blocks = torch.nn.ModuleList(TransformerBlock(args.width, args.heads, layer=i, **options) for i in range(args.layers))
+
+    def load(self, layers: list[dict[str, Tensor]]) -> None:
+        D, H = self.args.width, self.args.heads
+        theirs = {"attention.out": "out", "mlp.fc1": "fc1", "mlp.fc2": "fc2", "attention.qkv": "qkv", "norm_attention": "norm2"}
+        for (name, spec, tp), p in zip(named_specs(self), self.parameters(), strict=True):
+            path, leaf = name.rsplit(".", 1)
+            if path == "norm_in" or path.endswith("norm_mlp"):  # the first norm of the next block, or the final one, which is 1 and 0
+                at = 0 if path == "norm_in" else int(path.split(".")[1]) + 1
+                if at < len(layers):
+                    p.data.copy_(layers[at][f"norm1.{leaf}"])
+                continue
+            _, layer, module = path.split(".", 2)
+            full = layers[int(layer)][f"{theirs[module]}.{leaf}"]
+            if module == "attention.qkv":  # rows q, k, v of all heads -> [H, 3, E, ...]
+                full = full.view(3, H, D // H, *full.shape[1:]).transpose(0, 1)
+            p.data.copy_(full.reshape(spec.shape)[spec.local(tp)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        rng = make_rng(1, self.count)
+        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
+        h, n, remake = norm_in(x, weight, bias, eps=1e-5, ranks=self.tp.row_shards)
+        normed = Normed(n, remake if self.saving == "smallest" else None)
+        for block in self.blocks:
+            h, normed = block(h, normed, batch=self.args.batch, rng=rng)
+        return normed.n[0]
+
+
+def providers(args, dtype: torch.dtype, attention_dropout: float, rank: int, mesh) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
+    """name -> (module, x, dy), each in the provider's own layout; None in place of the module on ranks that only wait."""
+    layers = full_weights(args, dtype)
+    gen, R = torch.Generator().manual_seed(1), args.tp
+    x, dy = (torch.randn(args.batch, args.seq, args.width, generator=gen).to(dtype) for _ in range(2))
+    shard = lambda t, dim: t.chunk(R, dim)[rank].contiguous()  # noqa: E731
+    rows = lambda t: shard(t.transpose(0, 1).reshape(-1, args.width), 0)  # noqa: E731
+    made = {}
+    for saving in ("fastest", "smallest"):
+        stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving)
+        stack.load(layers)
+        made[f"tpfuse {saving}"] = stack, rows(x), rows(dy)
+
+    def plain(wrap: Callable = lambda block: block, wrap_norm: Callable = lambda norm: norm) -> Stack:
+        blocks = [Block(args.width, args.heads, args.dropout, attention_dropout).to(dtype) for _ in layers]
+        for block, layer in zip(blocks, layers, strict=True):
+            block.load(layer)
+        return Stack([wrap(block) for block in blocks], wrap_norm(torch.nn.LayerNorm(args.width).to(dtype)))
+
+    made["DTensor TP+SP"] = plain(lambda b: dtensor_block(b, mesh), lambda n: dtensor_norm(n, mesh)), shard(x, 1), shard(dy, 1)
+    try:
+        blocks = [megatron_block(args.width, args.heads, args.dropout, attention_dropout, rank, R, dtype) for _ in layers]
+        for block, layer in zip(blocks, layers, strict=True):
+            block.load(layer)
+        made["megatron-core TP"] = Stack(blocks, torch.nn.LayerNorm(args.width).to(dtype)), x.clone(), dy
+    except ImportError:
+        if rank == 0:
+            print("megatron-core is not installed (pip install --no-deps megatron-core): left out", file=sys.stderr)
+    made["one process"] = plain() if rank == 0 else None, x.clone(), dy
+    return made
+
+
+# ---- measurement ----
+
+
+def step(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) -> float:
+    """Seconds of a forward + backward, from a common start; the slowest rank counts."""
+    dist.barrier()
+    start = time.perf_counter()
+    if module is not None:
+        torch.set_num_threads(threads)
+        x = x.detach().requires_grad_()
+        y = module(x)
+        y.backward(dy)
+        torch.set_num_threads(1)
+        for p in module.parameters():
+            p.grad = None
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
+    """Bytes kept for backward, each storage once, parameters not counted."""
+    plain = lambda t: t.to_local() if hasattr(t, "to_local") else t  # noqa: E731
+    ignore = {plain(p).untyped_storage().data_ptr() for p in module.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = plain(t).untyped_storage()
+        if storage.data_ptr() not in ignore:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    kept = []  # storages stay alive, so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), kept.append(t))[0], lambda t: t):
+        y = module(x.detach().requires_grad_())
+    del y
+    return sum(seen.values())
+
+
+def compare(args, made: dict, rank: int) -> dict[str, float]:
+    """Largest difference of each output from the one-process one, over its largest value; dropout off."""
+    outputs = {}
+    for name, (module, x, _) in made.items():
+        if module is None:
+            continue
+        module.eval()
+        y = module(x).detach()
+        module.train()
+        if name.startswith("tpfuse"):
+            y = _gather(y, 0).view(args.seq, args.batch, -1).transpose(0, 1)
+        elif name.startswith("DTensor"):
+            y = _gather(y.transpose(0, 1).contiguous(), 0).transpose(0, 1)
+        outputs[name] = y.double()
+    if rank:
+        return {}
+    truth = outputs["one process"]
+    return {name: float((y - truth).abs().max() / truth.abs().max()) for name, y in outputs.items()}
+
+
+def _gather(x: Tensor, dim: int) -> Tensor:
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    return torch.cat(every, dim)
+
+
+def run(rank: int, args, port: int, results) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (args.tp,))
+    rows = []
+    for dtype in args.dtype:
+        for attention_dropout in args.attention_dropout:
+            torch.manual_seed(0)  # layers used alone draw their weights from torch's generator, the same on every rank
+            made = providers(args, DTYPES[dtype], attention_dropout, rank, mesh)
+            error = compare(args, made, rank)
+            saved = {name: saved_bytes(module, x) for name, (module, x, _) in made.items() if module is not None}
+            times = {name: [] for name in made}
+            for i in range(args.rounds + 2):
+                for name, (module, x, dy) in made.items():
+                    seconds = step(module, x, dy, args.tp if name == "one process" else 1)
+                    if i >= 2:
+                        times[name].append(seconds)
+            if rank == 0:
+                rows += summary(args, dtype, attention_dropout, times, saved, error)
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        results.put(dict(rows=rows, peak_rss_mb=float(peak)))
+    dist.destroy_process_group()
+
+
+def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict, error: dict) -> list[dict]:
+    sbh = args.seq * args.batch * args.width * args.layers
+    rows = []
+    for name, seconds in times.items():
+        ratios = [base / t for base, t in zip(times["DTensor TP+SP"], seconds, strict=True)]
+        low, mid, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            dict(
+                dtype=dtype,
+                attention_dropout=attention_dropout,
+                provider=name,
+                seconds=statistics.median(seconds),
+                tokens_per_s=args.seq * args.batch / statistics.median(seconds),
+                speed=[low, mid, high],
+                saved_sbh=saved[name] / sbh,
+                saved_ratio=saved[name] / saved["DTensor TP+SP"],
+                max_error=error[name],
+            )
+        )
+    return rows
+
+
+def table(result: dict) -> str:
+    columns = "dtype", "attention dropout", "provider", "tokens/s over DTensor's (quartiles)", "s a step", "saved sbh", "error"
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for r in result["rows"]:
+        low, mid, high = r["speed"]
+        lines.append(
+            f"| {r['dtype']} | {r['attention_dropout']} | {r['provider']} | {mid:.2f} ({low:.2f} to {high:.2f}) | {r['seconds']:.3f} "
+            f"| {r['saved_sbh']:.2f} | {r['max_error']:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = arguments()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(run, (args, port, results), nprocs=args.tp)
+    result = results.get() | dict(torch=torch.__version__, arguments=vars(args))
+    print(table(result))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

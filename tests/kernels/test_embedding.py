@@ -1,0 +1,249 @@
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels import common
+from tests.kernels.common import RNG, gradcheck, leaf, run
+from tpfuse.kernels import embed_finish, embedding
+from tpfuse.kernels._philox import keep_rows, make_rng, scale
+from tpfuse.kernels.embedding import embed_finish_bwd, embed_finish_fwd, embedding_bwd, embedding_fwd
+from tpfuse.kernels.norm import norm_apply
+
+FP32, BF16 = torch.float32, torch.bfloat16
+W, IDS, P, V, D, STAT = torch.randn(5, 7), torch.tensor([4, 0, 9]), torch.randn(2, 3, 7), torch.randn(7), torch.randn(3, 7), torch.rand(3)
+POSITIONS, TYPES, DROP = torch.tensor([0, 0, 4]), torch.tensor([1, 0, 1]), (RNG, 0.3, 2, 1, 2)
+SAMPLES = [
+    (embedding_fwd, (W, IDS, 2)),
+    (embedding_bwd, (D, IDS, 2, 5, FP32)),
+    (embedding_bwd, (D.bfloat16(), IDS, 0, 10, BF16)),
+    (embed_finish_fwd, (P, W, POSITIONS, W, TYPES, V, V, *DROP, 1e-5, False, False)),
+    (embed_finish_fwd, (P.bfloat16(), W, POSITIONS, None, None, V, None, *DROP, 1e-5, True, True)),
+    (embed_finish_fwd, (P, None, None, None, None, None, None, None, 0.0, 0, 0, 1, 1e-5, False, False)),
+    (embed_finish_bwd, (P, D, D, STAT, STAT, V, *DROP, False, False, True, FP32)),
+    (embed_finish_bwd, (P.bfloat16(), None, D, STAT[:0], STAT, V, *DROP, True, True, False, BF16)),
+    (embed_finish_bwd, (None, D, D, STAT, STAT, V, *DROP, False, True, True, FP32)),
+    (embed_finish_bwd, (None, D, None, None, None, None, None, 0.0, 0, 0, 1, False, False, False, FP32)),
+]
+test_opcheck = common.opcheck(SAMPLES)
+
+
+# ---- embedding ----
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([3, 0, 3, 4]), torch.zeros(0).long(), torch.tensor([[1, 1], [4, 0]])], ids=["ids", "none", "2-d"]
+)
+def test_embedding_against_torch(ids):
+    common.assert_same(lambda w: embedding(w, ids), lambda w: F.embedding(ids, w), leaf(5, 3))
+    if ids.numel():
+        gradcheck(lambda w: embedding(w, ids), leaf(5, 3))
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 5), (0, 2, 4, 5)])
+def test_slices_add_up(bounds):
+    """Each rank looks up what is its own; the slices' results sum to the whole, the slices of the gradient concatenate to it."""
+    weight, ids, dy = leaf(5, 4), torch.tensor([4, 1, 0, 1, 3]), torch.randn(5, 4).double()
+    slices = [weight[a:e].detach().requires_grad_() for a, e in itertools.pairwise(bounds)]
+    parts = torch.stack([embedding(w, ids, first=a) for w, a in zip(slices, bounds)])
+    assert torch.equal(parts.sum(0), weight[ids]) and (parts != 0).any(-1).sum() == len(ids)
+    grads = torch.autograd.grad(list(parts), slices, [dy] * len(slices))
+    torch.testing.assert_close(torch.cat(grads), torch.autograd.grad(F.embedding(ids, weight), weight, dy)[0])
+
+
+def test_embedding_gradient_is_summed_in_fp32():
+    """512 rows of ones on one token: a running sum in bf16 stops at 256."""
+    dw = embedding_bwd(torch.ones(512, 3).bfloat16(), torch.zeros(512).long(), 0, 2, BF16)
+    assert torch.equal(dw, torch.tensor([[512.0] * 3, [0.0] * 3]).bfloat16())
+
+
+def test_embedding_autocast_and_compile():
+    weight = leaf(5, 3, dtype=FP32)
+    with torch.autocast("cpu", BF16):
+        outputs, (dw,) = run(lambda w: embedding(w, IDS, first=2), (weight,))
+        common.assert_compiles(lambda w: embedding(w, IDS, first=2), weight)
+    assert outputs[0].dtype == BF16 and dw.dtype == FP32
+    common.assert_compiles(lambda w: embedding(w, IDS, first=2), weight)
+
+
+def test_embedding_non_contiguous():
+    common.assert_same(
+        lambda w: embedding(w, IDS % 5), lambda w: F.embedding(IDS % 5, w), leaf(3, 5).T.detach().requires_grad_(), non_contiguous=True
+    )
+
+
+# ---- embed_finish ----
+
+WHERE = dict(p=0.3, rng=RNG, site=0, first_row=1, batch=2)
+NORMS = {  # name: (norm weight, norm bias, options)
+    "no norm": (False, False, {}),
+    "pre": (True, True, {}),
+    "rms": (True, False, dict(rms=True)),
+    "post": (True, True, dict(post_norm=True)),
+    "post, no beta": (True, False, dict(post_norm=True)),
+}
+NORM = pytest.mark.parametrize("norm", NORMS)
+DROPOUT = pytest.mark.parametrize("where", [{}, WHERE], ids=["p=0", "dropout"])
+
+
+def ours(parts, position_weight, type_weight, weight, norm_bias, *, positions, types, **options):
+    return embed_finish(
+        parts,
+        position_weight=position_weight,
+        positions=None if position_weight is None else positions,
+        type_weight=type_weight,
+        types=None if type_weight is None else types,
+        weight=weight,
+        norm_bias=norm_bias,
+        **options,
+    )[:2]
+
+
+def oracle(parts, position_weight, type_weight, weight, norm_bias, *, positions, types, rms=False, post_norm=False, ranks=1, **where):
+    def drop(x):
+        if not where:
+            return x
+        row = [where[k] for k in ("p", "site", "first_row", "batch")]
+        return x * keep_rows(where["rng"], *x.shape, *row, x.dtype) * scale(where["p"])
+
+    x = parts.sum(0)
+    x = x if position_weight is None else x + F.embedding(positions, position_weight)
+    x = x if type_weight is None else x + F.embedding(types, type_weight)
+    h = n = x if post_norm else drop(x)
+    if weight is not None:
+        n = F.rms_norm(h, h.shape[-1:], weight, 1e-5) if rms else F.layer_norm(h, h.shape[-1:], weight, norm_bias)
+    n = drop(n) if post_norm else n
+    return (n if post_norm else h) * 1, torch.stack([n] * ranks)
+
+
+def bind(fn, m=3, **options):
+    """Positions and types that repeat, so that their gradients are sums."""
+    return functools.partial(fn, positions=torch.arange(m) // 2, types=torch.arange(m) % 2, **options)
+
+
+def inputs(R=2, m=3, D=4, position=True, kind=True, norm=True, norm_bias=True, dtype=torch.float64):
+    shapes = ((R, m, D), True), ((m // 2 + 1, D), position), ((2, D), kind), ((D,), norm), ((D,), norm_bias)
+    return [leaf(*shape, dtype=dtype) if wanted else None for shape, wanted in shapes]
+
+
+@NORM
+@DROPOUT
+def test_against_torch(norm, where):
+    *present, options = NORMS[norm]
+    for R, position, kind in itertools.product((1, 2, 3), (False, True), (False, True)):
+        tensors = inputs(R, 3, 4, position, kind, *present)
+        common.assert_same(bind(ours, **where, **options, ranks=R), bind(oracle, **where, **options, ranks=R), *tensors)
+
+
+@NORM
+@DROPOUT
+def test_gradcheck(norm, where):
+    *present, options = NORMS[norm]
+    gradcheck(bind(ours, 2, **where, **options, ranks=3), *inputs(2, 2, 3, True, True, *present))
+
+
+# no rows, one row, a width of one, widths on both sides of a call of Philox
+@pytest.mark.parametrize("m, D", [(0, 4), (1, 5), (3, 1), (5, 7), (5, 9)])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_sizes(m, D, norm):
+    *present, options = NORMS[norm]
+    common.assert_same(*(bind(f, m, **WHERE, **options) for f in (ours, oracle)), *inputs(2, m, D, True, True, *present))
+
+
+@NORM
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_used(norm, used):
+    *present, options = NORMS[norm]
+    *tensors, gamma, beta = inputs(2, 3, 4, True, True, *present)
+    one = lambda f: lambda *ts: bind(f, **WHERE, **options)(*ts, gamma, beta)[used]
+    common.assert_same(one(ours), one(oracle), *tensors)
+
+
+def test_strides():
+    tensors = inputs(R=3)
+    h, n = bind(ours, ranks=3, **WHERE)(*tensors)
+    (dparts,) = torch.autograd.grad((h, n), tensors[0], (torch.randn_like(h), torch.randn(n.shape).double()))
+    assert n.shape == dparts.shape == (3, 3, 4) and n.stride(0) == dparts.stride(0) == 0
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_shards_of_rows(norm):
+    """Rows split over ranks: bitwise the same rows, and another site or step gives others."""
+    *present, options = NORMS[norm]
+    parts, *tables, gamma, beta = inputs(2, 12, 9, False, False, *present, dtype=FP32)
+
+    def draw(a=0, e=12, rng=RNG, site=0):
+        where = dict(p=0.4, rng=rng, site=site, first_row=a, batch=3)
+        return embed_finish(parts[:, a:e], weight=gamma, norm_bias=beta, **where, **options)[0]
+
+    whole = draw()
+    assert torch.equal(torch.cat([draw(0, 5), draw(5, 12)]), whole)
+    for other in (dict(site=1), dict(rng=make_rng(1, 4, 2))):
+        assert not torch.equal(draw(**other), whole)
+
+
+@NORM
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_low_precision(norm, dtype):
+    *present, options = NORMS[norm]
+    tensors = inputs(4, 33, 100, True, True, *present)
+    count = sum(t is not None for t in tensors)
+    fns = (lambda *ts, f=f: bind(f, 33, **WHERE, **options)(*ts, *[None] * (5 - count)) for f in (ours, oracle))
+    a, b = fns
+    common.assert_accurate(a, b, *tensors[:count], dtype=dtype)
+    common.assert_accurate(a, b, *tensors[:count], dtype=dtype, keep=(1, 2, 3, 4))  # fp32 tables and vectors beside 16-bit activations
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_autocast(norm):
+    *present, options = NORMS[norm]
+    common.assert_autocast(*(bind(f, 33, **WHERE, **options) for f in (ours, oracle)), *inputs(2, 33, 100, True, True, *present), size=3300)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rms", [False, True])
+def test_remake_is_bitwise_the_first(rms, dtype):
+    gamma, beta = leaf(33, dtype=FP32), None if rms else leaf(33, dtype=FP32)
+    _, n, remake = embed_finish(torch.randn(2, 17, 33).to(dtype), weight=gamma, norm_bias=beta, rms=rms, **WHERE)
+    assert n.dtype == dtype and torch.equal(norm_apply(*remake), n[0])
+    assert embed_finish(P, weight=V, post_norm=True)[2] is None and embed_finish(P)[2] is None
+
+
+@NORM
+def test_non_contiguous(norm):
+    *present, options = NORMS[norm]
+    tensors = [t if t is None else t.detach().mT.contiguous().mT.requires_grad_() for t in inputs(2, 3, 4, True, True)[:3]]
+    vectors = inputs(2, 3, 4, True, True, *present)[3:]
+    common.assert_same(*(bind(f, **WHERE, **options, ranks=2) for f in (ours, oracle)), *tensors, *vectors, non_contiguous=True)
+
+
+@NORM
+def test_compile(norm):
+    *present, options = NORMS[norm]
+    common.assert_compiles(bind(ours, **WHERE, **options, ranks=2), *inputs(2, 3, 4, True, True, *present, dtype=FP32))
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(weight=V[:3]), r"weight must have shape \(7,\), got \(3,\)"),
+        (dict(post_norm=True), "norm_bias and post_norm need weight"),
+        (dict(norm_bias=V), "norm_bias and post_norm need weight"),
+        (dict(position_weight=W), "position_weight and positions go together"),
+        (dict(types=TYPES), "type_weight and types go together"),
+        (dict(position_weight=W, positions=IDS[:2]), r"positions must be \[3\], got .*\[2\]"),
+        (dict(type_weight=W[:, :3], types=TYPES), r"type_weight must be \[_, 7\], got .*\[5, 3\]"),
+        (dict(p=1.0, rng=RNG), "p must lie"),
+        (dict(p=0.5), "embed_finish: dropout needs rng"),
+    ],
+)
+def test_errors(options, match):
+    with pytest.raises(ValueError, match=match):
+        embed_finish(P, **options)
+
+
+def test_parts_of_two_dimensions():
+    with pytest.raises(ValueError, match=r"embed_finish: parts must be \[R, m, D\], got \(3, 7\)"):
+        embed_finish(D)

@@ -1,0 +1,145 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.kernels import common
+from tests.kernels.common import gradcheck, leaf, run
+from tpfuse.kernels import layer_norm, rms_norm
+from tpfuse.kernels.norm import norm_apply, norm_bwd, norm_fwd, norm_in
+
+X, GAMMA, STAT = torch.randn(3, 7), torch.randn(7), torch.rand(3)
+FP32 = torch.float32
+SAMPLES = [
+    (norm_fwd, (X, GAMMA, GAMMA, 1e-5, False, FP32)),
+    (norm_fwd, (X.bfloat16(), GAMMA, None, 1e-5, True, torch.bfloat16)),
+    (norm_apply, (X, STAT, STAT, GAMMA, GAMMA, 1e-5, False, FP32)),
+    (norm_apply, (X, STAT[:0], STAT, GAMMA, None, 1e-5, True, FP32)),
+    (norm_bwd, (X[None].expand(2, 3, 7), X, X, STAT, STAT, GAMMA, True, False)),
+    (norm_bwd, (X.bfloat16()[None], None, X.bfloat16(), STAT[:0], STAT, GAMMA, False, True)),
+]
+test_opcheck = common.opcheck(SAMPLES)
+
+LAYER = layer_norm, lambda x, w, b=None: F.layer_norm(x, x.shape[-1:], w, b)
+RMS = rms_norm, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)
+KINDS = pytest.mark.parametrize("ours, oracle, vectors", [(*LAYER, 1), (*LAYER, 2), (*RMS, 1)], ids=["layer", "layer+bias", "rms"])
+
+
+# no rows, one row, a width of one (whose x_hat is 0), ragged, three dimensions
+@pytest.mark.parametrize("shape", [(0, 5), (1, 4), (3, 1), (3, 7), (2, 3, 5)], ids=str)
+@KINDS
+def test_against_torch(ours, oracle, vectors, shape):
+    inputs = leaf(*shape), *(leaf(shape[-1]) for _ in range(vectors))
+    common.assert_same(ours, oracle, *inputs)
+    if shape[0]:
+        gradcheck(ours, *inputs)
+
+
+def test_against_the_module():
+    module, x = nn.RMSNorm(6, eps=1e-3), torch.randn(4, 6)
+    nn.init.normal_(module.weight)
+    torch.testing.assert_close(rms_norm(x, module.weight, eps=1e-3), module(x))
+    assert (rms_norm(x, module.weight, eps=1.0) - module(x)).abs().max() > 1e-2  # eps is used
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@KINDS
+def test_low_precision(ours, oracle, vectors, dtype):
+    inputs = leaf(33, 100), *(leaf(100) for _ in range(vectors))
+    common.assert_accurate(ours, oracle, *inputs, dtype=dtype)
+    common.assert_accurate(ours, oracle, *inputs, dtype=dtype, keep=(1, 2))  # fp32 norm parameters beside 16-bit activations
+
+
+@KINDS
+def test_autocast(ours, oracle, vectors):
+    common.assert_autocast(ours, oracle, leaf(33, 100), *(leaf(100) for _ in range(vectors)), size=3300)
+
+
+@KINDS
+def test_non_contiguous(ours, oracle, vectors):
+    x = leaf(5, 4, 6).transpose(0, 1)  # of which dimension 0 and 1 stay swapped
+    leaves = x, *(leaf(12)[::2] for _ in range(vectors))
+    common.assert_same(ours, oracle, *(t.detach().requires_grad_() for t in leaves), non_contiguous=True)
+    common.assert_same(ours, oracle, leaf(6, 4).T.detach().requires_grad_(), *(leaf(6) for _ in range(vectors)), non_contiguous=True)
+
+
+@KINDS
+def test_compile(ours, oracle, vectors):
+    common.assert_compiles(ours, leaf(3, 7, dtype=FP32), *(leaf(7, dtype=FP32) for _ in range(vectors)))
+
+
+def test_compile_inductor():
+    common.assert_compiles(layer_norm, *(leaf(*s, dtype=FP32) for s in ((3, 7), (7,), (7,))), backend="inductor")
+
+
+def test_compile_under_autocast():
+    """The fake kernels of an op see autocast too, and must not let it choose their dtypes."""
+    inputs = [leaf(*s, dtype=FP32) for s in ((3, 7), (7,), (7,))]
+    with torch.autocast("cpu", torch.bfloat16):
+        common.assert_compiles(lambda x, w, b: layer_norm(x, w, b) + rms_norm(x, w), *inputs)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_norm_in(rms, ranks):
+    """The norm that enters a block: its gradients come back from ``ranks`` peers unsummed, and past the norm."""
+    x, gamma, beta = leaf(3, 5), leaf(5), None if rms else leaf(5)
+
+    def ours(x, gamma, beta):
+        return norm_in(x, gamma, beta, eps=1e-5, rms=rms, ranks=ranks)[:2]
+
+    def oracle(x, gamma, beta):
+        n = F.rms_norm(x, (5,), gamma, 1e-5) if rms else F.layer_norm(x, (5,), gamma, beta)
+        return x * 1, torch.stack([n] * ranks)
+
+    common.assert_same(ours, oracle, x, gamma, beta)
+    gradcheck(ours, x, gamma, beta)
+    h, n = ours(x, gamma, beta)
+    assert n.stride(0) == 0 or ranks == 1
+    assert h.data_ptr() == x.data_ptr()  # no copy
+
+
+def test_parts_are_summed_in_fp32():
+    """256 + 1 + 1 + 1 in bf16 would stay 256; rounded once it is 260."""
+    dy = torch.tensor([256.0, 1, 1, 1]).bfloat16()[:, None, None].expand(4, 1, 8)
+    x = torch.randn(1, 8).bfloat16()
+    _, _, dbeta = norm_bwd(dy, None, x, torch.zeros(1), torch.ones(1), torch.ones(8), True, False)
+    assert torch.equal(dbeta, torch.full((8,), 259.0))
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("rms", [False, True])
+def test_remake_is_bitwise_the_first(rms, dtype):
+    x, gamma, beta = (t.detach() for t in (leaf(17, 33), leaf(33), leaf(33)))
+    _, n, remake = norm_in(x.to(dtype), gamma.float(), None if rms else beta.float(), eps=1e-5, rms=rms)
+    assert n.dtype == dtype and torch.equal(norm_apply(*remake), n[0])
+    assert not torch.equal(norm_apply(*remake._replace(gamma=remake.gamma + 0.1)), n[0])
+
+
+def test_remake_survives_the_parameter():
+    """FSDP frees a block's parameters after its forward, before another block makes its n again."""
+    x, gamma, beta = leaf(3, 4), leaf(4), leaf(4)
+    _, n, remake = norm_in(x, gamma, beta, eps=1e-5)
+    with torch.no_grad():
+        gamma.fill_(float("nan")), beta.fill_(float("nan"))
+    assert torch.equal(norm_apply(*remake), n[0])
+
+
+def test_once_differentiable():
+    common.assert_once_differentiable(rms_norm, leaf(3, 4), leaf(4))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(4,\), got \(3,\)"):
+        layer_norm(torch.randn(2, 4), torch.randn(3))
+    with pytest.raises(ValueError, match=r"layer_norm: bias must have shape \(4,\), got \(2, 4\)"):
+        layer_norm(torch.randn(2, 4), torch.randn(4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(4,\), got \(1,\)"):
+        rms_norm(torch.randn(2, 4), torch.randn(1))
+
+
+def test_only_what_is_needed():
+    """A frozen norm and an input without gradient."""
+    x, gamma = torch.randn(3, 4), leaf(4, dtype=FP32)
+    assert run(layer_norm, (x, gamma))[1][0].shape == (4,)
+    assert run(layer_norm, (leaf(3, 4, dtype=FP32), gamma.detach()))[1][0].shape == (3, 4)
