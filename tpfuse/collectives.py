@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .kernels._op import op, sum_parts
 from .parallel import TensorParallel
@@ -76,7 +77,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     return sum_parts(parts).to(x.dtype).movedim(0, dim)
 
 
-_ONE_MESSAGE = 1 << 16  # elements up to which a gather of everything is cheaper than an exchange and a gather of sums
+_ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper than an exchange and a gather of sums
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -112,6 +113,7 @@ class _Linear(torch.autograd.Function):
         return forward(x, tp, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         adjoint, tp, dim = ctx.args
         return adjoint(dy, tp, dim), None, None, None, None

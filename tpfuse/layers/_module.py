@@ -19,11 +19,11 @@ _CHUNK = 1 << 20  # elements initialised at a time
 @dataclass(frozen=True)
 class Spec:
     """A parameter as a whole: its full shape, the dimension it is sharded on (None: replicated), and its standard deviation at the
-    start (or "ones" or "zeros").  A shard is one contiguous slice, split as torch.chunk splits."""
+    start (or "ones" or "zeros"; None: not ours to initialise).  A shard is one contiguous slice, split as torch.chunk splits."""
 
     shape: tuple[int, ...]
     dim: int | None
-    init: float | str
+    init: float | str | None
 
     def local(self, tp: TensorParallel) -> tuple[slice, ...]:
         """This rank's slice of the full tensor."""
@@ -69,7 +69,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
         if isinstance(owner, ParallelModule):
             yield name, owner.specs[leaf], owner.tp
         else:
-            yield name, Spec(tuple(p.shape), None, 0.0), TensorParallel()
+            yield name, Spec(tuple(p.shape), None, None), TensorParallel()
 
 
 @torch.no_grad()
@@ -77,6 +77,8 @@ def initialize(module: nn.Module, seed: int) -> None:
     """Fills every parameter from its full shape: weights by Philox of (seed, name, global index), in fp64 on the CPU, so that they are
     bitwise the same however they are split."""
     for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+        if spec.init is None:
+            continue
         if isinstance(spec.init, str):
             p.fill_(1.0 if spec.init == "ones" else 0.0)
             continue

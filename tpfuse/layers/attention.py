@@ -67,7 +67,7 @@ class ParallelAttention(ParallelModule):
             o = cache.attend(qkv, batch)
         else:
             if cache is not None:
-                cache.fill(qkv, batch, seq)
+                cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)
             p = self.dropout if self.training else 0.0
             o = attention(
                 qkv, batch=batch, seq=seq, causal=self.causal, key_mask=key_mask, p=p, rng=rng, site=self.site, first_head=self.first_head

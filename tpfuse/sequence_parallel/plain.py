@@ -19,6 +19,7 @@ Only shards are saved: n (or, given ``remake``, what makes it again), never what
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather, all_reduce, all_to_all
 from ..kernels._op import autocast, check, op, sum_parts
@@ -75,6 +76,7 @@ class _Expand(torch.autograd.Function):
         return x.expand(ranks, -1, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return reduce_parts(dy), None
 
@@ -86,6 +88,7 @@ class _Leave(torch.autograd.Function):
         return leave(x, tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dp):
         return enter(dp, ctx.tp), None
 
@@ -97,6 +100,7 @@ class _Exchange(torch.autograd.Function):
         return x.view_as(x) if tp.size == 1 else exchange_parts(x, tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return exchange_parts(dy, ctx.tp), None
 
@@ -111,6 +115,7 @@ class _GatherLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         w, z, *saved = ctx.saved_tensors
         activation, tp, constants, has_bias = ctx.args
@@ -131,6 +136,7 @@ class _LinearExchange(torch.autograd.Function):
         return leave(linear_fwd(x, w, None, "none")[0], tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dp):
         x, w = ctx.saved_tensors
         dy = enter(dp, ctx.tp)
@@ -146,6 +152,7 @@ class _GatherMLPExchange(torch.autograd.Function):
         return leave(linear_fwd(a, w2, None, "none")[0], tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dp):
         w1, w2, z, a, *saved = ctx.saved_tensors
         activation, tp, constants, has_bias = ctx.args

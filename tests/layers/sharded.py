@@ -1,0 +1,107 @@
+"""A layer, sharded and whole: built from one seed, run forward and backward on the same rows, compared slice by slice."""
+
+import zlib
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tests.common import TOLERANCE, error, make_tp
+from tpfuse import TensorParallel
+from tpfuse.kernels._philox import make_rng
+from tpfuse.layers._module import named_specs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer with its arguments, and how its input and output lie: "rows" (shards under sequence parallelism), "columns" (a slice of
+    the features), "all" (the same everywhere)."""
+
+    layer: type
+    args: tuple
+    shape: tuple[int, ...]
+    out: tuple[int, ...]
+    options: dict = field(default_factory=dict)
+    call: dict = field(default_factory=dict)
+    x_is: str = "rows"
+    y_is: str = "rows"
+    rng: bool = False
+    valid: int | None = None  # rows beyond are padding: garbage comes in, and no gradient from outside
+
+    def __call__(self, **options) -> "Case":
+        return replace(self, options=self.options | options)
+
+
+def mine(t: Tensor, how: str, tp: TensorParallel) -> Tensor:
+    if how == "rows":
+        return t.chunk(tp.row_shards, 0)[tp.row_rank]
+    return t.chunk(tp.size, -1)[tp.rank] if how == "columns" else t
+
+
+def data(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = torch.randint(0, case.args[0], case.shape) if case.x_is == "all" else torch.randn(case.shape, dtype=torch.float64).to(dtype)
+    dy = torch.randn(case.out, dtype=torch.float64).to(dtype)
+    if case.valid is not None:
+        x[case.valid :], dy[case.valid :] = 1e4 * torch.rand(x[case.valid :].shape), 0
+    return x, dy
+
+
+def build(case: Case, tp: TensorParallel | None, dtype: torch.dtype):
+    """The layer from seed 1, its biases and gains moved away from 0 and 1, where much that is wrong looks right."""
+    torch.manual_seed(1)
+    layer = case.layer(*case.args, tp=tp, dtype=dtype, **case.options)
+    with torch.no_grad():
+        for (name, spec, tp_), p in zip(named_specs(layer), layer.parameters()):
+            if isinstance(spec.init, str):
+                whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
+                p += 0.1 * whole[spec.local(tp_)].to(dtype)
+    return layer
+
+
+def step(layer, case: Case, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Forward and backward on this rank's part -> y, dx, and every parameter's gradient."""
+    x, dy = mine(x, case.x_is, layer.tp).clone(), mine(dy, case.y_is, layer.tp)
+    if x.is_floating_point():
+        x.requires_grad_()
+    y = layer(x, **case.call, **(dict(rng=make_rng(7, 3)) if case.rng else {}))
+    y.backward(dy)
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    assert all(g is not None for g in grads.values()), [name for name, g in grads.items() if g is None]
+    return dict(y=y.detach(), **({"x": x.grad} if x.is_floating_point() else {}), **grads)
+
+
+def run(world, case: Case, sp: bool, dtype: torch.dtype, x: Tensor, dy: Tensor):
+    """What one rank holds: its tp, what ``step`` gave, its weights, and the slices they are."""
+    layer = build(case, make_tp(world, sp), dtype)
+    out = step(layer, case, x, dy)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    return layer.tp, out, weights, {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
+
+
+def whole(case: Case, dtype: torch.dtype, x: Tensor, dy: Tensor):
+    layer = build(case, None, dtype)
+    return step(layer, case, x, dy), {name: p.detach() for name, p in layer.named_parameters()}
+
+
+def compare(case: Case, dtype: torch.dtype, one, many) -> None:
+    """Weights bitwise; values and gradients to the dtype's tolerance; an element that dropout made zero is zero everywhere."""
+    (values, weights), wrong = one, {}
+    for tp, got, got_weights, slices in many:
+        assert got.keys() == values.keys()
+        for name, w in weights.items():
+            assert torch.equal(got_weights[name], w[slices[name]]), name
+        for name, g in got.items():
+            how = {"y": case.y_is, "x": case.x_is}.get(name)
+            exact = values[name][slices[name]] if how is None else mine(values[name], how, tp)
+            if how is not None and case.valid is not None:
+                keep = mine(torch.arange(len(values[name])), how, tp) < case.valid
+                assert name == "y" or not g[~keep].any()
+                g, exact = g[keep], exact[keep]
+            if not (e := error(g, exact)) <= TOLERANCE[dtype]:
+                wrong[name, tp.rank] = e
+    assert not wrong, wrong
+
+
+def check(ranks, case: Case, R: int, sp: bool, dtype: torch.dtype) -> None:
+    x, dy = data(case, dtype)
+    compare(case, dtype, whole(case, dtype, x, dy), ranks(R, run, case, sp, dtype, x, dy))

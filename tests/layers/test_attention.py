@@ -1,0 +1,130 @@
+"""Attention with its heads split, sharded and whole; masks, grouped heads, padding, decoding with a cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.common import TOLERANCE, error, fake_tp, make_tp
+from tests.layers.sharded import Case, build, check, compare, data, run, whole
+from tpfuse.kernels._philox import make_rng
+from tpfuse.layers import ParallelAttention
+from tpfuse.layers._cache import KVCache
+
+B, S = 2, 6
+MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])
+CASE = Case(ParallelAttention, (32, 8), (S * B, 32), (S * B, 32), call=dict(batch=B))  # head width 4
+CASES = {
+    "both ways": CASE,
+    "causal, dropout": replace(CASE(causal=True, dropout=0.3), rng=True),
+    "grouped, no bias": CASE(num_kv_heads=4, bias=False, causal=True),
+    "key mask": replace(CASE, call=dict(batch=B, attention_mask=MASK)),
+    "padded": replace(CASE(causal=True), call=dict(batch=3, seq=3), valid=9),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_sharded_is_whole(ranks, R, sp, dtype, case):
+    check(ranks, case, R, sp, dtype)
+
+
+def _local_heads(world, *args):
+    """With the mistake that every rank counts its heads from 0."""
+    init = ParallelAttention.__init__
+
+    def wrong(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.first_head = 0
+
+    ParallelAttention.__init__ = wrong
+    try:
+        return run(world, *args)
+    finally:
+        ParallelAttention.__init__ = init
+
+
+def test_masks_of_local_heads_are_seen(ranks):
+    case, dtype = CASES["causal, dropout"], torch.float64
+    x, dy = data(case, dtype)
+    with pytest.raises(AssertionError, match="qkv.weight"):
+        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _local_heads, case, True, dtype, x, dy))
+
+
+def _probabilities(world):
+    """With values that are one-hot in the key's position (8 keys, head width 8), the output is the row of dropped probabilities."""
+    layer = build(Case(ParallelAttention, (64, 8), (), (), dict(dropout=0.5)), make_tp(world, False), torch.float64)
+    with torch.no_grad():
+        for p in layer.qkv.parameters():
+            p.zero_()
+        layer.qkv.weight[:, 2, range(8), range(8)] = 1.0  # v = x[:8], every head
+    columns = torch.eye(64, dtype=torch.float64).chunk(world.size, 1)[world.rank]
+    layer.out.weight, layer.out.bias = torch.nn.Parameter(columns.clone()), None
+    x = torch.eye(8, 64, dtype=torch.float64)[:, None].expand(-1, 2, -1).reshape(16, 64)
+    return (layer(x, batch=2, rng=make_rng(7, 3)).detach() != 0).view(8, 2, 8, 8)
+
+
+def test_dropped_probabilities_are_bitwise_the_same(ranks):
+    """[query, sample, head, key]: about half are dropped, and the same ones at every size."""
+    (one,) = ranks(1, _probabilities)
+    assert 0.4 < one.double().mean() < 0.6 and not torch.equal(one[:, :, 0], one[:, :, 4]) and not torch.equal(one[:, 0], one[:, 1])
+    for R in 2, 4:
+        assert all(torch.equal(mask, one) for mask in ranks(R, _probabilities))
+
+
+@pytest.mark.parametrize("name", ["both ways", "grouped, no bias", "key mask"])
+def test_equal_to_torch(name):
+    """The layer's rows, heads and masks, against scaled_dot_product_attention of the same weights."""
+    case = CASES[name]
+    layer = build(case, None, torch.float64)
+    x, _ = data(case, torch.float64)
+    bias = None if layer.qkv.bias is None else layer.qkv.bias.flatten()
+    qkv = F.linear(x, layer.qkv.weight.flatten(0, 2), bias).view(S, B, *layer.qkv.weight.shape[:3]).permute(1, 2, 3, 0, 4)
+    q, k, v = (t.flatten(1, 2) for t in (qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    mask = MASK.bool()[:, None, None] if name == "key mask" else None
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=layer.causal).permute(2, 0, 1, 3).reshape(S * B, -1)
+    expected = F.linear(o, layer.out.weight, layer.out.bias)
+    assert error(layer(x, **case.call), expected) <= TOLERANCE[torch.float64]
+
+
+def _decoded(world, x, seq):
+    """A prompt of ``seq`` positions, then the rest one by one; every rank's rows are all rows, as generation has them."""
+    layer = build(CASE(num_kv_heads=4, causal=True), make_tp(world, False), torch.float64).eval()
+    full = layer.parts(x, batch=B).sum(0)
+    cache = KVCache(torch.ones(B, len(x) // B, dtype=torch.bool))
+    steps = [layer.parts(x[: seq * B], batch=B, seq=seq, cache=cache)]
+    steps += [layer.parts(x[i : i + B], batch=B, seq=1, cache=cache) for i in range(seq * B, len(x), B)]
+    return error(torch.cat([s.sum(0) for s in steps]), full)
+
+
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_decoding_with_a_cache(ranks, R):
+    x = torch.randn(S * B, 32, dtype=torch.float64)
+    with torch.no_grad():
+        assert max(ranks(R, _decoded, x, 4)) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(
+    "size, args, match",
+    [
+        (8, (48, 12), "ParallelAttention: num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
+        (1, (50, 12), "ParallelAttention: hidden_size=50 is not divisible by num_heads=12"),
+        (1, (48, 12, 5), "ParallelAttention: num_heads=12 is not divisible by num_kv_heads=5"),
+        (4, (48, 12, 2), "ParallelAttention: num_kv_heads=2 is not divisible by tensor-parallel size 4; use 1 or 2"),
+    ],
+)
+def test_heads_that_cannot_be_split(size, args, match):
+    hidden, heads, *groups = args
+    with pytest.raises(ValueError, match=match):
+        ParallelAttention(hidden, heads, num_kv_heads=groups[0] if groups else None, tp=fake_tp(size))
+
+
+def test_dropout_needs_rng():
+    layer = ParallelAttention(8, 2, dropout=0.1)
+    with pytest.raises(ValueError, match="attention: dropout needs rng"):
+        layer(torch.randn(4, 8), batch=2)
+    layer.eval()(torch.randn(4, 8), batch=2)

@@ -1,0 +1,68 @@
+"""Column- and row-parallel linear layers, sharded and whole, and against torch.nn.Linear."""
+
+import pytest
+import torch
+
+from tests.common import assert_close, fake_tp
+from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
+from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, linear
+
+# 12 and 24 divide by 4; the weight of a shape, as attention's, is split on its first dimension
+CASES = {
+    "column": Case(ColumnParallelLinear, (10, 24), (8, 10), (8, 24), y_is="columns"),
+    "column, no bias, gelu": Case(ColumnParallelLinear, (10, 24, False), (8, 10), (8, 24), dict(activation="gelu"), y_is="columns"),
+    "column, a shape": Case(ColumnParallelLinear, (10, (4, 3, 2)), (8, 10), (8, 24), y_is="columns"),
+    "row": Case(RowParallelLinear, (12, 10), (8, 12), (8, 10), x_is="columns"),
+    "row, no bias": Case(RowParallelLinear, (12, 10, False), (8, 12), (8, 10), x_is="columns"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_sharded_is_whole(ranks, R, sp, dtype, case):
+    check(ranks, case, R, sp, dtype)
+
+
+def _without_the_sum(world, *args):
+    kept, linear.replicated = linear.replicated, lambda tp, *vectors: list(vectors)
+    try:
+        return run(world, *args)
+    finally:
+        linear.replicated = kept
+
+
+def test_a_bias_whose_gradient_is_not_summed_is_seen(ranks):
+    case, dtype = CASES["row"], torch.float64
+    x, dy = data(case, dtype)
+    with pytest.raises(AssertionError, match="bias"):
+        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _without_the_sum, case, True, dtype, x, dy))
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_equal_to_torch(name):
+    case = CASES[name]
+    ours = build(case, None, torch.float64)
+    theirs = torch.nn.Linear(*case.args, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())  # the same names and shapes
+    x, dy = data(case, torch.float64)
+    leaf = x.clone().requires_grad_()
+    y = theirs(leaf)
+    y.backward(dy)
+    expected = dict(y=y.detach(), x=leaf.grad, **{name: p.grad for name, p in theirs.named_parameters()})
+    assert_close(step(ours, case, x, dy), expected, torch.float64)
+
+
+def test_rows_may_have_two_dimensions_and_any_strides():
+    layer = build(CASES["column"], None, torch.float64)
+    x = torch.randn(10, 4, 2, dtype=torch.float64).permute(1, 2, 0)
+    assert torch.equal(layer(x), layer(x.reshape(8, 10).contiguous()))
+
+
+@pytest.mark.parametrize("layer, what", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])
+def test_a_width_that_cannot_be_split(layer, what):
+    size = (12, 5) if layer is RowParallelLinear else (5, 12)
+    match = f"{layer.__name__}: {what}=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"
+    with pytest.raises(ValueError, match=match):
+        layer(*size, tp=fake_tp(8))

@@ -1,0 +1,148 @@
+"""Parameters as plain shards: the same weights at every split, seeds that must agree, gradients of replicated vectors summed."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tests.common import Recorder, fake_tp, make_tp
+from tpfuse.kernels._philox import normal
+from tpfuse.layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, VocabParallelEmbedding, _module
+from tpfuse.layers._module import ParallelModule, initialize, named_specs, replicated
+
+# 997 is prime; 4 kv heads with 2 query heads each are sharded on a dimension that is not rows; the row layer is sharded on columns
+LAYERS = {
+    "embedding": (VocabParallelEmbedding, (997, 6), {}),
+    "attention": (ParallelAttention, (16, 8), dict(num_kv_heads=4)),
+    "mlp": (ParallelMLP, (6, 20), {}),
+    "block": (TransformerBlock, (8, 4), dict(out_init_std=0.01)),
+    "rms": (RMSNorm, (6,), {}),
+}
+
+
+def _build(name, tp):
+    torch.manual_seed(5)
+    cls, args, options = LAYERS[name]
+    return cls(*args, tp=tp, **options)
+
+
+def _shards(world, name):
+    layer = _build(name, make_tp(world))
+    return {n: (spec.local(tp), p.detach()) for (n, spec, tp), p in zip(named_specs(layer), layer.parameters())}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("R", [2, 4])
+def test_initial_weights_are_slices_of_the_same(ranks, R, name):
+    whole = dict(_build(name, None).named_parameters())
+    covered = {n: torch.zeros_like(p) for n, p in whole.items()}
+    for shards in ranks(R, _shards, name):
+        assert shards.keys() == whole.keys()
+        for n, (where, p) in shards.items():
+            assert torch.equal(p, whole[n][where])
+            covered[n][where] += 1
+    specs = {n: spec for n, spec, _ in named_specs(_build(name, None))}
+    for n, count in covered.items():  # every element is somebody's; a replicated one everybody's
+        assert (count == (R if specs[n].dim is None else 1)).all()
+
+
+def test_initial_weights_are_normal_and_differ():
+    """Of the standard deviations asked for; another seed, and another layer after it, have others."""
+    torch.manual_seed(5)
+    first, second = (ColumnParallelLinear(100, 200, init_std=0.02).weight for _ in range(2))
+    assert abs(first.std() / 0.02 - 1) < 0.02 and abs(first.mean()) < 1e-3 and not torch.equal(first, second)
+    block = _build("block", None)
+    assert block.attention.out.weight.std() < 0.015 < block.attention.qkv.weight.std()
+    assert not block.mlp.fc1.bias.any() and (block.norm_attention.weight == 1).all()
+
+
+def test_long_parameters_are_filled_in_pieces(monkeypatch):
+    """By rows that end in the middle; the bits are those of one piece."""
+    whole = _build("mlp", None)
+    monkeypatch.setattr(_module, "_CHUNK", 13)
+    for p, q in zip(_build("mlp", None).parameters(), whole.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_weights_are_philox_of_the_global_index():
+    layer = _build("mlp", None)
+    initialize(layer, 3)
+    expected = normal(3, "fc2.weight", np.arange(6 * 20).reshape(6, 20)) * 0.02
+    assert torch.equal(layer.fc2.weight, torch.from_numpy(expected).float())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_the_meta_device_nothing_is_drawn(name):
+    state = torch.get_rng_state()
+    cls, args, options = LAYERS[name]
+    layer = cls(*args, tp=fake_tp(2), device="meta", **options)  # no group: nor is anything compared
+    assert all(p.is_meta for p in layer.parameters()) and torch.equal(torch.get_rng_state(), state)
+
+
+def _seeded(world, seeds):
+    torch.manual_seed(seeds[world.rank])
+    try:
+        ColumnParallelLinear(4, 8, tp=make_tp(world))
+    except ValueError as error:
+        return str(error)
+
+
+def test_seeds_that_differ_are_an_error_on_every_rank(ranks):
+    assert ranks(4, _seeded, [7] * 4) == [None] * 4
+    errors = ranks(4, _seeded, [7, 7, 8, 7])
+    assert len(set(errors)) == 1 and "ColumnParallelLinear: the seed" in errors[0] and "torch.manual_seed" in errors[0]
+
+
+def _copies(world):
+    """Every rank's block after deepcopy, pickle and a state_dict round trip: the same bits, and it runs."""
+    block = _build("block", make_tp(world))
+    loaded = TransformerBlock(8, 4, tp=block.tp, out_init_std=0.01)
+    loaded.load_state_dict(block.state_dict())
+    x = torch.randn(6, 8)
+    y = block(x, batch=3)
+    for other in copy.deepcopy(block), pickle.loads(pickle.dumps(block)), loaded:
+        assert other.tp == block.tp and other.attention.out.specs == block.attention.out.specs
+        assert torch.equal(other(x, batch=3), y)
+    return True
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_copies(ranks, R):
+    assert all(ranks(R, _copies))
+
+
+def test_a_plain_module_is_replicated():
+    class Mixed(ParallelModule):
+        def __init__(self):
+            super().__init__(None)
+            self.plain = torch.nn.Linear(2, 3)
+            self.ours = RMSNorm(4)
+
+    specs = {name: (spec.shape, spec.dim) for name, spec, _ in named_specs(Mixed())}
+    assert specs == {"plain.weight": ((3, 2), None), "plain.bias": ((3,), None), "ours.weight": ((4,), None)}
+
+
+def _packed(world, sp, dtypes):
+    vectors = [None if d is None else torch.full((5,), float(i + 1), dtype=d, requires_grad=True) for i, d in enumerate(dtypes)]
+    with Recorder() as seen:
+        out = replicated(make_tp(world, sp), *vectors)
+        sum(((world.rank + 1) * i * v).sum() for i, v in enumerate(out) if v is not None).backward()
+    return [None if v is None else (v.dtype, v.tolist()) for v in out], [None if v is None else v.grad for v in vectors], seen.messages()
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_replicated_vectors_travel_in_one_message(ranks, sp):
+    """In fp32 beside bf16, None left out; the gradient of vector i is i (1 + 2), of one rank alone i (rank + 1)."""
+    dtypes = torch.bfloat16, None, torch.float32, torch.bfloat16
+    for rank, (out, grads, sent) in enumerate(ranks(2, _packed, sp, dtypes)):
+        assert out == [(torch.float32, [1.0] * 5), None, (torch.float32, [3.0] * 5), (torch.float32, [4.0] * 5)]
+        assert sent == ([("all_gather", (3, 5), torch.float32)] if sp else [])
+        for i, (g, dtype) in enumerate(zip(grads, dtypes)):
+            assert (g is None) == (dtype is None)
+            assert g is None or (g.dtype == dtype and g.tolist() == [i * (3.0 if sp else rank + 1)] * 5)
+
+
+def test_nothing_to_replicate():
+    assert replicated(fake_tp(2), None, None) == [None, None]

@@ -1,0 +1,65 @@
+"""LayerNorm and RMSNorm on a sequence shard, sharded and whole, and against torch's."""
+
+import pytest
+import torch
+
+from tests.common import assert_close, make_tp
+from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
+from tpfuse.layers import LayerNorm, RMSNorm, norm
+
+CASES = {
+    "layer": Case(LayerNorm, (10,), (8, 10), (8, 10)),
+    "layer, no bias": Case(LayerNorm, (10, 1e-6, False), (8, 10), (8, 10)),
+    "rms": Case(RMSNorm, (10,), (8, 10), (8, 10)),
+    "3 dimensions": Case(LayerNorm, (10,), (8, 3, 10), (8, 3, 10)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_sharded_is_whole(ranks, R, sp, dtype, case):
+    check(ranks, case, R, sp, dtype)
+
+
+def _without_the_sum(world, *args):
+    kept, norm.replicated = norm.replicated, lambda tp, *vectors: list(vectors)
+    try:
+        return run(world, *args)
+    finally:
+        norm.replicated = kept
+
+
+def test_a_gradient_of_one_shard_only_is_seen(ranks):
+    """The classic: under sequence parallelism the norm's gradients left unsummed."""
+    case, dtype = CASES["layer"], torch.float64
+    x, dy = data(case, dtype)
+    with pytest.raises(AssertionError, match="weight"):
+        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _without_the_sum, case, True, dtype, x, dy))
+
+
+@pytest.mark.parametrize("name, theirs", [("layer", torch.nn.LayerNorm), ("rms", torch.nn.RMSNorm)])
+def test_equal_to_torch(name, theirs):
+    case = CASES[name]
+    ours = build(case, None, torch.float64)
+    theirs = theirs(10, eps=ours.eps, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = data(case, torch.float64)
+    leaf = x.clone().requires_grad_()
+    y = theirs(leaf)
+    y.backward(dy)
+    expected = dict(y=y.detach(), x=leaf.grad, **{name: p.grad for name, p in theirs.named_parameters()})
+    assert_close(step(ours, case, x, dy), expected, torch.float64)
+
+
+def _summed_in_fp32(world):
+    """Each rank's share of beta's gradient is 256 on rank 0 and 1 on the others, in bf16."""
+    layer = LayerNorm(4, tp=make_tp(world), dtype=torch.bfloat16)
+    layer(torch.randn(1, 4, dtype=torch.bfloat16)).backward(torch.full((1, 4), 256.0 if world.rank == 0 else 1.0, dtype=torch.bfloat16))
+    return layer.bias.grad
+
+
+def test_bf16_gradients_are_summed_in_fp32(ranks):
+    for db in ranks(4, _summed_in_fp32):
+        assert db.dtype == torch.bfloat16 and db.tolist() == [260.0] * 4

@@ -1,0 +1,196 @@
+"""Each collective is a linear map whose backward is its adjoint; sums are in fp32 in rank order, rounded once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.common import Recorder, fake_tp, make_tp
+from tpfuse import collectives
+from tpfuse.collectives import all_gather, all_reduce, all_to_all, collect, copy, gather, reduce, scatter_sum, split
+
+# name: the collective, and how a tensor before and after it counts in an inner product. "once": the same on every rank, counted once;
+# "each": every rank's own, counted over the ranks.
+TABLE = {
+    "copy": (copy, "once", "each"),
+    "reduce": (reduce, "each", "once"),
+    "gather": (gather, "each", "each"),
+    "scatter_sum": (scatter_sum, "each", "each"),
+    "split": (split, "once", "each"),
+    "collect": (collect, "each", "once"),
+}
+
+
+def _tensor(shape, counted, rank, salt):
+    """Small integers: every sum and product below is exact."""
+    generator = torch.Generator().manual_seed(10 * salt + (rank if counted == "each" else 9))
+    return torch.randint(-4, 5, shape, generator=generator).double()
+
+
+def _inner(world, a, b, counted):
+    total = (a * b).sum().detach()
+    if counted == "each":
+        dist.all_reduce(total, group=world.group)
+    return total.item()
+
+
+def _adjoint(world, name, dim, y_counted):
+    """<Ax, y> and <x, A'y>, for x [R, 2 R, 3] and a y that no stride makes easy."""
+    tp = make_tp(world)
+    op, x_counted, counted = TABLE[name]
+    x = _tensor((world.size, 2 * world.size, 3 * world.size), x_counted, world.rank, 0).requires_grad_()
+    out = op(x, tp) if dim is None else op(x, tp, dim)
+    y = _tensor(out.shape[::-1], y_counted or counted, world.rank, 1).permute(2, 1, 0)
+    out.backward(y)
+    return _inner(world, out, y, y_counted or counted), _inner(world, x, x.grad, x_counted)
+
+
+CASES = [(name, dim) for name in TABLE for dim in ([None] if name in ("copy", "reduce") else [0, 1, -1])]
+
+
+@pytest.mark.parametrize("name, dim", CASES)
+@pytest.mark.parametrize("R", [2, 4])
+def test_backward_is_the_adjoint(ranks, R, name, dim):
+    for there, back in ranks(R, _adjoint, name, dim, None):
+        assert there == back != 0
+
+
+@pytest.mark.parametrize("R", [2, 4])
+def test_gather_in_the_place_of_collect_counts_every_rank(ranks, R):
+    """Where all ranks go on to compute the same, gather's gradient is R times too large, and the test above sees it."""
+    for there, back in ranks(R, _adjoint, "gather", 0, "once"):
+        assert back == R * there != 0
+
+
+def _values(world, x):
+    """Every collective's value on ``x + rank``, without the group too."""
+    tp = make_tp(world)
+    mine = x + world.rank
+    out = {name: op(mine.clone(), tp) for name, (op, _, _) in TABLE.items()}
+    assert all(torch.equal(mine, x + world.rank) for _ in out)  # no input was touched
+    return out
+
+
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_values(ranks, R):
+    x = torch.arange(24.0).view(8, 3)
+    every = [x + r for r in range(R)]
+    total = sum(every)
+    for r, out in enumerate(ranks(R, _values, x)):
+        part = slice(r * 8 // R, (r + 1) * 8 // R)
+        expected = dict(copy=every[r], reduce=total, gather=torch.cat(every), collect=torch.cat(every))
+        expected |= dict(scatter_sum=total[part], split=every[r][part])
+        assert out.keys() == expected.keys() and all(torch.equal(out[name], expected[name]) for name in out)
+
+
+# ---- sums ----
+
+
+def _reduced(world, x, limit):
+    """The all-reduce of ``x[rank]`` with the one-message limit put at ``limit``, and the messages it took."""
+    before, collectives._ONE_MESSAGE = collectives._ONE_MESSAGE, limit
+    try:
+        with Recorder() as seen:
+            y = all_reduce(x[world.rank], make_tp(world))
+    finally:
+        collectives._ONE_MESSAGE = before
+    return y, [kind for kind, _, _ in seen.messages()]
+
+
+# 7 and 1 elements are padded for the exchange; 0 elements must not hang or fail; the last is read through strides
+SHAPES = {"[7]": (7,), "[]": (), "[0, 3]": (0, 3), "[3, 0]": (3, 0), "[5, 3]'": (5, 3)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("R", [2, 4])
+def test_a_sum_is_exact_to_one_rounding(ranks, R, shape):
+    """bf16 values of one magnitude, whose sum fp32 holds exactly: rounded once it is the fp64 sum rounded, on both paths, everywhere."""
+    x = (torch.randn(R, *SHAPES[shape]) + 8).bfloat16()
+    x = x.transpose(1, 2) if shape.endswith("'") else x
+    exact = x.double().sum(0).bfloat16()
+    one = ranks(R, _reduced, x, 1 << 16)
+    several = ranks(R, _reduced, x, -1)
+    assert all(torch.equal(y, exact) for y, _ in one + several)
+    assert {tuple(kinds) for _, kinds in one} == {("all_gather",)}
+    assert {tuple(kinds) for _, kinds in several} == {("all_to_all", "all_gather")}
+
+
+@pytest.mark.parametrize("limit", [1 << 16, -1], ids=["one message", "exchange"])
+def test_a_sum_does_not_depend_on_the_position(ranks, limit):
+    """256 on one rank and 1 on the three others: 259 rounds to 260. Rounded after each addition it would be 256 or 260 by position."""
+    x = torch.ones(4, 6).bfloat16()
+    x[[0, 1, 2, 3, 0, 3], range(6)] = 256
+    assert set(sum(x[1:], x[0]).tolist()) == {256.0, 260.0}
+    for y, _ in ranks(4, _reduced, x, limit):
+        assert y.tolist() == [260.0] * 6
+
+
+def _noise(world):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(world.rank)) * 10 ** torch.linspace(-4, 4, 1000)
+    flat = x.expand(world.size, -1)
+    return flat, _reduced(world, flat, 1 << 16)[0], _reduced(world, flat, -1)[0], scatter_sum(x, make_tp(world))
+
+
+def test_both_paths_add_in_rank_order(ranks):
+    """fp32 values over eight decades at R = 4, where another order of additions gives other bits."""
+    out = ranks(4, _noise)
+    x = [o[0][0] for o in out]
+    forward, other = ((x[0] + x[1]) + x[2]) + x[3], (x[0] + x[1]) + (x[2] + x[3])
+    assert not torch.equal(forward, other)
+    for rank, (_, one, several, scattered) in enumerate(out):
+        assert torch.equal(one, forward) and torch.equal(several, forward)
+        assert torch.equal(scattered, forward[rank * 250 : (rank + 1) * 250])
+
+
+# ---- errors, and what traces ----
+
+
+@pytest.mark.parametrize("op", [scatter_sum, split])
+def test_a_dimension_that_does_not_divide_is_the_same_error_on_every_rank(op):
+    errors = set()
+    for rank in range(4):
+        with pytest.raises(ValueError, match=f"{op.__name__}: dim 1=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6") as e:
+            op(torch.zeros(4, 6), fake_tp(4, rank), 1)
+        errors.add(str(e.value))
+    assert len(errors) == 1
+
+
+def test_at_size_one_nothing_is_sent():
+    x = torch.randn(3, requires_grad=True)
+    with Recorder() as seen:
+        for op, _, _ in TABLE.values():
+            op(x, fake_tp(1)).sum().backward()
+    assert seen.messages() == [] and torch.equal(x.grad, torch.full((3,), 6.0))
+
+
+def _opcheck(world, op, shape):
+    args = (world.size,) if op == "all_gather" else ()
+    x = torch.randn(shape)
+    torch.library.opcheck(getattr(collectives, op).overload, (x, *args, world.group.group_name))
+
+
+@pytest.mark.parametrize("op", [all_gather, all_to_all], ids=lambda op: op.name)
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
+def test_opcheck(ranks, op, shape):
+    ranks(2, _opcheck, op.name, shape)
+
+
+def _all_of_them(x, tp):
+    for op, _, _ in TABLE.values():
+        x = x + op(x, tp).sum() * x
+    return x
+
+
+def _compiled(world):
+    tp = make_tp(world)
+    results = []
+    for fn in _all_of_them, torch.compile(_all_of_them, fullgraph=True, backend="aot_eager"):
+        x = _tensor((4, 3), "each", world.rank, 2).requires_grad_()
+        y = fn(x / 100, tp)
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+    return results
+
+
+def test_compiled(ranks):
+    for eager, compiled in ranks(2, _compiled):
+        assert all(torch.equal(a, b) for a, b in zip(eager, compiled))

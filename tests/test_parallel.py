@@ -1,0 +1,112 @@
+"""TensorParallel is a value: it copies and pickles, divides with errors that help, and its ranks find out together that they disagree."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.common import fake_tp
+from tpfuse import TensorParallel
+
+
+def _raised(fn, *args):
+    """The message of the ValueError that ``fn`` raises here, or None."""
+    try:
+        fn(*args)
+    except ValueError as error:
+        return str(error)
+
+
+def test_nothing_is_a_group_of_one():
+    tp = TensorParallel(sequence_parallel=True)
+    assert (tp.rank, tp.size, tp.group, tp.row_shards, tp.row_rank) == (0, 1, None, 1, 0)
+    tp.agree("the seed", 1)
+    tp.agree_tensor("input_ids", torch.arange(3), "no cause")
+
+
+def _fields(world, dp, tp):
+    mesh = world.mesh(dp, tp)
+    made = [TensorParallel(group, sequence_parallel=True) for group in (mesh["tp"], mesh["tp"].get_group())]
+    assert made[0] == made[1] != TensorParallel(mesh["tp"])
+    for other in copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0])):
+        assert other == made[0] and hash(other) == hash(made[0]) and other.group is made[0].group
+    return made[0].rank, made[0].size, made[0].row_rank, made[0].row_shards, _raised(TensorParallel, mesh)
+
+
+def test_from_a_mesh_or_a_group(ranks):
+    """Of the mesh (2, 2) every rank sees its own pair; the whole mesh is no tensor-parallel group."""
+    for world_rank, (rank, size, row_rank, row_shards, error) in enumerate(ranks(4, _fields, 2, 2)):
+        assert (rank, size, row_rank, row_shards) == (world_rank % 2, 2, world_rank % 2, 2)
+        assert "one dimension" in error and "mesh['tp']" in error
+
+
+def test_it_is_frozen():
+    with pytest.raises(AttributeError):
+        TensorParallel().size = 2
+
+
+@pytest.mark.parametrize("group", ["tp", 4, object()])
+def test_a_wrong_group_is_named(group):
+    with pytest.raises(ValueError, match="TensorParallel: group must be a DeviceMesh or a ProcessGroup"):
+        TensorParallel(group)
+
+
+def test_a_bad_overlap_is_named():
+    with pytest.raises(ValueError, match="overlap must be one of auto, off, got 'on'"):
+        TensorParallel(overlap="on")
+
+
+@pytest.mark.parametrize(
+    "n, size, error",
+    [
+        (12, 4, None),
+        (0, 4, None),
+        (12, 8, "heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
+        (7, 2, "heads=7 is not divisible by tensor-parallel size 2; use 1 or 7"),
+        (1, 2, "heads=1 is not divisible by tensor-parallel size 2; use 1"),
+        (10**12 + 39, 2, "use 1"),  # a prime: the message does not search for its divisors
+    ],
+)
+def test_divide(n, size, error):
+    if error is None:
+        assert fake_tp(size).divide(n, "heads") == n // size
+    else:
+        assert error in _raised(fake_tp(size).divide, n, "heads")
+
+
+@pytest.mark.parametrize("n, size", [(997, 4), (50257, 8), (4, 4), (8, 3), (5, 1)])
+def test_chunk_is_torch_chunk(n, size):
+    chunks = torch.arange(n).chunk(size)
+    assert [fake_tp(size, rank).chunk(n) for rank in range(size)] == [(int(c[0]), int(c[-1]) + 1) for c in chunks]
+
+
+def test_chunk_leaves_no_rank_with_nothing():
+    """6 over 4 is 2 + 2 + 2 + 0: an error on every rank, not only on the last."""
+    for rank in range(4):
+        assert "vocab=6 leaves a rank of tensor-parallel size 4 with nothing" in _raised(fake_tp(4, rank).chunk, 6, "vocab")
+
+
+def _agree(world, values, tensors):
+    tp = TensorParallel(world.group)
+    value, tensor = values[world.rank], tensors[world.rank]
+    return _raised(tp.agree, "the seed", value), _raised(tp.agree_tensor, "input_ids", tensor, "is the sampler over the world?")
+
+
+SAME = torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    # another id; two exchanged; a linear checksum's blind spot (+1 -2 +1); another shape
+    [SAME + 1, SAME.flip(1), SAME + torch.tensor([[1, -2, 1], [0, 0, 0]]), SAME.view(3, 2)],
+    ids=["value", "order", "second-difference", "shape"],
+)
+def test_disagreement_is_an_error_on_every_rank(ranks, other):
+    for seed, tensor in ranks(2, _agree, [1, 2], [SAME, other]):
+        assert seed == "the seed must be the same on every tensor-parallel rank, got rank 0: 1; rank 1: 2"
+        assert tensor == "input_ids must be the same on every tensor-parallel rank, and differs; is the sampler over the world?"
+
+
+def test_agreement_is_none(ranks):
+    assert ranks(2, _agree, [("a", 1)] * 2, [SAME] * 2) == [(None, None)] * 2
