@@ -36,7 +36,7 @@ def save_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     directory, model = Path(directory), _unwrap(model)
     state, meta = _state(model, optimizer), _meta(model, optimizer, step, extra)
     path = directory / _everywhere(lambda: _new_name(directory, step))
-    dcp.save(state, checkpoint_id=path)
+    dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     _everywhere(lambda: _publish(path, meta))
     return path
 
@@ -62,7 +62,7 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     if optimizer is not None:
         _check_groups(path, _groups(entries, optimizer), meta["param_groups"])
         state |= _empty_optimizer_state(entries, stored)
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     if optimizer is not None:
         _fill_optimizer(entries, state, optimizer, meta["param_groups"])
     if hasattr(model, "step"):
@@ -196,33 +196,32 @@ def _new_name(directory: Path, step: int) -> str:
 def _publish(path: Path, meta: dict[str, Any]) -> None:
     latest = path.parent / "latest"
     previous = latest.read_text().strip() if latest.is_file() else None
-    _write(path / "meta.json", json.dumps(meta | dict(previous=previous), indent=1))
+    _write(path / "meta.json", json.dumps(meta | dict(name=path.name), indent=1))
     _fsync(path)
-    _write(path.parent / "latest.new", path.name + "\n")
-    os.replace(path.parent / "latest.new", latest)
+    _write(latest, path.name + "\n")
     _fsync(path.parent)
-    _clean(path.parent, {path.name, previous})
+    _clean(path, previous)
 
 
-def _clean(directory: Path, keep: set[str | None]) -> None:
-    """Removes what the two last checkpoints superseded: those before them, and saves that never were finished."""
-    chain, old = list(keep - {None}), set()
-    while chain:  # each names the one before it; more than one is left where a process died between publishing and cleaning
-        meta = directory / chain.pop() / "meta.json"
-        before = json.loads(meta.read_text()).get("previous") if meta.is_file() else None
-        if before and before not in old | keep:
-            old.add(before)
-            chain.append(before)
-    for folder in directory.iterdir():
-        if _NAME.fullmatch(folder.name) and folder.name not in keep and (folder.name in old or not (folder / "meta.json").exists()):
-            shutil.rmtree(folder, ignore_errors=True)
+def _clean(newest: Path, previous: str | None) -> None:
+    """Removes what the last two checkpoints superseded, and saves that never were finished; not a copy under another name, nor a later
+    step's, which is there where somebody pointed ``latest`` back."""
+    for folder in newest.parent.iterdir():
+        if _NAME.fullmatch(folder.name) and folder.name not in (newest.name, previous):
+            meta = folder / "meta.json"
+            superseded = folder.name[:13] <= newest.name[:13]
+            if not meta.is_file() or (superseded and json.loads(meta.read_text()).get("name") == folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:
-    with open(path, "w") as file:
+    """Whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(new, path)
 
 
 def _fsync(path: Path) -> None:

@@ -62,7 +62,7 @@ class ParallelAttention(ParallelModule):
     ) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
         qkv = gather_linear(n, *self.qkv.flat(), tp=self.tp, remake=remake)
-        qkv = qkv.view(len(qkv), *self.qkv.weight.shape[:-1])
+        qkv = qkv.view(len(qkv), -1, *self.qkv.weight.shape[1:-1])  # a DTensor's first dimension is the whole's
         if cache is not None and cache.length > 0:
             o = cache.attend(qkv, batch)
         else:
