@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._fused_norm import bwd_launch, fwd_launch
 from ._op import acc_dtype, autocast, check, op, sum_parts
 from ._philox import check_rng, keep_rows, scale, threshold
 from .norm import Remake, check_vectors, make_remake, normalize, normalize_backward
@@ -116,8 +117,8 @@ def _bwd_fake(
     return like.new_empty(m, D, dtype=parts_dtype), dresidual, like.new_empty(D if has_bias else 0, dtype=acc), dgamma, dbeta
 
 
-reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, fake=_fwd_fake)
-reduce_bias_dropout_add_norm_bwd = op(reduce_bias_dropout_add_norm_bwd_ref, fake=_bwd_fake)
+reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, launch=fwd_launch, fake=_fwd_fake)
+reduce_bias_dropout_add_norm_bwd = op(reduce_bias_dropout_add_norm_bwd_ref, launch=bwd_launch, fake=_bwd_fake)
 
 
 # ---- autograd ----
