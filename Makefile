@@ -1,6 +1,5 @@
 # Every target makes .venv first, once: `make test` works on a fresh clone, and a second call installs nothing.
-# PIP_ARGS goes to pip. On Linux without a GPU, torch's CPU build spares gigabytes:
-#     make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_ARGS goes to pip: on Linux without a GPU, point it at an index that holds torch's CPU build, which spares gigabytes.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -56,8 +55,8 @@ wheel: $(STAMP)  ## dist/tpfuse-*.whl
 	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .
 
 bench: $(STAMP)  ## a training step against other implementations, in one interleaved run
-	$(BIN)/python bench/models/train_step.py $(ARGS)
+	$(BIN)/python -m bench.models.train_step $(ARGS)
 
-clean:  ## all that was made here, .venv too
-	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean:  ## all that was built here, .venv too; what training wrote stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

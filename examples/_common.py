@@ -1,0 +1,99 @@
+"""What the examples share: where a process runs, which one speaks, and errors in one line.
+
+The same script runs under torchrun, with any number of processes, and plainly under python, as one.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+UNDER_TORCHRUN = "LOCAL_RANK" in os.environ
+_LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+_LOCAL_WORLD = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+class Help(argparse.HelpFormatter):
+    """Defaults are shown, where there is one to show."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=28, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        quiet = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        return action.help if quiet else f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, and says it on one rank."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+
+    def error(self, message: str):
+        fail(message)
+
+    def _print_message(self, message, file=None):
+        if RANK == 0:
+            super()._print_message(message, file)
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer from 1 up."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def say(*words) -> None:
+    """print, on one rank."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def fail(message: object):
+    """Ends this process with one line and exit code 2.  Where every rank fails alike, torchrun ends the others before they speak."""
+    if RANK:
+        time.sleep(2)
+    print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """For what a user's flags and files decide: what is wrong with them is a line, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+def start() -> torch.device:
+    """Joins the process group (nccl on GPUs, gloo on CPUs; a group of one when not under torchrun) -> this process's device."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= _LOCAL_WORLD:
+        device = torch.device("cuda", _LOCAL_RANK)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    alone = {} if UNDER_TORCHRUN else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    return device
+
+
+def stop() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(arguments: str) -> str:
+    """The command that starts this script again as it was started, with ``arguments``."""
+    how = f"torchrun --standalone --nproc-per-node {_LOCAL_WORLD}" if UNDER_TORCHRUN else "python"
+    return f"{how} {sys.argv[0]} {arguments}"

@@ -1,0 +1,58 @@
+"""Runs an example in this process and ends it with SIGKILL at an exact point:  killed.py WHERE COUNT script.py arguments ...
+
+WHERE, in the COUNT-th step or the COUNT-th save:
+    step    gradients are there, the optimizer has not run
+    shards  a save's first file is written, nothing is synced
+    rename  everything is on disk, ``latest`` still names the one before
+    clean   ``latest`` names the new one, an older one is about to be removed
+"""
+
+import os
+import runpy
+import shutil
+import signal
+import sys
+
+import tpfuse
+
+calls = {"step": 0, "save": 0}
+
+
+def before(module, name, condition=lambda *args: True):
+    """Makes ``module.name`` kill this process instead, where the condition holds."""
+    original = getattr(module, name)
+
+    def patched(*args, **kwargs):
+        if condition(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(module, name, patched)
+
+
+def count(name, key):
+    original = getattr(tpfuse, name)
+
+    def patched(*args, **kwargs):
+        calls[key] += 1
+        return original(*args, **kwargs)
+
+    setattr(tpfuse, name, patched)
+
+
+where, number, script, *arguments = sys.argv[1:]
+in_save = lambda: calls["save"] == int(number)
+match where:
+    case "step":
+        before(tpfuse, "clip_grad_norm_", lambda *_: calls["step"] == int(number))
+        count("clip_grad_norm_", "step")
+    case "shards":
+        before(os, "fsync", lambda *_: in_save())
+    case "rename":
+        before(os, "replace", lambda _, target: in_save() and os.path.basename(target) == "latest")
+    case "clean":
+        before(shutil, "rmtree", lambda *_: in_save())
+count("save_checkpoint", "save")
+sys.argv = [script, *arguments]
+sys.path[0] = os.path.dirname(script)
+runpy.run_path(script, run_name="__main__")

