@@ -74,7 +74,7 @@ def parse():
     add("--checkpoint-every", type=common.positive, default=200, metavar="N", help="steps between checkpoints")
     add("--validate-every", type=common.positive, default=100, metavar="N", help="steps between validations")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, where there is one")
-    add("--restart", action="store_true", help="start anew although --out holds an unfinished run")
+    add("--restart", action="store_true", help="start anew although --out holds a run, and replace it")
     add("--prompt", default="class Error(", metavar="TEXT", help="what the trained model continues at the end")
     args = parser.parse_args()
 
@@ -373,8 +373,8 @@ def main() -> None:
         for path in checkpoints, hf:
             if path.exists() and not log_path.exists():
                 raise ValueError(f"{path} was not written by a run of this script: choose another --out")
-        if (checkpoints / "latest").exists() and not hf.exists() and not args.resume and not args.restart:
-            raise ValueError(f"{args.out} holds an unfinished run: --resume goes on with it, --restart throws it away")
+        if (checkpoints / "latest").exists() and not args.resume and not args.restart:
+            raise ValueError(f"{args.out} holds a run: --resume goes on with it, --restart throws it away")
         text = read_text(args.data, args.max_mb, args.seq)
 
     device = common.start()

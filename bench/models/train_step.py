@@ -103,7 +103,7 @@ class OurStack(torch.nn.Module):
         normed = Normed(n, remake if self.saving == "smallest" else None)
         for block in self.blocks:
             h, normed = block(h, normed, batch=self.args.batch, rng=rng)
-        return normed.n[0]
+        return normed.n  # [R, m, D], as a head would take it; its gradient comes as R parts
 
 
 def providers(args, dtype: torch.dtype, attention_dropout: float, rank: int, mesh) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
@@ -117,7 +117,7 @@ def providers(args, dtype: torch.dtype, attention_dropout: float, rank: int, mes
     for saving in ("fastest", "smallest"):
         stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving)
         stack.load(layers)
-        made[f"tpfuse {saving}"] = stack, rows(x), rows(dy)
+        made[f"tpfuse {saving}"] = stack, rows(x), torch.stack([rows(dy), *(torch.zeros_like(rows(dy)) for _ in range(R - 1))])
 
     def plain(wrap: Callable = lambda block: block, wrap_norm: Callable = lambda norm: norm) -> Stack:
         blocks = [Block(args.width, args.heads, args.dropout, attention_dropout).to(dtype) for _ in layers]
@@ -187,7 +187,7 @@ def compare(args, made: dict, rank: int) -> dict[str, float]:
         y = module(x).detach()
         module.train()
         if name.startswith("tpfuse"):
-            y = _gather(y, 0).view(args.seq, args.batch, -1).transpose(0, 1)
+            y = _gather(y[0], 0).view(args.seq, args.batch, -1).transpose(0, 1)
         elif name.startswith("DTensor"):
             y = _gather(y.transpose(0, 1).contiguous(), 0).transpose(0, 1)
         outputs[name] = y.double()

@@ -239,10 +239,11 @@ def finished(out: Path, *, hf: bool = True) -> None:
         (out / "hf").mkdir()
 
 
-def test_an_unfinished_run_is_not_thrown_away(monkeypatch, capsys, tmp_path):
-    finished(tmp_path, hf=False)
+@pytest.mark.parametrize("hf", [False, True])
+def test_a_run_is_not_thrown_away(monkeypatch, capsys, tmp_path, hf):
+    finished(tmp_path, hf=hf)
     code, err = main(monkeypatch, capsys, "--out", str(tmp_path))
-    assert code == 2 and "holds an unfinished run: --resume goes on with it, --restart throws it away" in err
+    assert code == 2 and "holds a run: --resume goes on with it, --restart throws it away" in err
     assert latest(tmp_path) == "step-00000003"
 
 
@@ -263,7 +264,7 @@ def test_start_anew_and_refuse_another_run(tmp_path, undisturbed):
     said = ok(SCRIPT, *arguments(out, 2, 1, "--resume"), procs=2)  # a finished run: nothing to train, the end again
     assert f"resumed at step {STEPS} of {STEPS}" in said and "continues 'class Error('" in said
     same_run(out, reference)
-    said = ok(SCRIPT, *arguments(out, 2, 1), procs=2)  # anew, over a finished run
+    said = ok(SCRIPT, *arguments(out, 2, 1, "--restart"), procs=2)  # anew, over a finished run
     assert "resumed" not in said
     same_run(out, reference)
     empty = tmp_path / "empty"

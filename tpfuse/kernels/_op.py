@@ -5,7 +5,7 @@ what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the l
 disk cache never outlives the fake kernels it was traced with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -87,6 +87,12 @@ def sum_parts(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+def row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of rows whose fp32 temporaries stay in a core's cache, at least one; for CPU implementations."""
+    step = max(1, (1 << 17) // max(columns, 1))
+    return ((i, min(i + step, rows)) for i in range(0, max(rows, 1), step))
 
 
 def check(condition: bool, message: str) -> None:

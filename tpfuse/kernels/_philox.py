@@ -10,6 +10,7 @@ Three twins, bit-equal: torch (masks on any device), numpy (weights, on the host
 words stay apart for two rounds, so these run on vectors.  These formats are stored in every checkpoint and never change.
 """
 
+import functools
 import zlib
 
 import numpy as np
@@ -86,9 +87,14 @@ def _philox(c0, c1, c2, c3, k0: int, k1: int, rounds: int) -> tuple[Tensor, Tens
 def mask_key(rng: Tensor) -> tuple[int, int, int]:
     """rng -> (k0, k1, first_sample) as Python ints; on a GPU this waits for the device, so only references call it."""
     seed, step, first_sample = rng.tolist()
-    word = torch.tensor
-    k0, k1, _, _ = philox(word(step & _LO), word((step >> 32) & _LO), word(0), word(0), seed & _LO, (seed >> 32) & _LO)
-    return int(k0), int(k1), first_sample
+    return *_mask_key(seed, step), first_sample
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_key(seed: int, step: int) -> tuple[int, int]:
+    words = (torch.tensor(word, device="cpu") for word in (step & _LO, (step >> 32) & _LO, 0, 0))
+    k0, k1, _, _ = philox(*words, seed & _LO, (seed >> 32) & _LO)
+    return int(k0), int(k1)
 
 
 def keep(

@@ -31,12 +31,13 @@ def _heads(qkv: Tensor, batch: int, seq: int) -> tuple[Tensor, Tensor, Tensor]:
     return t[:, :, :-2], t[:, :, -2:-1], t[:, :, -1:]
 
 
-def _dropout_mask(rng: Tensor, rows: Tensor, keys: int, batch: int, heads: int, p: float, site: int, first_head: int, dtype: torch.dtype):
-    """0/1 [B, heads, rows, keys]"""
+def _dropout_mask(
+    rng: Tensor, rows: Tensor, keys: int, samples: Tensor, heads: int, p: float, site: int, first_head: int, dtype: torch.dtype
+) -> Tensor:
+    """0/1 [samples, heads, rows, keys]"""
     *key, first_sample = mask_key(rng)
-    arange = lambda n: torch.arange(n, device=rng.device)  # noqa: E731
-    site_head = (site << 16) + first_head + arange(heads)[:, None, None]
-    return keep(key, rows[:, None], site_head, keys, first_sample + arange(batch)[:, None, None, None], p, dtype)
+    site_head = (site << 16) + first_head + torch.arange(heads, device=rng.device)[:, None, None]
+    return keep(key, rows[:, None], site_head, keys, first_sample + samples[:, None, None, None], p, dtype)
 
 
 def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -100,7 +101,8 @@ def attention_bwd_ref(
 
 def _probability_mask(rng: Tensor, probs: Tensor, p: float, site: int, first_head: int) -> Tensor:
     B, G, Q, S, _ = probs.shape
-    mask = _dropout_mask(rng, torch.arange(S, device=probs.device), S, B, G * Q, p, site, first_head, probs.dtype)
+    positions = torch.arange(S, device=probs.device)
+    mask = _dropout_mask(rng, positions, S, torch.arange(B, device=probs.device), G * Q, p, site, first_head, probs.dtype)
     return mask.unflatten(1, (G, Q)) * scale(p)
 
 
@@ -109,22 +111,22 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return x.contiguous() if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-# ---- CPU: blocks of query rows as batched GEMMs, scores of one block at a time and none above the diagonal.  Scores are in units of
-# log 2, because exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash attention. ----
+# ---- CPU: sample by sample, blocks of query rows as batched GEMMs, so that the scores stay in the cache; none above the diagonal.
+# Scores are in units of log 2: exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash attention. ----
 
-_BLOCK = 64
+_BLOCK = 128
 
 
-class _Blocks:
-    """q, k, v as [B G, Q rows, E], and the masks of one block of query rows."""
+class _Sample:
+    """One sample's q [G, Q, S, E], k and v [G, S, E], and its blocks of query rows."""
 
-    def __init__(self, qkv, key_mask, rng, batch, seq, causal, p, site, first_head):
+    def __init__(self, b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head):
         q, k, v = _heads(qkv, batch, seq)
-        self.B, self.G, self.Q, self.S, self.E = q.shape
-        self.q, self.k, self.v = q, *(t.reshape(self.B * self.G, seq, self.E) for t in (k, v))
-        self.key_mask, self.rng, self.causal = key_mask, rng, causal
+        self.q, self.k, self.v = q[b], k[b, :, 0].contiguous(), v[b, :, 0].contiguous()
+        self.G, self.Q, self.S, self.E = self.q.shape
+        self.key_mask = None if key_mask is None else key_mask[b]
+        self.b, self.rng, self.causal, self.acc = b, rng, causal, acc_dtype(qkv)
         self.dropout = p, site, first_head
-        self.acc = acc_dtype(qkv)
 
     def __iter__(self):
         """(rows a to e, keys that they see)"""
@@ -133,77 +135,81 @@ class _Blocks:
             yield a, e, e if self.causal else self.S
 
     def rows(self, x: Tensor, a: int, e: int) -> Tensor:
-        """[B, G, Q, S, ...] -> [B G, Q rows, ...]"""
-        return x[:, :, :, a:e].reshape(self.B * self.G, self.Q * (e - a), *x.shape[4:])
+        """[G, Q, S, ...] -> [G, Q rows, ...]"""
+        return x[:, :, a:e].reshape(self.G, self.Q * (e - a), *x.shape[3:])
 
     def scores(self, q: Tensor, kt: Tensor, a: int, e: int, keys: int) -> Tensor:
-        """[B G, Q rows, keys], -inf where masked; q is scaled already."""
+        """[G, Q rows, keys], -inf where masked; q is scaled already."""
         s = torch.bmm(q, kt[:, :, :keys])
-        view = s.view(self.B, self.G * self.Q, e - a, keys)
         if self.causal:
-            view[..., a:] += torch.full((e - a, e - a), -_INF, dtype=s.dtype, device=s.device).triu_(1)
+            above = torch.full((e - a, e - a), -_INF, dtype=s.dtype, device=s.device).triu_(1)
+            s.view(self.G * self.Q, e - a, keys)[..., a:] += above
         if self.key_mask is not None:
-            view.masked_fill_(~self.key_mask[:, None, None, :keys], -_INF)
+            s.masked_fill_(~self.key_mask[:keys], -_INF)
         return s
 
     def mask(self, a: int, e: int, keys: int) -> Tensor:
-        rows = torch.arange(a, e, device=self.rng.device)
-        mask = _dropout_mask(self.rng, rows, keys, self.B, self.G * self.Q, *self.dropout, self.acc)
-        return mask.view(self.B * self.G, -1, keys)
+        """0/1 [G, Q rows, keys]"""
+        rows, sample = torch.arange(a, e, device=self.rng.device), torch.tensor([self.b], device=self.rng.device)
+        return _dropout_mask(self.rng, rows, keys, sample, self.G * self.Q, *self.dropout, self.acc).view(self.G, -1, keys)
 
 
 def _attention_fwd_cpu(qkv, key_mask, rng, batch, seq, causal, sm_scale, p, site, first_head):
-    blocks = _Blocks(qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
-    B, G, Q, S, E, acc = blocks.B, blocks.G, blocks.Q, blocks.S, blocks.E, blocks.acc
-    q, kt = blocks.q.to(acc, copy=True).mul_(sm_scale * _LOG2E), blocks.k.to(acc).transpose(1, 2)
-    o = qkv.new_zeros(len(qkv), G * Q * E) if len(qkv) > S * B else qkv.new_empty(len(qkv), G * Q * E)
-    out = o[: S * B].view(S, B, G, Q, E).permute(1, 2, 3, 0, 4)
-    lse = qkv.new_empty(B, G, Q, S, dtype=acc)
-    for a, e, keys in blocks:
-        s = blocks.scores(blocks.rows(q, a, e), kt, a, e, keys)
-        top = s.amax(-1, keepdim=True)
-        if key_mask is not None:
-            top.masked_fill_(top == -_INF, 0)
-        s.sub_(top).exp2_()
-        total = s.sum(-1, keepdim=True)
-        row_lse = total.log2().add_(top).div_(_LOG2E)
-        if key_mask is not None:
-            row_lse.masked_fill_(total == 0, _INF)
-            total.masked_fill_(total == 0, 1)
-        if rng is not None:
-            s *= blocks.mask(a, e, keys)
-            total /= scale(p)
-        out[:, :, :, a:e] = torch.bmm(s.to(qkv.dtype), blocks.v[:, :keys]).div_(total).view(B, G, Q, e - a, E)
-        lse[..., a:e] = row_lse.view(B, G, Q, e - a)
+    M, G, heads, E = qkv.shape
+    Q = heads - 2
+    o = qkv.new_zeros(M, G * Q * E) if M > seq * batch else qkv.new_empty(M, G * Q * E)
+    out = o[: seq * batch].view(seq, batch, G, Q, E).permute(1, 2, 3, 0, 4)
+    lse = qkv.new_empty(batch, G, Q, seq, dtype=acc_dtype(qkv))
+    for b in range(batch):
+        sample = _Sample(b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
+        kt = sample.k.to(sample.acc).transpose(1, 2)
+        for a, e, keys in sample:
+            s = sample.scores(sample.rows(sample.q, a, e).to(sample.acc) * (sm_scale * _LOG2E), kt, a, e, keys)
+            top = s.amax(-1, keepdim=True)
+            if key_mask is not None:
+                top.masked_fill_(top == -_INF, 0)
+            s.sub_(top).exp2_()
+            total = s.sum(-1, keepdim=True)
+            row_lse = total.log2().add_(top).div_(_LOG2E)
+            if key_mask is not None:
+                row_lse.masked_fill_(total == 0, _INF)
+                total.masked_fill_(total == 0, 1)
+            if rng is not None:
+                s *= sample.mask(a, e, keys)
+                total /= scale(p)
+            out[b, :, :, a:e] = torch.bmm(s.to(qkv.dtype), sample.v[:, :keys]).div_(total).view(G, Q, e - a, E)
+            lse[b, :, :, a:e] = row_lse.view(G, Q, e - a)
     return o, lse.flatten(1, 2)
 
 
 def _attention_bwd_cpu(do, qkv, o, lse, key_mask, rng, batch, seq, causal, sm_scale, p, site, first_head):
-    blocks = _Blocks(qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
-    B, G, Q, S, E, acc, dtype = blocks.B, blocks.G, blocks.Q, blocks.S, blocks.E, blocks.acc, qkv.dtype
-    heads = lambda t: t[: S * B].view(S, B, G, Q, E).permute(1, 2, 3, 0, 4)  # noqa: E731
-    lse, do = lse.view(B, G, Q, S) * _LOG2E, heads(do)
-    delta = (do.to(acc) * heads(o)).sum(-1)
-    q, kt, vt = blocks.q, blocks.k.to(acc).transpose(1, 2), blocks.v.to(acc).transpose(1, 2)
-    dqkv = qkv.new_zeros(qkv.shape) if len(qkv) > S * B else torch.empty_like(qkv)
+    M, G, heads, E = qkv.shape
+    Q, acc, dtype = heads - 2, acc_dtype(qkv), qkv.dtype
+    by_head = lambda t: t[: seq * batch].view(seq, batch, G, Q, E).permute(1, 2, 3, 0, 4)  # noqa: E731
+    do, o, lse = by_head(do), by_head(o), lse.view(batch, G, Q, seq)
+    dqkv = qkv.new_zeros(qkv.shape) if M > seq * batch else torch.empty_like(qkv)
     dq, dk_out, dv_out = _heads(dqkv, batch, seq)
-    dk, dv = (torch.zeros(B * G, S, E, dtype=acc, device=qkv.device) for _ in range(2))
-    for a, e, keys in blocks:
-        qb, dob = blocks.rows(q, a, e), blocks.rows(do, a, e)
-        s = blocks.scores(qb.to(acc) * (sm_scale * _LOG2E), kt, a, e, keys)
-        probs = s.sub_(blocks.rows(lse, a, e)[..., None]).exp2_()
-        dp = torch.bmm(dob.to(acc), vt[:, :, :keys])
-        dropped = probs
-        if rng is not None:
-            mask = blocks.mask(a, e, keys).mul_(scale(p))
-            dp *= mask
-            dropped = mask.mul_(probs)
-        dv[:, :keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
-        ds = dp.sub_(blocks.rows(delta, a, e)[..., None]).mul_(probs).to(dtype)
-        dq[:, :, :, a:e] = torch.bmm(ds, blocks.k[:, :keys]).mul_(sm_scale).view(B, G, Q, e - a, E)
-        dk[:, :keys] += torch.bmm(ds.transpose(1, 2), qb)
-    dk_out.copy_(dk.mul_(sm_scale).view(B, G, 1, S, E))
-    dv_out.copy_(dv.view(B, G, 1, S, E))
+    for b in range(batch):
+        sample = _Sample(b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
+        kt, vt = sample.k.to(acc).transpose(1, 2), sample.v.to(acc).transpose(1, 2)
+        delta, lse2 = (do[b].to(acc) * o[b]).sum(-1), lse[b] * _LOG2E
+        dk, dv = (torch.zeros(G, seq, E, dtype=acc, device=qkv.device) for _ in range(2))
+        for a, e, keys in sample:
+            qb, dob = sample.rows(sample.q, a, e), sample.rows(do[b], a, e)
+            s = sample.scores(qb.to(acc) * (sm_scale * _LOG2E), kt, a, e, keys)
+            probs = s.sub_(sample.rows(lse2, a, e)[..., None]).exp2_()
+            dp = torch.bmm(dob.to(acc), vt[:, :, :keys])
+            dropped = probs
+            if rng is not None:
+                mask = sample.mask(a, e, keys).mul_(scale(p))
+                dp *= mask
+                dropped = mask.mul_(probs)
+            dv[:, :keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
+            ds = dp.sub_(sample.rows(delta, a, e)[..., None]).mul_(probs).to(dtype)
+            dq[b, :, :, a:e] = torch.bmm(ds, sample.k[:, :keys]).mul_(sm_scale).view(G, Q, e - a, E)
+            dk[:, :keys] += torch.bmm(ds.transpose(1, 2), qb)
+        dk_out[b, :, 0] = dk.mul_(sm_scale)
+        dv_out[b, :, 0] = dv
     return dqkv
 
 

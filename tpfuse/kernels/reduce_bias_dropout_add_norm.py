@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._fused_norm import bwd_launch, fwd_launch
-from ._op import acc_dtype, autocast, check, op, sum_parts
+from ._op import acc_dtype, autocast, check, op, row_blocks, sum_parts
 from ._philox import check_rng, keep_rows, scale, threshold
 from .norm import Remake, check_vectors, make_remake, normalize, normalize_backward
 
@@ -95,6 +95,31 @@ def reduce_bias_dropout_add_norm_bwd_ref(
     return d.to(parts_dtype), dresidual, d.sum(0) if has_bias else d.new_empty(0), dgamma, dbeta
 
 
+# ---- CPU: the reference on blocks of rows, whose temporaries then stay in the cache ----
+
+
+def _fwd_cpu(parts, bias, residual, gamma, beta, rng, p, site, first_row, *rest):
+    def block(i, j):
+        own = parts[:, i:j], bias, None if residual is None else residual[i:j], gamma, beta
+        return reduce_bias_dropout_add_norm_fwd_ref(*own, rng, p, site, first_row + i, *rest)
+
+    blocks = [block(i, j) for i, j in row_blocks(*parts.shape[1:])]
+    return blocks[0] if len(blocks) == 1 else tuple(torch.cat(outputs) for outputs in zip(*blocks, strict=True))
+
+
+def _bwd_cpu(dn, dh, h, mean, rstd, gamma, rng, p, site, first_row, *rest):
+    def block(i, j):
+        some = [t if t is None or len(t) == 0 else t[i:j] for t in (dh, h, mean, rstd)]
+        own = None if dn is None else dn[:, i:j], *some
+        return reduce_bias_dropout_add_norm_bwd_ref(*own, gamma, rng, p, site, first_row + i, *rest)
+
+    blocks = [block(i, j) for i, j in row_blocks(*(dh if dn is None else dn).shape[-2:])]
+    if len(blocks) == 1:
+        return blocks[0]
+    rows, vectors = zip(*((b[:2], b[2:]) for b in blocks), strict=True)
+    return *(torch.cat(t) for t in zip(*rows, strict=True)), *(torch.stack(t).sum(0) for t in zip(*vectors, strict=True))
+
+
 def _fwd_fake(parts, bias, residual, gamma, beta, rng, p, site, first_row, batch, eps, rms):
     m, D = parts.shape[1:]
     h = parts.new_empty(m, D, dtype=parts.dtype if residual is None else residual.dtype)
@@ -117,8 +142,8 @@ def _bwd_fake(
     return like.new_empty(m, D, dtype=parts_dtype), dresidual, like.new_empty(D if has_bias else 0, dtype=acc), dgamma, dbeta
 
 
-reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, launch=fwd_launch, fake=_fwd_fake)
-reduce_bias_dropout_add_norm_bwd = op(reduce_bias_dropout_add_norm_bwd_ref, launch=bwd_launch, fake=_bwd_fake)
+reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, launch=fwd_launch, cpu=_fwd_cpu, fake=_fwd_fake)
+reduce_bias_dropout_add_norm_bwd = op(reduce_bias_dropout_add_norm_bwd_ref, launch=bwd_launch, cpu=_bwd_cpu, fake=_bwd_fake)
 
 
 # ---- autograd ----
