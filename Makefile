@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
+TRAIN_ARGS ?= --out out/demo --restart
 NPROC ?= 2
 THREADS ?= 1
 
@@ -27,10 +28,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 demo: demo-pretrained demo-train  ## both examples on two CPU processes
 
 demo-pretrained: $(STAMP)  ## a real BERT at TP=2 embeds real sentences
-	$(TORCHRUN) examples/embed_sentences.py $(ARGS)
+	$(TORCHRUN) examples/embed_sentences.py
 
-demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (ARGS="--size 10m" and so on)
-	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(ARGS)
+demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (TRAIN_ARGS="--out out/mine --size 10m" and so on)
+	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(TRAIN_ARGS)
 
 test: lint  ## the everyday suite, under 10 minutes on 2 cores
 	$(PYTEST) -m "not slow and not gpu"
