@@ -9,14 +9,17 @@ with dropout off.  "one process" is rank 0 alone with the whole model on as many
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
-import resource
+import re
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -177,6 +180,27 @@ def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
     return sum(seen.values())
 
 
+def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) -> float:
+    """MiB by which the largest rank's resident memory grows during a step, gradients included; nan where /proc does not tell."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed goes back, or it would be used unseen
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _rss_mib("VmRSS")
+        step(module, x, dy, threads)
+        grown = _rss_mib("VmHWM") - before
+    except (OSError, AttributeError):
+        step(module, x, dy, threads)
+        grown = float("nan")
+    largest = torch.tensor(grown)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _rss_mib(field: str) -> float:
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
 def compare(args, made: dict, rank: int) -> dict[str, float]:
     """Largest difference of each output from the one-process one, over its largest value; dropout off."""
     outputs = {}
@@ -221,16 +245,15 @@ def run(rank: int, args, port: int, results) -> None:
                     seconds = step(module, x, dy, args.tp if name == "one process" else 1)
                     if i >= 2:
                         times[name].append(seconds)
+            peak = {name: peak_rss(*parts, args.tp if name == "one process" else 1) for name, parts in made.items()}
             if rank == 0:
-                rows += summary(args, dtype, attention_dropout, times, saved, error)
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+                rows += summary(args, dtype, attention_dropout, times, saved, peak, error)
     if rank == 0:
-        results.put(dict(rows=rows, peak_rss_mb=float(peak)))
+        results.put(dict(rows=rows))
     dist.destroy_process_group()
 
 
-def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict, error: dict) -> list[dict]:
+def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict, peak: dict, error: dict) -> list[dict]:
     sbh = args.seq * args.batch * args.width * args.layers
     rows = []
     for name, seconds in times.items():
@@ -246,6 +269,7 @@ def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict
                 speed=[low, mid, high],
                 saved_sbh=saved[name] / sbh,
                 saved_ratio=saved[name] / saved["DTensor TP+SP"],
+                peak_rss_mib=peak[name],
                 max_error=error[name],
             )
         )
@@ -253,13 +277,22 @@ def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict
 
 
 def table(result: dict) -> str:
-    columns = "dtype", "attention dropout", "provider", "tokens/s over DTensor's (quartiles)", "s a step", "saved sbh", "error"
+    columns = (
+        "dtype",
+        "attention dropout",
+        "provider",
+        "tokens/s over DTensor's (quartiles)",
+        "s a step",
+        "saved sbh",
+        "peak RSS, MiB",
+        "error",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for r in result["rows"]:
         low, mid, high = r["speed"]
         lines.append(
             f"| {r['dtype']} | {r['attention_dropout']} | {r['provider']} | {mid:.2f} ({low:.2f} to {high:.2f}) | {r['seconds']:.3f} "
-            f"| {r['saved_sbh']:.2f} | {r['max_error']:.1e} |"
+            f"| {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
         )
     return "\n".join(lines)
 
