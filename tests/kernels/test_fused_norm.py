@@ -195,6 +195,26 @@ def test_wide_rows_do_not_spill(R):
     assert all(r.spill_bytes == 0 for r in reports)
 
 
+NO_NORM = dict.fromkeys(("gamma_ptr", "h_ptr", "mean_ptr", "rstd_ptr"))
+WITHOUT = [
+    ("_fwd_kernel", dict(R=2, RMS=False, batch=1, **K.fwd_config(768))),
+    ("_fwd_kernel", dict(R=1, RMS=True, bias_ptr=None, residual_ptr=None, beta_ptr=None, rng_ptr=None, **K.fwd_config(768))),
+    ("_fwd_kernel", dict(R=2, RMS=False, gamma_ptr=None, beta_ptr=None, M=1, **K.fwd_config(768))),
+    ("_bwd_kernel", dict(R=2, RMS=False, POST=True, batch=1, dn_ptr=None, **K.bwd_config(768))),
+    ("_bwd_kernel", dict(R=1, RMS=True, POST=False, dh_ptr=None, rng_ptr=None, dresidual_ptr=None, **K.bwd_config(768))),
+    ("_bwd_kernel", dict(R=1, RMS=False, POST=False, M=1, **NO_NORM, **K.bwd_config(768))),
+    ("_bwd_columns_kernel", dict(R=2, RMS=True, POST=False, **NO_NORM, **K.BWD_COLUMNS)),
+    ("_reduce_kernel", dict(P=1, **K.REDUCE)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, constants", WITHOUT, ids=str)
+def test_what_is_left_out_compiles(kernel, constants):
+    """An absent tensor, and a number of 1, reach the compiler as constants, which the interpreter does not show."""
+    assert report(kernel, **constants).spill_bytes == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D", [768, 1024, 4096, 8192, 12288, 16384, 32768, 65537])
