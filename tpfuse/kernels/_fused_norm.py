@@ -11,26 +11,12 @@ Offsets are int64.  Statistics are those of h' as rounded and stored.  An absent
 import torch
 from torch import Tensor
 
+from ._device import load, sum_ranks
 from ._launch import launch, multiprocessors, next_power_of_2
 from ._philox import keep_device, mask_key_device, scale, threshold
 from ._triton import tl, triton
 
 # ---- device functions ----
-
-
-@triton.jit
-def _load(ptr, offsets, mask):
-    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _sum(parts_ptr, offsets, mask, stride_r, R: tl.constexpr):
-    """sum over ranks, in rank order, in fp32"""
-    total = _load(parts_ptr, offsets, mask)
-    for _ in tl.static_range(1, R):
-        offsets += stride_r  # int64: r * stride_r would be 32 bits wide
-        total += _load(parts_ptr, offsets, mask)
-    return total
 
 
 @triton.jit
@@ -51,14 +37,14 @@ def _h_tile(
 ):  # fmt: skip
     """h' of one tile, stored, and as it was rounded; 0 outside."""
     mask = live[:, None] & (columns < D)[None, :]
-    z = _sum(parts_ptr, rows[:, None] * stride_m + columns[None, :], mask, stride_r, R)
+    z = sum_ranks(parts_ptr, rows[:, None] * stride_m + columns[None, :], mask, stride_r, R)
     if bias_ptr is not None:
-        z += _load(bias_ptr, columns, columns < D)[None, :]
+        z += load(bias_ptr, columns, columns < D)[None, :]
     if rng_ptr is not None:
         z = _dropout(z, rng_ptr, rows, columns, first_row, batch, site_head, threshold, scale)
     offsets = rows[:, None] * D + columns[None, :]
     if residual_ptr is not None:
-        z += _load(residual_ptr, offsets, mask)
+        z += load(residual_ptr, offsets, mask)
     h = z.to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + offsets, h, mask=mask)
     return tl.where(mask, h.to(tl.float32), 0.0)
@@ -66,9 +52,9 @@ def _h_tile(
 
 @triton.jit
 def _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, columns, live, D):
-    n = (h - mean[:, None]) * rstd[:, None] * _load(gamma_ptr, columns, columns < D)[None, :]
+    n = (h - mean[:, None]) * rstd[:, None] * load(gamma_ptr, columns, columns < D)[None, :]
     if beta_ptr is not None:
-        n += _load(beta_ptr, columns, columns < D)[None, :]
+        n += load(beta_ptr, columns, columns < D)[None, :]
     mask = live[:, None] & (columns < D)[None, :]
     tl.store(n_ptr + rows[:, None] * D + columns[None, :], n.to(n_ptr.dtype.element_ty), mask=mask)
 
@@ -168,7 +154,7 @@ def _fwd_chunks_kernel(
         tl.debug_barrier()  # h' was written by other threads
         for start in tl.range(0, D, A):
             columns = start + lanes
-            h = _load(h_ptr, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
+            h = load(h_ptr, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
             _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, columns, live, D)
 
 
@@ -179,12 +165,12 @@ def _fwd_chunks_kernel(
 def _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R: tl.constexpr, POST: tl.constexpr):
     """What enters the norm's backward: sum_r dn_r (post-norm: + dh'); without dn, dh'."""
     if dn_ptr is not None:
-        d = _sum(dn_ptr, offsets, mask, stride_r, R)
+        d = sum_ranks(dn_ptr, offsets, mask, stride_r, R)
         if POST:
             if dh_ptr is not None:
-                d += _load(dh_ptr, offsets, mask)
+                d += load(dh_ptr, offsets, mask)
     else:
-        d = _load(dh_ptr, offsets, mask)
+        d = load(dh_ptr, offsets, mask)
     return d
 
 
@@ -206,7 +192,7 @@ def _dx_tile(d, x_hat, gamma, mean_g, mean_gx, rstd, dh_ptr, offsets, mask, POST
     dx = rstd[:, None] * (d * gamma - mean_g[:, None] - x_hat * mean_gx[:, None])
     if not POST:
         if dh_ptr is not None:
-            dx += _load(dh_ptr, offsets, mask)
+            dx += load(dh_ptr, offsets, mask)
     return dx
 
 
@@ -239,9 +225,9 @@ def _bwd_kernel(
     if B > 0:
         dbias_b, dgamma_b, dbeta_b = tl.zeros([ROWS, B], tl.float32), tl.zeros([ROWS, B], tl.float32), tl.zeros([ROWS, B], tl.float32)
     if gamma_ptr is not None:
-        gamma_a = _load(gamma_ptr, a, a < D)[None, :]
+        gamma_a = load(gamma_ptr, a, a < D)[None, :]
         if B > 0:
-            gamma_b = _load(gamma_ptr, b, b < D)[None, :]
+            gamma_b = load(gamma_ptr, b, b < D)[None, :]
     for i in range(tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), P)):
         rows = (tl.program_id(0) + i * P).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         live = rows < M
@@ -255,11 +241,11 @@ def _bwd_kernel(
             mean = tl.zeros([ROWS], tl.float32)
             if not RMS:
                 mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
-            x_a = tl.where(mask_a, (_load(h_ptr, off_a, mask_a) - mean[:, None]) * rstd[:, None], 0.0)
+            x_a = tl.where(mask_a, (load(h_ptr, off_a, mask_a) - mean[:, None]) * rstd[:, None], 0.0)
             g = dx_a * gamma_a
             sum_g, sum_gx = tl.sum(g, 1), tl.sum(g * x_a, 1)
             if B > 0:
-                x_b = tl.where(mask_b, (_load(h_ptr, off_b, mask_b) - mean[:, None]) * rstd[:, None], 0.0)
+                x_b = tl.where(mask_b, (load(h_ptr, off_b, mask_b) - mean[:, None]) * rstd[:, None], 0.0)
                 g_b = dx_b * gamma_b
                 sum_g += tl.sum(g_b, 1)
                 sum_gx += tl.sum(g_b * x_b, 1)
@@ -275,9 +261,9 @@ def _bwd_kernel(
         else:
             if dn_ptr is not None:
                 if dh_ptr is not None:
-                    dx_a += _load(dh_ptr, off_a, mask_a)
+                    dx_a += load(dh_ptr, off_a, mask_a)
                     if B > 0:
-                        dx_b += _load(dh_ptr, off_b, mask_b)
+                        dx_b += load(dh_ptr, off_b, mask_b)
         dbias_a += _out_tile(
             dx_a, dparts_ptr, dresidual_ptr, rng_ptr, off_a, mask_a, rows, a, first_row, batch, site_head, threshold, scale
         )  # fmt: skip
@@ -306,10 +292,10 @@ def _bwd_rows_kernel(
     for start in tl.range(0, D, A):
         columns = start + tl.arange(0, A)
         mask, offsets = columns < D, row * D + columns
-        g = _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R, POST) * _load(gamma_ptr, columns, mask)
+        g = _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R, POST) * load(gamma_ptr, columns, mask)
         if not RMS:
             sum_g += g
-        sum_gx += g * (_load(h_ptr, offsets, mask) - mean)
+        sum_gx += g * (load(h_ptr, offsets, mask) - mean)
     tl.store(sums_ptr + 2 * row, tl.sum(sum_g, 0) / D)
     tl.store(sums_ptr + 2 * row + 1, tl.sum(sum_gx, 0) * rstd / D)
 
@@ -329,12 +315,12 @@ def _bwd_columns_kernel(
         mask, offsets = live[:, None] & (columns < D)[None, :], rows[:, None] * D + columns[None, :]
         d = _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R, POST)
         if gamma_ptr is not None:
-            gamma = _load(gamma_ptr, columns, columns < D)[None, :]
+            gamma = load(gamma_ptr, columns, columns < D)[None, :]
             rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
             mean = tl.zeros([ROWS], tl.float32)
             if not RMS:
                 mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
-            x_hat = tl.where(mask, (_load(h_ptr, offsets, mask) - mean[:, None]) * rstd[:, None], 0.0)
+            x_hat = tl.where(mask, (load(h_ptr, offsets, mask) - mean[:, None]) * rstd[:, None], 0.0)
             mean_g = tl.load(sums_ptr + 2 * rows, mask=live, other=0.0)
             mean_gx = tl.load(sums_ptr + 2 * rows + 1, mask=live, other=0.0)
             dgamma += d * x_hat
@@ -343,7 +329,7 @@ def _bwd_columns_kernel(
         else:
             if dn_ptr is not None:
                 if dh_ptr is not None:
-                    d += _load(dh_ptr, offsets, mask)
+                    d += load(dh_ptr, offsets, mask)
         dbias += _out_tile(
             d, dparts_ptr, dresidual_ptr, rng_ptr, offsets, mask, rows, columns, first_row, batch, site_head, threshold, scale
         )  # fmt: skip
@@ -362,7 +348,7 @@ def _reduce_kernel(
     total = tl.zeros([ROWS, A], tl.float32)
     for start in tl.range(0, P, ROWS):
         p = start + tl.arange(0, ROWS)
-        total += _load(partial_ptr, (vector * P + p[:, None]) * D + columns[None, :], (p < P)[:, None] & (columns < D)[None, :])
+        total += load(partial_ptr, (vector * P + p[:, None]) * D + columns[None, :], (p < P)[:, None] & (columns < D)[None, :])
     tl.store(out_ptr + vector * D + columns, tl.sum(total, 0), mask=columns < D)
 
 

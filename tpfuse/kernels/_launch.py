@@ -1,24 +1,48 @@
 """How a kernel is started: on the tensors' own device, with launch parameters that are a pure function of the call's shapes."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
+
+
+class Target(NamedTuple):
+    arch: str  # "sm_90", "gfx942"; "cpu" under Triton's interpreter
+    multiprocessors: int  # how many programs run side by side
+
+
+def target(device: torch.device) -> Target:
+    return _target(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _target(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target("cpu", 2)  # so that striding over tiles is exercised
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+    return Target(arch, properties.multi_processor_count)
+
+
+def multiprocessors(x: Tensor) -> int:
+    return target(x.device).multiprocessors
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **config) -> None:
     """Starts ``kernel`` with the current device set to ``device``; an empty grid starts nothing."""
-    if 0 in grid:
-        return
+    if 0 not in grid:
+        _start(kernel, grid, device, args, config)
+
+
+def _start(kernel, grid: tuple[int, ...], device: torch.device, args: tuple, config: dict) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[grid](*args, **config)
     else:  # Triton's interpreter
-        options = ("num_warps", "num_stages", "maxnreg")
-        kernel[grid](*args, **{k: v for k, v in config.items() if k not in options})
-
-
-def multiprocessors(x: Tensor) -> int:
-    """How many programs run side by side; 2 under the interpreter, so that striding over rows is exercised."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+        kernel[grid](*args, **{k: v for k, v in config.items() if k not in _OPTIONS})
 
 
 def next_power_of_2(n: int) -> int:

@@ -5,7 +5,9 @@ what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the l
 disk cache never outlives the fake kernels it was traced with.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +16,32 @@ from .._version import __version__
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+OPS: dict[str, "Op"] = {}  # by name
+
+
+class Cost(NamedTuple):
+    """What one call moves and computes.  Bytes are those that reach memory: an element counts once a launch, however often it is read."""
+
+    read: int
+    written: int
+    flops: int = 0
+
+
+def moved(*tensors: Tensor | None) -> int:
+    """Bytes of the distinct elements of some tensors; what a dimension of stride 0 repeats counts once."""
+    return sum(t.element_size() * math.prod(n for n, s in zip(t.shape, t.stride()) if s or not n) for t in tensors if t is not None)
+
+
+def least(args: tuple, outputs: tuple) -> Cost:
+    """The lower bound, and the cost of an op that makes one pass: every input read once, every output written once."""
+    return Cost(moved(*(a for a in args if isinstance(a, Tensor))), moved(*outputs))
 
 
 class Op:
     """``torch.ops.<NAMESPACE>.<name>``: CPU runs ``cpu`` or the reference, CUDA ``launch`` or the reference, tracing ``fake``.
 
     ``fake`` is the reference itself where that needs shapes only; an op with data-dependent control flow brings its own.
+    ``cost(args, outputs)`` is what its launcher moves and computes (:func:`least` unless given), from shapes alone.
     An op never mutates or aliases its inputs; only a backward op may fill an ``out`` it is given (``mutates=("out",)``).
     fp64 on a GPU runs the reference.
     """
@@ -33,8 +55,10 @@ class Op:
         cpu: Callable | None = None,
         fake: Callable | None = None,
         mutates: tuple[str, ...] = (),
+        cost: Callable[[tuple, tuple], Cost] = least,
     ):
-        self.name, self.reference, self.cpu, self.launch = name, reference, cpu or reference, launch
+        self.name, self.reference, self.cpu, self.launch, self._cost = name, reference, cpu or reference, launch, cost
+        OPS[name] = self
         _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
         _LIBRARY.impl(name, _outside_autocast(self.cpu, "cpu"), "CPU")
         _LIBRARY.impl(name, _outside_autocast(self._cuda, "cuda"), "CUDA")
@@ -47,6 +71,10 @@ class Op:
 
     def __call__(self, *args):
         return self.overload(*args)
+
+    def cost(self, args: tuple, outputs: Tensor | tuple[Tensor, ...]) -> Cost:
+        """Of the call that took ``args`` and gave ``outputs``; meta tensors will do."""
+        return self._cost(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
 
 
 def op(reference: Callable, **options) -> Op:

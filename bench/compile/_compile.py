@@ -1,0 +1,140 @@
+"""Compile what a launcher would launch, for a GPU that is not here, and read what the assembler says of it.
+
+``capture(call, arch)`` runs a launcher on meta tensors and records its launches: the very kernels, dtypes, constants and parameters
+that this arch would get.  ``compile_launch`` builds one.  TRITON_INTERPRET must not be set: it replaces ``triton.jit``.
+"""
+
+import math
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tpfuse.kernels import _launch
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
+_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something to compile: ``run()`` calls a launcher on meta tensors.  ``elements`` {kernel: (parameters) -> elements that one program
+    (or one turn of its loop) handles} gives instructions an element; ``uses`` {kernel: opcodes} must be in its sm_90 code;
+    ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``."""
+
+    run: Callable[[], Any]
+    elements: dict[str, Callable[[dict], int]] = field(default_factory=dict)
+    uses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    spills: dict[str, int] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    config: dict
+
+
+@dataclass(frozen=True)
+class Report:
+    kernel: str
+    registers: int  # a thread
+    spill_bytes: int  # a thread: local memory the register allocator spilled to
+    shared_bytes: int  # a block
+    instructions: int  # of the largest loop, or of a kernel without one
+    threads: int  # a block
+    opcodes: dict[str, int]  # those that tell how it works: HGMMA, UTMALDG, LDGSTS, LDG.E.128
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def capture(call: Callable[[], Any], arch: str) -> list[Launch]:
+    launches: list[Launch] = []
+    target = _launch.Target(arch, MULTIPROCESSORS[arch])
+    start = lambda kernel, grid, device, args, config: launches.append(Launch(kernel, grid, args, config))  # noqa: E731
+    with mock.patch.object(_launch, "_start", start), mock.patch.object(_launch, "_target", lambda device: target):
+        call()
+    return launches
+
+
+def _kind(value: Any) -> str:
+    """An argument's type as the compiler writes it; descriptors carry their block."""
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+
+
+def _divisible(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.storage_offset() * value.element_size() % 16 == 0
+    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
+
+
+def compile_launch(launch: Launch, arch: str) -> Report:
+    parameters = {p.name: p for p in launch.kernel.params}
+    values = dict(zip(parameters, launch.args)) | {k: v for k, v in launch.config.items() if k in parameters}
+    options = {k: v for k, v in launch.config.items() if k not in parameters}
+    constant = {
+        name
+        for name, value in values.items()
+        if parameters[name].is_constexpr or value is None or (type(value) is int and value == 1 and not parameters[name].do_not_specialize)
+    }
+    signature = {name: "constexpr" if name in constant else _kind(values[name]) for name in parameters}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(parameters) if name not in constant and _divisible(values[name])}
+    source = ASTSource(launch.kernel, signature, {name: values[name] for name in constant}, aligned)
+    hip = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if hip else GPUTarget("cuda", int(arch[3:]), 32)
+    compiled = triton.compile(source, target=target, options=options)
+    name, threads = launch.kernel.fn.__name__, compiled.metadata.num_warps * target.warp_size
+    if hip:
+        return _read_amd(name, threads, compiled.metadata.shared, compiled.asm["amdgcn"])
+    return _read_cuda(name, threads, compiled.metadata.shared, compiled.asm["cubin"])
+
+
+def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
+    cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        read = lambda option: subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        usage, sass = read("--dump-resource-usage"), read("-sass")
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    code = [(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, sass.splitlines()) if m and m[2] != "NOP"]
+    loops = [
+        (int(t[-1], 16), at) for at, op, rest in code if op == "BRA" and (t := re.findall(r"0x([0-9a-f]+)", rest)) and int(t[-1], 16) < at
+    ]
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
+    body = [op for at, op, _ in code if first <= at <= last]
+    opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")}
+    opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
+    return Report(name, registers, stack, shared, len(body), threads, opcodes)
+
+
+def _read_amd(name: str, threads: int, shared: int, asm: str) -> Report:
+    number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", asm)[1])  # noqa: E731
+    code = [line.split()[0] for line in asm.splitlines() if re.match(r"\t[a-z]+_\w+", line)]
+    opcodes = {"MFMA": sum("mfma" in op for op in code)}
+    return Report(name, number("vgpr_count"), number("private_segment_fixed_size"), shared, len(code), threads, opcodes)
