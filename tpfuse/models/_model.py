@@ -75,7 +75,8 @@ class Model(nn.Module):
         self.source: Path | None = None  # the directory that the weights came from, and the contents of its config.json
         self.hf_source: dict[str, Any] | None = None
         self._compared = False
-        shared = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype(), sequence_parallel=self.tp.sequence_parallel)
+        shared = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype())
+        shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap)
         for key, value in (shared | options).items():
             self.tp.agree(f"{type(self).__name__}: {key}", value)
 

@@ -26,6 +26,8 @@ from ..kernels._op import autocast, check, op, sum_parts
 from ..kernels.linear import activation_bwd, check_linear, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad
 from ..kernels.norm import Remake, norm_apply
 from ..parallel import TensorParallel
+from . import overlap
+from ._choice import pairwise
 
 # ---- the crossings ----
 
@@ -107,61 +109,89 @@ class _Exchange(torch.autograd.Function):
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n, w, b, activation, tp, remake):
-        y, z = linear_fwd(enter(n, tp), w, b, activation)
+    def forward(ctx, n, w, b, activation, tp, remake, overlapped):
+        if overlapped and tp.sequence_parallel:
+            y, z = overlap.gather_linear_fwd(n, w, b, activation, tp.group_name)
+        else:
+            y, z = linear_fwd(enter(n, tp), w, b, activation)
         saved = _saved(n, remake)
         ctx.save_for_backward(w, None if activation == "none" else z, *saved)
-        ctx.args = activation, tp, None if remake is None else remake[5:], b is not None
+        ctx.args = activation, tp, None if remake is None else remake[5:], b is not None, overlapped
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         w, z, *saved = ctx.saved_tensors
-        activation, tp, constants, has_bias = ctx.args
+        activation, tp, constants, has_bias, overlapped = ctx.args
         dy, db = dy.contiguous(), None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, activation, False)
-        dn = leave(linear_dgrad(dy, w), tp)
-        dw, db_plain = linear_wgrad(dy, enter(_restored(tuple(saved), constants, tp), tp), w.dtype, has_bias and db is None)
+        sum_bias, n = has_bias and db is None, _restored(tuple(saved), constants, tp)
+        if overlapped and tp.sequence_parallel:
+            dn, dw, db_plain = overlap.gather_linear_bwd(dy, w, n, sum_bias, tp.group_name)
+        elif overlapped:
+            dn, dw, db_plain, _ = overlap.linear_reduce_bwd(dy, w, enter(n, tp), sum_bias, None, None, tp.size, tp.group_name)
+            dn = dn[None]
+        else:
+            dn = leave(linear_dgrad(dy, w), tp)
+            dw, db_plain = linear_wgrad(dy, enter(n, tp), w.dtype, sum_bias)
         db = (db_plain if db is None else db) if has_bias else None
-        return dn, dw, db, None, None, None
+        return dn, dw, db, None, None, None, None
 
 
 class _LinearExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, tp):
+    def forward(ctx, x, w, tp, overlapped):
         ctx.save_for_backward(x, w)
-        ctx.tp = tp
+        ctx.args = tp, overlapped and tp.sequence_parallel
+        if overlapped and tp.sequence_parallel:
+            return overlap.linear_exchange_fwd(x, w, tp.size, tp.group_name)
         return leave(linear_fwd(x, w, None, "none")[0], tp)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dp):
         x, w = ctx.saved_tensors
-        dy = enter(dp, ctx.tp)
-        return linear_dgrad(dy, w), linear_wgrad(dy, x, w.dtype, False)[0], None
+        tp, overlapped = ctx.args
+        if overlapped:
+            return *overlap.linear_exchange_bwd(dp, x, w, tp.group_name), None, None
+        dy = enter(dp, tp)
+        return linear_dgrad(dy, w), linear_wgrad(dy, x, w.dtype, False)[0], None, None
 
 
 class _GatherMLPExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n, w1, b1, w2, activation, tp, remake):
-        a, z = linear_fwd(enter(n, tp), w1, b1, activation)
+    def forward(ctx, n, w1, b1, w2, activation, tp, remake, overlapped):
+        if overlapped and tp.sequence_parallel:
+            parts, z, a = overlap.gather_mlp_exchange_fwd(n, w1, b1, w2, activation, remake is None, tp.group_name)
+        else:
+            a, z = linear_fwd(enter(n, tp), w1, b1, activation)
+            parts = leave(linear_fwd(a, w2, None, "none")[0], tp)
         ctx.save_for_backward(w1, w2, z, None if remake is not None else a, *_saved(n, remake))
-        ctx.args = activation, tp, None if remake is None else remake[5:], b1 is not None
-        return leave(linear_fwd(a, w2, None, "none")[0], tp)
+        ctx.args = activation, tp, None if remake is None else remake[5:], b1 is not None, overlapped
+        return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dp):
         w1, w2, z, a, *saved = ctx.saved_tensors
-        activation, tp, constants, has_bias = ctx.args
+        activation, tp, constants, has_bias, overlapped = ctx.args
+        n = _restored(tuple(saved), constants, tp)
+        if overlapped and tp.sequence_parallel:
+            dn, dw1, db1, dw2 = overlap.gather_mlp_exchange_bwd(dp, n, w1, w2, z, a, activation, tp.group_name)
+            return dn, dw1, db1 if has_bias else None, dw2, None, None, None, None
         dy = enter(dp, tp)
         dz, db1, rebuilt = linear_dgrad_act(dy, w2, z, activation, a is None)
-        dn = leave(linear_dgrad(dz, w1), tp)
-        dw2, _ = linear_wgrad(dy, rebuilt if a is None else a, w2.dtype, False)
-        dw1, _ = linear_wgrad(dz, enter(_restored(tuple(saved), constants, tp), tp), w1.dtype, False)
-        return dn, dw1, db1 if has_bias else None, dw2, None, None, None
+        a = rebuilt if a is None else a
+        if overlapped:
+            dn, dw1, _, dw2 = overlap.linear_reduce_bwd(dz, w1, enter(n, tp), False, dy, a, tp.size, tp.group_name)
+            dn = dn[None]
+        else:
+            dn = leave(linear_dgrad(dz, w1), tp)
+            dw2, _ = linear_wgrad(dy, a, w2.dtype, False)
+            dw1, _ = linear_wgrad(dz, enter(n, tp), w1.dtype, False)
+        return dn, dw1, db1 if has_bias else None, dw2, None, None, None, None
 
 
 # ---- public ----
@@ -191,7 +221,7 @@ def gather_linear(
     check_linear("gather_linear", x, weight, bias, activation)
     x, weight, bias = autocast(x, weight, bias)
     x = _expanded("gather_linear", x, tp)
-    return _GatherLinear.apply(x, weight, bias, activation, tp, remake)
+    return _GatherLinear.apply(x, weight, bias, activation, tp, remake, pairwise("gather_linear", x, weight, tp))
 
 
 def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
@@ -205,7 +235,7 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
         f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}",
     )
     x, weight = autocast(x, weight)
-    return _LinearExchange.apply(x.contiguous(), weight, tp)
+    return _LinearExchange.apply(x.contiguous(), weight, tp, pairwise("linear_exchange", x, weight, tp))
 
 
 def gather_mlp_exchange(
@@ -231,7 +261,8 @@ def gather_mlp_exchange(
     check(same, f"gather_mlp_exchange: weights must have one dtype outside autocast, got {fc1_weight.dtype} and {fc2_weight.dtype}")
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = _expanded("gather_mlp_exchange", x, tp)
-    return _GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, remake)
+    overlapped = pairwise("gather_mlp_exchange", x, fc1_weight, tp)
+    return _GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, remake, overlapped)
 
 
 def _expanded(name: str, x: Tensor, tp: TensorParallel) -> Tensor:

@@ -1,0 +1,75 @@
+"""A link whose time is real and costs no CPU: two network namespaces joined by a veth pair with a token bucket at each end (Linux, root).
+
+tbf counts every byte of a frame; the burst of 256 kB is 2 ms of it at 1 Gbit/s.
+"""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+class End(NamedTuple):
+    """One end: the namespace to enter (None: this one), its interface, and the address of rank 0."""
+
+    namespace: str | None
+    interface: str
+    master: str
+
+    def enter(self) -> None:
+        """Moves this process there, for gloo too; before it opens a socket."""
+        if self.namespace is not None:
+            with open(Path("/var/run/netns") / self.namespace) as handle:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(handle.fileno(), _NEW_NETWORK):
+                    raise OSError(ctypes.get_errno(), f"setns {self.namespace}")
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def unshaped(ranks: int) -> list[End]:
+    return [End(None, "lo", "127.0.0.1")] * ranks
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[list[End]]:
+    """Two ends without a rate yet; removed afterwards.  OSError, with what failed, where they cannot be made."""
+    names = [f"tpfuse{os.getpid()}n{i}" for i in range(2)]
+    ends = [End(name, f"tpf{i}", "10.99.0.1") for i, name in enumerate(names)]
+    try:
+        for name in names:
+            _ip("ip", "netns", "add", name)
+        _ip("ip", "link", "add", "tpf0", "netns", names[0], "type", "veth", "peer", "name", "tpf1", "netns", names[1])
+        for i, end in enumerate(ends):
+            _ip("ip", "-n", end.namespace, "address", "add", f"10.99.0.{i + 1}/24", "dev", end.interface)
+            for interface in "lo", end.interface:
+                _ip("ip", "-n", end.namespace, "link", "set", interface, "up")
+        yield ends
+    except FileNotFoundError as error:
+        raise OSError(f"{error.filename} is not installed") from error
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                _ip("ip", "netns", "delete", name)
+
+
+def shape(ends: list[End], gbit: float) -> None:
+    """Both directions at ``gbit`` Gbit/s; 0 takes the rate off."""
+    for end in ends:
+        where = "dev", end.interface, "root"
+        if gbit:
+            rate = f"{round(gbit * 1000)}mbit"
+            _ip("tc", "-n", end.namespace, "qdisc", "replace", *where, "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        else:
+            with contextlib.suppress(OSError):  # there was none
+                _ip("tc", "-n", end.namespace, "qdisc", "delete", *where)

@@ -1,0 +1,451 @@
+"""The overlapped forms: the plain forms' bits, the same messages in pieces, nothing gathered twice, and errors instead of hangs."""
+
+import os
+import random
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.common import TOLERANCE, assert_equal, error, fake_tp, my_rows
+from tests.pool import RankFailed
+from tests.sequence_parallel import test_plain as plain
+from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
+from tpfuse import TensorParallel
+from tpfuse.kernels._op import OPS as ALL_OPS
+from tpfuse.kernels._philox import make_rng
+from tpfuse.layers import TransformerBlock
+from tpfuse.sequence_parallel import _choice, _flight, gather_linear, gather_mlp_exchange, linear_exchange
+from tpfuse.sequence_parallel._choice import sizes
+from tpfuse.sequence_parallel._flight import pieces
+
+CASES = [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" or form == "plain"]
+
+
+def overlapping(world, sp=True, overlap="pairwise", least=2):
+    """This world's TensorParallel, and pieces as small as the tests' sizes ask for."""
+    _flight.LEAST_ROWS = least
+    return TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 127, 128, 129, 1000, 1024, 4097])
+def test_pieces_halve(rows):
+    cut = pieces(rows)
+    lengths = [piece.stop - piece.start for piece in cut]
+    assert sum(lengths) == rows and [piece.start for piece in cut] == [sum(lengths[:i]) for i in range(len(cut))]
+    assert lengths == sorted(lengths, reverse=True) and all(lengths)
+    assert all(length % _flight.LEAST_ROWS == 0 for length in lengths[:-1])
+    if rows >= 2 * _flight.LEAST_ROWS:
+        assert lengths[0] <= rows / 2 + _flight.LEAST_ROWS and lengths[-1] < 2 * _flight.LEAST_ROWS
+
+
+# ---- equal ----
+
+
+def _forms(world, sp, op, form, data, least=2):
+    """One op by both forms, the overlapped one twice."""
+    results = []
+    for overlap in "off", "pairwise", "pairwise":
+        plain.make_tp = lambda world, sp: overlapping(world, sp, overlap, least)  # noqa: B023
+        results.append(plain._sharded(world, sp, op, form, *data))
+    return results
+
+
+@pytest.mark.parametrize("op, form", CASES)
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+@pytest.mark.parametrize("R", [1, 2, 3, 4])
+def test_equal_to_plain(ranks, R, sp, op, form):
+    """fp64, all gradients; pieces of 2 rows and more, so that a tile of 24 / R is cut, and one of 7 rows a rank halves into 4 and 3."""
+    for rows in (M, 7 * R) if form == "plain" else (M,):
+        x, dy, *others = plain._data(op, torch.float64)
+        data = *(torch.cat([t, t])[:rows] for t in (x, dy)), *others
+        for off, once, again in ranks(R, _forms, sp, op, form, data):
+            assert_equal(once, again)
+            wrong = {name: e for name in off if not (e := error(once[name], off[name])) <= 1e-14}
+            assert not wrong, wrong
+
+
+def _aligned(world, op, dtype, data):
+    return _forms(world, True, op, "plain", data, 16)[:2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("R", [2, 4])
+def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
+    """Tiles of 64 rows in pieces of 32, 16 and 16, columns in multiples of 16. The MLP's bias gradient alone is added in pieces."""
+    for name, value in dict(M=64 * R, D=32, N=64 * R).items():
+        monkeypatch.setattr(plain, name, value)
+    for off, on in ranks(R, _aligned, op, dtype, plain._data(op, dtype)):
+        if op == "gather_mlp_exchange":
+            assert error(on.pop("db"), off.pop("db")) <= 1e-5
+        assert_equal(on, off)
+
+
+def _planted(world, op, data):
+    """A tile that lands in its neighbour's place."""
+    kept = _flight.Flight.arrived
+    _flight.Flight.arrived = lambda self, source, rows: kept(self, source, rows).flip(0)
+    try:
+        return _forms(world, True, op, "plain", data)
+    finally:
+        _flight.Flight.arrived = kept
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_planted_mistake_is_seen(ranks, op):
+    for off, on, _ in ranks(2, _planted, op, plain._data(op, torch.float64)):
+        assert max(error(on[name], off[name]) for name in off) > TOLERANCE[torch.float64]
+
+
+# ---- a block, compiled too ----
+
+
+def _block(world, overlap, sp, saving, compiled):
+    torch.manual_seed(1)
+    tp = overlapping(world, sp, overlap)
+    block = TransformerBlock(32, 4, 64, tp=tp, dropout=0.1, saving=saving)
+    x = my_rows(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)), tp).clone().requires_grad_()
+    call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    y = call(x, batch=2, rng=make_rng(7, 3))
+    y.square().sum().backward()
+    return dict(y=y.detach(), x=x.grad, **{name: p.grad for name, p in block.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    "sp, saving",
+    [(True, "smallest"), (False, "fastest"), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(True, "fastest"), (False, "smallest")])],
+)
+def test_a_block_compiled_in_one_graph(ranks, sp, saving):
+    off = ranks(2, _block, "off", sp, saving, False)
+    on, compiled = (ranks(2, _block, "pairwise", sp, saving, c) for c in (False, True))
+    for a, b, c in zip(off, on, compiled):
+        assert_equal(b, c)
+        assert all(error(b[name], a[name]) <= 1e-5 for name in a)
+
+
+def _opcheck(world, op, data):
+    plain.make_tp = overlapping
+    calls = {}
+    for name in [name for name in ALL_OPS if name.startswith(("gather_", "linear_exchange", "linear_reduce"))]:
+        calls[name] = []
+        ALL_OPS[name].__class__ = type("Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: _seen(calls, self, args)})
+    try:
+        for sp in True, False:
+            plain._sharded(world, sp, op, "normed", *data)
+    finally:
+        for name in calls:
+            ALL_OPS[name].__class__ = ALL_OPS[name].__class__.__mro__[1]
+    ran = {name: args for name, args in calls.items() if args}
+    for name, args in ran.items():
+        for call in args:
+            torch.library.opcheck(ALL_OPS[name].overload, call, test_utils=("test_schema", "test_faketensor"))
+    return sorted(ran)
+
+
+def _seen(calls, op, args):
+    calls[op.name].append(args)
+    return op.overload(*args)
+
+
+@pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange"])
+def test_opcheck(ranks, op):
+    expected = sorted([f"{op}_fwd", f"{op}_bwd", "linear_reduce_bwd"])
+    assert ranks(2, _opcheck, op, plain._data(op, torch.float64)) == [expected] * 2
+
+
+# ---- messages ----
+
+
+def _sent(world, op, sp):
+    """(bytes, messages) that this rank sends in forward, in backward, and to itself."""
+    tp, sent = overlapping(world, sp), []
+    post = dist.batch_isend_irecv
+
+    def counted(ops):
+        send = [o for o in ops if o.op is dist.isend]
+        assert len(send) == 1 and len(ops) == 2 and send[0].tensor.is_contiguous()
+        sent.append((send[0].group_peer, send[0].tensor.numel() * send[0].tensor.element_size()))
+        return post(ops)
+
+    _, _, weights, _ = plain._data(op, torch.float32)
+    w = {name: plain._columns(t, name, tp.rank, tp.size).clone().requires_grad_() for name, t in weights.items()}
+    m, totals = M // tp.row_shards, []
+    x = torch.ones(M, N // tp.size) if op == "linear_exchange" else torch.ones(m, D).expand(tp.row_shards, -1, -1)
+    dist.batch_isend_irecv = counted
+    try:
+        y = plain._call(op, x.requires_grad_(), w, tp)
+        totals.append(list(sent))
+        sent.clear()
+        y.backward(torch.ones_like(y) if y.dim() == 2 else torch.ones(m, D).expand(tp.row_shards, -1, -1))
+        totals.append(list(sent))
+    finally:
+        dist.batch_isend_irecv = post
+    assert all(peer != world.rank for direction in totals for peer, _ in direction)
+    return [(sum(size for _, size in direction), len(direction)) for direction in totals]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("R", [2, 3, 4])
+def test_messages(ranks, R, op):
+    """(R - 1) m D elements a gather and an exchange; a message a piece and peer, n's second gather in one."""
+    m = M // R
+    one, cut = (R - 1) * m * D * 4, (R - 1) * len(pieces_of(m, 2))
+    assert cut >= 2 * (R - 1)
+    expected = {
+        "linear_exchange": [(one, cut), (one, cut)],
+        "gather_mlp_exchange": [(2 * one, 2 * cut), (3 * one, 2 * cut + R - 1)],
+    }.get(op, [(one, cut), (2 * one, cut + R - 1)])
+    assert ranks(R, _sent, op, True) == [expected] * R
+    assert ranks(R, _sent, op, False) == [[(0, 0)] * 2] * R  # there, torch's own collectives
+
+
+def pieces_of(rows, least):
+    kept, _flight.LEAST_ROWS = _flight.LEAST_ROWS, least
+    try:
+        return pieces(rows)
+    finally:
+        _flight.LEAST_ROWS = kept
+
+
+# ---- memory ----
+
+
+def _peak(world, op, overlap):
+    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its allocations."""
+    plain.make_tp = lambda world, sp: overlapping(world, sp, overlap, 64)
+    M, D, F = 2048, 64, 128
+    tp = overlapping(world, overlap=overlap, least=64)
+    w1, w2 = torch.randn(F // tp.size, D), torch.randn(D, F // tp.size)
+    x = torch.randn(M, F // tp.size) if op == "linear_exchange" else torch.randn(M // tp.size, D).expand(tp.size, -1, -1)
+    weights = [w.requires_grad_() for w in (w1, w2)]
+    x.requires_grad_()
+    peaks = []
+    for _ in range(2):  # the first warms up
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
+            if op == "gather_linear":
+                y = gather_linear(x, weights[0], tp=tp)
+            elif op == "linear_exchange":
+                y = linear_exchange(x, weights[1], tp=tp)
+            else:
+                y = gather_mlp_exchange(x, weights[0], None, weights[1], activation="relu", tp=tp)
+        dy = torch.randn(y.shape) if y.dim() == 2 else torch.randn(y.shape[1:]).expand(y.shape)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
+            y.backward(dy)
+        for leaf in (x, *weights):
+            leaf.grad = None
+        del y, dy
+        peaks = [_highest(p) for p in (forward, backward)]
+    return peaks, 4 * M * D
+
+
+def _highest(profile):
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
+def test_nothing_is_gathered_twice(ranks, op):
+    """The peak is the plain form's: a hidden piece more forward, and backward one tensor, as n lands while dn leaves."""
+    for (off, gathered), (on, _) in zip(ranks(2, _peak, op, "off"), ranks(2, _peak, op, "pairwise")):
+        assert on[0] <= off[0] + gathered / 2 and on[1] <= off[1] + gathered, (off, on, gathered)
+        assert min(off) > gathered  # or nothing would have been measured
+
+
+# ---- slow, hung and dead ranks ----
+
+
+def _late(world, op, data):
+    """Rank 1 is late, in forward and, by its GEMMs, within the pieces."""
+    if world.rank == 1:
+        time.sleep(0.3)
+        arrived = _flight.Flight.arrived
+        _flight.Flight.arrived = lambda self, *args: (time.sleep(0.05), arrived(self, *args))[1]
+    try:
+        return _forms(world, True, op, "plain", data)
+    finally:
+        if world.rank == 1:
+            _flight.Flight.arrived = arrived
+
+
+@pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
+def test_a_slow_rank_changes_nothing(ranks, op):
+    for off, on, again in ranks(3, _late, op, plain._data(op, torch.float64)):
+        assert_equal(on, again)
+        assert all(error(on[name], off[name]) <= 1e-14 for name in off)
+
+
+LIMIT = 3  # seconds
+
+
+def _leaves_in_the_middle(world, op, backward, dies):
+    """The last rank, its first message of the direction posted, dies or stays away; -> what the others' error says, and after how long."""
+    overlapping(world)
+    group = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=LIMIT))
+    tp = TensorParallel(group, sequence_parallel=True, overlap="pairwise")
+    w1, w2 = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    x = torch.randn(8 * tp.size, 16) if op == "linear_exchange" else torch.randn(8, 8)
+    x.requires_grad_()
+
+    def forward():
+        if op == "gather_linear":
+            return gather_linear(x, w1, tp=tp)
+        if op == "linear_exchange":
+            return linear_exchange(x, w2, tp=tp)
+        return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
+
+    y = forward() if backward else None
+    dist.barrier(group)
+    start, post = time.monotonic(), dist.batch_isend_irecv
+
+    def last(ops):
+        post(ops)
+        if dies:
+            os._exit(7)
+        time.sleep(2 * LIMIT)
+        raise KeyboardInterrupt
+
+    try:
+        dist.batch_isend_irecv = last if world.rank == world.size - 1 else post
+        y.sum().backward() if backward else forward()
+    except (RuntimeError, KeyboardInterrupt) as e:
+        if dies:  # the dead rank makes the call fail; failures are shown with it, results are not
+            raise
+        return str(e), time.monotonic() - start
+    finally:
+        dist.batch_isend_irecv = post
+
+
+DIRECTIONS = [("gather_linear", False), ("gather_mlp_exchange", True), ("linear_exchange", True), ("gather_mlp_exchange", False)]
+DIRECTIONS = [case if i == 0 else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(DIRECTIONS)]
+
+
+@pytest.mark.parametrize("op, backward", DIRECTIONS)
+def test_a_dead_rank_is_an_error_that_names_the_op(ranks, op, backward):
+    with pytest.raises(RankFailed, match=r"rank 2 died \(exit code 7\)") as info:
+        ranks(3, _leaves_in_the_middle, op, backward, True)
+    text, direction = str(info.value.__cause__), "backward" if backward else "forward"
+    for rank in 0, 1:
+        assert re.search(rf"RuntimeError: {op} {direction}.*, rank {rank} of 3", text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, backward", [case if isinstance(case, tuple) else case.values for case in DIRECTIONS])
+def test_a_rank_that_stays_away_is_an_error_within_the_time_limit(ranks, op, backward):
+    *others, _ = ranks(3, _leaves_in_the_middle, op, backward, False)
+    for rank, (text, seconds) in enumerate(others):
+        assert re.match(rf"{op} {'backward' if backward else 'forward'}.*, rank {rank} of 3", text), text
+        assert seconds < LIMIT + 2
+
+
+# ---- beside DDP's own messages ----
+
+
+def _trained(world, overlap, steps):
+    """Weights after some steps of SGD, each rank of a 2 x 2 mesh as slow as it likes wherever messages are about to go."""
+    mesh = world.mesh(2, 2)
+    _flight.LEAST_ROWS = 2
+    tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap=overlap)
+    torch.manual_seed(1)
+    block = TransformerBlock(16, 4, 32, tp=tp, dtype=torch.float64)
+    model = DistributedDataParallel(block, process_group=mesh["dp"].get_group(), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    uneven, post = random.Random(world.rank), _flight.Flight.post
+
+    def late(self, *args):
+        if uneven.random() < 0.2:
+            time.sleep(uneven.random() * 0.004)
+        post(self, *args)
+
+    _flight.Flight.post = late
+    try:
+        for step in range(steps):
+            x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            model(my_rows(x[world.rank // 2], tp), batch=2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        _flight.Flight.post = post
+    return {name: p.detach() for name, p in block.named_parameters()}
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_beside_ddp(ranks):
+    """dp x tp = 2 x 2: DDP's buckets go over one group while tiles go over the other; no deadlock, and the weights of the plain form."""
+    off, on, again = (ranks(4, _trained, overlap, 200) for overlap in ("off", "pairwise", "pairwise"))
+    for a, b, c in zip(off, on, again):
+        assert_equal(b, c)
+        assert all(error(b[name], a[name]) < 1e-9 for name in a)
+    for tp_rank in 0, 1:
+        assert_equal(on[tp_rank], on[tp_rank + 2])
+
+
+# ---- the choice ----
+
+FAST = 1e12, 1e9, 1e-4  # flop/s, bytes/s, seconds a message
+
+
+def test_auto_is_a_rule_of_sizes(monkeypatch):
+    """Little to hide, or little to hide it under, is not worth a message; nor is what nobody measured."""
+    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: FAST if dtype == torch.float32 else None)
+    wins = lambda rows, weight, sp=True, dtype=torch.float32, op="gather_linear": (
+        sizes(op, rows, weight, dtype, torch.device("cpu"), fake_tp(2, 0, sp)).wins
+    )
+    assert [wins(rows, (1024, 1024)) for rows in (2, 16, 4096, 65536)] == [False, False, True, True]
+    assert not wins(4096, (1, 1024))  # no GEMM to hide under
+    assert not wins(4096, (1024, 1024), dtype=torch.float64)
+    assert wins(4096, (1024, 1024), sp=False) and not wins(4096, (1024, 1024), sp=False, op="linear_exchange")
+
+
+def test_sizes_are_what_is_sent(ranks):
+    """The rule's bytes and messages are those that a call sends, forward and backward."""
+    for op, weight in ("gather_linear", (N // 2, D)), ("linear_exchange", (D, N // 2)), ("gather_mlp_exchange", (N // 2, D)):
+        sent = ranks(2, _sent, op, True)[0]
+        expected = ranks(2, _expected, op, weight)[0]
+        assert tuple(map(sum, zip(*sent))) == expected
+
+
+def _expected(world, op, weight):
+    tp = overlapping(world)
+    return sizes(op, M, weight, torch.float32, torch.device("cpu"), tp)[:2]
+
+
+def _paths(world, rows):
+    """Whether a call in auto overlaps."""
+    _choice.measured = lambda device, dtype, ranks: FAST
+    tp, posted, post = overlapping(world, overlap="auto", least=64), [], _flight.Flight.post
+    _flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
+    try:
+        gather_linear(torch.zeros(rows // tp.size, 256), torch.zeros(1024, 256), tp=tp)
+    finally:
+        _flight.Flight.post = post
+    return bool(posted)
+
+
+def test_auto_follows_the_rule(ranks):
+    assert [ranks(2, _paths, rows) for rows in (16, 4096)] == [[False] * 2, [True] * 2]
+
+
+def test_no_overlap_without_peers():
+    tp = TensorParallel(sequence_parallel=True, overlap="pairwise")
+    assert torch.equal(gather_linear(torch.ones(3, 4), torch.ones(5, 4), tp=tp), torch.full((3, 5), 4.0))
+
+
+def test_what_cannot_be_had_is_an_error(monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        TensorParallel(dist.group.WORLD, overlap="auto")
+        with pytest.raises(ValueError, match="overlap='pairwise' needs a gloo or NCCL group, got .*fake"):
+            TensorParallel(dist.group.WORLD, overlap="pairwise")
+    finally:
+        dist.destroy_process_group()

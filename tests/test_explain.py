@@ -1,0 +1,64 @@
+"""What explain says is what a call does."""
+
+import pytest
+import torch
+
+import tpfuse
+from tests.common import fake_tp
+from tpfuse import TensorParallel
+from tpfuse.layers import ColumnParallelLinear
+from tpfuse.models import GPT, GPTConfig
+from tpfuse.sequence_parallel import _choice, _flight
+
+CONFIG = GPTConfig(vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4)
+FAST = 1e12, 1e9, 1e-4
+
+
+def _explained(world, overlap, sp, rows):
+    model = GPT(CONFIG, tp=TensorParallel(world.group, sequence_parallel=sp, overlap=overlap))
+    return [(p.layer, p.op, p.path, p.bytes, p.messages, p.reason) for p in tpfuse.explain(model, rows)], repr(tpfuse.explain(model))
+
+
+@pytest.mark.parametrize("overlap", ["pairwise", "off"])
+def test_every_layer_is_listed(ranks, overlap):
+    """Bytes of one layer under sequence parallelism: 3, 2 and 5 messages of m D elements, forward and backward."""
+    (paths, table), other = ranks(2, _explained, overlap, True, 64)
+    assert (paths, table) == other
+    one = 32 * 64 * 4
+    assert [p[:4] for p in paths] == [
+        ("embedding", "embedding", "plain", 2 * one),
+        ("blocks.0.attention.qkv", "gather_linear", "pairwise" if overlap == "pairwise" else "plain", 3 * one),
+        ("blocks.0.attention.out", "linear_exchange", "pairwise" if overlap == "pairwise" else "plain", 2 * one),
+        ("blocks.0.mlp", "gather_mlp_exchange", "pairwise" if overlap == "pairwise" else "plain", 5 * one),
+        ("head", "gather_linear", "pairwise" if overlap == "pairwise" else "plain", 3 * one),
+    ]
+    assert all(name in table for name, *_ in paths) and f"overlap='{overlap}'" in table
+
+
+def test_without_sequence_parallelism(ranks):
+    (paths, _), _ = ranks(2, _explained, "pairwise", False, 64)
+    assert {p[1]: p[2] for p in paths} == dict(
+        embedding="plain", gather_linear="pairwise", linear_exchange="plain", gather_mlp_exchange="pairwise"
+    )
+
+
+def test_auto_says_why(monkeypatch):
+    layer = ColumnParallelLinear(1024, 1024)
+    layer.tp = fake_tp(2, 0, True)
+    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: FAST)
+    assert _flight.LEAST_ROWS == 64
+    little, much = (tpfuse.explain(layer, rows)[0] for rows in (16, 4096))
+    assert (little.path, much.path) == ("plain", "pairwise")
+    assert "<= its cost" in little.reason and "> its cost" in much.reason
+    (unknown,) = tpfuse.explain(layer)
+    least = int(unknown.reason.split()[3])
+    assert 16 < least <= 4096
+    assert [tpfuse.explain(layer, rows)[0].path for rows in (least // 2, least)] == ["plain", "pairwise"]
+    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: None)
+    assert "nobody measured" in tpfuse.explain(layer, 4096)[0].reason
+
+
+def test_one_rank():
+    assert tpfuse.explain(torch.nn.Sequential(ColumnParallelLinear(4, 4)), 8)[0].reason == "one rank: no messages"
+    with pytest.raises(ValueError, match="explain: rows must be positive, got 0"):
+        tpfuse.explain(ColumnParallelLinear(4, 4), 0)

@@ -1,0 +1,78 @@
+"""Whether an op's messages hide behind its GEMMs: a function of sizes and of what was measured, the same on every rank.
+
+    hidden = min(bytes / link, flops / rate)         cost = messages x message + flops / rate x 2 %         pairwise where hidden > cost
+
+``measured`` reads link, rate and message by arch, dtype and ranks from tuned.json ("overlap", written by bench.overlap).  The link measured
+is within one machine: over a slower one more is hidden at the same cost, so what wins here wins there.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels._launch import target
+from ..kernels._tuning import tuned
+from ..parallel import TensorParallel
+from ._flight import pieces
+
+_PIECES = 0.02  # share by which GEMMs in halving pieces are slower than whole ones
+
+
+class Form(NamedTuple):
+    """What overlaps of one op, forward and backward: messages in pieces and whole, each of m D elements to each peer, GEMMs of M N K."""
+
+    cut: int
+    whole: int
+    gemms: int
+
+
+SEQUENCE = dict(gather_linear=Form(2, 1, 3), linear_exchange=Form(2, 0, 3), gather_mlp_exchange=Form(4, 1, 6), embedding=Form(0, 2, 0))
+REPLICATED = dict(gather_linear=Form(0, 2, 1), linear_exchange=Form(0, 0, 0), gather_mlp_exchange=Form(0, 2, 2), embedding=Form(0, 2, 0))
+
+
+class Sizes(NamedTuple):
+    """One op's overlap on one rank, and the seconds of it where they were measured."""
+
+    bytes: int
+    messages: int
+    flops: int
+    measured: "tuple[float, float, float] | None" = None
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """communication, computation, cost of overlapping them"""
+        rate, link, message = self.measured
+        return self.bytes / link, self.flops / rate, self.messages * message + _PIECES * self.flops / rate
+
+    @property
+    def wins(self) -> bool:
+        if self.measured is None or self.messages == 0:
+            return False
+        communication, computation, cost = self.seconds
+        return min(communication, computation) > cost
+
+
+@torch.compiler.assume_constant_result
+def measured(device: torch.device, dtype: torch.dtype, ranks: int) -> tuple[float, float, float] | None:
+    """(GEMM flop/s, link bytes/s, seconds a message), or None where nobody measured."""
+    found = tuned("overlap", device.type if device.type != "cuda" else target(device).arch, dtype, (ranks,), {})
+    return (found["gflops"] * 1e9, found["gbit"] * 1e9 / 8, found["message_us"] * 1e-6) if found else None
+
+
+def sizes(op: str, rows: int, weight: tuple[int, int], dtype: torch.dtype, device: torch.device, tp: TensorParallel) -> Sizes:
+    """Of ``op`` on M ``rows`` with this rank's ``weight`` [N, D] (linear_exchange: [D, N])."""
+    form = (SEQUENCE if tp.sequence_parallel else REPLICATED)[op]
+    width = weight[0] if op == "linear_exchange" else weight[1]
+    m = -(-rows // tp.size)
+    sent = (form.cut + form.whole) * (tp.size - 1) * m * width * dtype.itemsize
+    messages = (tp.size - 1) * (form.cut * len(pieces(m)) + form.whole)
+    return Sizes(sent, messages, form.gemms * 2 * rows * weight[0] * weight[1], measured(device, dtype, tp.size))
+
+
+def pairwise(op: str, x: Tensor, weight: Tensor, tp: TensorParallel) -> bool:
+    """Whether this call overlaps.  x [M, K] or [.., m, D]."""
+    if tp.size == 1 or tp.overlap != "auto":
+        return tp.size > 1 and tp.overlap == "pairwise"
+    rows = len(x) if x.dim() == 2 else x.shape[0] * x.shape[1]
+    return sizes(op, rows, (weight.shape[0], weight.shape[1]), x.dtype, x.device, tp).wins
