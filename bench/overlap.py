@@ -220,20 +220,15 @@ def measure(args: argparse.Namespace, rig: Rig, part: str, backward: bool, gbit:
 
 
 def measure_link(args: argparse.Namespace, rig: Rig) -> dict[str, float]:
-    """The numbers that ``auto`` is decided by: GEMM rate, link within this machine, cost of one more message."""
+    """The numbers that ``auto`` is decided by: GEMM rate, link within this machine, cost of one more message; the best of some runs."""
     x, w = torch.randn(2048, 768).to(rig.dtype), torch.randn(1536, 768).to(rig.dtype)
-    big, small = torch.zeros(args.tp, 1 << 20), torch.zeros(args.tp, 64, 1)
-    group_name = rig.tp("off").group_name
-    median = lambda run: statistics.median(seconds(run) for _ in range(args.rounds))  # noqa: E731
-
-    def flights() -> None:
-        for _ in range(100):
-            flight = _flight.Flight("bench", small, torch.empty_like(small), group_name)
-            flight.post_all([slice(0, 64)]).finish()
-
-    gemm = median(lambda: torch.mm(x, w.t()))
-    exchange = median(lambda: plain.all_to_all(big, group_name))
-    message = median(flights) / (100 * (args.tp - 1))
+    big, small = torch.zeros(args.tp, 1 << 20), torch.zeros(args.tp, 100, 1)
+    group_name, rows = rig.tp("off").group_name, [slice(i, i + 1) for i in range(100)]
+    best = lambda run: min(seconds(run) for _ in range(args.rounds))  # noqa: E731
+    gemm = best(lambda: torch.mm(x, w.t()))
+    exchange = best(lambda: plain.all_to_all(big, group_name))
+    message = best(lambda: _flight.Flight("bench", small, torch.empty_like(small), group_name).post_all(rows).finish())
+    message /= len(rows) * (args.tp - 1)
     sent = (args.tp - 1) * big[0].numel() * 4
     return dict(
         gflops=round(2 * w.numel() * len(x) / gemm / 1e9, 1), gbit=round(sent * 8 / exchange / 1e9, 2), message_us=round(1e6 * message)

@@ -5,6 +5,7 @@ import torch
 
 import tpfuse
 from tests.common import fake_tp
+from tests.sequence_parallel.test_overlap import restoring
 from tpfuse import TensorParallel
 from tpfuse.layers import ColumnParallelLinear
 from tpfuse.models import GPT, GPTConfig
@@ -33,6 +34,23 @@ def test_every_layer_is_listed(ranks, overlap):
         ("head", "gather_linear", "pairwise" if overlap == "pairwise" else "plain", 3 * one),
     ]
     assert all(name in table for name, *_ in paths) and f"overlap='{overlap}'" in table
+
+
+@restoring
+def _between(world):
+    """Loss and backward where the rule's threshold lies between the columns of the two ranks' heads, 49 and 48."""
+    _choice.measured = lambda device, dtype, ranks: (0.98 * 24576 * 48.5 / 3e-4, 1e6, 1e-4)
+    tp = TensorParallel(world.group, sequence_parallel=True)
+    wins = [_choice.sizes("gather_linear", 64, (n, 64), torch.float32, torch.device("cpu"), tp).wins for n in (49, 48)]
+    model = GPT(CONFIG, tp=tp)
+    assert model.head.last - model.head.first == 49 - world.rank
+    ids = torch.arange(64).view(1, 64)
+    model(ids, labels=ids, step=0).loss.backward()
+    return wins, tpfuse.explain(model, 64)[-1].path
+
+
+def test_ranks_with_different_columns_decide_alike(ranks):
+    assert ranks(2, _between) == [([True, False], "pairwise")] * 2
 
 
 def test_without_sequence_parallelism(ranks):

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .kernels._op import check
 from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
@@ -22,7 +22,7 @@ class Path(NamedTuple):
     layer: str
     op: str
     path: str  # "plain" or "pairwise"
-    weight: tuple[int, int]  # this rank's
+    weight: tuple[int, int]  # a rank's
     rows: int | None
     bytes: int | None
     messages: int | None
@@ -48,11 +48,11 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).  ValueError for ``rows`` below 1.
     """
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
-    return Paths(_path(name, op, weight, tp, rows, dtype) for name, op, weight, tp in _gemms(model))
+    return Paths(_path(*layer, rows, dtype) for layer in _layers(model))
 
 
-def _gemms(model: nn.Module):
-    """(name, op, weight [N, D] flat, tp) of everything that exchanges rows; an MLP's two GEMMs are one."""
+def _layers(model: nn.Module):
+    """(name, op, weight [N, D] flat, tp, N where ranks have different ones) of all that exchange rows; an MLP's two GEMMs are one."""
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -60,20 +60,20 @@ def _gemms(model: nn.Module):
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp
+            yield name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, None
         elif isinstance(module, ColumnParallelLinear):
-            yield name, "gather_linear", module.flat()[0], module.tp
+            yield name, "gather_linear", module.flat()[0], module.tp, None
         elif isinstance(module, RowParallelLinear):
-            yield name, "linear_exchange", local(module.weight), module.tp
+            yield name, "linear_exchange", local(module.weight), module.tp, None
         elif isinstance(module, LMHead):
             weight = getattr(module, "weight", None)
-            yield name, "gather_linear", local(tables[module.vocab_size] if weight is None else weight), module.tp
+            yield name, "gather_linear", local(tables[module.vocab_size] if weight is None else weight), module.tp, module.columns
         elif isinstance(module, VocabParallelEmbedding):
-            yield name, "embedding", local(module.weight), module.tp
+            yield name, "embedding", local(module.weight), module.tp, -(-module.num_embeddings // module.tp.size)
 
 
-def _path(name: str, op: str, weight: torch.Tensor, tp: TensorParallel, rows: int | None, dtype: torch.dtype | None) -> Path:
-    shape, dtype = (len(weight), weight.shape[1]), dtype or weight.dtype
+def _path(name: str, op: str, weight: Tensor, tp: TensorParallel, columns: int | None, rows: int | None, dtype: torch.dtype | None) -> Path:
+    shape, dtype = (columns or len(weight), weight.shape[1]), dtype or weight.dtype
     at = lambda rows: sizes(op, rows, shape, dtype, weight.device, tp)
     found = None if rows is None else at(rows)
     path, reason = _verdict(op, tp, found, at)

@@ -1,5 +1,7 @@
 """The overlapped forms: the plain forms' bits, the same messages in pieces, nothing gathered twice, and errors instead of hangs."""
 
+import contextlib
+import functools
 import os
 import random
 import re
@@ -26,6 +28,29 @@ from tpfuse.sequence_parallel._flight import pieces
 CASES = [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" or form == "plain"]
 
 
+PATCHED = [
+    (_flight, "LEAST_ROWS"),
+    (_flight.Flight, "post"),
+    (_flight.Flight, "arrived"),
+    (_choice, "measured"),
+    (plain, "make_tp"),
+    (dist, "batch_isend_irecv"),
+]
+
+
+def restoring(fn):
+    """For what runs in a worker, which other tests use after it: what it patches is put back."""
+
+    @functools.wraps(fn)
+    def run(world, *args):
+        with contextlib.ExitStack() as stack:
+            for owner, name in PATCHED:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            return fn(world, *args)
+
+    return run
+
+
 def overlapping(world, sp=True, overlap="pairwise", least=2):
     """This world's TensorParallel, and pieces as small as the tests' sizes ask for."""
     _flight.LEAST_ROWS = least
@@ -46,6 +71,7 @@ def test_pieces_halve(rows):
 # ---- equal ----
 
 
+@restoring
 def _forms(world, sp, op, form, data, least=2):
     """One op by both forms, the overlapped one twice."""
     results = []
@@ -69,6 +95,7 @@ def test_equal_to_plain(ranks, R, sp, op, form):
             assert not wrong, wrong
 
 
+@restoring
 def _aligned(world, op, dtype, data):
     return _forms(world, True, op, "plain", data, 16)[:2]
 
@@ -86,14 +113,12 @@ def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
         assert_equal(on, off)
 
 
+@restoring
 def _planted(world, op, data):
-    """A tile that lands in its neighbour's place."""
-    kept = _flight.Flight.arrived
-    _flight.Flight.arrived = lambda self, source, rows: kept(self, source, rows).flip(0)
-    try:
-        return _forms(world, True, op, "plain", data)
-    finally:
-        _flight.Flight.arrived = kept
+    """A tile whose rows land in one another's place."""
+    arrived = _flight.Flight.arrived
+    _flight.Flight.arrived = lambda self, source, rows: arrived(self, source, rows).flip(0)
+    return _forms(world, True, op, "plain", data)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -105,6 +130,7 @@ def test_a_planted_mistake_is_seen(ranks, op):
 # ---- a block, compiled too ----
 
 
+@restoring
 def _block(world, overlap, sp, saving, compiled):
     torch.manual_seed(1)
     tp = overlapping(world, sp, overlap)
@@ -128,6 +154,7 @@ def test_a_block_compiled_in_one_graph(ranks, sp, saving):
         assert all(error(b[name], a[name]) <= 1e-5 for name in a)
 
 
+@restoring
 def _opcheck(world, op, data):
     plain.make_tp = overlapping
     calls = {}
@@ -161,6 +188,7 @@ def test_opcheck(ranks, op):
 # ---- messages ----
 
 
+@restoring
 def _sent(world, op, sp):
     """(bytes, messages) that this rank sends in forward, in backward, and to itself."""
     tp, sent = overlapping(world, sp), []
@@ -177,24 +205,22 @@ def _sent(world, op, sp):
     m, totals = M // tp.row_shards, []
     x = torch.ones(M, N // tp.size) if op == "linear_exchange" else torch.ones(m, D).expand(tp.row_shards, -1, -1)
     dist.batch_isend_irecv = counted
-    try:
-        y = plain._call(op, x.requires_grad_(), w, tp)
-        totals.append(list(sent))
-        sent.clear()
-        y.backward(torch.ones_like(y) if y.dim() == 2 else torch.ones(m, D).expand(tp.row_shards, -1, -1))
-        totals.append(list(sent))
-    finally:
-        dist.batch_isend_irecv = post
+    y = plain._call(op, x.requires_grad_(), w, tp)
+    totals.append(list(sent))
+    sent.clear()
+    y.backward(torch.ones_like(y) if y.dim() == 2 else torch.ones(m, D).expand(tp.row_shards, -1, -1))
+    totals.append(list(sent))
     assert all(peer != world.rank for direction in totals for peer, _ in direction)
     return [(sum(size for _, size in direction), len(direction)) for direction in totals]
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("R", [2, 3, 4])
-def test_messages(ranks, R, op):
+def test_messages(ranks, monkeypatch, R, op):
     """(R - 1) m D elements a gather and an exchange; a message a piece and peer, n's second gather in one."""
+    monkeypatch.setattr(_flight, "LEAST_ROWS", 2)
     m = M // R
-    one, cut = (R - 1) * m * D * 4, (R - 1) * len(pieces_of(m, 2))
+    one, cut = (R - 1) * m * D * 4, (R - 1) * len(pieces(m))
     assert cut >= 2 * (R - 1)
     expected = {
         "linear_exchange": [(one, cut), (one, cut)],
@@ -204,17 +230,10 @@ def test_messages(ranks, R, op):
     assert ranks(R, _sent, op, False) == [[(0, 0)] * 2] * R  # there, torch's own collectives
 
 
-def pieces_of(rows, least):
-    kept, _flight.LEAST_ROWS = _flight.LEAST_ROWS, least
-    try:
-        return pieces(rows)
-    finally:
-        _flight.LEAST_ROWS = kept
-
-
 # ---- memory ----
 
 
+@restoring
 def _peak(world, op, overlap):
     """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its allocations."""
     plain.make_tp = lambda world, sp: overlapping(world, sp, overlap, 64)
@@ -263,17 +282,14 @@ def test_nothing_is_gathered_twice(ranks, op):
 # ---- slow, hung and dead ranks ----
 
 
+@restoring
 def _late(world, op, data):
     """Rank 1 is late, in forward and, by its GEMMs, within the pieces."""
     if world.rank == 1:
         time.sleep(0.3)
         arrived = _flight.Flight.arrived
         _flight.Flight.arrived = lambda self, *args: (time.sleep(0.05), arrived(self, *args))[1]
-    try:
-        return _forms(world, True, op, "plain", data)
-    finally:
-        if world.rank == 1:
-            _flight.Flight.arrived = arrived
+    return _forms(world, True, op, "plain", data)
 
 
 @pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
@@ -286,6 +302,7 @@ def test_a_slow_rank_changes_nothing(ranks, op):
 LIMIT = 3  # seconds
 
 
+@restoring
 def _leaves_in_the_middle(world, op, backward, dies):
     """The last rank, its first message of the direction posted, dies or stays away; -> what the others' error says, and after how long."""
     overlapping(world)
@@ -320,8 +337,6 @@ def _leaves_in_the_middle(world, op, backward, dies):
         if dies:  # the dead rank makes the call fail; failures are shown with it, results are not
             raise
         return str(e), time.monotonic() - start
-    finally:
-        dist.batch_isend_irecv = post
 
 
 DIRECTIONS = [("gather_linear", False), ("gather_mlp_exchange", True), ("linear_exchange", True), ("gather_mlp_exchange", False)]
@@ -349,6 +364,7 @@ def test_a_rank_that_stays_away_is_an_error_within_the_time_limit(ranks, op, bac
 # ---- beside DDP's own messages ----
 
 
+@restoring
 def _trained(world, overlap, steps):
     """Weights after some steps of SGD, each rank of a 2 x 2 mesh as slow as it likes wherever messages are about to go."""
     mesh = world.mesh(2, 2)
@@ -366,14 +382,11 @@ def _trained(world, overlap, steps):
         post(self, *args)
 
     _flight.Flight.post = late
-    try:
-        for step in range(steps):
-            x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-            model(my_rows(x[world.rank // 2], tp), batch=2).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        _flight.Flight.post = post
+    for step in range(steps):
+        x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(my_rows(x[world.rank // 2], tp), batch=2).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return {name: p.detach() for name, p in block.named_parameters()}
 
 
@@ -413,20 +426,19 @@ def test_sizes_are_what_is_sent(ranks):
         assert tuple(map(sum, zip(*sent))) == expected
 
 
+@restoring
 def _expected(world, op, weight):
     tp = overlapping(world)
     return sizes(op, M, weight, torch.float32, torch.device("cpu"), tp)[:2]
 
 
+@restoring
 def _paths(world, rows):
     """Whether a call in auto overlaps."""
     _choice.measured = lambda device, dtype, ranks: FAST
     tp, posted, post = overlapping(world, overlap="auto", least=64), [], _flight.Flight.post
     _flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
-    try:
-        gather_linear(torch.zeros(rows // tp.size, 256), torch.zeros(1024, 256), tp=tp)
-    finally:
-        _flight.Flight.post = post
+    gather_linear(torch.zeros(rows // tp.size, 256), torch.zeros(1024, 256), tp=tp)
     return bool(posted)
 
 

@@ -26,6 +26,7 @@ class LMHead(ParallelModule):
         super().__init__(tp)
         self.vocab_size = vocab_size
         self.first, self.last = tp.chunk(vocab_size, "LMHead: vocab_size")
+        self.columns = -(-vocab_size // tp.size)  # the last rank may have fewer
         if not tied:
             self.add_parameter("weight", (vocab_size, width), 0, init_std)
         if bias:
@@ -36,7 +37,7 @@ class LMHead(ParallelModule):
     def forward(self, normed: Normed, weight: Tensor | None = None) -> Tensor:
         """n [R, m, D], the tied weight [V/R, D] or None -> logits [M, V/R]"""
         weight = local(self.weight) if weight is None else weight
-        return gather_linear(normed.n, weight, local(self.bias), tp=self.tp, remake=normed.remake)
+        return gather_linear(normed.n, weight, local(self.bias), tp=self.tp, remake=normed.remake, columns=self.columns)
 
     def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
         """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""

@@ -1,6 +1,6 @@
 """Whether an op's messages hide behind its GEMMs: a function of sizes and of what was measured, the same on every rank.
 
-    hidden = min(bytes / link, flops / rate)         cost = messages x message + flops / rate x 2 %         pairwise where hidden > cost
+    hidden = min(bytes / link, flops / rate)         cost = messages x message + flops / rate x 1 %         pairwise where hidden > cost
 
 ``measured`` reads link, rate and message by arch, dtype and ranks from tuned.json ("overlap", written by bench.overlap).  The link measured
 is within one machine: over a slower one more is hidden at the same cost, so what wins here wins there.
@@ -16,7 +16,7 @@ from ..kernels._tuning import tuned
 from ..parallel import TensorParallel
 from ._flight import pieces
 
-_PIECES = 0.02  # share by which GEMMs in halving pieces are slower than whole ones
+_PIECES = 0.01  # halving pieces make GEMMs 1.5 % slower on a CPU; wgrads, a third of them, are whole
 
 
 class Form(NamedTuple):
@@ -70,9 +70,9 @@ def sizes(op: str, rows: int, weight: tuple[int, int], dtype: torch.dtype, devic
     return Sizes(sent, messages, form.gemms * 2 * rows * weight[0] * weight[1], measured(device, dtype, tp.size))
 
 
-def pairwise(op: str, x: Tensor, weight: Tensor, tp: TensorParallel) -> bool:
-    """Whether this call overlaps.  x [M, K] or [.., m, D]."""
+def pairwise(op: str, x: Tensor, weight: Tensor, tp: TensorParallel, columns: int | None = None) -> bool:
+    """Whether this call overlaps.  x [M, K] or [.., m, D]; ``columns`` in place of the weight's N where ranks have different ones."""
     if tp.size == 1 or tp.overlap != "auto":
         return tp.size > 1 and tp.overlap == "pairwise"
     rows = len(x) if x.dim() == 2 else x.shape[0] * x.shape[1]
-    return sizes(op, rows, (weight.shape[0], weight.shape[1]), x.dtype, x.device, tp).wins
+    return sizes(op, rows, (columns or weight.shape[0], weight.shape[1]), x.dtype, x.device, tp).wins

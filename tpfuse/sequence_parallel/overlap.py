@@ -179,7 +179,8 @@ def linear_reduce_bwd_ref(
 
     The sum's two messages, an exchange of parts and a gather of their sums, travel each under a half of the wgrads.
     """
-    what, group, dx = "the sum of an input's gradient", resolve(group_name), linear_dgrad(dy, w)
+    what = f"{'gather_linear' if dy2 is None else 'gather_mlp_exchange'} backward (the sum of dx)"
+    group, dx = resolve(group_name), linear_dgrad(dy, w)
     flat = torch.nn.functional.pad(dx.view(-1), (0, -dx.numel() % size)).view(size, -1)
     parts, total, dw = torch.empty_like(flat), torch.empty_like(flat), dy.new_empty(dy.shape[1], x.shape[1])
     with named(what, group):

@@ -210,18 +210,26 @@ def leave_parts(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tp: TensorParallel, activation: str = "none", remake: Remake | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tp: TensorParallel,
+    activation: str = "none",
+    remake: Remake | None = None,
+    columns: int | None = None,
 ) -> Tensor:
     """Column-parallel linear: gathers the rows, and multiplies by this rank's slice of the weight.
 
     x [m, D] or one shard expanded to [R, m, D] (without sequence parallelism [M, D] or [1, M, D]), weight [N, D], bias [N], N this
     rank's -> [M, N] in x's dtype (under autocast: in its dtype).  The gradient of an expanded x comes back as R unsummed parts.
-    ``remake`` is saved in place of x, which is made again in backward.  ValueError for shapes or dtypes that do not fit.
+    ``remake`` is saved in place of x, which is made again in backward.  ``columns``: the most that any rank has, where N is not the same
+    on all (whether messages overlap is decided by it).  ValueError for shapes or dtypes that do not fit.
     """
     check_linear("gather_linear", x, weight, bias, activation)
     x, weight, bias = autocast(x, weight, bias)
     x = _expanded("gather_linear", x, tp)
-    return _GatherLinear.apply(x, weight, bias, activation, tp, remake, pairwise("gather_linear", x, weight, tp))
+    return _GatherLinear.apply(x, weight, bias, activation, tp, remake, pairwise("gather_linear", x, weight, tp, columns))
 
 
 def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
