@@ -33,6 +33,7 @@ PATCHED = [
     (_flight.Flight, "post"),
     (_flight.Flight, "arrived"),
     (_choice, "measured"),
+    (_choice, "_measured"),
     (plain, "make_tp"),
     (dist, "batch_isend_irecv"),
 ]
@@ -444,6 +445,27 @@ def _paths(world, rows):
 
 def test_auto_follows_the_rule(ranks):
     assert [ranks(2, _paths, rows) for rows in (16, 4096)] == [[False] * 2, [True] * 2]
+
+
+@restoring
+def _dynamic(world):
+    """One compiled function, many numbers of rows -> whether each call overlapped; values as in eager."""
+    _choice._measured = lambda device, dtype: [(2, FAST)]
+    tp, posted, post = overlapping(world, overlap="auto", least=64), [], _flight.Flight.post
+    _flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
+    weight, overlapped = torch.randn(1024, 256), []
+    call = torch.compile(lambda x: gather_linear(x, weight, tp=tp), fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in 512, 8, 520, 1024:
+        x = torch.randn(m, 256)
+        posted.clear()
+        y = call(x)
+        overlapped.append(bool(posted))
+        assert torch.equal(y, gather_linear(x, weight, tp=tp))
+    return overlapped
+
+
+def test_auto_compiled_with_dynamic_rows(ranks):
+    assert ranks(2, _dynamic) == [[True, False, True, True]] * 2
 
 
 def test_no_overlap_without_peers():

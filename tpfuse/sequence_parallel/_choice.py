@@ -16,6 +16,7 @@ from ..kernels._tuning import tuned
 from ..parallel import TensorParallel
 from ._flight import pieces
 
+_RANKS = tuple(1 << i for i in range(1, 8))  # tuned.json's buckets
 _PIECES = 0.01  # halving pieces make GEMMs 1.5 % slower on a CPU; wgrads, a third of them, are whole
 
 
@@ -53,11 +54,19 @@ class Sizes(NamedTuple):
         return min(communication, computation) > cost
 
 
-@torch.compiler.assume_constant_result
 def measured(device: torch.device, dtype: torch.dtype, ranks: int) -> tuple[float, float, float] | None:
     """(GEMM flop/s, link bytes/s, seconds a message), or None where nobody measured."""
-    found = tuned("overlap", device.type if device.type != "cuda" else target(device).arch, dtype, (ranks,), {})
-    return (found["gflops"] * 1e9, found["gbit"] * 1e9 / 8, found["message_us"] * 1e-6) if found else None
+    for most, numbers in _measured(device, dtype):
+        if most // 2 < ranks <= most:
+            return numbers
+    return None
+
+
+@torch.compiler.assume_constant_result  # of what is never dynamic
+def _measured(device: torch.device, dtype: torch.dtype) -> list[tuple[int, tuple[float, float, float]]]:
+    arch = device.type if device.type != "cuda" else target(device).arch
+    found = ((ranks, tuned("overlap", arch, dtype, (ranks,), {})) for ranks in _RANKS)
+    return [(ranks, (f["gflops"] * 1e9, f["gbit"] * 1e9 / 8, f["message_us"] * 1e-6)) for ranks, f in found if f]
 
 
 def sizes(op: str, rows: int, weight: tuple[int, int], dtype: torch.dtype, device: torch.device, tp: TensorParallel) -> Sizes:
