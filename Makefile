@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train test test-rest test-all test-gpu lint format wheel bench clean
+.PHONY: help demo demo-pretrained demo-train test test-rest test-all test-gpu lint format wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ wheel: $(STAMP)  ## dist/tpfuse-*.whl
 
 bench: $(STAMP)  ## a training step against other implementations, in one interleaved run
 	$(BIN)/python -m bench.models.train_step $(ARGS)
+
+bench-kernels: $(STAMP)  ## every op against torch and torch.compile on the machine at hand (ARGS="layer_norm --shape 8192x4096")
+	$(BIN)/python -m bench $(or $(ARGS),all)
 
 clean:  ## all that was built here, .venv too; what training wrote stays
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from tpfuse.kernels._attention import Options
 from tpfuse.kernels.attention import attention_bwd, attention_fwd
 from tpfuse.kernels.linear import activation_bwd, activation_fwd
 
@@ -21,11 +22,12 @@ S, B, H, E, FFN = 512, 4, 6, 64, 1536  # a rank's share of width 768, 12 heads, 
 def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     qkv = torch.randn(S * B, H, 3, E).to(dtype)
     do = torch.randn(S * B, H * E).to(dtype)
+    options = Options(batch=B, seq=S, causal=True, scale=E**-0.5)
     q, k, v = qkv.view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
 
     def ours():
-        o, lse = attention_fwd(qkv, None, None, B, S, True, E**-0.5, 0.0, 0, 0)
-        return o, attention_bwd(do, qkv, o, lse, None, None, B, S, True, E**-0.5, 0.0, 0, 0)
+        o, lse = attention_fwd(qkv, *options)
+        return o, attention_bwd(do, qkv, o, lse, *options)
 
     def theirs():
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -47,12 +47,11 @@ class _Recorder:
 
     def end_launch(self):
         totals = []
-        for kind in ("load", "store"):
-            distinct = {
-                size: np.unique(np.concatenate([a for a, s in self.addresses[kind] if s == size])) for _, size in self.addresses[kind]
-            }
-            totals.append((sum(size * len(a) for size, a in distinct.items()), sum(a.size * s for a, s in self.addresses[kind])))
-            self.addresses[kind].clear()
+        for seen in self.addresses.values():
+            sizes = {size for _, size in seen}
+            distinct = sum(size * len(np.unique(np.concatenate([at for at, s in seen if s == size]))) for size in sizes)
+            totals.append((distinct, sum(at.size * size for at, size in seen)))
+            seen.clear()
         (read, loads), (written, stores) = totals
         self.moved.read, self.moved.written = self.moved.read + read, self.moved.written + written
         self.moved.loads, self.moved.stores = self.moved.loads + loads, self.moved.stores + stores

@@ -8,18 +8,29 @@ import torch.nn.functional as F
 from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf
 from tpfuse.kernels import attention
+from tpfuse.kernels._attention import Options
 from tpfuse.kernels._philox import keep, make_rng, mask_key, scale
 from tpfuse.kernels.attention import attention_bwd, attention_decode, attention_fwd
 
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 QKV, O, LSE = torch.randn(8, 2, 4, 5), torch.randn(8, 20), torch.rand(2, 4, 4)
 MASK = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]]).bool()
+TABLE, POSITIONS = torch.rand(2, 6, 2), torch.tensor([0, 5, 1, 1, 2, 3, 0, 4])
+EVERYTHING = Options(
+    MASK, None, torch.randn(4, 4, 4), *TABLE, POSITIONS, RNG, 2, 4, None, True, 3, 0.4, 7.0, True, 0.3, 1, 2
+)  # fmt: skip
+PACKED = Options(cu_seqlens=torch.tensor([0, 3, 3, 7]).int(), seq=8, scale=0.4)
+PLAIN = Options(batch=2, seq=3, scale=0.4)
+CACHE = QKV.view(2, 4, 2, 4, 5)
 SAMPLES = [
-    (attention_fwd, (QKV, MASK, RNG, 2, 4, True, 0.4, 0.3, 1, 2)),
-    (attention_fwd, (QKV.bfloat16(), None, None, 2, 3, False, 0.4, 0.0, 0, 0)),
-    (attention_bwd, (O, QKV, O, LSE, MASK, RNG, 2, 4, True, 0.4, 0.3, 1, 2)),
-    (attention_bwd, (O.bfloat16(), QKV.bfloat16(), O.bfloat16(), LSE[..., :3], None, None, 2, 3, False, 0.4, 0.0, 0, 0)),
-    (attention_decode, (QKV[:2, :, :2], QKV.view(2, 4, 2, 4, 5)[..., 2, :], QKV.view(2, 4, 2, 4, 5)[..., 3, :], MASK, 0.4)),
+    (attention_fwd, (QKV, *EVERYTHING)),
+    (attention_fwd, (QKV, *PACKED)),
+    (attention_fwd, (QKV.bfloat16(), *PLAIN)),
+    (attention_bwd, (O, QKV, O, LSE, *EVERYTHING)),
+    (attention_bwd, (O, QKV, O, LSE.view(1, 4, 8), *PACKED)),
+    (attention_bwd, (O.bfloat16(), QKV.bfloat16(), O.bfloat16(), LSE[..., :3], *PLAIN)),
+    (attention_decode, (QKV[:2, :, :2], CACHE[..., 2, :], CACHE[..., 3, :], MASK, torch.tensor([4, 2]).int(), 2, 0.4, 9.0)),
+    (attention_decode, (QKV[:2, :, :2], CACHE[..., 2, :], CACHE[..., 3, :], None, None, None, 0.4, None)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
@@ -104,11 +115,10 @@ def left_padding(batch, seq):
 def test_cpu_is_the_reference(seq, causal, where):
     """Blocks against the dense definition, with rows that see nothing, and padding rows full of NaN."""
     batch, G, Q, E, padding = 3, 2, 3, 4, 5
-    p, rng, site, first_head = (where.get(k, default) for k, default in (("p", 0.0), ("rng", None), ("site", 0), ("first_head", 0)))
     qkv, do = torch.randn(seq * batch + padding, G, Q + 2, E).double(), torch.randn(seq * batch + padding, G * Q * E).double()
     qkv[-padding:], do[-padding:] = math.nan, math.nan
     for key_mask in (None, left_padding(batch, seq)):
-        args = key_mask, rng, batch, seq, causal, 0.5, p, site, first_head
+        args = Options(key_mask, batch=batch, seq=seq, causal=causal, scale=0.5, **where)
         (o, lse), exact = attention_fwd.cpu(qkv, *args), attention_fwd.reference(qkv, *args)
         torch.testing.assert_close((o, lse), exact, rtol=1e-12, atol=1e-12)
         poisoned = o.clone()
@@ -160,7 +170,7 @@ def test_scores_stay_fp32_under_autocast():
     """Scores of 300 and 303 are 300 and 304 in bf16."""
     q, k = torch.full((2, 1, 1, 64), 6.0), torch.tensor([6.25, 6.3125]).view(2, 1, 1, 1).expand(2, 1, 1, 64)
     v = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 1, 64)
-    qkv, args = torch.cat([q, k, v], 2).bfloat16(), (None, None, 1, 2, False, 0.125, 0.0, 0, 0)
+    qkv, args = torch.cat([q, k, v], 2).bfloat16(), Options(seq=2, scale=0.125)
     assert torch.tensor([300.0, 303.0]).bfloat16().tolist() == [300, 304]
     with torch.autocast("cpu", BF16):
         assert (attention(qkv, batch=1, causal=False) - torch.sigmoid(torch.tensor(3.0))).abs().max() < 2**-8
@@ -240,10 +250,10 @@ def test_decode_is_the_last_row(dtype):
     cache[:, :seq] = qkv.view(seq, batch, G, Q + 2, E)[:, :, :, Q:].transpose(0, 1)
     seen = F.pad(key_mask, (0, 3))
     q = qkv[-batch:, :, :Q]
-    got = attention_decode(q, cache[..., 0, :], cache[..., 1, :], seen, E**-0.5)
+    got = attention_decode(q, cache[..., 0, :], cache[..., 1, :], seen, None, None, E**-0.5, None)
     torch.testing.assert_close(got, expected, **({} if dtype == FP64 else dict(rtol=2**-7, atol=2**-9)))
-    assert not torch.allclose(attention_decode(q, cache[..., 0, :], cache[..., 1, :], None, E**-0.5), expected)
-    nothing = attention_decode(q, cache[..., 0, :], cache[..., 1, :], torch.zeros_like(seen), E**-0.5)
+    assert not torch.allclose(attention_decode(q, cache[..., 0, :], cache[..., 1, :], None, None, None, E**-0.5, None), expected)
+    nothing = attention_decode(q, cache[..., 0, :], cache[..., 1, :], torch.zeros_like(seen), None, None, E**-0.5, None)
     assert not nothing.any()
 
 

@@ -78,9 +78,14 @@ def test_the_table_holds_nothing_else(everything):
     assert TABLE.read_text().count("\n| ") == 1 + len(everything)
 
 
+def _name(kernel) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
 def test_every_kernel_is_compiled():
     modules = [importlib.import_module(f"tpfuse.kernels.{m.name}") for m in pkgutil.iter_modules(tpfuse.kernels.__path__)]
-    kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel") and hasattr(vars(module)[name], "fn")}
+    found = (value for module in modules for name, value in vars(module).items() if name.endswith("_kernel") and hasattr(value, "fn"))
+    kernels = {_name(kernel) for kernel in found}
     calls = [importlib.import_module(f"bench.compile.{op}").CALLS[label] for op, label, _ in wanted(OPS, ["sm_90"], False)]
-    launched = {launch.kernel.fn.__name__ for call in calls for launch in capture(call.run, "sm_90")}
+    launched = {_name(launch.kernel) for call in calls for launch in capture(call.run, "sm_90")}
     assert kernels and kernels <= launched, f"no call compiles {sorted(kernels - launched)}"

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf, run
+from tests.kernels.interpreter_bytes import assert_declared
 from tpfuse.kernels import cross_entropy
 from tpfuse.kernels._op import acc_dtype
 from tpfuse.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_stats
@@ -172,3 +173,109 @@ def test_once_differentiable():
 def test_errors(labels, options, match):
     with pytest.raises(ValueError, match="cross_entropy: " + match):
         cross_entropy(torch.randn(2, 5), labels, **options)
+
+
+# ---- the launchers, under Triton's interpreter or on a GPU ----
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# a chunk with room to spare; two chunks, rows that begin anywhere; a last chunk that is full; three chunks; one column
+SHAPES = [(5, 7), (3, 261), (2, 512), (3, 9001), (4, 1)]
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Every output is NaN before a kernel writes it."""
+    new_empty = torch.Tensor.new_empty
+
+    def poison(x, *size, **options):
+        out = new_empty(x, *size, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+def launch_arguments(rows, columns, dtype=torch.float32, slices=3):
+    """The middle of three slices: labels on its first and last column, outside it on either side, ignored.  -> stats', bwd's"""
+    pytest.importorskip("triton")
+    first, vocab = columns, slices * columns
+    labels = torch.randint(vocab, (rows,))
+    for i, label in enumerate((first, 2 * columns - 1, -100, first - 1, 2 * columns)[:rows]):
+        labels[i] = label
+    logits, labels = torch.randn(rows, columns).to(dtype).to(DEVICE), labels.to(DEVICE)
+    lse, dloss = torch.logsumexp(logits.float(), -1) + 1, torch.rand(1, device=DEVICE).expand(rows)
+    return (logits, labels, first, True), (logits, labels, lse, dloss, first, vocab, -100, 0.1, 1e-2)
+
+
+def both_launchers(shape, **options):
+    return zip((cross_entropy_stats, cross_entropy_bwd), launch_arguments(*shape, **options), strict=True)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 7)], ids=str)
+def test_launchers(shape, poisoned):
+    for op, args in both_launchers(shape):
+        got, want = op.launch(*args), op.reference(*args)
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, check_stride=True)
+        assert torch.equal(got, op.launch(*args))
+
+
+def test_launchers_without_smoothing(poisoned):
+    (logits, labels, first, _), bwd = launch_arguments(3, 261)
+    stats = cross_entropy_stats.launch(logits, labels, first, False)
+    torch.testing.assert_close(stats, cross_entropy_stats.reference(logits, labels, first, False))
+    assert not stats[:, 3].any()
+    plain = *bwd[:-2], 0.0, 0.0
+    torch.testing.assert_close(cross_entropy_bwd.launch(*plain), cross_entropy_bwd.reference(*plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_launchers_in_low_precision(dtype, poisoned):
+    for op, args in both_launchers((5, 700), dtype=dtype):
+        exact = op.reference(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
+        error, allowed = ((y.double() - exact).abs().max() for y in (op.launch(*args), op.reference(*args)))
+        assert error <= 2 * allowed + 1e-6, (error, allowed)
+
+
+def test_launchers_where_columns_are_minus_infinity(poisoned):
+    """The end of a row, all of another: no NaN."""
+    (logits, labels, first, _), (*_, smoothing, z_loss) = launch_arguments(4, 700)
+    logits[0, 300:], logits[1] = -torch.inf, -torch.inf
+    stats = cross_entropy_stats.launch(logits, labels, first, False)
+    torch.testing.assert_close(stats, cross_entropy_stats.reference(logits, labels, first, False))
+    bwd = logits, labels, torch.full((4,), 3.0, device=DEVICE), torch.rand(4, device=DEVICE), first, 2100, -100, smoothing, z_loss
+    torch.testing.assert_close(cross_entropy_bwd.launch(*bwd), cross_entropy_bwd.reference(*bwd))
+
+
+def test_launchers_take_any_strides(poisoned):
+    """Logits that are columns of a wider matrix, labels and row gradients with gaps."""
+    (logits, labels, first, _), bwd = launch_arguments(3, 261)
+    wide, gaps = torch.randn(3, 300, device=DEVICE), torch.stack([labels, labels * 0], 1)
+    wide[:, 20:281] = logits
+    args = wide[:, 20:281], gaps[:, 0], first, True
+    torch.testing.assert_close(cross_entropy_stats.launch(*args), cross_entropy_stats.launch(logits, labels, first, True))
+    strided = wide[:, 20:281], gaps[:, 0], bwd[2].mul(1)[:, None].expand(3, 2)[:, 0], torch.rand(3, 2, device=DEVICE)[:, 1]
+    torch.testing.assert_close(cross_entropy_bwd.launch(*strided, *bwd[4:]), cross_entropy_bwd.reference(*strided, *bwd[4:]))
+
+
+def test_launchers_beyond_2_to_the_31_elements(poisoned):
+    logits, labels, first, _ = launch_arguments(3, 261, dtype=torch.float16)[0]
+    far = torch.empty((1 << 31) + 300, dtype=torch.float16, device=DEVICE).as_strided((3, 261), ((1 << 30) + 11, 1))
+    far.copy_(logits)
+    stats = (cross_entropy_stats.launch(x, labels, first, True) for x in (far, logits))
+    torch.testing.assert_close(*stats)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter moves")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_declared_bytes(dtype):
+    pytest.importorskip("triton")
+    for op, args in both_launchers((4, 640), dtype=dtype):
+        assert_declared(op, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 100, 50257, 131072])
+def test_on_a_gpu(columns, dtype):
+    rounding = dict(rtol=2e-2, atol=1e-3) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    for op, args in both_launchers((64, columns), dtype=dtype):
+        torch.testing.assert_close(op.launch(*args), op.reference(*args), **rounding)

@@ -3,12 +3,15 @@ import torch
 
 from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf
+from tests.kernels.interpreter_bytes import assert_declared
+from tests.kernels.kernel_rules import DEVICE, on_a_gpu, poison
 from tpfuse.kernels import dropout
 from tpfuse.kernels._philox import keep_rows, make_rng, scale
 from tpfuse.kernels.dropout import dropout_fwd
 
 SAMPLES = [(dropout_fwd, (torch.randn(3, 7).to(dtype), RNG, 0.3, 2, 1, 2)) for dtype in (torch.float32, torch.bfloat16)]
 test_opcheck = common.opcheck(SAMPLES)
+poisoned = pytest.fixture(poison)
 
 
 def ours(x, **where):
@@ -82,3 +85,33 @@ def test_no_dropout():
 def test_errors(p, rng, match):
     with pytest.raises(ValueError, match=match):
         dropout(torch.randn(3, 4), p, rng=rng)
+
+
+# ---- the Triton side: launcher == reference under the interpreter, or compiled on a GPU ----
+
+SHAPES = [(0, 4), (1, 1), (37, 20), (3, 768), (2, 17000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_launcher(poisoned, shape, dtype):
+    """Bitwise: one product and one rounding."""
+    arguments = torch.randn(shape, device=DEVICE).to(dtype), RNG.to(DEVICE), 0.3, 2, 5, 3
+    assert torch.equal(dropout_fwd.launch(*arguments), dropout_fwd.reference(*arguments))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_launcher_on_shards(poisoned, shards):
+    x, rng = torch.randn(8, 100, device=DEVICE), RNG.to(DEVICE)
+    cut = [dropout_fwd.launch(x[rows], rng, 0.3, 2, int(rows[0]), 3) for rows in torch.arange(8).chunk(shards)]
+    assert torch.equal(torch.cat(cut), dropout_fwd.reference(x, rng, 0.3, 2, 0, 3))
+
+
+def test_declared_bytes():
+    assert_declared(dropout_fwd, (torch.randn(4, 256, device=DEVICE).bfloat16(), RNG.to(DEVICE), 0.3, 2, 5, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [13, 1024, 32768])
+def test_on_a_gpu(D):
+    on_a_gpu(dropout_fwd, (torch.randn(67, D, device=DEVICE).bfloat16(), RNG.to(DEVICE), 0.3, 2, 5, 3))

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf
 from tpfuse.kernels import linear
+from tpfuse.kernels._activation import GATED, width
 from tpfuse.kernels.linear import (
     ACTIVATIONS,
     activation_bwd,
@@ -16,16 +17,23 @@ from tpfuse.kernels.linear import (
 )
 
 X, W, B, Z = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4), torch.randn(3, 4)
+ALL = *ACTIVATIONS, *GATED
 FP32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = [
-    *((activation_fwd, (Z, activation)) for activation in ACTIVATIONS[1:]),
-    *((activation_bwd, (Z, Z, activation, rebuild)) for activation in ACTIVATIONS[1:] for rebuild in (False, True)),
+    *((activation_fwd, (Z, activation)) for activation in ALL[1:]),
+    *(
+        (activation_bwd, (Z[:, :: width(activation)].contiguous(), Z, activation, rebuild))
+        for activation in ALL[1:]
+        for rebuild in (False, True)
+    ),
     (linear_fwd, (X, W, B, "none")),
     (linear_fwd, (X.bfloat16(), W.bfloat16(), B, "gelu_tanh")),
     (linear_fwd, (X, W, None, "relu")),
+    (linear_fwd, (X, W, B, "swiglu")),
     (linear_dgrad, (Z, W)),
     (linear_dgrad_act, (Z, W, X, "gelu_tanh", True)),
     (linear_dgrad_act, (Z, W, X, "gelu", False)),
+    (linear_dgrad_act, (Z, W[:, :2].contiguous(), Z, "geglu", True)),
     (linear_wgrad, (Z, X, FP32, True)),
     (linear_wgrad, (Z.bfloat16(), X.bfloat16(), FP32, False)),
 ]
@@ -36,8 +44,12 @@ TORCH = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+    "swiglu": lambda z: F.silu(z[..., ::2]) * z[..., 1::2],
+    "geglu": lambda z: F.gelu(z[..., ::2]) * z[..., 1::2],
+    "geglu_tanh": lambda z: F.gelu(z[..., ::2], approximate="tanh") * z[..., 1::2],
 }
-ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+ACTIVATION = pytest.mark.parametrize("activation", ALL)
 
 
 def ours(activation):
@@ -53,7 +65,8 @@ def oracle(activation):
 @ACTIVATION
 def test_against_torch(activation, shape, N):
     for bias in (True, False):
-        tensors = leaf(*shape), leaf(N, shape[-1]), *([leaf(N)] if bias else [])
+        rows = N * width(activation)
+        tensors = leaf(*shape), leaf(rows, shape[-1]), *([leaf(rows)] if bias else [])
         common.assert_same(ours(activation), oracle(activation), *tensors)
 
 
@@ -95,6 +108,19 @@ def test_dgrad_act_is_dgrad_and_activation_bwd():
     for got, exact in zip((dz, db, a), activation_bwd(linear_dgrad(Z, W), X, "gelu_tanh", True)):
         assert torch.equal(got, exact)
     torch.testing.assert_close(a, F.gelu(X, approximate="tanh"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+@pytest.mark.parametrize("activation", GATED)
+def test_cpu_gated(activation, dtype):
+    """In blocks of rows, 2 here (and a row that is wider than a block): the reference, its bias gradient to rounding."""
+    for rows, columns in (0, 4), (5, 1 << 16), (1, 1 << 18):
+        z, dy = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, columns // 2, dtype=dtype)
+        assert torch.equal(activation_fwd.cpu(z, activation), activation_fwd.reference(z, activation))
+        for rebuild in (False, True):
+            (dz, db, a), exact = (f(dy, z, activation, rebuild) for f in (activation_bwd.cpu, activation_bwd.reference))
+            assert torch.equal(dz, exact[0]) and torch.equal(a, exact[2])
+            torch.testing.assert_close(db, exact[1])
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -142,7 +168,8 @@ def test_once_differentiable():
 @pytest.mark.parametrize(
     "w, b, activation, match",
     [
-        (W, B, "swish", "activation must be one of none, gelu, gelu_tanh, relu, got 'swish'"),
+        (W, B, "swish", "activation must be one of none, gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, got 'swish'"),
+        (W[:3], B[:3], "swiglu", "swiglu takes pairs of rows of weight, gate and up in turns, got 3 rows"),
         (W.T, B, "none", r"weight must be \[N, 5\], got \(5, 4\)"),
         (W, B[:3], "none", r"bias must be \[4\], got .*\[3\]"),
         (W.double(), B, "none", "x and weight must have one dtype outside autocast, got torch.float32 and torch.float64"),

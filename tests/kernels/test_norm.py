@@ -5,6 +5,8 @@ from torch import nn
 
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf, run
+from tests.kernels.interpreter_bytes import assert_declared
+from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, narrow, on_a_gpu, poison
 from tpfuse.kernels import layer_norm, rms_norm
 from tpfuse.kernels.norm import norm_apply, norm_bwd, norm_fwd, norm_in
 
@@ -19,6 +21,7 @@ SAMPLES = [
     (norm_bwd, (X.bfloat16()[None], None, X.bfloat16(), STAT[:0], STAT, GAMMA, False, True)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
+poisoned = pytest.fixture(poison)
 
 LAYER = layer_norm, lambda x, w, b=None: F.layer_norm(x, x.shape[-1:], w, b)
 RMS = rms_norm, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)
@@ -143,3 +146,72 @@ def test_only_what_is_needed():
     x, gamma = torch.randn(3, 4), leaf(4, dtype=FP32)
     assert run(layer_norm, (x, gamma))[1][0].shape == (4,)
     assert run(layer_norm, (leaf(3, 4, dtype=FP32), gamma.detach()))[1][0].shape == (3, 4)
+
+
+# ---- the Triton side: launcher == reference under the interpreter, or compiled on a GPU ----
+
+
+def launch_arguments(m, D, dtype, rms, R=2):
+    x, gamma, beta = torch.randn(m, D, device=DEVICE).to(dtype), *torch.randn(2, D, device=DEVICE).unbind(0)
+    beta = None if rms else beta
+    _, mean, rstd = norm_fwd.reference(x, gamma, beta, 1e-5, rms, dtype)
+    fwd, apply = (x, gamma, beta, 1e-5, rms, dtype), (x, mean, rstd, gamma, beta, 1e-5, rms, dtype)
+    dy = torch.randn(R, m, D, device=DEVICE).to(dtype)
+    bwd = [(dy, dh, x, mean, rstd, gamma, beta is not None, rms) for dh in (torch.randn(m, D, device=DEVICE).to(dtype), None)]
+    return [(norm_fwd, fwd), (norm_apply, apply), *((norm_bwd, b) for b in bwd)]
+
+
+SLOW = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 5120), (2, 12288), (2, 16384), (2, 17000), (2, 32768), (2, 65537))]
+
+
+# no rows, rows that share a program, two tiles, several chunks of columns; the two-pass backward, and slow: the chunked forward
+@pytest.mark.parametrize("shape", [(0, 5), (37, 20), (3, 768), (2, 1000), (2, 9000), *SLOW], ids=str)
+@pytest.mark.parametrize("rms", [False, True])
+def test_launchers(poisoned, shape, rms):
+    for op, arguments in launch_arguments(*shape, FP32, rms):
+        assert_same(op.launch(*arguments), op.reference(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rms", [False, True])
+def test_launchers_in_low_precision(poisoned, dtype, rms):
+    for op, arguments in launch_arguments(5, 100, dtype, rms):
+        assert_accurate_launch(op, arguments)
+
+
+@pytest.mark.parametrize("D", [100, 768, 17000])
+@pytest.mark.parametrize("rms", [False, True])
+def test_apply_launches_bitwise_the_first(poisoned, D, rms):
+    """From the statistics that the first launch has stored, in bf16 beside fp32 parameters, out of fp32 too."""
+    (_, (given, *rest, _)), *_ = launch_arguments(3, D, torch.bfloat16, rms)
+    for x in (given, given.float()):
+        y, mean, rstd = norm_fwd.launch(x, *rest, torch.bfloat16)
+        assert torch.equal(norm_apply.launch(x, mean, rstd, *rest, torch.bfloat16), y)
+
+
+def test_launchers_read_strided_rows(poisoned):
+    for op, (first, *rest) in launch_arguments(4, 16, FP32, False):
+        strided = torch.cat([first, first], -1)[..., :16]
+        for x in (strided, first.mT.contiguous().mT):
+            assert_same(op.launch(x, *rest), op.launch(first, *rest))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+def test_declared_bytes(monkeypatch, wide, rms):
+    narrow(monkeypatch, wide)
+    for op, arguments in launch_arguments(3, 256, torch.bfloat16, rms):
+        assert_declared(op, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 768, 4096, 8192, 12288, 16384, 65537])
+def test_on_a_gpu(D, dtype):
+    for rms in (False, True):
+        calls = launch_arguments(67, D, dtype, rms)
+        for op, arguments in calls:
+            on_a_gpu(op, arguments)
+        x, *rest = calls[0][1]
+        y, mean, rstd = norm_fwd.launch(x, *rest)
+        assert torch.equal(norm_apply.launch(x, mean, rstd, *rest), y)

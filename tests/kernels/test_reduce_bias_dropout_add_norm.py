@@ -23,6 +23,7 @@ SAMPLES = [
     (reduce_bias_dropout_add_norm_fwd, (P, None, None, None, None, None, 0.0, 0, 0, 1, 1e-5, False)),
     (reduce_bias_dropout_add_norm_bwd, (P, D, D, STAT, STAT, V, *DROP, False, False, True, True, FP32, FP32)),
     (reduce_bias_dropout_add_norm_bwd, (P, D, D, STAT, STAT, V, *DROP, False, True, True, True, BF16, FP32)),
+    (reduce_bias_dropout_add_norm_bwd, (P, D, D, STAT, STAT, V, *DROP, False, False, True, True, FP32, FP32, torch.empty(3, 9)[:, :7])),
     (reduce_bias_dropout_add_norm_bwd, (P.bfloat16(), None, D, STAT[:0], STAT, V, *DROP, True, False, False, False, FP32, BF16)),
     (reduce_bias_dropout_add_norm_bwd, (None, D, D, STAT, STAT, V, *DROP, False, False, True, True, FP32, FP32)),
     (reduce_bias_dropout_add_norm_bwd, (P, D, None, None, None, None, None, 0.0, 0, 0, 1, False, False, False, False, None, FP32)),

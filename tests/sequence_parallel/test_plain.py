@@ -11,16 +11,17 @@ from tpfuse.sequence_parallel import exchange, gather_linear, gather_mlp_exchang
 from tpfuse.sequence_parallel.plain import reduce_parts
 
 M, D, N = 24, 10, 36  # rows and columns divide by 1, 2, 3 and 4; no two sizes are equal, nor any slice of one another's
-OPS = "gather_linear", "gather_linear_act", "linear_exchange", "gather_mlp_exchange"
+OPS = "gather_linear", "gather_linear_act", "linear_exchange", "gather_mlp_exchange", "gather_mlp_exchange_gated"
 FORMS = "plain", "expanded", "normed", "remade"  # x [m, D]; x [R, m, D] with stride 0; from a norm; from a norm, and made again
 
 
 def _data(op, dtype):
     """x and dy of all rows, the whole weights by name, the norm's vectors."""
     r = lambda *shape: torch.randn(*shape, dtype=torch.float64).to(dtype)
-    x, dy = (r(M, N), r(M, D)) if op == "linear_exchange" else (r(M, D), r(M, D if op == "gather_mlp_exchange" else N))
-    weights = {"gather_mlp_exchange": dict(w=r(N, D), b=r(N), w2=r(D, N)), "linear_exchange": dict(w2=r(D, N))}
-    return x, dy, weights.get(op, dict(w=r(N, D), b=r(N))), (r(D), r(D))
+    x, dy = (r(M, N), r(M, D)) if op == "linear_exchange" else (r(M, D), r(M, D if "mlp" in op else N))
+    rows = 2 * N if op.endswith("gated") else N
+    w2, w = dict(w2=r(D, N)) if "exchange" in op else {}, {} if op == "linear_exchange" else dict(w=r(rows, D), b=r(rows))
+    return x, dy, w | w2, (r(D), r(D))
 
 
 def _columns(t, name, rank, size):
@@ -37,8 +38,11 @@ def _dense(op, form, x, dy, weights, norm):
         y = n @ w["w2"].t()
     else:
         y = F.linear(n, w["w"], w["b"])
-        y = y if op == "gather_linear" else F.gelu(y, approximate="tanh")
-        y = y @ w["w2"].t() if op == "gather_mlp_exchange" else y
+        if op.endswith("gated"):
+            y = F.silu(y[:, ::2]) * y[:, 1::2]
+        elif op != "gather_linear":
+            y = F.gelu(y, approximate="tanh")
+        y = y @ w["w2"].t() if "mlp" in op else y
     y.backward(dy)
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
 
@@ -46,8 +50,9 @@ def _dense(op, form, x, dy, weights, norm):
 def _call(op, n, w, tp, remake=None):
     if op == "linear_exchange":
         return linear_exchange(n, w["w2"], tp=tp)
-    if op == "gather_mlp_exchange":
-        return gather_mlp_exchange(n, w["w"], w["b"], w["w2"], activation="gelu_tanh", tp=tp, remake=remake)
+    if "mlp" in op:
+        activation = "swiglu" if op.endswith("gated") else "gelu_tanh"
+        return gather_mlp_exchange(n, w["w"], w["b"], w["w2"], activation=activation, tp=tp, remake=remake)
     return gather_linear(n, w["w"], w["b"], tp=tp, activation="gelu_tanh" if op.endswith("act") else "none", remake=remake)
 
 
@@ -112,7 +117,7 @@ def test_equal_to_one_process_in_fp32(ranks, R, op):
     _check(ranks, R, True, op, "plain", torch.float32)
 
 
-@pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange"])
+@pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange", "gather_mlp_exchange_gated"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("R", [2, 4])
 def test_a_remade_input_changes_no_bit(ranks, R, dtype, op):
@@ -285,7 +290,8 @@ def test_errors(match, call):
         (torch.zeros(6, 5), "gelu", r"fc2_weight must be \(5, 6\), got \(6, 5\)"),
         (torch.zeros(5, 6).double(), "gelu", "one dtype outside autocast"),
         (torch.zeros(5, 6), "none", "activation must not be none"),
-        (torch.zeros(5, 6), "silu", "activation must be one of"),
+        (torch.zeros(5, 6), "swish", "activation must be one of .*, swiglu, geglu, geglu_tanh, got 'swish'"),
+        (torch.zeros(5, 6), "swiglu", r"fc2_weight must be \(5, 3\), got \(5, 6\)"),
     ],
 )
 def test_errors_of_the_mlp(w2, activation, match):

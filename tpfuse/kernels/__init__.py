@@ -4,9 +4,12 @@ from .attention import attention
 from .cross_entropy import cross_entropy
 from .dropout import dropout
 from .embedding import embed_finish, embedding
+from .gated import swiglu
 from .linear import linear
+from .linear_cross_entropy import linear_cross_entropy
 from .norm import layer_norm, rms_norm
 from .reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from .rope import rope, rope_table
 
 __all__ = [
     "attention",
@@ -16,6 +19,10 @@ __all__ = [
     "embedding",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "reduce_bias_dropout_add_norm",
     "rms_norm",
+    "rope",
+    "rope_table",
+    "swiglu",
 ]

@@ -1,98 +1,137 @@
-"""The Triton side of reduce_bias_dropout_add_norm: kernels, launch parameters, launchers.
+"""The Triton side of the fused norm family, forward: reduce_bias_dropout_add_norm, layer and RMS norm, dropout, embed_finish, rank sums.
 
-Rows of up to 8192 columns (forward 16384) lie in registers, as two power-of-two tiles A + B that cover D with as little waste as
-possible (768 = 512 + 256); wider rows are walked in chunks.  Backward keeps the three vector gradients in fp32 registers while it strides
-over the rows, writes one partial a program, and a 2-D reduction adds those: no atomics, the same bits in every run.  Beyond 8192
-columns backward is two passes (row sums, then columns), because one pass would spill.
+    z = sum_r parts_r + bias + tables[index]      h = residual + dropout(z)      n = norm(h)      (DROP_N: n = dropout(norm(h)))
 
-Offsets are int64.  Statistics are those of h' as rounded and stored.  An absent tensor is None, for which Triton compiles no code.
+Each op is this with something left out: an absent tensor is None, for which Triton compiles no code.  Without h the norm is of z as it
+was read.  Rows of up to 16384 columns lie in registers, as two power-of-two tiles A + B that cover D with as little waste as possible
+(768 = 512 + 256), several rows a program where they are short; wider rows are walked in chunks.  D is a constant, so that the
+masks of columns that are there compile to nothing.
+
+Parts are one tensor [R, m, D], or R buffers [m, D] of peers, told by a table of their addresses.  Offsets are int64.  Statistics are those
+of h as rounded and stored, so an n made again from them is bitwise the first.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._device import load, sum_ranks
-from ._launch import launch, multiprocessors, next_power_of_2
+from ._launch import launch, next_power_of_2, target
+from ._op import Cost, least, moved
 from ._philox import keep_device, mask_key_device, scale, threshold
 from ._triton import tl, triton
+from ._tuning import tuned
 
 # ---- device functions ----
 
 
 @triton.jit
-def _dropout(z, rng_ptr, rows, columns, first_row, batch, site_head, threshold, scale):
-    """z [ROWS, N], rows [ROWS] of this shard, columns [N]"""
-    k0, k1, first_sample = mask_key_device(rng_ptr)
-    row = first_row + rows
-    position, sample = (row // batch).to(tl.uint32), first_sample + (row % batch).to(tl.uint32)
-    word = site_head.to(tl.uint32)
-    kept = keep_device(k0, k1, position[:, None], word, columns.to(tl.uint32)[None, :], sample[:, None], threshold.to(tl.uint32))
-    return tl.where(kept, z * scale, 0.0)
+def drop(z, key, rows, columns, where):
+    """dropout(z) of a tile z [ROWS, N], rows [ROWS] of this shard, columns [N]; z itself where key is None.
+
+    Row words are 32 bits wide: a division of 64 costs as much as five elements.
+    """
+    if key is None:
+        return z
+    else:
+        k0, k1, first_sample = key
+        first_row, batch, site_head, threshold, scale = where
+        row = tl.cast(first_row, tl.uint32) + rows.to(tl.uint32)
+        position, sample = row // tl.cast(batch, tl.uint32), first_sample + row % tl.cast(batch, tl.uint32)
+        column, word = columns.to(tl.uint32)[None, :], tl.cast(site_head, tl.uint32)
+        kept = keep_device(k0, k1, position[:, None], word, column, sample[:, None], tl.cast(threshold, tl.uint32))
+        return z * tl.where(kept, scale, 0.0)  # a product: with what is added next it becomes one instruction
+
+
+@triton.jit
+def live_rows(rows, M, ROWS: tl.constexpr):
+    """Which of a program's rows there are; one row a program is always there."""
+    if ROWS == 1:
+        return tl.full([1], True, tl.int1)
+    else:
+        return rows < M
 
 
 @triton.jit
 def _h_tile(
-    parts_ptr, bias_ptr, residual_ptr, rng_ptr, h_ptr, rows, columns, live, D, stride_r, stride_m,
-    first_row, batch, site_head, threshold, scale, R: tl.constexpr,
+    parts_ptr, bias_ptr, position_ptr, positions_ptr, type_ptr, types_ptr, residual_ptr, key, h_ptr, rows, columns, live, where,
+    stride_r, stride_m, D: tl.constexpr, R: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """h' of one tile, stored, and as it was rounded; 0 outside."""
-    mask = live[:, None] & (columns < D)[None, :]
-    z = sum_ranks(parts_ptr, rows[:, None] * stride_m + columns[None, :], mask, stride_r, R)
+    """h of one tile, stored, and as it was rounded; 0 outside."""
+    within = (columns < D)[None, :]
+    mask = live[:, None] & within
+    z = sum_ranks(parts_ptr, rows[:, None] * stride_m + columns[None, :], mask, stride_r, R, TYPE)
     if bias_ptr is not None:
-        z += load(bias_ptr, columns, columns < D)[None, :]
-    if rng_ptr is not None:
-        z = _dropout(z, rng_ptr, rows, columns, first_row, batch, site_head, threshold, scale)
+        z += load(bias_ptr, columns[None, :], within)
+    if position_ptr is not None:
+        z += load(position_ptr, tl.load(positions_ptr + rows, mask=live, other=0)[:, None] * D + columns[None, :], mask)
+    if type_ptr is not None:
+        z += load(type_ptr, tl.load(types_ptr + rows, mask=live, other=0)[:, None] * D + columns[None, :], mask)
+    z = drop(z, key, rows, columns, where)
     offsets = rows[:, None] * D + columns[None, :]
     if residual_ptr is not None:
         z += load(residual_ptr, offsets, mask)
-    h = z.to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + offsets, h, mask=mask)
-    return tl.where(mask, h.to(tl.float32), 0.0)
+    if h_ptr is not None:
+        h = z.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + offsets, h, mask=mask)
+        z = h.to(tl.float32)
+    return tl.where(mask, z, 0.0)
 
 
 @triton.jit
-def _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, columns, live, D):
-    n = (h - mean[:, None]) * rstd[:, None] * load(gamma_ptr, columns, columns < D)[None, :]
+def _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, key, n_ptr, rows, columns, live, where, D: tl.constexpr):
+    within = (columns < D)[None, :]
+    n = (h - mean[:, None]) * rstd[:, None] * load(gamma_ptr, columns[None, :], within)
     if beta_ptr is not None:
-        n += load(beta_ptr, columns, columns < D)[None, :]
-    mask = live[:, None] & (columns < D)[None, :]
-    tl.store(n_ptr + rows[:, None] * D + columns[None, :], n.to(n_ptr.dtype.element_ty), mask=mask)
+        n += load(beta_ptr, columns[None, :], within)
+    n = drop(n, key, rows, columns, where)
+    tl.store(n_ptr + rows[:, None] * D + columns[None, :], n.to(n_ptr.dtype.element_ty), mask=live[:, None] & within)
 
 
 @triton.jit
-def _squares(h, mean, columns, D):
+def _squares(h, mean, columns, D: tl.constexpr):
     """sum over the columns that are there of (h - mean)^2"""
     d = tl.where((columns < D)[None, :], h - mean[:, None], 0.0)
     return tl.sum(d * d, 1)
 
 
-# ---- forward ----
+# ---- kernels ----
 
 
 @triton.jit
 def _fwd_kernel(
-    parts_ptr,  # [R, m, D] in, strides (stride_r, stride_m, 1)
+    parts_ptr,  # [R, m, D] in, strides (stride_r, stride_m, 1); with a TYPE [R] addresses of [m, D] of that type
     bias_ptr,  # [D] in
+    position_ptr, positions_ptr, type_ptr, types_ptr,  # tables [_, D] and indices [m] in
     residual_ptr,  # [m, D] in
     gamma_ptr, beta_ptr,  # [D] in
     rng_ptr,  # [3] in
     h_ptr, n_ptr,  # [m, D] out
     mean_ptr, rstd_ptr,  # [m] out, fp32
-    M, D, stride_r, stride_m, eps, first_row, batch, site_head, threshold, scale,
-    R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, RMS: tl.constexpr,
+    M, stride_r, stride_m, eps, first_row, batch, site_head, threshold, scale,
+    D: tl.constexpr, R: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    RMS: tl.constexpr, DROP_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < M
+    live = live_rows(rows, M, ROWS)
+    where = (first_row, batch, site_head, threshold, scale)
+    key_h, key_n = None, None
+    if rng_ptr is not None:
+        if DROP_N:
+            key_n = mask_key_device(rng_ptr)
+        else:
+            key_h = mask_key_device(rng_ptr)
     a = tl.arange(0, A)
     b = A + tl.arange(0, max(B, 1))
     h_a = _h_tile(
-        parts_ptr, bias_ptr, residual_ptr, rng_ptr, h_ptr, rows, a, live, D, stride_r, stride_m,
-        first_row, batch, site_head, threshold, scale, R,
+        parts_ptr, bias_ptr, position_ptr, positions_ptr, type_ptr, types_ptr, residual_ptr, key_h, h_ptr, rows, a, live, where,
+        stride_r, stride_m, D, R, TYPE,
     )  # fmt: skip
     if B > 0:
         h_b = _h_tile(
-            parts_ptr, bias_ptr, residual_ptr, rng_ptr, h_ptr, rows, b, live, D, stride_r, stride_m,
-            first_row, batch, site_head, threshold, scale, R,
+            parts_ptr, bias_ptr, position_ptr, positions_ptr, type_ptr, types_ptr, residual_ptr, key_h, h_ptr, rows, b, live, where,
+            stride_r, stride_m, D, R, TYPE,
         )  # fmt: skip
     if gamma_ptr is not None:
         mean = tl.zeros([ROWS], tl.float32)
@@ -107,20 +146,28 @@ def _fwd_kernel(
             square += _squares(h_b, mean, b, D)
         rstd = tl.rsqrt(square / D + eps)
         tl.store(rstd_ptr + rows, rstd, mask=live)
-        _n_tile(h_a, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, a, live, D)
+        _n_tile(h_a, mean, rstd, gamma_ptr, beta_ptr, key_n, n_ptr, rows, a, live, where, D)
         if B > 0:
-            _n_tile(h_b, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, b, live, D)
+            _n_tile(h_b, mean, rstd, gamma_ptr, beta_ptr, key_n, n_ptr, rows, b, live, where, D)
 
 
 @triton.jit
 def _fwd_chunks_kernel(
-    parts_ptr, bias_ptr, residual_ptr, gamma_ptr, beta_ptr, rng_ptr, h_ptr, n_ptr, mean_ptr, rstd_ptr,  # as above
-    M, D, stride_r, stride_m, eps, first_row, batch, site_head, threshold, scale,
-    R: tl.constexpr, A: tl.constexpr, RMS: tl.constexpr,
+    parts_ptr, bias_ptr, position_ptr, positions_ptr, type_ptr, types_ptr, residual_ptr, gamma_ptr, beta_ptr, rng_ptr,  # as above
+    h_ptr, n_ptr, mean_ptr, rstd_ptr,
+    M, stride_r, stride_m, eps, first_row, batch, site_head, threshold, scale,
+    D: tl.constexpr, R: tl.constexpr, TYPE: tl.constexpr, A: tl.constexpr, RMS: tl.constexpr, DROP_N: tl.constexpr,
 ):  # fmt: skip
-    """One row, chunk by chunk: Welford's mean and squares in every lane, then the lanes together; n' in a second walk over h'."""
+    """One row, chunk by chunk: Welford's mean and squares in every lane, then the lanes together; n in a second walk over h."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    live = rows < M
+    live = live_rows(rows, M, 1)
+    where = (first_row, batch, site_head, threshold, scale)
+    key_h, key_n = None, None
+    if rng_ptr is not None:
+        if DROP_N:
+            key_n = mask_key_device(rng_ptr)
+        else:
+            key_h = mask_key_device(rng_ptr)
     lanes = tl.arange(0, A)
     mean_lane = tl.zeros([1, A], tl.float32)
     square_lane = tl.zeros([1, A], tl.float32)
@@ -128,8 +175,8 @@ def _fwd_chunks_kernel(
     for start in tl.range(0, D, A):
         columns = start + lanes
         h = _h_tile(
-            parts_ptr, bias_ptr, residual_ptr, rng_ptr, h_ptr, rows, columns, live, D, stride_r, stride_m,
-            first_row, batch, site_head, threshold, scale, R,
+            parts_ptr, bias_ptr, position_ptr, positions_ptr, type_ptr, types_ptr, residual_ptr, key_h, h_ptr, rows, columns, live, where,
+            stride_r, stride_m, D, R, TYPE,
         )  # fmt: skip
         count += 1.0
         there = (columns < D)[None, :]
@@ -151,314 +198,190 @@ def _fwd_chunks_kernel(
             tl.store(mean_ptr + rows, mean, mask=live)
         rstd = tl.rsqrt(square / D + eps)
         tl.store(rstd_ptr + rows, rstd, mask=live)
-        tl.debug_barrier()  # h' was written by other threads
+        if h_ptr is not None:
+            tl.debug_barrier()  # h was written by other threads
         for start in tl.range(0, D, A):
             columns = start + lanes
-            h = load(h_ptr, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
-            _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, n_ptr, rows, columns, live, D)
-
-
-# ---- backward ----
-
-
-@triton.jit
-def _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R: tl.constexpr, POST: tl.constexpr):
-    """What enters the norm's backward: sum_r dn_r (post-norm: + dh'); without dn, dh'."""
-    if dn_ptr is not None:
-        d = sum_ranks(dn_ptr, offsets, mask, stride_r, R)
-        if POST:
-            if dh_ptr is not None:
-                d += load(dh_ptr, offsets, mask)
-    else:
-        d = load(dh_ptr, offsets, mask)
-    return d
+            if h_ptr is not None:
+                h = load(h_ptr, rows[:, None] * D + columns[None, :], (columns < D)[None, :])
+            else:
+                h = load(parts_ptr, rows[:, None] * stride_m + columns[None, :], (columns < D)[None, :])
+            _n_tile(h, mean, rstd, gamma_ptr, beta_ptr, key_n, n_ptr, rows, columns, live, where, D)
 
 
 @triton.jit
-def _out_tile(
-    dx, dparts_ptr, dresidual_ptr, rng_ptr, offsets, mask, rows, columns, first_row, batch, site_head, threshold, scale
-):  # fmt: skip
-    """Stores dresidual and dparts; returns dparts before rounding, for the bias gradient."""
-    if dresidual_ptr is not None:
-        tl.store(dresidual_ptr + offsets, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
-    if rng_ptr is not None:
-        dx = _dropout(dx, rng_ptr, rows, columns, first_row, batch, site_head, threshold, scale)
-    tl.store(dparts_ptr + offsets, dx.to(dparts_ptr.dtype.element_ty), mask=mask)
-    return tl.where(mask, dx, 0.0)
-
-
-@triton.jit
-def _dx_tile(d, x_hat, gamma, mean_g, mean_gx, rstd, dh_ptr, offsets, mask, POST: tl.constexpr):
-    dx = rstd[:, None] * (d * gamma - mean_g[:, None] - x_hat * mean_gx[:, None])
-    if not POST:
-        if dh_ptr is not None:
-            dx += load(dh_ptr, offsets, mask)
-    return dx
-
-
-@triton.jit
-def _store_partials(partial_ptr, columns, D, dbias, dgamma, dbeta):
-    """[3, P, D]: this program's row of dbias, dgamma, dbeta"""
-    P = tl.num_programs(0).to(tl.int64)
-    at = partial_ptr + tl.program_id(0).to(tl.int64) * D + columns
-    tl.store(at, tl.sum(dbias, 0), mask=columns < D)
-    tl.store(at + P * D, tl.sum(dgamma, 0), mask=columns < D)
-    tl.store(at + 2 * P * D, tl.sum(dbeta, 0), mask=columns < D)
-
-
-@triton.jit
-def _bwd_kernel(
-    dn_ptr,  # [R, m, D] in, strides (stride_r, D, 1)
-    dh_ptr, h_ptr,  # [m, D] in
+def _apply_kernel(
+    x_ptr,  # [m, D] in
     mean_ptr, rstd_ptr,  # [m] in, fp32
-    gamma_ptr,  # [D] in
-    rng_ptr,  # [3] in
-    dparts_ptr, dresidual_ptr,  # [m, D] out
-    partial_ptr,  # [3, P, D] out, fp32
-    M, D, stride_r, first_row, batch, site_head, threshold, scale,
-    R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, RMS: tl.constexpr, POST: tl.constexpr,
+    gamma_ptr, beta_ptr,  # [D] in
+    y_ptr,  # [m, D] out
+    M, D: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    P = tl.num_programs(0)
-    a = tl.arange(0, A)
-    b = A + tl.arange(0, max(B, 1))
-    dbias_a, dgamma_a, dbeta_a = tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, A], tl.float32)
-    if B > 0:
-        dbias_b, dgamma_b, dbeta_b = tl.zeros([ROWS, B], tl.float32), tl.zeros([ROWS, B], tl.float32), tl.zeros([ROWS, B], tl.float32)
-    if gamma_ptr is not None:
-        gamma_a = load(gamma_ptr, a, a < D)[None, :]
-        if B > 0:
-            gamma_b = load(gamma_ptr, b, b < D)[None, :]
-    for i in range(tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), P)):
-        rows = (tl.program_id(0) + i * P).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        live = rows < M
-        mask_a, off_a = live[:, None] & (a < D)[None, :], rows[:, None] * D + a[None, :]
-        dx_a = _d_tile(dn_ptr, dh_ptr, off_a, mask_a, stride_r, R, POST)
-        if B > 0:
-            mask_b, off_b = live[:, None] & (b < D)[None, :], rows[:, None] * D + b[None, :]
-            dx_b = _d_tile(dn_ptr, dh_ptr, off_b, mask_b, stride_r, R, POST)
-        if gamma_ptr is not None:
-            rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
-            mean = tl.zeros([ROWS], tl.float32)
-            if not RMS:
-                mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
-            x_a = tl.where(mask_a, (load(h_ptr, off_a, mask_a) - mean[:, None]) * rstd[:, None], 0.0)
-            g = dx_a * gamma_a
-            sum_g, sum_gx = tl.sum(g, 1), tl.sum(g * x_a, 1)
-            if B > 0:
-                x_b = tl.where(mask_b, (load(h_ptr, off_b, mask_b) - mean[:, None]) * rstd[:, None], 0.0)
-                g_b = dx_b * gamma_b
-                sum_g += tl.sum(g_b, 1)
-                sum_gx += tl.sum(g_b * x_b, 1)
-            if RMS:
-                sum_g = sum_g * 0.0
-            dgamma_a += dx_a * x_a
-            dbeta_a += dx_a
-            dx_a = _dx_tile(dx_a, x_a, gamma_a, sum_g / D, sum_gx / D, rstd, dh_ptr, off_a, mask_a, POST)
-            if B > 0:
-                dgamma_b += dx_b * x_b
-                dbeta_b += dx_b
-                dx_b = _dx_tile(dx_b, x_b, gamma_b, sum_g / D, sum_gx / D, rstd, dh_ptr, off_b, mask_b, POST)
-        else:
-            if dn_ptr is not None:
-                if dh_ptr is not None:
-                    dx_a += load(dh_ptr, off_a, mask_a)
-                    if B > 0:
-                        dx_b += load(dh_ptr, off_b, mask_b)
-        dbias_a += _out_tile(
-            dx_a, dparts_ptr, dresidual_ptr, rng_ptr, off_a, mask_a, rows, a, first_row, batch, site_head, threshold, scale
-        )  # fmt: skip
-        if B > 0:
-            dbias_b += _out_tile(
-                dx_b, dparts_ptr, dresidual_ptr, rng_ptr, off_b, mask_b, rows, b, first_row, batch, site_head, threshold, scale
-            )  # fmt: skip
-    _store_partials(partial_ptr, a, D, dbias_a, dgamma_a, dbeta_a)
-    if B > 0:
-        _store_partials(partial_ptr, b, D, dbias_b, dgamma_b, dbeta_b)
-
-
-@triton.jit
-def _bwd_rows_kernel(
-    dn_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, gamma_ptr,  # as above
-    sums_ptr,  # [m, 2] out, fp32: mean(g), mean(g x_hat)
-    M, D, stride_r,
-    R: tl.constexpr, A: tl.constexpr, RMS: tl.constexpr, POST: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    rstd = tl.load(rstd_ptr + row)
-    mean = 0.0
-    if not RMS:
-        mean = tl.load(mean_ptr + row)
-    sum_g, sum_gx = tl.zeros([A], tl.float32), tl.zeros([A], tl.float32)
-    for start in tl.range(0, D, A):
-        columns = start + tl.arange(0, A)
-        mask, offsets = columns < D, row * D + columns
-        g = _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R, POST) * load(gamma_ptr, columns, mask)
-        if not RMS:
-            sum_g += g
-        sum_gx += g * (load(h_ptr, offsets, mask) - mean)
-    tl.store(sums_ptr + 2 * row, tl.sum(sum_g, 0) / D)
-    tl.store(sums_ptr + 2 * row + 1, tl.sum(sum_gx, 0) * rstd / D)
-
-
-@triton.jit
-def _bwd_columns_kernel(
-    dn_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, gamma_ptr, rng_ptr, sums_ptr, dparts_ptr, dresidual_ptr, partial_ptr,  # as above
-    M, D, stride_r, first_row, batch, site_head, threshold, scale,
-    R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, RMS: tl.constexpr, POST: tl.constexpr,
-):  # fmt: skip
-    P = tl.num_programs(0)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = live_rows(rows, M, ROWS)
     columns = tl.program_id(1) * A + tl.arange(0, A)
-    dbias, dgamma, dbeta = tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, A], tl.float32)
-    for i in range(tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), P)):
-        rows = (tl.program_id(0) + i * P).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        live = rows < M
-        mask, offsets = live[:, None] & (columns < D)[None, :], rows[:, None] * D + columns[None, :]
-        d = _d_tile(dn_ptr, dh_ptr, offsets, mask, stride_r, R, POST)
-        if gamma_ptr is not None:
-            gamma = load(gamma_ptr, columns, columns < D)[None, :]
-            rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
-            mean = tl.zeros([ROWS], tl.float32)
-            if not RMS:
-                mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
-            x_hat = tl.where(mask, (load(h_ptr, offsets, mask) - mean[:, None]) * rstd[:, None], 0.0)
-            mean_g = tl.load(sums_ptr + 2 * rows, mask=live, other=0.0)
-            mean_gx = tl.load(sums_ptr + 2 * rows + 1, mask=live, other=0.0)
-            dgamma += d * x_hat
-            dbeta += d
-            d = _dx_tile(d, x_hat, gamma, mean_g, mean_gx, rstd, dh_ptr, offsets, mask, POST)
-        else:
-            if dn_ptr is not None:
-                if dh_ptr is not None:
-                    d += load(dh_ptr, offsets, mask)
-        dbias += _out_tile(
-            d, dparts_ptr, dresidual_ptr, rng_ptr, offsets, mask, rows, columns, first_row, batch, site_head, threshold, scale
-        )  # fmt: skip
-    _store_partials(partial_ptr, columns, D, dbias, dgamma, dbeta)
+    x = load(x_ptr, rows[:, None] * D + columns[None, :], live[:, None] & (columns < D)[None, :])
+    mean = tl.zeros([ROWS], tl.float32)
+    if not RMS:
+        mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
+    _n_tile(x, mean, rstd, gamma_ptr, beta_ptr, None, y_ptr, rows, columns, live, None, D)
+
+
+@triton.jit
+def sum_partials(partial_ptr, out_ptr, columns, P, D, ROWS: tl.constexpr, A: tl.constexpr):
+    """partial [P, D] fp32 -> out [D], some columns of it"""
+    total = tl.zeros([ROWS, A], tl.float32)
+    for start in tl.range(0, P, ROWS):
+        p = (start + tl.arange(0, ROWS)).to(tl.int64)
+        total += load(partial_ptr, p[:, None] * D + columns[None, :], (p < P)[:, None] & (columns < D)[None, :])
+    tl.store(out_ptr + columns, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
 @triton.jit
 def _reduce_kernel(
-    partial_ptr,  # [3, P, D] in, fp32
-    out_ptr,  # [3, D] out, fp32
+    partial_ptr,  # [V, P, D] in, fp32
+    out_ptr,  # [V, D] out
     P, D,
     ROWS: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * A + tl.arange(0, A)
     vector = tl.program_id(1).to(tl.int64)
-    total = tl.zeros([ROWS, A], tl.float32)
-    for start in tl.range(0, P, ROWS):
-        p = start + tl.arange(0, ROWS)
-        total += load(partial_ptr, (vector * P + p[:, None]) * D + columns[None, :], (p < P)[:, None] & (columns < D)[None, :])
-    tl.store(out_ptr + vector * D + columns, tl.sum(total, 0), mask=columns < D)
+    sum_partials(partial_ptr + vector * P * D, out_ptr + vector * D, columns, P, D, ROWS, A)
 
 
 # ---- launch parameters: the shapes at which sm_90 was read to be free of spills; a measured table may replace them ----
 
-FWD_ROW, BWD_ROW = 16384, 8192  # columns up to which a row lies in registers
+REDUCE = dict(ROWS=32, A=64, num_warps=4)
+FWD_ROW = 16384  # columns up to which a row lies in registers
 
 
 def tiles(D: int) -> tuple[int, int]:
-    """Powers of two A >= B (or B = 0) with A + B >= D, least in sum: 768 -> 512 + 256, 1000 -> 1024 + 0."""
+    """Powers of two A >= B (or B = 0) with A + B >= D, least in sum, A at most 8192: 768 -> 512 + 256, 1000 -> 1024 + 0."""
     whole = next_power_of_2(D)
     half = whole // 2
     rest = next_power_of_2(D - half) if D > half else 0
-    return (half, rest) if half >= 128 and 0 < rest < half else (whole, 0)
+    return (half, rest) if half >= 128 and 0 < rest < half or whole > 8192 else (whole, 0)
 
 
-def _warps(n: int, least: int) -> int:
-    """The power of two at or below n, between ``least`` and 16."""
-    return min(max(1 << (max(n, 1).bit_length() - 1), least), 16)
+def warps(elements: int, each: int, least: int = 1) -> int:
+    """So that a thread has ``each`` elements or a few more: a power of two between ``least`` and 16."""
+    return min(max(next_power_of_2(elements // (32 * each) + 1) // 2, least), 16)
 
 
 def fwd_config(D: int) -> dict[str, int]:
     """D <= FWD_ROW: rows in registers"""
     A, B = tiles(D)
-    if D > BWD_ROW:
-        A, B = BWD_ROW, next_power_of_2(D - BWD_ROW)
-    return dict(ROWS=1, A=A, B=B, num_warps=_warps((A + B) // 1024, 1))
+    rows = max(1, 1024 // (A + B))
+    return dict(ROWS=rows, A=A, B=B, num_warps=warps(rows * (A + B), 32))
 
 
 def fwd_chunks_config(D: int) -> dict[str, int]:
-    chunk, warps = (8192, 16) if D % 8192 == 0 else (2048, 8)
-    return dict(A=chunk, num_warps=warps)
+    return dict(A=min(max(D & -D, 2048), 4096), num_warps=8)  # a chunk that divides D, if there is one
 
 
-def bwd_config(D: int) -> dict[str, int]:
-    """D <= BWD_ROW: rows in registers"""
-    A, B = tiles(D)
-    return dict(ROWS=2 if A + B <= 1024 else 1, A=A, B=B, num_warps=_warps((A + B) // 512, 2))
-
-
-BWD_ROWS = dict(A=4096, num_warps=8)
-BWD_COLUMNS = dict(ROWS=1, A=2048, num_warps=8)
-REDUCE = dict(ROWS=32, A=64, num_warps=4)
+def apply_config(D: int) -> dict[str, int]:
+    chunk = min(D & -D, 2048) if D % 256 == 0 else min(next_power_of_2(D), 1024)
+    return dict(ROWS=max(4096 // chunk, 1), A=chunk, num_warps=4)
 
 
 # ---- launchers ----
 
 
-def _coordinates(p: float, site: int, first_row: int, batch: int) -> tuple:
+class Peers(NamedTuple):
+    """Parts [R, m, D] that lie in R buffers, each [m, D] and contiguous: a table of their addresses, multiples of 16."""
+
+    addresses: Tensor  # int64 [R]
+    m: int
+    D: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.addresses), self.m, self.D
+
+
+def place(parts: Tensor | Peers, strides: bool = True) -> tuple[Tensor, int, int, object]:
+    """-> what a kernel takes for parts: pointer, stride_r, stride_m, TYPE.  ``strides``: rows may lie apart."""
+    if isinstance(parts, Peers):
+        return parts.addresses, 0, parts.D, getattr(tl, str(parts.dtype).removeprefix("torch."))
+    if parts.stride(2) != 1 or not (strides or parts.stride(1) == parts.shape[2]):
+        parts = parts.contiguous()
+    return parts, parts.stride(0), parts.stride(1), None
+
+
+def coordinates(p: float = 0.0, site: int = 0, first_row: int = 0, batch: int = 1) -> tuple:
     return first_row, batch, site << 16, threshold(p) << 16, scale(p)
 
 
-def fwd_launch(parts, bias, residual, gamma, beta, rng, p, site, first_row, batch, eps, rms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of reduce_bias_dropout_add_norm_fwd."""
+def forward(
+    parts, gamma, beta, rng, where, eps, rms, *, h, n=None, mean=None, rstd=None,
+    bias=None, tables=(None, None, None, None), residual=None, drop_n=False,
+) -> None:  # fmt: skip
+    """Launches what fills h (None: R = 1, and nothing is added), n, mean and rstd."""
     R, m, D = parts.shape
-    if parts.stride(2) != 1:
-        parts = parts.contiguous()
+    pointer, stride_r, stride_m, element = place(parts)
     residual = None if residual is None else residual.contiguous()
-    h = parts.new_empty(m, D, dtype=parts.dtype if residual is None else residual.dtype)
-    nothing = (h.new_empty(0), h.new_empty(0), h.new_empty(0))
-    n, mean, rstd = (
-        nothing if gamma is None else (parts.new_empty(m, D), *(h.new_empty(s, dtype=torch.float32) for s in (0 if rms else m, m)))
-    )
-    tensors = parts, bias, residual, gamma, beta, rng, h, n, mean, rstd
-    numbers = m, D, parts.stride(0), parts.stride(1), eps, *_coordinates(p, site, first_row, batch)
-    if D <= FWD_ROW:
-        config = fwd_config(D)
-        launch(_fwd_kernel, (-(-m // config["ROWS"]),), parts.device, *tensors, *numbers, R=R, RMS=rms, **config)
-    else:
-        launch(_fwd_chunks_kernel, (m,), parts.device, *tensors, *numbers, R=R, RMS=rms, **fwd_chunks_config(D))
+    tensors = pointer, bias, *tables, residual, gamma, beta, rng, h, n, mean, rstd
+    numbers = m, stride_r, stride_m, eps, *where
+    narrow = D <= FWD_ROW
+    name, kernel, default = ("", _fwd_kernel, fwd_config(D)) if narrow else ("_chunks", _fwd_chunks_kernel, fwd_chunks_config(D))
+    config = tuned(f"fused_norm_fwd{name}", target(pointer.device).arch, parts.dtype, (m, D), default)
+    grid = (-(-m // config["ROWS"]) if narrow else m,)
+    launch(kernel, grid, pointer.device, *tensors, *numbers, D=D, R=R, TYPE=element, RMS=rms, DROP_N=drop_n, **config)
+
+
+def outputs(like: Tensor, m: int, D: int, dtype: torch.dtype, normed: bool, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """n, mean, rstd; without a norm empty"""
+    if not normed:
+        return like.new_empty(0), like.new_empty(0), like.new_empty(0)
+    fp32 = dict(dtype=torch.float32)
+    return like.new_empty(m, D, dtype=dtype), like.new_empty(0 if rms else m, **fp32), like.new_empty(m, **fp32)
+
+
+def fwd_launch(parts, bias, residual, gamma, beta, rng, p, site, first_row, batch, eps, rms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The launcher of reduce_bias_dropout_add_norm_fwd; parts [R, m, D] or :class:`Peers`."""
+    _, m, D = parts.shape
+    h = (parts.addresses if isinstance(parts, Peers) else parts).new_empty(m, D, dtype=(parts if residual is None else residual).dtype)
+    n, mean, rstd = outputs(h, m, D, parts.dtype, gamma is not None, rms)
+    where = coordinates(p, site, first_row, batch)
+    forward(parts, gamma, beta, rng, where, eps, rms, h=h, n=n, mean=mean, rstd=rstd, bias=bias, residual=residual)
     return h, n, mean, rstd
 
 
-def bwd_launch(
-    dn, dh, h, mean, rstd, gamma, rng, p, site, first_row, batch, rms, post_norm, has_bias, has_beta, residual_dtype, parts_dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of reduce_bias_dropout_add_norm_bwd."""
-    like = dh if dn is None else dn
-    m, D = like.shape[-2:]
-    if dn is None and not post_norm:
-        gamma = None  # nothing comes through the norm
-    if dn is not None and (dn.stride(2) != 1 or dn.stride(1) != D):
-        dn = dn.contiguous()
-    R, stride_r = (1, 0) if dn is None else (dn.shape[0], dn.stride(0))
-    dparts = like.new_empty(m, D, dtype=parts_dtype)
-    dresidual = None if residual_dtype is None else like.new_empty(m, D, dtype=residual_dtype)
-    programs = max(1, min(2 * multiprocessors(like), -(-m // 16)))  # partials add 2.4 P / m of the traffic
-    partial = like.new_empty(3, programs, D, dtype=torch.float32)
-    saved = (None,) * 3 if gamma is None else (h, mean, rstd)
-    where = m, D, stride_r, *_coordinates(p, site, first_row, batch)
-    flags = dict(R=R, RMS=rms, POST=post_norm)
-    if D <= BWD_ROW:
-        tensors = dn, dh, *saved, gamma, rng, dparts, dresidual, partial
-        launch(_bwd_kernel, (programs,), like.device, *tensors, *where, **flags, **bwd_config(D))
-    else:
-        sums = like.new_empty(m, 2, dtype=torch.float32)
-        if gamma is not None:
-            launch(_bwd_rows_kernel, (m,), like.device, dn, dh, *saved, gamma, sums, m, D, stride_r, **flags, **BWD_ROWS)
-        tensors = dn, dh, *saved, gamma, rng, sums, dparts, dresidual, partial
-        grid = programs, -(-D // BWD_COLUMNS["A"])
-        launch(_bwd_columns_kernel, grid, like.device, *tensors, *where, **flags, **BWD_COLUMNS)
-    vectors = like.new_empty(3, D, dtype=torch.float32)
-    launch(_reduce_kernel, (-(-D // REDUCE["A"]), 3), like.device, partial, vectors, programs, D, **REDUCE)
-    dbias, dgamma, dbeta = vectors.unbind(0)
-    nothing = vectors.new_empty(0)
-    normed = gamma is not None
-    return (
-        dparts,
-        nothing if dresidual is None else dresidual,
-        dbias.clone() if has_bias else nothing.clone(),
-        dgamma.to(gamma.dtype, copy=True) if normed else nothing.clone(),
-        dbeta.to(gamma.dtype, copy=True) if normed and has_beta else nothing.clone(),
-    )
+def fwd_cost(args: tuple, outputs: tuple) -> Cost:
+    """Of any op that :func:`forward` finishes in one launch: a wide row with a norm is read again from h."""
+    cost = least(args, outputs)
+    h, _, _, rstd = outputs
+    return cost._replace(read=cost.read + moved(h)) if h.shape[1] > FWD_ROW and rstd.numel() else cost
+
+
+def norm_launch(x, gamma, beta, eps, rms, dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The launcher of norm_fwd."""
+    y, mean, rstd = outputs(x, *x.shape, dtype, True, rms)
+    forward(x[None], gamma, beta, None, coordinates(), eps, rms, h=None, n=y, mean=mean, rstd=rstd)
+    return y, mean, rstd
+
+
+def apply_launch(x, mean, rstd, gamma, beta, eps, rms, dtype) -> Tensor:
+    """The launcher of norm_apply."""
+    m, D = x.shape
+    x, y = x.contiguous(), x.new_empty(m, D, dtype=dtype)
+    config = tuned("norm_apply", target(x.device).arch, x.dtype, (m, D), apply_config(D))
+    grid = -(-m // config["ROWS"]), -(-D // config["A"])
+    launch(_apply_kernel, grid, x.device, x, mean, rstd, gamma, beta, y, m, D=D, RMS=rms, **config)
+    return y
+
+
+def dropout_launch(x, rng, p, site, first_row, batch) -> Tensor:
+    """The launcher of dropout_fwd."""
+    y = x.new_empty(x.shape)
+    forward(x[None], None, None, rng, coordinates(p, site, first_row, batch), 0.0, False, h=y)
+    return y
+
+
+def reduce_launch(parts) -> Tensor:
+    """The launcher of reduce_parts."""
+    total = parts.new_empty(parts.shape[1:])
+    forward(parts, None, None, None, coordinates(), 0.0, False, h=total)
+    return total

@@ -106,15 +106,16 @@ def keep(
     p: float,
     dtype: torch.dtype,
     out: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """0/1 of shape [..., columns] in ``dtype``.  Words are int64 tensors [..., 1] that broadcast; columns count from 0."""
-    block = torch.arange(-(-columns // 8), device=position.device)
+    """0/1 of shape [..., columns] in ``dtype``.  Words are int64 tensors [..., 1] that broadcast; columns count from ``first``."""
+    block = torch.arange(first // 8, -(-(first + columns) // 8), device=position.device)
     c0, c1, c2, c3 = _philox(position & _LO, site_head & _LO, block, sample & _LO, *key, ROUNDS)
     words = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=words[..., 0])
     torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=words[..., 1])
     words ^= _FLIP
-    lanes = words.view(torch.int16).flatten(-2)[..., :columns]
+    lanes = words.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
     out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
     return torch.ge(lanes, threshold(p) - 32768, out=out)
 
@@ -189,13 +190,18 @@ def mask_key_device(rng_ptr):
 
 @triton.jit
 def keep_device(k0, k1, position, site_head, column, sample, threshold):
-    """Boolean tile: ``column`` natural columns, words uint32 that broadcast; ``threshold`` is T << 16.
+    """Boolean tile: ``column`` natural columns, words uint32 that broadcast; ``threshold`` is T << 16."""
+    return keep_lane_device(k0, k1, position, site_head, column // 8, column % 8, sample, threshold)
+
+
+@triton.jit
+def keep_lane_device(k0, k1, position, site_head, block, lane, sample, threshold):
+    """The same for column 8 block + lane, for tiles whose columns lie in an order of their own.
 
     The lane is rotated, not shifted, into the top half, so that what lies below it cannot change the comparison with T << 16.
     """
-    block = column // 8
     zero = block * 0 + position * 0 + sample * 0 + site_head * 0
     r0, r1, r2, r3 = philox_device(zero + position, zero + site_head, zero + block, zero + sample, k0, k1)
-    lane = zero + column % 8
+    lane = zero + lane
     word = tl.where(lane < 4, tl.where(lane < 2, r0, r1), tl.where(lane < 6, r2, r3))
     return tl.where((lane & 1) == 1, word, (word << 16) | (word >> 16)) >= threshold

@@ -3,6 +3,7 @@
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     AVAILABLE = True
 except ImportError:  # pragma: no cover - held by a test that blocks the import
@@ -26,6 +27,6 @@ except ImportError:  # pragma: no cover - held by a test that blocks the import
         def __getitem__(self, grid):
             raise ImportError(f"tpfuse: kernel {self.name} needs Triton, which is not installed; CPU tensors do not need it")
 
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["AVAILABLE", "tl", "triton"]
+__all__ = ["AVAILABLE", "TensorDescriptor", "tl", "triton"]

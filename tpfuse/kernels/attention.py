@@ -1,237 +1,168 @@
-"""Attention on the fused qkv, with causal and key-padding masks, grouped heads and dropout in global coordinates.
+"""Attention on the fused qkv: causal, key-padding, window and document masks, grouped heads, rotary positions, soft-capped scores, an
+additive bias, and dropout in global coordinates.
 
-    S = scale q k'        P = softmax(S)        o = dropout(P) v
-    dP = dropout'(do v')  dS = P (dP - delta), delta = rowsum(do o)      dq = scale dS k     dk = scale dS' q     dv = dropout(P)' do
+    q, k = turn(q), turn(k)     z = scale q k'     S = softcap tanh(z / softcap) + bias     P = softmax(S)     o = dropout(P) v
+    dP = dropout'(do v')        dS = P (dP - delta), delta = rowsum(do o)              dz = dS (1 - tanh(z / softcap)^2)
+    dq = turn'(scale dz k)      dk = turn'(scale dz' q)                                dv = dropout(P)' do
 
-Dao 2023 (arXiv:2307.08691) for the recomputing backward.  Letters: B batch, S positions, G kv heads, Q query heads a kv head, E width.
-qkv [M, G, Q + 2, E] with row s B + b (q heads, k, v of each group), M >= S B: rows beyond are padding, o and dqkv are zero there.
-o [M, G Q E], lse [B, G Q, S].  Scores and softmax are fp32 (fp64 for fp64), o and dqkv have qkv's dtype.  A row whose keys are all
-masked gives 0, and its lse is +inf, so that exp(S - lse) is 0 in backward too.  The mask of a probability is counted by (query position,
-site << 16 | global query head, key position, sample); nothing of it is saved.
+Dao 2023 (arXiv:2307.08691) for the recomputing backward, Su et al. 2021 (arXiv:2104.09864) for the turning.  Letters: B batch, S
+positions, G kv heads, Q query heads a kv head, H = G Q, E width, W <= E the columns that turn.  qkv [M, G, Q + 2, E] with row s B + b
+(q heads, k, v of each group), M >= S B: rows beyond are padding, o and dqkv are zero there.  o [M, G Q E], lse [B, H, S].
+
+Scores and softmax are fp32 (fp64 for fp64), o and dqkv have qkv's dtype.  q and k turn in fp32 and are rounded once, to qkv's dtype, so
+that a cache of turned keys holds what attention multiplies.  A row that sees no key gives 0, and its lse is +inf, so that exp(S - lse) is
+0 in backward too.  Query i sees key j where j <= i (causal), i - window < j (window) and both lie in one interval of cu_seqlens.  The mask
+of a probability is counted by (query position, site << 16 | global query head, key position, sample), whatever the documents; nothing of
+it is saved.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._attention import INF, TENSORS, Options, angles, by_head, heads, kept, pad, turn
+from ._attention_cpu import bwd_cpu, fwd_cpu
+from ._decode import decode_cost, decode_launch
+from ._flash import fwd_cost, fwd_launch
+from ._flash_backward import bwd_cost, bwd_launch
 from ._op import acc_dtype, autocast, check, op
-from ._philox import keep, mask_key, scale
+from ._philox import scale as keep_scale
 from .reduce_bias_dropout_add_norm import active_rng
-
-_INF = float("inf")
-_LOG2E = 1.4426950408889634
-
 
 # ---- reference ----
 
 
-def _heads(qkv: Tensor, batch: int, seq: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, G, Q, S, E], k and v [B, G, 1, S, E], as views."""
-    t = qkv[: seq * batch].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4)
-    return t[:, :, :-2], t[:, :, -2:-1], t[:, :, -1:]
+def _visible(options: Options, device: torch.device) -> Tensor:
+    """bool [B or 1, 1, 1, S, S]"""
+    S = options.seq
+    i, j = torch.arange(S, device=device)[:, None], torch.arange(S, device=device)
+    seen = torch.ones(1, 1, 1, S, S, dtype=torch.bool, device=device)
+    if options.causal:
+        seen = seen & (j <= i)
+    if options.window is not None:
+        seen = seen & (i - options.window < j)
+    if options.cu_seqlens is not None:
+        document = torch.searchsorted(options.cu_seqlens, j.to(torch.int32), right=True)
+        inside = (document > 0) & (document < len(options.cu_seqlens))
+        seen = seen & (document[:, None] == document) & inside
+    return seen if options.key_mask is None else seen & options.key_mask[:, None, None, None]
 
 
-def _dropout_mask(
-    rng: Tensor, rows: Tensor, keys: int, samples: Tensor, heads: int, p: float, site: int, first_head: int, dtype: torch.dtype
-) -> Tensor:
-    """0/1 [samples, heads, rows, keys]"""
-    *key, first_sample = mask_key(rng)
-    site_head = (site << 16) + first_head + torch.arange(heads, device=rng.device)[:, None, None]
-    return keep(key, rows[:, None], site_head, keys, first_sample + samples[:, None, None, None], p, dtype)
+def _dense(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
+    """q [B, G, Q, S, E], k, v [B, G, 1, S, E] turned and in fp32; S [B, G, Q, S, S], -inf where masked; scale dS / dz."""
+    q, k, v = heads(qkv, options.batch, options.seq)
+    turns = angles(options, acc_dtype(qkv))
+    if turns is not None:
+        q, k = turn(q, *turns, options.interleaved), turn(k, *turns, options.interleaved)
+    q, k, v = (t.to(acc_dtype(qkv)) for t in (q, k, v))
+    s, slope = q @ k.transpose(-1, -2) * options.scale, options.scale
+    if options.softcap is not None:
+        tanh = torch.tanh(s / options.softcap)
+        s, slope = options.softcap * tanh, options.scale * (1 - tanh.square())
+    if options.bias is not None:
+        s = s + options.bias.to(s.dtype).view(-1, q.shape[2] if len(options.bias) > 1 else 1, *s.shape[-2:])
+    return q, k, v, s.masked_fill(~_visible(options, qkv.device), -INF), slope
 
 
-def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """[B, G, Q, S, S] in fp32, -inf where masked."""
-    acc = acc_dtype(q)
-    s = (q.to(acc) @ k.to(acc).transpose(-1, -2)) * scale
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -_INF)
-    return s if key_mask is None else s.masked_fill(~key_mask[:, None, None, None], -_INF)
+def _mask(options: Options, probs: Tensor) -> Tensor | float:
+    """0 or 1 / (1 - p) of every probability [B, G, Q, S, S]"""
+    if options.rng is None:
+        return 1.0
+    B, G, Q, S, _ = probs.shape
+    position, sample = torch.arange(S, device=probs.device), torch.arange(B, device=probs.device)
+    return kept(options, position, S, sample, G * Q, probs.dtype).unflatten(1, (G, Q)) * keep_scale(options.p)
 
 
 def attention_fwd_ref(
-    qkv: Tensor,
-    key_mask: Tensor | None,
-    rng: Tensor | None,
-    batch: int,
-    seq: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    site: int,
-    first_head: int,
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _heads(qkv, batch, seq)
-    s = _scores(q, k, key_mask, causal, scale)
+    qkv: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, rng: Tensor | None, batch: int, seq: int, max_seqlen: int | None, causal: bool, window: int | None,
+    scale: float, softcap: float | None, interleaved: bool, p: float, site: int, first_head: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = Options(
+        key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, interleaved, p, site,
+        first_head,
+    )  # fmt: skip
+    _, _, v, s, _ = _dense(qkv, options)
     lse = torch.logsumexp(s, -1)
-    lse = torch.where(lse == -_INF, _INF, lse)
+    lse = torch.where(lse == -INF, INF, lse)
     probs = torch.exp(s - lse[..., None])
-    if rng is not None:
-        probs = probs * _probability_mask(rng, probs, p, site, first_head)
-    o = (probs @ v.to(s.dtype)).to(qkv.dtype).permute(3, 0, 1, 2, 4).flatten(2).flatten(0, 1)
-    return _pad(o, len(qkv)), lse.flatten(1, 2).clone()
+    o = (probs * _mask(options, probs) @ v).to(qkv.dtype).permute(3, 0, 1, 2, 4).flatten(2).flatten(0, 1)
+    return pad(o, len(qkv)), lse.flatten(1, 2).clone()
 
 
 def attention_bwd_ref(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    key_mask: Tensor | None,
-    rng: Tensor | None,
-    batch: int,
-    seq: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    site: int,
-    first_head: int,
-) -> Tensor:
-    q, k, v = _heads(qkv, batch, seq)
-    s = _scores(q, k, key_mask, causal, scale)
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, rng: Tensor | None, batch: int, seq: int, max_seqlen: int | None, causal: bool, window: int | None,
+    scale: float, softcap: float | None, interleaved: bool, p: float, site: int, first_head: int,
+) -> Tensor:  # fmt: skip
+    options = Options(
+        key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, interleaved, p, site,
+        first_head,
+    )  # fmt: skip
+    q, k, v, s, slope = _dense(qkv, options)
     probs = torch.exp(s - lse.unflatten(1, q.shape[1:3])[..., None])
-    dof, of = (t[: seq * batch].view(seq, batch, *q.shape[1:3], q.shape[-1]).permute(1, 2, 3, 0, 4).to(s.dtype) for t in (do, o))
-    mask = 1.0 if rng is None else _probability_mask(rng, probs, p, site, first_head)
-    ds = probs * (dof @ v.to(s.dtype).transpose(-1, -2) * mask - (dof * of).sum(-1, keepdim=True)) * scale
-    dq, dk = ds @ k.to(s.dtype), (ds.transpose(-1, -2) @ q.to(s.dtype)).sum(2, keepdim=True)
-    dv = ((probs * mask).transpose(-1, -2) @ dof).sum(2, keepdim=True)
+    do, o = (by_head(t, batch, seq, *q.shape[1:3]).to(s.dtype) for t in (do, o))
+    mask = _mask(options, probs)
+    dz = probs * (do @ v.transpose(-1, -2) * mask - (do * o).sum(-1, keepdim=True)) * slope
+    dq, dk = dz @ k, (dz.transpose(-1, -2) @ q).sum(2, keepdim=True)
+    dv = ((probs * mask).transpose(-1, -2) @ do).sum(2, keepdim=True)
+    turns = angles(options, s.dtype)
+    if turns is not None:
+        back = turns[0], -turns[1], interleaved
+        dq, dk = turn(dq, *back), turn(dk, *back)
     dqkv = torch.cat([dq, dk, dv], 2).to(qkv.dtype).permute(3, 0, 1, 2, 4).reshape(seq * batch, *qkv.shape[1:])
-    return _pad(dqkv, len(qkv))
+    return pad(dqkv, len(qkv))
 
 
-def _probability_mask(rng: Tensor, probs: Tensor, p: float, site: int, first_head: int) -> Tensor:
-    B, G, Q, S, _ = probs.shape
-    positions = torch.arange(S, device=probs.device)
-    mask = _dropout_mask(rng, positions, S, torch.arange(B, device=probs.device), G * Q, p, site, first_head, probs.dtype)
-    return mask.unflatten(1, (G, Q)) * scale(p)
+def _fwd_fake(qkv, *args):
+    options, (M, G, slots, E) = Options(*args), qkv.shape
+    lse = qkv.new_empty(options.batch, G * (slots - 2), options.seq, dtype=acc_dtype(qkv))
+    return qkv.new_empty(M, G * (slots - 2) * E), lse
 
 
-def _pad(x: Tensor, rows: int) -> Tensor:
-    """x [S B, ...] -> [rows, ...], zero beyond."""
-    return x.contiguous() if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def _bwd_fake(do, qkv, *_):
+    return qkv.new_empty(qkv.shape)
 
 
-# ---- CPU: sample by sample, blocks of query rows as batched GEMMs, so that the scores stay in the cache; none above the diagonal.
-# Scores are in units of log 2: exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash attention. ----
-
-_BLOCK = 128
+attention_fwd = op(attention_fwd_ref, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, cost=fwd_cost)
+attention_bwd = op(attention_bwd_ref, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, cost=bwd_cost)
 
 
-class _Sample:
-    """One sample's q [G, Q, S, E], k and v [G, S, E], and its blocks of query rows."""
+def attention_decode_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """One new token against a cache of turned keys.  q [B, G, Q, E], turned too, k and v [B, L, G, E] -> o [B, G Q E].  No gradient.
 
-    def __init__(self, b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head):
-        q, k, v = _heads(qkv, batch, seq)
-        self.q, self.k, self.v = q[b], k[b, :, 0].contiguous(), v[b, :, 0].contiguous()
-        self.G, self.Q, self.S, self.E = self.q.shape
-        self.key_mask = None if key_mask is None else key_mask[b]
-        self.b, self.rng, self.causal, self.acc = b, rng, causal, acc_dtype(qkv)
-        self.dropout = p, site, first_head
-
-    def __iter__(self):
-        """(rows a to e, keys that they see)"""
-        for a in range(0, self.S, _BLOCK):
-            e = min(a + _BLOCK, self.S)
-            yield a, e, e if self.causal else self.S
-
-    def rows(self, x: Tensor, a: int, e: int) -> Tensor:
-        """[G, Q, S, ...] -> [G, Q rows, ...]"""
-        return x[:, :, a:e].reshape(self.G, self.Q * (e - a), *x.shape[3:])
-
-    def scores(self, q: Tensor, kt: Tensor, a: int, e: int, keys: int) -> Tensor:
-        """[G, Q rows, keys], -inf where masked; q is scaled already."""
-        s = torch.bmm(q, kt[:, :, :keys])
-        if self.causal:
-            above = torch.full((e - a, e - a), -_INF, dtype=s.dtype, device=s.device).triu_(1)
-            s.view(self.G * self.Q, e - a, keys)[..., a:] += above
-        if self.key_mask is not None:
-            s.masked_fill_(~self.key_mask[:keys], -_INF)
-        return s
-
-    def mask(self, a: int, e: int, keys: int) -> Tensor:
-        """0/1 [G, Q rows, keys]"""
-        rows, sample = torch.arange(a, e, device=self.rng.device), torch.tensor([self.b], device=self.rng.device)
-        return _dropout_mask(self.rng, rows, keys, sample, self.G * self.Q, *self.dropout, self.acc).view(self.G, -1, keys)
-
-
-def _attention_fwd_cpu(qkv, key_mask, rng, batch, seq, causal, sm_scale, p, site, first_head):
-    M, G, heads, E = qkv.shape
-    Q = heads - 2
-    o = qkv.new_zeros(M, G * Q * E) if M > seq * batch else qkv.new_empty(M, G * Q * E)
-    out = o[: seq * batch].view(seq, batch, G, Q, E).permute(1, 2, 3, 0, 4)
-    lse = qkv.new_empty(batch, G, Q, seq, dtype=acc_dtype(qkv))
-    for b in range(batch):
-        sample = _Sample(b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
-        kt = sample.k.to(sample.acc).transpose(1, 2)
-        for a, e, keys in sample:
-            s = sample.scores(sample.rows(sample.q, a, e).to(sample.acc) * (sm_scale * _LOG2E), kt, a, e, keys)
-            top = s.amax(-1, keepdim=True)
-            if key_mask is not None:
-                top.masked_fill_(top == -_INF, 0)
-            s.sub_(top).exp2_()
-            total = s.sum(-1, keepdim=True)
-            row_lse = total.log2().add_(top).div_(_LOG2E)
-            if key_mask is not None:
-                row_lse.masked_fill_(total == 0, _INF)
-                total.masked_fill_(total == 0, 1)
-            if rng is not None:
-                s *= sample.mask(a, e, keys)
-                total /= scale(p)
-            out[b, :, :, a:e] = torch.bmm(s.to(qkv.dtype), sample.v[:, :keys]).div_(total).view(G, Q, e - a, E)
-            lse[b, :, :, a:e] = row_lse.view(G, Q, e - a)
-    return o, lse.flatten(1, 2)
-
-
-def _attention_bwd_cpu(do, qkv, o, lse, key_mask, rng, batch, seq, causal, sm_scale, p, site, first_head):
-    M, G, heads, E = qkv.shape
-    Q, acc, dtype = heads - 2, acc_dtype(qkv), qkv.dtype
-    by_head = lambda t: t[: seq * batch].view(seq, batch, G, Q, E).permute(1, 2, 3, 0, 4)  # noqa: E731
-    do, o, lse = by_head(do), by_head(o), lse.view(batch, G, Q, seq)
-    dqkv = qkv.new_zeros(qkv.shape) if M > seq * batch else torch.empty_like(qkv)
-    dq, dk_out, dv_out = _heads(dqkv, batch, seq)
-    for b in range(batch):
-        sample = _Sample(b, qkv, key_mask, rng, batch, seq, causal, p, site, first_head)
-        kt, vt = sample.k.to(acc).transpose(1, 2), sample.v.to(acc).transpose(1, 2)
-        delta, lse2 = (do[b].to(acc) * o[b]).sum(-1), lse[b] * _LOG2E
-        dk, dv = (torch.zeros(G, seq, E, dtype=acc, device=qkv.device) for _ in range(2))
-        for a, e, keys in sample:
-            qb, dob = sample.rows(sample.q, a, e), sample.rows(do[b], a, e)
-            s = sample.scores(qb.to(acc) * (sm_scale * _LOG2E), kt, a, e, keys)
-            probs = s.sub_(sample.rows(lse2, a, e)[..., None]).exp2_()
-            dp = torch.bmm(dob.to(acc), vt[:, :, :keys])
-            dropped = probs
-            if rng is not None:
-                mask = sample.mask(a, e, keys).mul_(scale(p))
-                dp *= mask
-                dropped = mask.mul_(probs)
-            dv[:, :keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
-            ds = dp.sub_(sample.rows(delta, a, e)[..., None]).mul_(probs).to(dtype)
-            dq[b, :, :, a:e] = torch.bmm(ds, sample.k[:, :keys]).mul_(sm_scale).view(G, Q, e - a, E)
-            dk[:, :keys] += torch.bmm(ds.transpose(1, 2), qb)
-        dk_out[b, :, 0] = dk.mul_(sm_scale)
-        dv_out[b, :, 0] = dv
-    return dqkv
-
-
-def _fwd_fake(qkv, key_mask, rng, batch, seq, causal, scale, p, site, first_head):
-    M, G, heads, E = qkv.shape
-    return qkv.new_empty(M, G * (heads - 2) * E), qkv.new_empty(batch, G * (heads - 2), seq, dtype=acc_dtype(qkv))
-
-
-attention_fwd = op(attention_fwd_ref, cpu=_attention_fwd_cpu, fake=_fwd_fake)
-attention_bwd = op(attention_bwd_ref, cpu=_attention_bwd_cpu, fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape))
-
-
-def attention_decode_ref(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """One new token against a cache.  q [B, G, Q, E], k and v [B, L, G, E], key_mask [B, L] -> o [B, G Q E].  No gradient."""
-    acc = acc_dtype(q)
+    Sample b sees its first ``lengths[b]`` keys (int32 [B]; all L without), of those the last ``window``, where ``key_mask`` [B, L] lets it.
+    """
+    acc, L = acc_dtype(q), k.shape[1]
     s = torch.einsum("bgqe,blge->bgql", q.to(acc), k.to(acc)) * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    end = torch.full((len(q), 1), L, device=q.device) if lengths is None else lengths[:, None]
+    position = torch.arange(L, device=q.device)
+    seen = position < end
+    if window is not None:
+        seen = seen & (position >= end - window)
     if key_mask is not None:
-        s = s.masked_fill(~key_mask[:, None, None], -_INF)
+        seen = seen & key_mask
+    s = s.masked_fill(~seen[:, None, None], -INF)
     return torch.einsum("bgql,blge->bgqe", torch.softmax(s, -1).nan_to_num(0), v.to(acc)).to(q.dtype).flatten(1)
 
 
-attention_decode = op(attention_decode_ref, fake=lambda q, *_: q.new_empty(len(q), q[0].numel()))
+def _decode_fake(q, *_):
+    return q.new_empty(len(q), q[0].numel())
+
+
+attention_decode = op(attention_decode_ref, launch=decode_launch, fake=_decode_fake, cost=decode_cost)
 
 
 # ---- autograd ----
@@ -239,16 +170,16 @@ attention_decode = op(attention_decode_ref, fake=lambda q, *_: q.new_empty(len(q
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, key_mask, rng, *args):
-        o, lse = attention_fwd(qkv, key_mask, rng, *args)
-        ctx.save_for_backward(qkv, o, lse, key_mask, rng)
-        ctx.args = args
+    def forward(ctx, qkv, *options):
+        o, lse = attention_fwd(qkv, *options)
+        ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
+        ctx.numbers = options[TENSORS:]
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        return attention_bwd(do.contiguous(), *ctx.saved_tensors, *ctx.args), *[None] * 9
+        return attention_bwd(do.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * len(Options._fields)
 
 
 # ---- public ----
@@ -261,7 +192,16 @@ def attention(
     seq: int | None = None,
     causal: bool,
     key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
     p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 0,
@@ -270,18 +210,61 @@ def attention(
     """softmax(scale q k') v for every head, with dropout on the probabilities.
 
     qkv [M, G, Q + 2, E]: row s * batch + b, per kv head its Q query heads, k and v; ``seq`` positions (default M / batch; rows beyond
-    seq * batch are padding).  key_mask bool [batch, seq], True where a key may be seen.  ``scale`` defaults to E ** -0.5.
-    ``first_head`` is the global number of the first query head here.  Returns o [M, G Q E] in qkv's dtype (under autocast: in its
-    dtype).  ValueError for shapes that do not fit, p outside [0, 1), or p > 0 without rng.
+    seq * batch are padding).  ``scale`` > 0 defaults to E ** -0.5.  Returns o [M, G Q E] in qkv's dtype (under autocast: in its dtype).
+
+    What a query sees: with ``causal``, itself and what came before, with ``window`` (causal only) the last ``window`` of these, itself
+    counted.  ``key_mask`` bool [batch, seq], True where a key may be seen.  ``cu_seqlens`` int32 [N + 1], rising: documents packed in
+    one row (batch 1) that do not see one another; rows outside all of them give 0.  No document may be longer than ``max_seqlen``.
+    Scores: ``softcap`` > 0 bounds them by tanh; then ``bias`` [H or 1, seq, seq], floating, is added (it has no gradient).
+    Rotary positions: ``cos`` and ``sin`` [P, W / 2], floating, W <= E, turn the first W columns of q and k: column i with i + W / 2, or if
+    ``interleaved`` 2i with 2i + 1.  Row r takes the table's row positions[r] (int64 [seq * batch], below P), without ``positions`` its s.
+    Dropout: p, rng and ``site``; ``first_head`` is the global number of the first query head here.
+
+    ValueError for what does not fit; on a CPU also for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
     check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     check(batch >= 1, f"attention: batch must be at least 1, got {batch}")
     seq = len(qkv) // batch if seq is None else seq
     check(seq * batch <= len(qkv), f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {len(qkv)}")
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    check(scale > 0, f"attention: scale must be positive, got {scale}")
+    check(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}")
+    check(window is None or (causal and window >= 1), f"attention: window needs causal and must be at least 1, got {window}, {causal=}")
     if key_mask is not None:
-        fits = key_mask.shape == (batch, seq) and key_mask.dtype == torch.bool
-        check(fits, f"attention: key_mask must be bool {(batch, seq)}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+        _check("key_mask", key_mask, torch.bool, (batch, seq))
+    if cu_seqlens is not None:
+        check(batch == 1, f"attention: cu_seqlens needs batch = 1, got {batch}")
+        _check("cu_seqlens", cu_seqlens, torch.int32, (max(cu_seqlens.numel(), 1),))
+    check(max_seqlen is None or cu_seqlens is not None, "attention: max_seqlen needs cu_seqlens")
+    if bias is not None:
+        check(not bias.requires_grad, "attention: bias is not differentiated; give it detached")
+        check(bias.is_floating_point(), f"attention: bias must be floating, got {bias.dtype}")
+        H = qkv.shape[1] * (qkv.shape[2] - 2)
+        _check("bias", bias, bias.dtype, (1 if bias.dim() and len(bias) == 1 else H, seq, seq))
+    _check_turns(qkv.shape[-1], batch, seq, cos, sin, positions)
     rng = active_rng("attention", p, rng)
     (qkv,) = autocast(qkv)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    return _Attention.apply(qkv.contiguous(), key_mask, rng, batch, seq, causal, scale, p, site, first_head)
+    options = Options(
+        key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, interleaved, p, site,
+        first_head,
+    )  # fmt: skip
+    return _Attention.apply(qkv.contiguous(), *options)
+
+
+def _check(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    fits = t.shape == shape and t.dtype == dtype
+    check(fits, f"attention: {name} must be {str(dtype)[6:]} {shape}, got {t.dtype} {tuple(t.shape)}")
+
+
+def _check_turns(E: int, batch: int, seq: int, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> None:
+    check((cos is None) == (sin is None), "attention: cos and sin go together")
+    if positions is not None:
+        check(cos is not None, "attention: positions need cos and sin")
+        _check("positions", positions, torch.int64, (seq * batch,))
+    if cos is not None:
+        fits = cos.dim() == 2 and cos.shape == sin.shape and cos.is_floating_point() and cos.dtype == sin.dtype
+        got = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        check(fits, f"attention: cos and sin must be floating [positions, W / 2], alike, got {got}")
+        check(2 * cos.shape[1] <= E, f"attention: cos turns {2 * cos.shape[1]} columns, a head has {E}")
+        enough = positions is not None or len(cos) >= seq
+        check(enough, f"attention: cos has {len(cos)} rows for {seq} positions; give at least {seq}, or positions")

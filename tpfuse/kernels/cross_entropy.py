@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._cross_entropy import bwd_launch, stats_launch
 from ._op import acc_dtype, check, op
 
 IGNORE = -100
@@ -46,8 +47,31 @@ def cross_entropy_bwd_ref(
     return dx.to(logits.dtype)
 
 
-cross_entropy_stats = op(cross_entropy_stats_ref)
-cross_entropy_bwd = op(cross_entropy_bwd_ref)
+cross_entropy_stats = op(cross_entropy_stats_ref, launch=stats_launch)
+cross_entropy_bwd = op(cross_entropy_bwd_ref, launch=bwd_launch)
+
+
+# ---- between the stages: what any cross-entropy does with the statistics ----
+
+
+def merge_stats(stats: Tensor) -> Tensor:
+    """[R, M, 4] of R slices of the vocabulary -> [M, 4] of all of it, added in rank order."""
+    top = stats[..., 0].amax(0)
+    total = (stats[..., 1] * torch.exp(stats[..., 0] - top)).sum(0)
+    return torch.stack([top, total, stats[..., 2].sum(0), stats[..., 3].sum(0)], -1)
+
+
+def mean_loss(
+    stats: Tensor, labels: Tensor, normalizer: Tensor | None, vocab: int, ignore_index: int, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every rank's [R, M, 4] -> the scalar loss, lse [M], the normalizer."""
+    top, exps, target, total = merge_stats(stats).unbind(-1)
+    lse = torch.log(exps) + top
+    losses = lse - (1 - smoothing) * target - smoothing * total / vocab + z_loss * lse * lse
+    valid = labels != ignore_index
+    if normalizer is None:
+        normalizer = valid.sum().clamp(min=1)
+    return torch.where(valid, losses, 0).sum() / normalizer, lse, normalizer
 
 
 # ---- autograd ----
@@ -57,16 +81,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, normalizer, first, vocab, ignore_index, smoothing, z_loss, gather):
         stats = gather(cross_entropy_stats(logits, labels, first, smoothing > 0))
-        top = stats[..., 0].amax(0)
-        lse = torch.log((stats[..., 1] * torch.exp(stats[..., 0] - top)).sum(0)) + top
-        target, total = stats[..., 2].sum(0), stats[..., 3].sum(0)
-        losses = lse - (1 - smoothing) * target - smoothing * total / vocab + z_loss * lse * lse
-        valid = labels != ignore_index
-        if normalizer is None:
-            normalizer = valid.sum().clamp(min=1)
+        loss, lse, normalizer = mean_loss(stats, labels, normalizer, vocab, ignore_index, smoothing, z_loss)
         ctx.save_for_backward(logits, labels, lse, normalizer)
         ctx.args = first, vocab, ignore_index, smoothing, z_loss
-        return torch.where(valid, losses, 0).sum() / normalizer
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -99,15 +117,23 @@ def cross_entropy(
     ValueError for shapes that do not fit or, on CPU, a label outside 0 to V - 1.
     """
     vocab = logits.shape[-1] if vocab_size is None else vocab_size
-    fits = labels.shape == logits.shape[:-1] and labels.dtype == torch.int64
-    check(fits, f"cross_entropy: labels must be int64 {tuple(logits.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
-    check(0 <= label_smoothing < 1, f"cross_entropy: label_smoothing must lie in [0, 1), got {label_smoothing}")
-    logits, labels = logits.reshape(-1, logits.shape[-1]).contiguous(), labels.reshape(-1).contiguous()
-    if not torch.compiler.is_compiling():
-        check_ids("cross_entropy: labels", labels, vocab, ignore_index)
-    if normalizer is not None:
-        normalizer = torch.as_tensor(normalizer, dtype=acc_dtype(logits), device=logits.device)
+    logits, labels, normalizer = checked_rows("cross_entropy", logits, labels, vocab, ignore_index, label_smoothing, normalizer)
     return _CrossEntropy.apply(logits, labels, normalizer, first_token, vocab, ignore_index, label_smoothing, z_loss, gather)
+
+
+def checked_rows(
+    name: str, x: Tensor, labels: Tensor, vocab: int, ignore_index: int, label_smoothing: float, normalizer: float | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [..., N] and labels [...] as rows, the normalizer as a tensor; a named error for what does not fit."""
+    fits = labels.shape == x.shape[:-1] and labels.dtype == torch.int64
+    check(fits, f"{name}: labels must be int64 {tuple(x.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
+    check(0 <= label_smoothing < 1, f"{name}: label_smoothing must lie in [0, 1), got {label_smoothing}")
+    x, labels = x.reshape(-1, x.shape[-1]).contiguous(), labels.reshape(-1).contiguous()
+    if not torch.compiler.is_compiling():
+        check_ids(f"{name}: labels", labels, vocab, ignore_index)
+    if normalizer is not None:
+        normalizer = torch.as_tensor(normalizer, dtype=acc_dtype(x), device=x.device)
+    return x, labels, normalizer
 
 
 def check_ids(name: str, ids: Tensor, vocab: int, ignore_index: int | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._fused_norm import dropout_launch
 from ._op import acc_dtype, autocast, op
 from .reduce_bias_dropout_add_norm import active_rng, dropout_rows
 
@@ -19,7 +20,7 @@ def dropout_fwd_ref(x: Tensor, rng: Tensor, p: float, site: int, first_row: int,
     return dropout_rows(x.to(acc_dtype(x)), rng, p, site, first_row, batch).to(x.dtype)
 
 
-dropout_fwd = op(dropout_fwd_ref, fake=lambda x, *_: x.new_empty(x.shape))
+dropout_fwd = op(dropout_fwd_ref, launch=dropout_launch, fake=lambda x, *_: x.new_empty(x.shape))
 
 
 # ---- autograd ----

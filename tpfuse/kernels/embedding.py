@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import _embed_finish, _lookup
 from ._op import acc_dtype, autocast, check, op, sum_parts
 from .norm import Remake, check_vectors, make_remake, normalize, normalize_backward
 from .reduce_bias_dropout_add_norm import active_rng, dropout_rows
@@ -116,10 +117,10 @@ def _bwd_fake(dn, dh, x, mean, rstd, gamma, rng, p, site, first_row, batch, rms,
     return like.new_empty(like.shape[-2:], dtype=dtype), dgamma, dbeta
 
 
-embedding_fwd = op(embedding_fwd_ref)
-embedding_bwd = op(embedding_bwd_ref)
-embed_finish_fwd = op(embed_finish_fwd_ref, fake=_fwd_fake)
-embed_finish_bwd = op(embed_finish_bwd_ref, fake=_bwd_fake)
+embedding_fwd = op(embedding_fwd_ref, launch=_lookup.fwd_launch, cost=_lookup.fwd_cost)
+embedding_bwd = op(embedding_bwd_ref, launch=_lookup.bwd_launch, cost=_lookup.bwd_cost)
+embed_finish_fwd = op(embed_finish_fwd_ref, launch=_embed_finish.fwd_launch, fake=_fwd_fake, cost=_embed_finish.fwd_cost)
+embed_finish_bwd = op(embed_finish_bwd_ref, launch=_embed_finish.bwd_launch, fake=_bwd_fake, cost=_embed_finish.bwd_cost)
 
 
 # ---- autograd ----

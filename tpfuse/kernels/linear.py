@@ -3,8 +3,10 @@
     z = x W' + b          y = act(z)
     dz = dy act'(z)       dx = dz W        dW = dz' x        db = sum_rows dz
 
-Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none", "gelu" (erf), "gelu_tanh", "relu".  GEMMs accumulate in fp32;
-outputs have x's dtype, dW has W's; db is fp32.  The activation is rebuilt from z in the same pass as its derivative.
+Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none", "gelu" (erf), "gelu_tanh", "relu", "silu".  A gated one, "swiglu"
+(silu), "geglu" (gelu) or "geglu_tanh", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N],
+y [M, N] (Shazeer 2020, arXiv 2002.05202).  GEMMs accumulate in fp32; outputs have x's dtype, dW has W's; db is fp32.  The activation is
+taken of z as rounded and stored, and rebuilt from z in the same pass as its derivative.
 """
 
 import torch
@@ -12,9 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._activation import GATED, activation_bwd_cost, activation_bwd_launch, activation_fwd_launch, width
+from ._gemm import (
+    linear_dgrad_act_cost,
+    linear_dgrad_act_launch,
+    linear_dgrad_cost,
+    linear_dgrad_launch,
+    linear_fwd_cost,
+    linear_fwd_launch,
+    linear_wgrad_cost,
+    linear_wgrad_launch,
+)
 from ._op import acc_dtype, autocast, check, op, row_blocks
 
-ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu"
+ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu", "silu"  # y has z's shape; those of GATED halve it
 aten = torch.ops.aten
 
 
@@ -26,18 +39,38 @@ def column_sum(x: Tensor) -> Tensor:
     return x.sum(0, dtype=acc_dtype(x))
 
 
+def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, 2N] -> [M, N], [M, N], in fp32"""
+    return z.to(acc_dtype(z)).unflatten(1, (-1, 2)).unbind(2)
+
+
 def activation_fwd_ref(z: Tensor, activation: str) -> Tensor:
+    """[M, N] -> [M, N];  gated, [M, 2N] -> [M, N]"""
+    if activation in GATED:
+        gate, up = _gate_up(z)
+        return (activation_fwd_ref(gate, GATED[activation]) * up).to(z.dtype)
     if activation == "relu":
         return F.relu(z)
+    if activation == "silu":
+        return F.silu(z)
     return F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def activation_bwd_ref(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dz, db [N] fp32, act(z) (empty unless ``rebuild``)."""
+def _dz_ref(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    if activation in GATED:
+        (gate, up), act = _gate_up(z), GATED[activation]
+        dgate, dup = _dz_ref(dy * up, gate, act), dy * activation_fwd_ref(gate, act)
+        return torch.stack((dgate, dup), 2).flatten(1).to(z.dtype)
     if activation == "relu":
-        dz = dy * (z > 0)
-    else:
-        dz = aten.gelu_backward(dy, z, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return dy * (z > 0)
+    if activation == "silu":
+        return aten.silu_backward(dy, z)
+    return aten.gelu_backward(dy, z, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activation_bwd_ref(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dz like z, db [columns of z] fp32, act(z) (empty unless ``rebuild``)."""
+    dz = _dz_ref(dy, z, activation)
     return dz, column_sum(dz), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
 
 
@@ -53,7 +86,8 @@ def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
 
 
 def linear_dgrad_act_ref(dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] -> dz [M, K], db [K], act(z) or empty."""
+    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z, db its columns'
+    sums in fp32, act(z) [M, K] or empty."""
     return activation_bwd(dy @ w, z, activation, rebuild)
 
 
@@ -70,6 +104,11 @@ _K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
 
 
 def _activation_fwd_cpu(z: Tensor, activation: str) -> Tensor:
+    if activation in GATED:
+        y = z.new_empty(len(z), z.shape[1] // 2)
+        for i, j in row_blocks(*z.shape):
+            y[i:j] = activation_fwd_ref(z[i:j], activation)
+        return y
     if activation != "gelu_tanh":
         return activation_fwd_ref(z, activation)
     y, k = torch.empty_like(z), torch.tensor(_K, dtype=acc_dtype(z))
@@ -81,6 +120,15 @@ def _activation_fwd_cpu(z: Tensor, activation: str) -> Tensor:
 
 
 def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if activation in GATED:
+        dz, db = torch.empty_like(z), z.new_zeros(z.shape[1], dtype=acc_dtype(z))
+        y = torch.empty_like(dy) if rebuild else z.new_empty(0)
+        for i, j in row_blocks(*z.shape):
+            dz[i:j], db_block, a = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild)
+            db += db_block
+            if rebuild:
+                y[i:j] = a
+        return dz, db, y
     if activation != "gelu_tanh":
         return activation_bwd_ref(dy, z, activation, rebuild)
     dz, y, k = torch.empty_like(z), torch.empty_like(z) if rebuild else z.new_empty(0), torch.tensor(_K, dtype=acc_dtype(z))
@@ -96,12 +144,12 @@ def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -
     return dz, column_sum(dz), y
 
 
-activation_fwd = op(activation_fwd_ref, cpu=_activation_fwd_cpu)
-activation_bwd = op(activation_bwd_ref, cpu=_activation_bwd_cpu)
-linear_fwd = op(linear_fwd_ref)
-linear_dgrad = op(linear_dgrad_ref)
-linear_dgrad_act = op(linear_dgrad_act_ref)
-linear_wgrad = op(linear_wgrad_ref)
+activation_fwd = op(activation_fwd_ref, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
+activation_bwd = op(activation_bwd_ref, launch=activation_bwd_launch, cpu=_activation_bwd_cpu, cost=activation_bwd_cost)
+linear_fwd = op(linear_fwd_ref, launch=linear_fwd_launch, cost=linear_fwd_cost)
+linear_dgrad = op(linear_dgrad_ref, launch=linear_dgrad_launch, cost=linear_dgrad_cost)
+linear_dgrad_act = op(linear_dgrad_act_ref, launch=linear_dgrad_act_launch, cost=linear_dgrad_act_cost)
+linear_wgrad = op(linear_wgrad_ref, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
 
 
 # ---- autograd ----
@@ -133,17 +181,21 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (under autocast: in its dtype).
 
-    ``activation``: "none", "gelu", "gelu_tanh" or "relu".  ValueError for shapes or dtypes that do not fit.
+    ``activation``: "none", "gelu", "gelu_tanh", "relu" or "silu"; or gated, "swiglu", "geglu" or "geglu_tanh", with weight [2N, K], bias
+    [2N], gate and up in turns (a [N, 2, K] seen flat).  ValueError for shapes or dtypes that do not fit.
     """
     check_linear("linear", x, weight, bias, activation)
     x, weight, bias = autocast(x, weight, bias)
     y = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, activation)
-    return y.view(*x.shape[:-1], len(weight))
+    return y.view(*x.shape[:-1], len(weight) // width(activation))
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-    check(activation in ACTIVATIONS, f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    known = *ACTIVATIONS, *GATED
+    check(activation in known, f"{name}: activation must be one of {', '.join(known)}, got {activation!r}")
     check(weight.dim() == 2 and weight.shape[1] == x.shape[-1], f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}")
+    pairs = len(weight) % width(activation) == 0
+    check(pairs, f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {len(weight)} rows")
     check(bias is None or bias.shape == weight.shape[:1], f"{name}: bias must be [{len(weight)}], got {getattr(bias, 'shape', None)}")
     same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
     check(same, f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

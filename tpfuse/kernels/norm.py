@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._fused_norm import apply_launch, norm_launch
+from ._fused_norm_bwd import norm_bwd_cost, norm_bwd_launch
 from ._op import acc_dtype, autocast, check, op, sum_parts
 
 aten = torch.ops.aten
@@ -73,9 +75,9 @@ def norm_bwd_ref(
     return dx.to(x.dtype), dgamma, dbeta
 
 
-norm_fwd = op(norm_fwd_ref)
-norm_apply = op(norm_apply_ref)
-norm_bwd = op(norm_bwd_ref)
+norm_fwd = op(norm_fwd_ref, launch=norm_launch)
+norm_apply = op(norm_apply_ref, launch=apply_launch)
+norm_bwd = op(norm_bwd_ref, launch=norm_bwd_launch, cost=norm_bwd_cost)
 
 
 # ---- autograd ----

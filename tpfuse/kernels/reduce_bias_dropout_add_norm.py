@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._fused_norm import bwd_launch, fwd_launch
+from ._fused_norm import fwd_cost, fwd_launch
+from ._fused_norm_bwd import bwd_cost, bwd_launch
 from ._op import acc_dtype, autocast, check, op, row_blocks, sum_parts
 from ._philox import check_rng, keep_rows, scale, threshold
 from .norm import Remake, check_vectors, make_remake, normalize, normalize_backward
@@ -77,8 +78,12 @@ def reduce_bias_dropout_add_norm_bwd_ref(
     has_beta: bool,
     residual_dtype: torch.dtype | None,
     parts_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dparts [m, D], dresidual [m, D], dbias, dgamma, dbeta [D]; empty where there was none.  h, mean, rstd, gamma: with a norm."""
+    """-> dparts [m, D], dresidual [m, D], dbias, dgamma, dbeta [D]; empty where there was none.  h, mean, rstd, gamma: with a norm.
+
+    ``out`` [m, D] (a send buffer; rows may lie apart) takes dparts, which then comes back empty: no op may return what it was given.
+    """
     d = dh.to(acc_dtype(dh), copy=True) if dn is None else sum_parts(dn)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if gamma is not None and (dn is not None or post_norm):
@@ -92,7 +97,10 @@ def reduce_bias_dropout_add_norm_bwd_ref(
     dresidual = d.new_empty(0) if residual_dtype is None else d.to(residual_dtype, copy=True)
     if rng is not None:
         d = dropout_rows(d, rng, p, site, first_row, batch)
-    return d.to(parts_dtype), dresidual, d.sum(0) if has_bias else d.new_empty(0), dgamma, dbeta
+    dparts = d.to(parts_dtype) if out is None else d.new_empty(0, dtype=parts_dtype)
+    if out is not None:
+        out.copy_(d)
+    return dparts, dresidual, d.sum(0) if has_bias else d.new_empty(0), dgamma, dbeta
 
 
 # ---- CPU: the reference on blocks of rows, whose temporaries then stay in the cache ----
@@ -108,10 +116,12 @@ def _fwd_cpu(parts, bias, residual, gamma, beta, rng, p, site, first_row, *rest)
 
 
 def _bwd_cpu(dn, dh, h, mean, rstd, gamma, rng, p, site, first_row, *rest):
+    *rest, out = rest if len(rest) == 8 else (*rest, None)  # the dispatcher leaves a default out
+
     def block(i, j):
         some = [t if t is None or len(t) == 0 else t[i:j] for t in (dh, h, mean, rstd)]
         own = None if dn is None else dn[:, i:j], *some
-        return reduce_bias_dropout_add_norm_bwd_ref(*own, gamma, rng, p, site, first_row + i, *rest)
+        return reduce_bias_dropout_add_norm_bwd_ref(*own, gamma, rng, p, site, first_row + i, *rest, None if out is None else out[i:j])
 
     blocks = [block(i, j) for i, j in row_blocks(*(dh if dn is None else dn).shape[-2:])]
     if len(blocks) == 1:
@@ -130,7 +140,7 @@ def _fwd_fake(parts, bias, residual, gamma, beta, rng, p, site, first_row, batch
 
 
 def _bwd_fake(
-    dn, dh, h, mean, rstd, gamma, rng, p, site, first_row, batch, rms, post_norm, has_bias, has_beta, residual_dtype, parts_dtype
+    dn, dh, h, mean, rstd, gamma, rng, p, site, first_row, batch, rms, post_norm, has_bias, has_beta, residual_dtype, parts_dtype, out=None
 ):
     m, D = (dh if dn is None else dn).shape[-2:]
     like = dh if dn is None else dn
@@ -139,11 +149,14 @@ def _bwd_fake(
     dresidual = like.new_empty(0, dtype=acc) if residual_dtype is None else like.new_empty(m, D, dtype=residual_dtype)
     dgamma = gamma.new_empty(D) if normed else like.new_empty(0, dtype=acc)
     dbeta = dgamma.new_empty(D if has_beta else 0) if normed else like.new_empty(0, dtype=acc)
-    return like.new_empty(m, D, dtype=parts_dtype), dresidual, like.new_empty(D if has_bias else 0, dtype=acc), dgamma, dbeta
+    dparts = like.new_empty((m, D) if out is None else 0, dtype=parts_dtype)
+    return dparts, dresidual, like.new_empty(D if has_bias else 0, dtype=acc), dgamma, dbeta
 
 
-reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, launch=fwd_launch, cpu=_fwd_cpu, fake=_fwd_fake)
-reduce_bias_dropout_add_norm_bwd = op(reduce_bias_dropout_add_norm_bwd_ref, launch=bwd_launch, cpu=_bwd_cpu, fake=_bwd_fake)
+reduce_bias_dropout_add_norm_fwd = op(reduce_bias_dropout_add_norm_fwd_ref, launch=fwd_launch, cpu=_fwd_cpu, fake=_fwd_fake, cost=fwd_cost)
+reduce_bias_dropout_add_norm_bwd = op(
+    reduce_bias_dropout_add_norm_bwd_ref, launch=bwd_launch, cpu=_bwd_cpu, fake=_bwd_fake, cost=bwd_cost, mutates=("out",)
+)
 
 
 # ---- autograd ----

@@ -26,7 +26,7 @@ class KVCache:
         self._store(qkv[:batch].unflatten(0, (1, batch)), self.length, 1)
         seen = slice(0, self.length)
         q = qkv[:batch, :, :-2]
-        o = attention_decode(q.contiguous(), self.k[:, seen], self.v[:, seen], self.mask[:, seen], qkv.shape[-1] ** -0.5)
+        o = attention_decode(q, self.k[:, seen], self.v[:, seen], self.mask[:, seen], None, None, qkv.shape[-1] ** -0.5, None)
         out = o.new_zeros(len(qkv), o.shape[1])
         out[:batch] = o
         return out

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather, all_reduce, all_to_all
+from ..kernels._fused_norm import reduce_launch
 from ..kernels._op import autocast, check, op, sum_parts
-from ..kernels.linear import activation_bwd, check_linear, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad
+from ..kernels.linear import activation_bwd, check_linear, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad, width
 from ..kernels.norm import Remake, norm_apply
 from ..parallel import TensorParallel
 from . import overlap
@@ -64,7 +65,7 @@ def reduce_parts_ref(parts: Tensor) -> Tensor:
     return sum_parts(parts).to(parts.dtype)
 
 
-reduce_parts = op(reduce_parts_ref)
+reduce_parts = op(reduce_parts_ref, launch=reduce_launch)
 
 
 # ---- autograd ----
@@ -222,9 +223,9 @@ def gather_linear(
     """Column-parallel linear: gathers the rows, and multiplies by this rank's slice of the weight.
 
     x [m, D] or one shard expanded to [R, m, D] (without sequence parallelism [M, D] or [1, M, D]), weight [N, D], bias [N], N this
-    rank's -> [M, N] in x's dtype (under autocast: in its dtype).  The gradient of an expanded x comes back as R unsummed parts.
-    ``remake`` is saved in place of x, which is made again in backward.  ``columns``: the most that any rank has, where N is not the same
-    on all (whether messages overlap is decided by it).  ValueError for shapes or dtypes that do not fit.
+    rank's -> [M, N] ([M, N / 2] gated) in x's dtype (under autocast: in its dtype).  The gradient of an expanded x comes back as R
+    unsummed parts.  ``remake`` is saved in place of x, which is made again in backward.  ``columns``: the most that any rank has, where N
+    is not the same on all (whether messages overlap is decided by it).  ValueError for shapes or dtypes that do not fit.
     """
     check_linear("gather_linear", x, weight, bias, activation)
     x, weight, bias = autocast(x, weight, bias)
@@ -258,13 +259,14 @@ def gather_mlp_exchange(
 ) -> Tensor:
     """gather_linear, activation and linear_exchange as one op, whose backward runs the activation's in the epilogue of a GEMM.
 
-    x as in gather_linear, fc1_weight [F, D], fc1_bias [F], fc2_weight [D, F], F this rank's -> parts [R, m, D].
+    x as in gather_linear, fc1_weight [F, D], fc1_bias [F], fc2_weight [D, F], F this rank's -> parts [R, m, D].  ``activation`` as in
+    kernels.linear, but not "none"; with "swiglu", "geglu" or "geglu_tanh" fc1_weight is [2F, D], a [F, 2, D] seen flat, and fc1_bias [2F].
     With ``remake`` neither x nor the activation is saved, only the pre-activation.
     """
     check_linear("gather_mlp_exchange", x, fc1_weight, fc1_bias, activation)
     check(activation != "none", "gather_mlp_exchange: activation must not be none")
-    fits = fc2_weight.shape == fc1_weight.shape[::-1]
-    check(fits, f"gather_mlp_exchange: fc2_weight must be {tuple(fc1_weight.shape[::-1])}, got {tuple(fc2_weight.shape)}")
+    shape = fc1_weight.shape[1], fc1_weight.shape[0] // width(activation)
+    check(fc2_weight.shape == shape, f"gather_mlp_exchange: fc2_weight must be {shape}, got {tuple(fc2_weight.shape)}")
     same = fc2_weight.dtype == fc1_weight.dtype or torch.is_autocast_enabled(x.device.type)
     check(same, f"gather_mlp_exchange: weights must have one dtype outside autocast, got {fc1_weight.dtype} and {fc2_weight.dtype}")
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)

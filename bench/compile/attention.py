@@ -1,0 +1,69 @@
+"""attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and packing; decode."""
+
+import torch
+
+from bench.compile._compile import Call, meta
+from tpfuse.kernels._attention import Options
+from tpfuse.kernels._decode import decode_launch
+from tpfuse.kernels._flash import fwd_launch
+from tpfuse.kernels._flash_backward import bwd_launch
+
+TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]  # noqa: E731
+ELEMENTS = dict(_fwd_kernel=TILE, _dkdv_kernel=TILE, _dq_kernel=TILE)
+GEMMS = dict.fromkeys(ELEMENTS, ("HGMMA",))
+WIDE = dict(_fwd_kernel=("HGMMA",))  # backward tiles that have room for 256 columns are too small for wgmma
+FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
+
+
+def both(E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int = 1, dtype: torch.dtype = torch.bfloat16):
+    has = lambda name, *tensor: meta(*tensor[:-1], dtype=tensor[-1]) if name in features else None  # noqa: E731
+
+    def run():
+        batch = 1 if "packed" in features else B
+        rows, H = S * batch, G * Q
+        options = Options(
+            key_mask=has("key_mask", batch, S, torch.bool),
+            cu_seqlens=has("packed", 9, INT32),
+            bias=has("bias", H, S, S, dtype),
+            cos=has("rope", S, E // 2, FP32),
+            sin=has("rope", S, E // 2, FP32),
+            positions=has("packed", rows, INT64) if "rope" in features else None,
+            rng=has("dropout", 3, INT64),
+            batch=batch,
+            seq=S,
+            causal="causal" in features,
+            window=512 if "window" in features else None,
+            scale=E**-0.5,
+            softcap=50.0 if "softcap" in features else None,
+            p=0.1 if "dropout" in features else 0.0,
+            site=4,
+        )
+        qkv, o = meta(rows, G, Q + 2, E, dtype=dtype), meta(rows, H * E, dtype=dtype)
+        fwd_launch(qkv, *options)
+        bwd_launch(o, qkv, o, meta(batch, H, S, dtype=FP32), *options)
+
+    return run
+
+
+def decode(E: int, Q: int, B: int = 4, L: int = 8192, G: int = 8):
+    def run():
+        cache = meta(B, L, G, 2, E)
+        decode_launch(meta(B, G, Q, E), cache[..., 0, :], cache[..., 1, :], meta(B, L, dtype=torch.bool), None, None, E**-0.5, None)
+
+    return run
+
+
+CALLS = {"E=128 causal dropout rope": Call(both(128, "causal", "dropout", "rope"), ELEMENTS, GEMMS)}
+for E in (32, 64, 96, 128, 256):
+    CALLS[f"E={E} causal"] = Call(both(E, "causal"), ELEMENTS, WIDE if E == 256 else GEMMS)
+    CALLS[f"E={E} causal dropout"] = Call(both(E, "causal", "dropout"), ELEMENTS, WIDE if E == 256 else GEMMS)
+CALLS |= {
+    "E=64 causal dropout rope": Call(both(64, "causal", "dropout", "rope"), ELEMENTS, GEMMS),
+    "E=256 causal rope softcap window": Call(both(256, "causal", "rope", "softcap", "window", Q=2), ELEMENTS, WIDE),
+    "E=128 packed causal dropout rope Q=4": Call(both(128, "packed", "causal", "dropout", "rope", Q=4), ELEMENTS, GEMMS),
+    "E=64 key_mask bias dropout": Call(both(64, "key_mask", "bias", "dropout"), ELEMENTS, GEMMS),
+    "E=64 packed one position": Call(both(64, "packed", "causal", "dropout", "rope", "window", B=1, S=1, G=1), ELEMENTS, GEMMS),
+    "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
+    "E=128 decode": Call(decode(128, 1)),
+    "E=256 decode Q=8": Call(decode(256, 8)),
+}

@@ -1,0 +1,26 @@
+"""linear_cross_entropy: three chunks of the vocabulary (the first, a middle and the last one differ), one chunk with a bias, fp16, fp32."""
+
+import torch
+
+from bench.compile._compile import Call, meta
+from tpfuse.kernels._linear_cross_entropy import bwd_launch, stats_launch
+
+HGMMA = dict.fromkeys(("_logits_stats_kernel", "_dlogits_kernel", "_contract_kernel"), ("HGMMA", "UTMALDG"))
+
+
+def both(M: int, V: int, D: int, bias: bool, dtype: torch.dtype = torch.bfloat16):
+    def run():
+        x, w, labels, rows = meta(M, D, dtype=dtype), meta(V, D, dtype=dtype), meta(M, dtype=torch.int64), meta(M, dtype=torch.float32)
+        b = meta(V, dtype=dtype) if bias else None
+        stats_launch(x, w, b, labels, 0, bias)
+        bwd_launch(x, w, b, labels, rows, rows[:1].expand(M), 0, V, -100, 0.1, 1e-4)
+
+    return run
+
+
+CALLS = {
+    "V=49152 D=768": Call(both(4096, 49152, 768, bias=False), uses=HGMMA),
+    "V=15522 D=768 bias": Call(both(4096, 15522, 768, bias=True), uses=HGMMA),
+    "V=16000 D=4096 fp16": Call(both(4096, 16000, 4096, bias=False, dtype=torch.float16), uses=HGMMA),
+    "V=1000 D=64 fp32": Call(both(512, 1000, 64, bias=True, dtype=torch.float32)),
+}

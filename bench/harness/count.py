@@ -1,0 +1,97 @@
+"""What a call of tpfuse moves, computes and launches: the declared costs of its ops, and the kernels behind them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpfuse.kernels import _launch
+from tpfuse.kernels._op import NAMESPACE, OPS, Cost
+
+
+@dataclass
+class Kernel:
+    name: str
+    registers: int | None = None  # a thread; None under the interpreter
+    spills: int | None = None  # bytes a thread
+
+
+@dataclass
+class Call:
+    op: str
+    cost: Cost
+    kernels: list[Kernel]
+    device: str
+
+    @property
+    def path(self) -> str:
+        """The kernels it launched; without any, which torch implementation ran."""
+        if self.kernels:
+            return " ".join(dict.fromkeys(kernel.name for kernel in self.kernels))
+        faster = self.device == "cpu" and OPS[self.op].cpu is not OPS[self.op].reference
+        return f"{self.op} on CPU" if faster else f"{self.op} by torch"
+
+
+@dataclass
+class Counted:
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(call.cost.read + call.cost.written for call in self.calls)
+
+    @property
+    def flops(self) -> int:
+        return sum(call.cost.flops for call in self.calls)
+
+    @property
+    def path(self) -> str:
+        return ", ".join(dict.fromkeys(call.path for call in self.calls))
+
+    def largest(self, what: str) -> int | None:
+        """ "registers" or "spills" of the kernel that has most of them"""
+        found = [getattr(kernel, what) for call in self.calls for kernel in call.kernels]
+        return max((n for n in found if n is not None), default=None)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, counted: Counted, launched: list[Kernel]):
+        super().__init__()
+        self.counted, self.launched = counted, launched
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != NAMESPACE:
+            return func(*args, **(kwargs or {}))
+        self.launched.clear()
+        outputs = func(*args, **(kwargs or {}))
+        op = OPS[func._opname]
+        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        self.counted.calls.append(Call(op.name, op.cost(args, outputs), list(self.launched), device))
+        return outputs
+
+
+class _Watched:
+    """A kernel whose launches leave behind what was compiled."""
+
+    def __init__(self, kernel, launched: list[Kernel]):
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid) -> Callable:
+        def start(*args, **config):
+            compiled = self.kernel[grid](*args, **config)
+            read = () if compiled is None else (compiled.n_regs, 4 * compiled.n_spills)  # Triton counts words
+            self.launched.append(Kernel(self.kernel.fn.__name__, *read))
+
+        return start
+
+
+@contextlib.contextmanager
+def count() -> Iterator[Counted]:
+    """``with count() as counted: call()`` records every tpfuse op, backward ones included."""
+    counted, launched, start = Counted(), [], _launch._start
+    watched = lambda kernel, *rest: start(_Watched(kernel, launched), *rest)  # noqa: E731
+    with mock.patch.object(_launch, "_start", watched), _Mode(counted, launched):
+        yield counted

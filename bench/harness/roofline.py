@@ -1,0 +1,45 @@
+"""This card's two ceilings, measured in the run that they judge: copy bandwidth and matrix rate."""
+
+import pathlib
+import platform
+import re
+from dataclasses import dataclass
+
+import torch
+
+from .measure import once, side_stream
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    copy_gbs: float  # GB read and written a second
+    matrix_tflops: dict[str, float]  # by dtype
+
+    def floor(self, dtype: str, moved: int, flops: int) -> float:
+        """Seconds below which nothing that moves and computes this much can go."""
+        return max(moved / (self.copy_gbs * 1e9), flops / (self.matrix_tflops[dtype] * 1e12))
+
+
+def card_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return (found[1] if found else platform.processor() or "CPU") + f", {torch.get_num_threads()} threads"
+
+
+def measure_card(device: torch.device, dtypes: dict[str, torch.dtype], *, copy_mib: int | None = None, side: int | None = None) -> Card:
+    """A copy of a buffer much larger than the cache; a square product of random matrices in each dtype."""
+    gpu = device.type == "cuda"
+    copy_mib, side = copy_mib or (2048 if gpu else 128), side or (8192 if gpu else 1024)
+    with side_stream(device):
+        source = torch.empty(copy_mib << 18, dtype=torch.float32, device=device).normal_()
+        target = torch.empty_like(source)
+        seconds = once(lambda: target.copy_(source), device)
+        rates = {}
+        for name, dtype in dtypes.items():
+            a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            rates[name] = 2 * side**3 / once(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device) / 1e12
+    return Card(card_name(device), 2 * source.nbytes / seconds / 1e9, rates)

@@ -1,0 +1,35 @@
+"""Dropout on its own.  Its error is taken against torch with the same mask."""
+
+import torch.nn.functional as F
+
+from bench.harness import Bench, Random, acc
+from tpfuse.kernels._philox import keep_rows, scale
+from tpfuse.kernels.dropout import dropout
+
+
+def inputs(random: Random, M: int, D: int) -> tuple:
+    return random(M, D), random.rng()
+
+
+def tpfuse(x, rng, p):
+    return dropout(x, p, rng=rng)
+
+
+def torch(x, rng, p):
+    return F.dropout(x, p)
+
+
+def exact(x, rng, p):
+    return (acc(x) * keep_rows(rng, *x.shape, p, 0, 0, 1, acc(x).dtype) * scale(p)).to(x.dtype)
+
+
+BENCH = Bench(
+    name="dropout",
+    axes=("M", "D"),
+    shapes=((8192, 1024), (8192, 4096), (8192, 16384)),
+    cpu_shapes=((2048, 768),),
+    inputs=inputs,
+    providers=dict(tpfuse=tpfuse, torch=torch),
+    p=0.1,
+    exact=exact,
+)

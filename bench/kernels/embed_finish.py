@@ -1,0 +1,33 @@
+"""What follows the lookup in GPT: h = dropout(sum_r parts + position), n = LayerNorm(h)."""
+
+import torch.nn.functional as F
+
+from bench.harness import Bench, Random
+from tpfuse.kernels import embed_finish
+
+
+def inputs(random: Random, R: int, M: int, D: int) -> tuple:
+    table, positions = random(2048, D), random.ids(2048, M)
+    return random(R, M, D), table, positions, random(D, mean=1.0, std=0.1), random(D, std=0.1), random.rng()
+
+
+def tpfuse(parts, table, positions, weight, norm_bias, rng, p):
+    options = dict(position_weight=table, positions=positions, weight=weight, norm_bias=norm_bias)
+    return embed_finish(parts, **options, p=p, rng=rng)[:2]
+
+
+def torch(parts, table, positions, weight, norm_bias, rng, p):
+    x = parts[0] if len(parts) == 1 else parts.sum(0)
+    h = F.dropout(x + F.embedding(positions, table), p)
+    return h, F.layer_norm(h, weight.shape, weight, norm_bias)[None]
+
+
+BENCH = Bench(
+    name="embed_finish",
+    axes=("R", "M", "D"),
+    shapes=((1, 8192, 1024), (1, 8192, 4096), (8, 1024, 4096)),
+    cpu_shapes=((1, 2048, 768),),
+    inputs=inputs,
+    providers=dict(tpfuse=tpfuse, torch=torch),
+    p=0.1,
+)

@@ -1,0 +1,221 @@
+"""Sweeps launch parameters on the GPU at hand and keeps the winners in tpfuse/kernels/tuned.json, under its arch.
+
+python -m bench.tune                             every op that asks for tuned parameters, at its standard shapes, in bf16
+python -m bench.tune linear --shape 8192x4096x4096 --dtype bf16,fp16
+
+What is tuned is what the launchers ask for (tpfuse/kernels/_tuning.py) while an op runs, the choice between a fused GEMM and torch's
+included.  A sweep starts at the kernel's default and changes one parameter at a time, from the best so far, until nothing wins.  A
+candidate must give the right answer first: errors at most twice torch's.  It wins only if it is faster than the best so far by more than
+the spread of both, all of them taking turns.  What did not compile or fit is passed over.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from bench.__main__ import chosen, progress, shapes_of
+from bench.harness.bench import DTYPES, Bench, Random, Shape, discover, load
+from bench.harness.measure import Timing, interleaved, sets_needed, side_stream
+from bench.harness.run import Errors, calls
+from tpfuse.kernels import _tuning
+from tpfuse.kernels._launch import target
+
+ROUNDS = 3  # of a sweep: how many parameters may differ from the default
+OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa"}  # where a launcher may take one of two: from the default to the other
+RANGES = dict(BM=(32, 256), BN=(32, 256), BK=(16, 128), BLOCK_M=(32, 256), BLOCK_N=(32, 256), GROUP_M=(1, 16), FLATTEN=(False, True))
+RANGES |= dict(ROWS=(1, 64), A=(64, 8192), HEADS=(1, 64), LANES=(32, 1024), num_warps=(1, 16), num_stages=(1, 5))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question of a launcher: the parameters of this kernel for this bucket."""
+
+    kernel: str
+    arch: str
+    bucket: str
+    default: tuple[tuple[str, object], ...]
+
+
+def neighbours(parameters: dict) -> list[dict]:
+    """One parameter changed; beyond the other path, that path's own neighbours."""
+    if parameters.get("path") in OTHER_PATH:
+        other = parameters | {"path": OTHER_PATH[parameters["path"]]}
+        return [other, *neighbours(other)]
+    changed = []
+    for name in filter(RANGES.__contains__, parameters):
+        value, (low, high) = parameters[name], RANGES[name]
+        if isinstance(value, bool):
+            steps = [not value]
+        else:
+            steps = [value - 1, value + 1] if name == "num_stages" else [value // 2, value * 2]
+        changed += [parameters | {name: n} for n in steps if low <= n <= high]
+    return changed
+
+
+def winner(timings: dict[int, Timing], best: int) -> int:
+    """The fastest, if it beats ``best`` by more than either's spread; otherwise ``best``."""
+    fastest = min(timings, key=lambda i: timings[i].p50)
+    gain = timings[best].p50 - timings[fastest].p50
+    return fastest if gain > max(timings[best].spread, timings[fastest].spread) else best
+
+
+def sweep(default: dict, right: Callable[[dict], bool], time: Callable[[list[dict]], dict[int, Timing]]) -> dict:
+    """-> the best parameters.  ``right(parameters)`` checks a candidate, ``time([...])`` times several, by their place in the list."""
+    best, tried = default, [default]
+    for _ in range(ROUNDS):
+        fresh = [candidate for candidate in neighbours(best) if candidate not in tried]
+        tried += fresh
+        field = [best, *filter(right, fresh)]
+        if len(field) == 1:
+            break
+        won = winner(time(field), 0)
+        if won == 0:
+            break
+        best = field[won]
+    return best
+
+
+# ---- between a launcher and the table ----
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[Ask]]:
+    """What launchers ask for, each question once."""
+    asks, answer = [], _tuning.tuned
+
+    def listen(kernel, arch, dtype, shape, default):
+        ask = Ask(kernel, arch, _tuning.bucket(dtype, shape), tuple(default.items()))
+        if ask not in asks:
+            asks.append(ask)
+        return answer(kernel, arch, dtype, shape, default)
+
+    users = [
+        module for name, module in list(sys.modules.items()) if name.startswith("tpfuse.") and getattr(module, "tuned", None) is answer
+    ]
+    with contextlib.ExitStack() as stack:
+        for module in users:
+            stack.enter_context(mock.patch.object(module, "tuned", listen))
+        yield asks
+
+
+def put(table: dict, ask: Ask, parameters: dict) -> dict:
+    """A copy of the table in which the answer is ``parameters``; only what differs from the default is kept."""
+    table = json.loads(json.dumps(table))
+    kernels = table.setdefault(ask.arch, {})
+    entry = {name: value for name, value in parameters.items() if (name, value) not in ask.default}
+    kernels.setdefault(ask.kernel, {}).pop(ask.bucket, None)
+    if entry:
+        kernels[ask.kernel][ask.bucket] = entry
+    kernels = {kernel: dict(sorted(buckets.items())) for kernel, buckets in sorted(kernels.items()) if buckets}
+    return {arch: kernels if arch == ask.arch else old for arch, old in sorted(table.items()) if arch != ask.arch or kernels}
+
+
+# ---- one op ----
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One question, and the call during which a launcher asks it."""
+
+    ask: Ask
+    call: Callable[[int], object]
+    results: Callable[[], list[float]]  # errors of all that the op gives
+    allowed: list[float]
+    table: dict
+    sets: int
+    device: torch.device
+    seconds: float  # for each candidate
+    say: Callable[[str], None]
+
+    def under(self, parameters: dict) -> contextlib.AbstractContextManager:
+        table = put(self.table, self.ask, parameters)
+        return mock.patch.object(_tuning, "_table", lambda: table)
+
+    def right(self, parameters: dict) -> bool:
+        try:
+            with self.under(parameters):
+                errors = self.results()
+        except Exception as error:  # whatever the compiler or the driver makes of it
+            self.say(f"{self.ask.kernel} {parameters}: {next(iter(str(error).splitlines()), type(error).__name__)}")
+            return False
+        return all(math.isfinite(error) and error <= most for error, most in zip(errors, self.allowed, strict=True))
+
+    def time(self, field: list[dict]) -> dict[int, Timing]:
+        def run(parameters: dict) -> Callable[[int], object]:
+            patch = self.under(parameters)
+
+            def one(i: int) -> object:
+                with patch:
+                    return self.call(i)
+
+            return one
+
+        return interleaved({i: run(p) for i, p in enumerate(field)}, self.sets, self.device, self.seconds * len(field))
+
+
+def tune(bench: Bench, shape: Shape, dtype: str, table: dict, device: torch.device, seconds: float, say=lambda line: None) -> dict:
+    """The table, with the winners of one op at one shape in it."""
+    make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)  # noqa: E731
+    fn, slack = bench.providers["tpfuse"], torch.finfo(DTYPES[dtype]).eps / 10
+    with side_stream(device):
+        errors = Errors(bench, lambda: make(0))
+        allowed = [2 * error + slack for error in errors.torch["step"]]
+        sets = [make(0)]
+        sets += [make(i) for i in range(1, sets_needed(sum(t.nbytes for t in sets[0]), device))]
+        for mode in ("fwd", "bwd"):
+            call = calls(fn, sets, bench.p, mode, Random(DTYPES[dtype], device, 1))
+            with asked() as asks:
+                call(0)
+            for ask in asks:
+                say(f"{bench.name} {'x'.join(map(str, shape))} {dtype} {mode}: {ask.kernel} {ask.bucket}")
+                trial = Trial(ask, call, lambda: errors.against_truth(fn)["step"], allowed, table, len(sets), device, seconds, say)
+                table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))
+    return table
+
+
+def with_and_without_dropout(bench: Bench) -> list[Bench]:
+    """Some paths are asked for only without; where both ask, what dropout finds stays, being the heavier."""
+    return [bench] if not bench.p or bench.exact else [dataclasses.replace(bench, p=0.0), bench]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="default: all")
+    parser.add_argument(
+        "--shape", action="append", default=[], help="such as 8192x4096, comma-separated or repeated (default: the standard)"
+    )
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32, comma-separated (default bf16)")
+    parser.add_argument("--seconds", type=float, default=0.1, help="for each candidate (default 0.1)")
+    parser.add_argument("--table", type=pathlib.Path, default=_tuning.TABLE, help="the file to merge into (default: the library's own)")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench.tune: torch sees no GPU here, and launch parameters are tuned on one", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    try:
+        dtypes, benches = chosen(args.dtype, DTYPES, "dtype"), [load(name) for name in args.ops or discover()]
+        texts = [text for given in args.shape for text in given.split(",")]
+        cases = [(bench, shape, dtype) for bench in benches for shape in shapes_of(bench, texts, device) for dtype in dtypes]
+        cases = [(form, *rest) for bench, *rest in cases for form in with_and_without_dropout(bench)]
+    except ValueError as error:
+        parser.error(str(error))
+    table = json.loads(args.table.read_text()) if args.table.exists() else {}
+    for bench, shape, dtype in cases:
+        table = tune(bench, shape, dtype, table, device, args.seconds, progress)
+        args.table.write_text(json.dumps(table, indent=1) + "\n")  # what is found is kept, whatever comes next
+    kept = sum(len(buckets) for buckets in table.get(target(device).arch, {}).values())
+    print(f"{args.table}: {kept} entries for {target(device).arch}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
