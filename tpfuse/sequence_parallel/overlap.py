@@ -12,7 +12,8 @@ GEMMs and messages is a function of rank and shapes alone, never of what arrives
 activation's tiles agree (on a CPU: pieces of 16 rows and more) values and gradients are bitwise those of ``plain``, but for the MLP's
 bias gradient, which is added piece by piece.
 
-Shapes as in ``plain``: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N].
+Shapes as in ``plain``: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N]; of a gated activation
+w1 is [2 N, D].
 """
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..collectives import all_gather_single, named, resolve
 from ..kernels._op import acc_dtype, op, sum_parts
-from ..kernels.linear import activation_fwd, column_sum, linear_dgrad, linear_dgrad_act, linear_wgrad
+from ..kernels.linear import activation_fwd, column_sum, linear_dgrad, linear_dgrad_act, linear_wgrad, width
 from ._flight import Flight, pieces
 
 
@@ -46,8 +47,8 @@ def _regather(what: str, n: Tensor, group_name: str) -> Flight:
 
 def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: str, group_name: str) -> tuple[Tensor, Tensor]:
     """-> y, z (empty for "none")."""
-    cut, y = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
-    z = y if activation == "none" else torch.empty_like(y)
+    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
+    y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
     flight = Flight("gather_linear forward", n, n.new_empty(n.shape), group_name).post_all(cut)
 
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
@@ -125,7 +126,7 @@ def gather_mlp_exchange_fwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> parts [R, m, D], z [M, F], act(z) (empty unless ``keep``)."""
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
-    a = torch.empty_like(z) if keep else n.new_empty(0)
+    a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
     enter = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name).post_all(cut)
     parts = torch.empty_like(enter.into)
     leave = Flight("gather_mlp_exchange forward (parts)", enter.into, parts, group_name)  # results leave from where rows have landed
@@ -153,7 +154,7 @@ def gather_mlp_exchange_bwd_ref(
     dy[enter.rank] = dp[enter.rank]
     z = z.unflatten(0, n.shape[:2])
     dz, db1 = torch.empty_like(z), z.new_zeros(z.shape[-1], dtype=acc_dtype(z))
-    rebuilt = torch.empty_like(z) if a is None else None
+    rebuilt = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else None
 
     def multiply(dy: Tensor, tile: int, rows: slice, out: Tensor) -> None:
         dz[tile, rows], db, again = linear_dgrad_act(dy, w2, z[tile, rows], activation, a is None)
@@ -207,8 +208,8 @@ def _empty_bias(like: Tensor, n: int, has_bias: bool) -> Tensor:
 
 
 def _gather_linear_fwd_fake(n, w, b, activation, group_name):
-    y = n.new_empty(n.shape[0] * n.shape[1], len(w))
-    return y, n.new_empty(0) if activation == "none" else torch.empty_like(y)
+    rows = n.shape[0] * n.shape[1]
+    return n.new_empty(rows, len(w) // width(activation)), n.new_empty(0) if activation == "none" else n.new_empty(rows, len(w))
 
 
 def _gather_linear_bwd_fake(dy, w, n, has_bias, group_name):
@@ -225,7 +226,7 @@ def _linear_exchange_bwd_fake(dp, x, w, group_name):
 
 def _gather_mlp_exchange_fwd_fake(n, w1, b1, w2, activation, keep, group_name):
     z = n.new_empty(n.shape[0] * n.shape[1], len(w1))
-    return n.new_empty(n.shape), z, torch.empty_like(z) if keep else n.new_empty(0)
+    return n.new_empty(n.shape), z, n.new_empty(len(z), w2.shape[1]) if keep else n.new_empty(0)
 
 
 def _gather_mlp_exchange_bwd_fake(dp, n, w1, w2, z, a, activation, group_name):
