@@ -10,11 +10,13 @@ masked gives 0, and its lse is +inf, so that exp(S - lse) is 0 in backward too. 
 site << 16 | global query head, key position, sample); nothing of it is saved.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._op import acc_dtype, autocast, check, op
+from ._op import Cost, acc_dtype, autocast, check, least, op
 from ._philox import keep, mask_key, scale
 from .reduce_bias_dropout_add_norm import active_rng
 
@@ -218,8 +220,20 @@ def _fwd_fake(qkv, key_mask, rng, batch, seq, causal, scale, p, site, first_head
     return qkv.new_empty(M, G * (heads - 2) * E), qkv.new_empty(batch, G * (heads - 2), seq, dtype=acc_dtype(qkv))
 
 
-attention_fwd = op(attention_fwd_ref, cpu=_attention_fwd_cpu, fake=_fwd_fake)
-attention_bwd = op(attention_bwd_ref, cpu=_attention_bwd_cpu, fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape))
+def _cost(products: int, first: int) -> Callable[[tuple, tuple], Cost]:
+    """So many products over the scores (half of them where causal); qkv and what follows it begin at argument ``first``."""
+
+    def cost(args: tuple, outputs: tuple) -> Cost:
+        qkv, (batch, seq, causal) = args[first], args[-7:-4]
+        heads = qkv.shape[1] * (qkv.shape[2] - 2)
+        scores = seq * (seq + 1) // 2 if causal else seq * seq
+        return least(args, outputs)._replace(flops=2 * products * batch * heads * scores * qkv.shape[-1])
+
+    return cost
+
+
+attention_fwd = op(attention_fwd_ref, cpu=_attention_fwd_cpu, fake=_fwd_fake, cost=_cost(2, 0))
+attention_bwd = op(attention_bwd_ref, cpu=_attention_bwd_cpu, fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape), cost=_cost(5, 1))
 
 
 def attention_decode_ref(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._op import acc_dtype, autocast, check, op, row_blocks
+from ._op import Cost, acc_dtype, autocast, check, least, op, row_blocks
 
 ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu"
 aten = torch.ops.aten
@@ -96,12 +96,18 @@ def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -
     return dz, column_sum(dz), y
 
 
+def _gemm_cost(args: tuple, outputs: tuple) -> Cost:
+    """2 M N K: x [M, .] by a weight [N, K]."""
+    x, w = args[:2]
+    return least(args, outputs)._replace(flops=2 * len(x) * w.numel())
+
+
 activation_fwd = op(activation_fwd_ref, cpu=_activation_fwd_cpu)
 activation_bwd = op(activation_bwd_ref, cpu=_activation_bwd_cpu)
-linear_fwd = op(linear_fwd_ref)
-linear_dgrad = op(linear_dgrad_ref)
-linear_dgrad_act = op(linear_dgrad_act_ref)
-linear_wgrad = op(linear_wgrad_ref)
+linear_fwd = op(linear_fwd_ref, cost=_gemm_cost)
+linear_dgrad = op(linear_dgrad_ref, cost=_gemm_cost)
+linear_dgrad_act = op(linear_dgrad_act_ref, cost=_gemm_cost)
+linear_wgrad = op(linear_wgrad_ref, cost=lambda args, outputs: least(args, outputs)._replace(flops=2 * args[0].numel() * args[1].shape[1]))
 
 
 # ---- autograd ----
