@@ -14,7 +14,8 @@ from ..kernels._op import Cost, moved
 
 GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = "GEMM", "attention", "normalisation", "elementwise", "communication"
 
-_UNTOUCHED = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "alias", "lift_fresh"}
+_UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_UNTOUCHED |= {"_unsafe_view", "_reshape_alias", "alias", "lift_fresh"}
 _WRITE_ONLY = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _NORMS = ("layer_norm", "rms_norm", "batch_norm", "group_norm", "softmax")

@@ -206,7 +206,9 @@ class Comparison(NamedTuple):
 PLAIN, TABLE, TABLE_FUSED, TABLE_FLASH = "plain torch", "table unfused", "table fused", "fused + flash"
 
 
-def compare(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None) -> Comparison:
+def compare(
+    config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None
+) -> Comparison:
     """Every way to run one layer.  Grouped heads and gated MLPs have no row in the table of 2020: then tpfuse's columns alone."""
     s, element_size = Shape.of(config), dtype.itemsize
     columns, traces = [], {}

@@ -52,7 +52,7 @@ def activation_bytes(
     if recompute == "full":
         return e * rows * s.D
     if recompute in ("fastest", "smallest"):
-        kept = 1 if recompute == "smallest" and not is_bert(config) else 2  # h, and n where it is not made again (post-norm: n is h)
+        kept = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not made again
         a = 0 if recompute == "smallest" else s.F
         statistics = 2 * (4 if getattr(config, "norm", "layer") == "rms" else 8)
         between = 2 * kept * e * s.D + statistics
@@ -83,7 +83,13 @@ def saved_bytes(model: nn.Module | None = None) -> Iterator[Callable[[], int]]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield lambda: sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+        total = None
+        count = lambda: sum(storage.nbytes() for key, storage in kept.items() if key not in own)  # noqa: E731
+        try:
+            yield lambda: count() if total is None else total
+        finally:
+            total = count()
+            kept.clear()  # backward may free them
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage:

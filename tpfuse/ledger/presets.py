@@ -40,6 +40,8 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict
 
 # As a config.json has them.
 PRESETS = {
+    "gpt-3m": _gpt(256, 4, 8, 512, 256),
+    "gpt-10m": _gpt(384, 6, 12, 512, 256),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
     "gpt2": _gpt(768, 12, 12, 1024, 50257),

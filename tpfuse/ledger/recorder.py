@@ -38,7 +38,8 @@ _OURS = {  # by the beginning of an op's name; what is not here is elementwise
 
 class Entry(NamedTuple):
     """One call.  ``read`` and ``written`` bytes of this rank's memory, ``least`` the lower bound on their sum, ``wire`` bytes sent to
-    other ranks; ``inputs`` and ``outputs`` (storage number, bytes), the same number wherever the same storage is seen."""
+    other ranks; ``inputs`` and ``outputs`` (storage number, bytes), the same number wherever the same storage is seen; ``drops``: one of
+    tpfuse's ops with a dropout mask to make."""
 
     op: str
     kind: str
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     seconds: float = 0.0
     inputs: tuple[tuple[int, int], ...] = ()
     outputs: tuple[tuple[int, int], ...] = ()
+    drops: bool = False
 
     @property
     def moved(self) -> int:
@@ -109,7 +111,9 @@ class Ledger(TorchDispatchMode):
         if cost.read or cost.written:
             phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else FORWARD
             wire = _wire(name, args) if kind == aten.COMMUNICATION else 0
-            self.entries.append(Entry(name, kind, phase, *cost[:2], bound.read + bound.written, cost.flops, wire, seconds, came, went))
+            drops = ours and any(a.name == "rng" and value is not None for a, value in zip(func._schema.arguments, args))
+            numbers = *cost[:2], bound.read + bound.written, cost.flops, wire, seconds
+            self.entries.append(Entry(name, kind, phase, *numbers, came, went, drops))
         return outputs
 
     def _clock(self, args: tuple) -> float:

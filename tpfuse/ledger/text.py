@@ -34,12 +34,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 
 
-def progress(items: Sequence, what: str) -> Iterator:
-    """Goes through ``items``; after two seconds says on stderr, in one line, how far it is."""
+def progress(items: Sequence, what: str, *, long: bool = False) -> Iterator:
+    """Goes through ``items``; after two seconds, or at once where each is ``long``, says on stderr, in one line, how far it is."""
     began = time.monotonic()
     shown = False
     for i, item in enumerate(items):
-        if time.monotonic() - began > 2 or shown:
+        if long or time.monotonic() - began > 2:
             shown = True
             say(f"{what} {i + 1} of {len(items)}")
         yield item
