@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .kernels._launch import MULTIPROCESSORS, pretending
 from .layers.block import SAVING
 from .ledger import dryrun, layer, machine, memory, mfu, plots, steptime
 from .ledger.presets import PRESETS, load_config
@@ -45,7 +46,7 @@ def sizes(text: str) -> list[int]:
 def choices(text: str) -> list[tuple[int, int]]:
     """ "1x1,2x1" -> (tp, dp) pairs"""
     try:
-        return [tuple(positive(n) for n in part.split("x", 1)) for part in text.split(",")]  # type: ignore[misc]
+        return [(positive(tp), positive(dp)) for tp, dp in (part.split("x") for part in text.split(","))]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}") from None
 
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences")
     p.add_argument("--seq", type=positive, default=512, metavar="N", help="positions a sequence")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    p.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help="whose launch parameters tpfuse's kernels have")
     p.add_argument("--ops", action="store_true", help="every op of tpfuse's layer too")
     p.add_argument("--ms", type=float, metavar="X", help="a measured time of tpfuse's layer (fastest), for its MUE; with --bandwidth")
     p.add_argument("--bandwidth", type=float, metavar="GB/S", help="the memory's peak")
@@ -150,7 +152,8 @@ def drawn(args) -> None:
 def run_ledger(args) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
-    comparison = layer.compare(load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype])
+    with pretending(args.arch):
+        comparison = layer.compare(load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype])
     text, values = [str(comparison)], comparison.json()
     traced = comparison.traces["tpfuse fastest"]
     if args.ms is not None:

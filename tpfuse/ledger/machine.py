@@ -122,13 +122,15 @@ SIZES = [  # width, heads, positions, batch; a second layer would only run the s
 MESSAGES = [1 << n for n in range(10, 24, 2)]  # bytes a rank holds
 
 
-def calibrate(dtypes: Sequence[torch.dtype] = (torch.float32,), worlds: Sequence[int] = WORLDS, *, seconds: float = 60.0) -> Machine:
+def calibrate(
+    dtypes: Sequence[torch.dtype] = (torch.float32,), worlds: Sequence[int] = WORLDS, *, seconds: float = 60.0, sizes: Sequence = SIZES
+) -> Machine:
     """Measures this machine, in about ``seconds``."""
     tables: dict[str, dict[int, Table]] = {}
     runs = list(itertools.product(dtypes, worlds))
     budget = seconds / len(runs)
     for dtype, world in progress(runs, "calibrating", long=True):
-        samples = on_ranks(world, _measure, dtype, max(budget - 6, 0.5))  # starting processes takes some seconds
+        samples = on_ranks(world, _measure, dtype, max(budget - 6, 0.5), sizes)  # starting processes takes some seconds
         tables.setdefault(str(dtype).removeprefix("torch."), {})[world] = _fit_all(*samples)
     return Machine(os.cpu_count() or 1, tables)
 
@@ -140,16 +142,16 @@ def key(e: Entry) -> str:
     return f"{e.op} + dropout" if e.drops else e.op
 
 
-def _measure(dtype: torch.dtype, seconds: float) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], float]:
+def _measure(dtype: torch.dtype, seconds: float, sizes: Sequence) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], float]:
     """On every rank at once -> samples by op and by kind, samples by collective, overhead of an op."""
     deadline = time.perf_counter() + 0.75 * seconds
     ops: dict[str, list[Sample]] = {}
     overheads = []
-    for width, heads, seq, batch in SIZES:
+    for width, heads, seq, batch in sizes:
         for dropout in (0.0, 0.1):
             step = _step(width, heads, seq, batch, dropout, dtype)
             step()
-            share = max(0.0, deadline - time.perf_counter()) / (2 * len(SIZES))
+            share = max(0.0, deadline - time.perf_counter()) / (2 * len(sizes))
             entries, walls = _repeat(step, share)
             mean = _typical([[e.seconds for e in run] for run in entries])
             for e, t in zip(entries[0], mean):

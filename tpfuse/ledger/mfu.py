@@ -9,10 +9,12 @@ For a GPT, 72 B s L h^2 (1 + s / 6h + V / 12 L h) and its kin: Narayanan et al. 
 """
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 from ..models.config import GPTConfig, ModelConfig
 from .shapes import Shape
+from .text import quantity
 
 RECOMPUTE = "none", "selective", "full"
 PEAK = {  # dense 16-bit matrix flops a second, by what is in the device's name
@@ -114,11 +116,12 @@ class ThroughputMeter:
 
         meter = ThroughputMeter(config, seq=2048, batch=64, devices=8, device_name=torch.cuda.get_device_name())
         for step in ...:
-            meter.tick()          # once a step, after it
-            print(meter)          # 12,345 tokens/s, 182 TFLOP/s a device, MFU 58.3 %
+            meter.start()
+            ...
+            meter.stop()     # after something that waits for the device: the loss as a number
+            print(meter)     # 123,456 tokens/s, 182 TFLOP/s a device, MFU 58.3 %
 
-    The first tick starts the clock.  ``batch``: sequences a step over all devices.  ``pause()`` leaves out what follows, until the next
-    tick (a checkpoint, a validation).
+    ``batch``: sequences a step over all devices.  What lies between stop and start (a checkpoint) is not counted.
     """
 
     def __init__(
@@ -132,42 +135,47 @@ class ThroughputMeter:
         device_name: str = "",
         window: int = 20,
     ):
-        self.tokens, self.flops = batch * seq, model_flops(config, seq, batch)
-        self.devices, self.window = devices, window
+        self.tokens, self.flops, self.devices = batch * seq, model_flops(config, seq, batch), devices
         self.peak = known_peak(device_name) if peak is None else peak
-        self._times: list[float] = []
-        self._since: float | None = None
+        self._steps: deque[float] = deque(maxlen=window)
+        self._began: float | None = None
 
-    def tick(self) -> None:
-        now = time.perf_counter()
-        if self._since is not None:
-            self._times = [*self._times, now - self._since][-self.window :]
-        self._since = now
+    def start(self) -> None:
+        self._began = time.perf_counter()
 
-    def pause(self) -> None:
-        self._since = None
+    def stop(self) -> None:
+        if self._began is None:
+            raise ValueError("ThroughputMeter: stop() without start()")
+        self._steps.append(time.perf_counter() - self._began)
+        self._began = None
 
     @property
     def seconds(self) -> float | None:
-        """A step's, the mean of the window; None before the second tick."""
-        return sum(self._times) / len(self._times) if self._times else None
+        """A step's, the mean of the window; None before the first."""
+        return sum(self._steps) / len(self._steps) if self._steps else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        return None if self.seconds is None else self.tokens / self.seconds
+        return self.tokens / self.seconds if self._steps else None
+
+    @property
+    def last_tokens_per_s(self) -> float | None:
+        """Of the last step alone."""
+        return self.tokens / self._steps[-1] if self._steps else None
 
     @property
     def flops_per_s(self) -> float | None:
         """Model flops a second and device."""
-        return None if self.seconds is None else self.flops / self.seconds / self.devices
+        return self.flops / self.seconds / self.devices if self._steps else None
 
     @property
     def mfu(self) -> float | None:
-        """%"""
-        return None if self.flops_per_s is None or self.peak is None else 100 * self.flops_per_s / self.peak
+        """%; None where the peak is not known"""
+        return None if self.peak is None or not self._steps else 100 * self.flops_per_s / self.peak
 
     def __str__(self) -> str:
-        if self.seconds is None:
+        if not self._steps:
             return "- tokens/s"
         known = "" if self.mfu is None else f", MFU {self.mfu:.1f} %"
-        return f"{self.tokens_per_s:,.0f} tokens/s, {self.flops_per_s / 1e12:.3g} TFLOP/s a device{known}"
+        rate = quantity(self.flops_per_s, "FLOP/s")
+        return f"{self.tokens_per_s:,.0f} tokens/s, {rate} a device{known}"
