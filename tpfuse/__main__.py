@@ -15,6 +15,7 @@ from .ledger.presets import PRESETS, load_config
 from .ledger.recorder import mue
 from .ledger.shapes import Shape
 from .ledger.text import quantity, table
+from .parallel import TensorParallel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_HELP = f"a local Hugging Face directory or config.json, or one of {', '.join(PRESETS)}"
@@ -80,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences")
     p.add_argument("--seq", type=positive, default=512, metavar="N", help="positions a sequence")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    p.add_argument("--tp", type=positive, default=1, metavar="N", help="one rank of N, with sequence parallelism: tpfuse's columns alone")
     p.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help="whose launch parameters tpfuse's kernels have")
     p.add_argument("--ops", action="store_true", help="every op of tpfuse's layer too")
     p.add_argument("--ms", type=float, metavar="X", help="a measured time of tpfuse's layer (fastest), for its MUE; with --bandwidth")
@@ -98,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
     split(p, 2048, 1, "bf16")
     p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
+    p.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help="whose launch parameters tpfuse's kernels have")
     p.add_argument("--sweep", action="store_true", help="how each cost grows with --tps and --ranks, in place of one --tp and --dp")
     p.add_argument("--tps", type=sizes, default="1,2,4,8,16,32,64", metavar="N,N", help="of --sweep: tensor-parallel sizes")
     p.add_argument("--ranks", type=sizes, default="1,8,64,512,4096", metavar="N,N", help="of --sweep: ranks in all")
@@ -152,8 +155,9 @@ def drawn(args) -> None:
 def run_ledger(args) -> None:
     if (args.ms is None) != (args.bandwidth is None):
         raise ValueError("--ms and --bandwidth go together")
-    with pretending(args.arch):
-        comparison = layer.compare(load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype])
+    with pretending(args.arch), dryrun.fake_world(args.tp) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+        comparison = layer.compare(load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype], tp=tp)
     text, values = [str(comparison)], comparison.json()
     traced = comparison.traces["tpfuse fastest"]
     if args.ms is not None:
@@ -203,20 +207,22 @@ def run_memory(args) -> None:
 
 def measured_layer(config, chosen: dryrun.Plan) -> int:
     with dryrun.fake_world(chosen.tp) as mesh:
-        tp = layer.TensorParallel(mesh["tp"], sequence_parallel=chosen.sequence_parallel)
+        tp = TensorParallel(mesh["tp"], sequence_parallel=chosen.sequence_parallel)
         return memory.measured_layer(config, tp=tp, seq=chosen.seq, batch=chosen.micro_batch, saving=chosen.saving, dtype=chosen.dtype)
 
 
 def run_dryrun(args) -> None:
     config = load_config(args.model)
     if args.sweep:
-        points = dryrun.sweep(config, plan(args, 1, 1, args.micro_batch), args.tps, args.ranks)
+        with pretending(args.arch):
+            points = dryrun.sweep(config, plan(args, 1, 1, args.micro_batch), args.tps, args.ranks)
         if args.plot:
             plots.growth(points, args.plot)
         every = [dict(error=p.error, tp=p.plan.tp) if p.error else dryrun.as_json(config, p.plan, p.held, p.work) for p in points]
         show(args, dryrun.sweep_table(points), every)
     else:
-        done = dryrun.run(config, plan(args, args.tp, args.dp, args.micro_batch))
+        with pretending(args.arch):
+            done = dryrun.run(config, plan(args, args.tp, args.dp, args.micro_batch))
         if args.plot:
             states = {"DDP": done.held.state, "FSDP": done.held.sharded}
             rows = {name: state._asdict() | {"activations": done.work.peak} for name, state in states.items()}

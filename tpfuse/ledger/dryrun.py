@@ -20,7 +20,7 @@ from .memory import State, activation_bytes, parameter_count, saved_bytes, state
 from .mfu import model_flops
 from .recorder import Ledger
 from .shapes import Shape
-from .text import progress, quantity, table
+from .text import Progress, progress, quantity, table
 
 _BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
 
@@ -123,22 +123,29 @@ def _held(model: nn.Module, plan: Plan) -> Held:
 
 def _work(model: nn.Module, plan: Plan) -> tuple[Work, Ledger]:
     ids = token_ids(plan.micro_batch, plan.seq)
+    said, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
+
+    def forget_gradient(p: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        said.say(f"dry run: backward, {left} gradients to go")
+        p.grad = None
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(_forget_gradient)
+        p.register_post_accumulate_grad_hook(forget_gradient)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: said.say(f"dry run: forward, layer {i + 1} of {count}"))
     with Ledger() as ledger:
         with saved_bytes(model) as saved:
             loss = model(ids, labels=ids).loss
         loss.backward()
+    said.done()
     total = ledger.total()
     messages = {
         (op, phase): (row.calls, row.wire) for (op, phase, kind), row in ledger.by("op", "phase", "kind").items() if kind == COMMUNICATION
     }
     flops = ledger.total(kind=GEMM).flops, ledger.total(kind=ATTENTION).flops
     return Work(saved(), ledger.peak, *flops, total.moved, total.wire, messages), ledger
-
-
-def _forget_gradient(p: nn.Parameter) -> None:
-    p.grad = None
 
 
 # ---- against the formulas ----

@@ -34,22 +34,29 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 
 
+class Progress:
+    """How far something is, on stderr: silent for two seconds (unless ``long``), then to a terminal one line over and over, to anything
+    else a line every ten seconds."""
+
+    def __init__(self, *, long: bool = False):
+        self.due = time.monotonic() + (0 if long else 2)
+        self.shown = False
+
+    def say(self, line: str) -> None:
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now >= self.due:
+            self.due, self.shown = now + (0.1 if terminal else 10), terminal
+            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def progress(items: Sequence, what: str, *, long: bool = False) -> Iterator:
-    """Goes through ``items``; after two seconds, or at once where each is ``long``, says on stderr, in one line, how far it is."""
-    began = time.monotonic()
-    shown = False
+    """Goes through ``items`` and says how far it is; ``long``: each takes more than two seconds."""
+    said = Progress(long=long)
     for i, item in enumerate(items):
-        if long or time.monotonic() - began > 2:
-            shown = True
-            say(f"{what} {i + 1} of {len(items)}")
+        said.say(f"{what} {i + 1} of {len(items)}")
         yield item
-    if shown:
-        say()
-
-
-def say(line: str = "") -> None:
-    """One line of stderr that the next replaces; empty clears it.  Not to a terminal: a line each."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
+    said.done()
