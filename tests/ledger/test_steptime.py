@@ -113,3 +113,11 @@ def test_a_machine_is_calibrated_and_steps_are_measured():
     assert found.tables["float32"][2].messages.keys() == MESSAGES.keys()
     checked = steptime.check(SMALL, [plan(2, 1, 2)], found, batch=4, steps=2)
     assert 0.01 < checked[0].prediction.seconds / checked[0].measured < 100
+
+
+def test_lines_are_stretched_to_whole_steps():
+    """Ops that take twice as long inside a step, and a microsecond of Python each."""
+    samples = [(0, n, 1e-9 * n) for n in (1e3, 1e4, 1e5)]
+    steps = [([("add", 0, n)] * calls, calls * (2e-9 * n + 1e-6)) for n, calls in ((1e3, 10), (1e4, 20), (1e5, 30))]
+    table = machine._fit_all({"add": samples}, {}, steps)
+    assert table.ops["add"] == pytest.approx(Line(0, 0, 2e-9), rel=1e-6) and table.overhead == pytest.approx(1e-6)

@@ -1,8 +1,8 @@
 """What this machine can do: for each op alpha + flops / rate + bytes / bandwidth, for each collective alpha + bytes / bandwidth.
 
 :func:`calibrate` measures it in about a minute, on CPU processes of one thread each: small models run under the timing ledger, as many at
-once as a world has ranks, since ranks of one machine share its memory and perhaps its cores.  The lines are fitted to relative errors, and
-what a step takes beyond its ops (autograd, Python) is an overhead for each op.
+once as a world has ranks, since ranks of one machine share its memory and perhaps its cores.  The lines are fitted to relative errors,
+and then to whole steps: stretched alike, and with an overhead for each op (autograd, Python).
 """
 
 import itertools
@@ -137,17 +137,18 @@ def calibrate(
 
 
 Sample = tuple[float, float, float]  # flops, bytes, seconds
+Step = tuple[list[tuple[str, float, float]], float]  # (key, flops, bytes) of its ops, seconds in all
 
 
 def key(e: Entry) -> str:
     return f"{e.op} + dropout" if e.drops else e.op
 
 
-def _measure(dtype: torch.dtype, seconds: float, sizes: Sequence) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], float]:
-    """On every rank at once -> samples by op and by kind, samples by collective, overhead of an op."""
+def _measure(dtype: torch.dtype, seconds: float, sizes: Sequence) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], list[Step]]:
+    """On every rank at once -> samples by op and by kind, samples by collective, whole steps."""
     deadline = time.perf_counter() + 0.75 * seconds
     ops: dict[str, list[Sample]] = {}
-    overheads = []
+    steps: list[Step] = []
     for i, (width, heads, seq, batch) in enumerate(sizes):
         if _agreed(time.perf_counter() > deadline) and i >= ENOUGH:
             break
@@ -161,8 +162,8 @@ def _measure(dtype: torch.dtype, seconds: float, sizes: Sequence) -> tuple[dict[
                 if e.kind != COMMUNICATION:
                     for name in (key(e), e.kind):
                         ops.setdefault(name, []).append((e.flops, e.moved, t))
-            overheads.append((statistics.median(walls) - sum(mean)) / len(mean))
-    return ops, _messages(), max(0.0, statistics.median(overheads))
+            steps.append(([(key(e), e.flops, e.moved) for e in entries[0]], statistics.median(walls)))
+    return ops, _messages(), steps
 
 
 def _agreed(over: bool) -> bool:
@@ -237,19 +238,22 @@ def _messages(rounds: int = 10) -> dict[str, list[Sample]]:
 # ---- fitting ----
 
 
-def _fit_all(ops: dict[str, list[Sample]], messages: dict[str, list[Sample]], overhead: float) -> Table:
-    fitted = [{name: fit(samples) for name, samples in group.items()} for group in (ops, messages)]
-    return Table(*fitted, overhead)
+def _fit_all(ops: dict[str, list[Sample]], messages: dict[str, list[Sample]], steps: list[Step]) -> Table:
+    lines = {name: fit(samples) for name, samples in ops.items()}
+    whole = [(sum(lines[name].seconds(flops, moved) for name, flops, moved in calls), len(calls), wall) for calls, wall in steps]
+    _, stretch, overhead = fit(whole, terms=(1, 2))
+    stretch = stretch or statistics.median(wall / seconds for seconds, _, wall in whole)
+    stretched = {name: Line(*(stretch * part for part in line)) for name, line in lines.items()}
+    return Table(stretched, {name: fit(samples) for name, samples in messages.items()}, overhead)
 
 
-def fit(samples: list[Sample]) -> Line:
-    """The line with no negative part whose squared relative errors are least: the best of those with any of its three terms."""
+def fit(samples: list[Sample], terms: Sequence[int] = (0, 1, 2)) -> Line:
+    """The line with no negative part whose squared relative errors are least: the best of those with any of its ``terms``."""
     table = np.array(samples, dtype=float)
     x = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]]) / table[:, 2:]
     scale = np.maximum(np.abs(x).max(0), 1e-300)
     best, line = np.inf, np.array([statistics.median(t for *_, t in samples), 0.0, 0.0])
-    for terms in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
-        columns = list(terms)
+    for columns in map(list, itertools.chain.from_iterable(itertools.combinations(terms, n) for n in range(1, len(terms) + 1))):
         solved = np.linalg.lstsq(x[:, columns] / scale[columns], np.ones(len(table)), rcond=None)[0] / scale[columns]
         error = float(np.square(x[:, columns] @ solved - 1).sum())
         if (solved >= 0).all() and error < best * 0.999:
