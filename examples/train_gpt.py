@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 import tpfuse
 from tpfuse import TensorParallel
+from tpfuse.ledger import ThroughputMeter
 from tpfuse.models import GPT, GPTConfig
 
 SIZES = {  # parameters, about 12 layers * width^2
@@ -326,10 +327,12 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
     if args.dp > 2 and first < args.steps:  # DDP fixes its order of summation in the first backward: for a bitwise resume, not in a step
         forward_backward(on, first)
         on.optimizer.zero_grad()
+    name = torch.cuda.get_device_name(on.device) if on.device.type == "cuda" else ""
+    meter = ThroughputMeter(on.model.config, seq=args.seq, batch=args.batch, devices=common.WORLD, device_name=name)
     quiet = dict(mininterval=0.5 if sys.stderr.isatty() else 10, disable=common.RANK != 0)
     with StopSignal() as stop, tqdm(total=args.steps, initial=first, unit="step", dynamic_ncols=True, **quiet) as bar:
         for step in range(first, args.steps):
-            began = time.perf_counter()
+            meter.start()
             lr = learning_rate(args, step)
             for group in on.optimizer.param_groups:
                 group["lr"] = lr
@@ -338,12 +341,13 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
             on.optimizer.step()
             on.optimizer.zero_grad()
             loss, stopped_by = agree(loss, stop.signum, on.device)
-            speed = args.batch * args.seq / (time.perf_counter() - began)
+            meter.stop()
 
             done = step + 1
             if log:
-                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), tokens_per_s=round(speed))
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                speed = dict(tokens_per_s=round(meter.last_tokens_per_s), model_tflops=meter.flops_per_s / 1e12, mfu=meter.mfu)
+                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed)
+                bar.set_postfix_str(f"loss {loss:.3f}, {meter}", refresh=False)
                 bar.update()
             if done % args.validate_every == 0 or done == args.steps:
                 bits = validate(on)

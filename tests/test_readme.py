@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 
 
 def test_the_readme_has_its_examples():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_readme_blocks_run(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """How a kernel is started: on the tensors' own device, with launch parameters that are a pure function of the call's shapes."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,26 @@ class Target(NamedTuple):
     multiprocessors: int  # how many programs run side by side
 
 
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "gfx942": 304}
+_pretended: Target | None = None
+
+
 def target(device: torch.device) -> Target:
-    return _target(device)
+    return _target(device) if _pretended is None or device.type == "cuda" else _pretended
+
+
+@contextlib.contextmanager
+def pretending(arch: str) -> Iterator[None]:
+    """Inside, tensors on no GPU have the launch parameters, and so the costs, that they would have on one of ``arch``; nothing may be
+    launched.  ValueError for an arch that is not in MULTIPROCESSORS."""
+    global _pretended
+    if arch not in MULTIPROCESSORS:
+        raise ValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
+    before, _pretended = _pretended, Target(arch, MULTIPROCESSORS[arch])
+    try:
+        yield
+    finally:
+        _pretended = before
 
 
 @functools.lru_cache(maxsize=64)

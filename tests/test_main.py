@@ -1,0 +1,109 @@
+"""python -m tpfuse: what each command prints, its JSON, its pictures and its errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.ledger.test_steptime import built
+from tpfuse.__main__ import main, parser
+from tpfuse.ledger.presets import PRESETS
+
+COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict"
+
+
+def said(capsys, *argv) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_ledger_of_bert_large(capsys):
+    text = said(capsys, "ledger", "bert-large", "--batch", "8", "--seq", "512", "--ops", "--ms", "1", "--bandwidth", "4800")
+    assert all(word in text for word in ("335.007 G", "1216.3 M", "1061.2 M", "plain torch", "attention_bwd", "MUE"))
+
+
+def test_ledger_as_json(capsys):
+    values = json.loads(said(capsys, "ledger", "bert-large", "--json"))
+    assert values["tpfuse fastest"]["bytes"] <= 835e6 and values["table fused"]["by_kind"]["GEMM"]["calls"] == 18
+
+
+def test_memory(capsys):
+    text = said(capsys, "memory", "--model", "bert-large", "--tp", "4", "--dp", "2", "--seq", "512", "--micro-batch", "8")
+    assert "74.00" in text and "tpfuse, TP 4 + SP, smallest" in text and "DDP buckets" in text
+    values = json.loads(said(capsys, "memory", "--model", "bert-large", "--tp", "4", "--seq", "512", "--micro-batch", "8", "--json"))
+    ours = values["activations"]["tpfuse, TP 4 + SP, fastest"]
+    assert ours["measured_a_layer"] == pytest.approx(ours["a_layer"], rel=0.01)
+
+
+def test_dryrun_of_a_local_config(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["gpt-3m"]))
+    argv = "dryrun", "--model", str(tmp_path), "--tp", "2", "--dp", "4", "--seq", "64"
+    assert "tp 2 x dp 4 = 8 ranks" in said(capsys, *argv)
+    assert json.loads(said(capsys, *argv, "--json"))["formulas"]["parameters"]["counted"] > 1e6
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("dryrun", "--model", "gpt-3m", "--seq", "64", "--dp", "2"),
+        ("dryrun", "--model", "gpt-3m", "--seq", "64", "--sweep", "--tps", "1,2", "--ranks", "2,4"),
+        ("memory", "--model", "gpt-3m", "--seq", "64"),
+    ],
+    ids=" ".join,
+)
+def test_pictures(capsys, tmp_path, argv):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    assert f"drawn to {path}" in said(capsys, *argv, "--plot", str(path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mfu(capsys):
+    assert "41.7" in said(capsys, "mfu")
+    values = json.loads(
+        said(capsys, "mfu", "--model", "gpt-22b", "--batch", "4", "--seconds", "1.1", "--devices", "8", "--device", "A100", "--json")
+    )
+    assert values["mfu"] == pytest.approx(41.65, abs=0.01)
+
+
+def test_predict(capsys, tmp_path):
+    built(overhead=1e-5).save(tmp_path / "machine.json")
+    text = said(capsys, "predict", "--machine", str(tmp_path / "machine.json"), "--choices", "1x1,2x2", "--batch", "4", "--seq", "64")
+    assert text.splitlines()[0].split()[:3] == ["tp", "dp", "micro-batch"] and len(text.splitlines()) == 4
+
+
+ERRORS = {
+    "dryrun --model gpt2 --tp 5": "num_heads=12 is not divisible by tensor-parallel size 5; use 1, 2, 3, 4, 6 or 12",
+    "dryrun --model gpt2 --seq 4096": "4096 positions are more than the model's max_positions=1024",
+    "dryrun --model gtp2": "model 'gtp2' is neither a local config.json nor one of",
+    "ledger bert-large --ms 1": "--ms and --bandwidth go together",
+    "mfu --model gpt2": "--model needs --batch and --seconds too",
+    "predict --machine nowhere.json": "calibrate makes it",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_errors_are_one_line(capsys, line):
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and ERRORS[line] in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [["dryrun", "--model", "gpt2", "--tp", "0"], ["predict", "--choices", "2"], ["nothing"]])
+def test_arguments_that_are_none(capsys, argv):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit):
+        parser().parse_args([command, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "tpfuse", "mfu"], capture_output=True, text=True)
+    assert done.returncode == 0 and "published" in done.stdout, done.stderr

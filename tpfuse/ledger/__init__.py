@@ -1,0 +1,35 @@
+"""Everything accounted: bytes and flops of what runs, memory, any model at any scale, how near the limit, how long a step takes.
+
+recorder     every op under a dispatch mode: bytes, least bytes, flops          aten        costs of ops that are not tpfuse's
+operators    the operator table of 2020                                         layer       one layer, side by side
+memory       saved activations, state; closed forms and measured                dryrun      a rank of any world, on meta tensors
+mfu          MFU, HFU, ThroughputMeter                                          machine     what this machine can do, calibrated
+steptime     predicted step times                                               plots       pictures
+"""
+
+from .dryrun import Plan, fake_world
+from .dryrun import run as dry_run
+from .layer import compare
+from .memory import activation_bytes, parameter_count, saved_bytes, state_bytes
+from .mfu import ThroughputMeter, hardware_flops, known_peak, model_flops, utilization
+from .presets import load_config
+from .recorder import Ledger, mue
+
+__all__ = [
+    "Ledger",
+    "Plan",
+    "ThroughputMeter",
+    "activation_bytes",
+    "compare",
+    "dry_run",
+    "fake_world",
+    "hardware_flops",
+    "known_peak",
+    "load_config",
+    "model_flops",
+    "mue",
+    "parameter_count",
+    "saved_bytes",
+    "state_bytes",
+    "utilization",
+]

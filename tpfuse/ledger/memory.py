@@ -1,0 +1,173 @@
+"""What training keeps in memory: activations saved for backward, in closed form and measured, and the state that goes with parameters.
+
+Saved bytes a layer at 16 bit with dropout on (s positions, b micro-batch, h width, a heads, t tensor-parallel size):
+
+    Korthikanti et al. 2022 (arXiv:2205.05198)                               tpfuse (softmax statistics and vectors apart)
+    no parallelism          sbh (34 + 5as/h)                                 fastest    sbh (8 + 24/t)     with SP  32 sbh/t
+    TP                      sbh (10 + 24/t + 5as/ht)                         smallest   sbh (4 + 16/t)     with SP  20 sbh/t
+    TP + SP                 sbh/t (34 + 5as/h)
+    TP, selective           sbh (10 + 24/t)
+    TP + SP, selective      34 sbh/t
+    full recompute          2 sbh
+
+The terms behind these are kept apart below, so that other dtypes, grouped heads and gated MLPs have their formula too.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..models.config import ModelConfig
+from ..parallel import TensorParallel
+from .layer import build, token_ids, with_layers
+from .shapes import Shape, is_bert
+
+RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
+
+
+def activation_bytes(
+    config: ModelConfig,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    *,
+    seq: int,
+    batch: int,
+    element_size: int = 2,
+) -> float:
+    """Bytes that one layer saves on one rank.
+
+    ``recompute``: "none", "selective" (attention's probabilities) or "full" of a plain layer with dropout on; "fastest" or "smallest" of
+    tpfuse's.  ValueError for another.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    s, e, rows = Shape.of(config), element_size, seq * batch
+    t = tp
+    shards = t if sequence_parallel else 1  # of the rows between GEMMs
+    if recompute == "full":
+        return e * rows * s.D
+    if recompute in ("fastest", "smallest"):
+        kept = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not made again
+        a = 0 if recompute == "smallest" else s.F
+        statistics = 2 * (4 if getattr(config, "norm", "layer") == "rms" else 8)
+        between = 2 * kept * e * s.D + statistics
+        inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H
+        return rows * (between / shards + inside / t)
+    between = 2 * (2 * e + 1) * s.D  # each norm's input and output, and the masks of dropout
+    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F)
+    scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
+    return rows * (between / shards + (inside + scores) / t)
+
+
+@contextlib.contextmanager
+def saved_bytes(model: nn.Module | None = None) -> Iterator[Callable[[], int]]:
+    """Measures what a forward keeps for backward: each storage once, the model's own parameters not counted.
+
+        with saved_bytes(model) as saved:
+            loss = model(ids, labels=ids).loss
+        print(saved())
+
+    Meta tensors will do.
+    """
+    own = set() if model is None else {_storage(p)._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+
+    def pack(t: Tensor) -> Tensor:
+        storage = _storage(t)
+        kept[storage._cdata] = storage
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        total = None
+        count = lambda: sum(storage.nbytes() for key, storage in kept.items() if key not in own)  # noqa: E731
+        try:
+            yield lambda: count() if total is None else total
+        finally:
+            total = count()
+            kept.clear()  # backward may free them
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    return (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
+
+
+def measured_layer(
+    config: ModelConfig, *, tp: TensorParallel | None = None, seq: int, batch: int, saving: str, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Bytes that one more layer of the real model saves on this rank, on meta tensors."""
+
+    def saved_with(layers: int) -> int:
+        model = build(with_layers(config, layers), tp=tp, saving=saving, dtype=dtype)
+        ids = token_ids(batch, seq)
+        with saved_bytes(model) as saved:
+            out = model(ids, labels=ids, first_sample=0)
+        del out
+        return saved()
+
+    return saved_with(2) - saved_with(1)
+
+
+# ---- what goes with the parameters ----
+
+
+OPTIMIZERS = {  # bytes an element, from the parameter's own
+    "sgd": lambda size: 0,
+    "adamw": lambda size: 2 * size,  # torch's: both moments in the parameter's dtype
+    "adamw-fp32": lambda size: 8 + (4 if size < 4 else 0),  # both moments and a master copy in fp32
+}
+
+
+class State(NamedTuple):
+    """Bytes a rank holds apart from activations.  ``buckets``: DDP's copies of the gradients; ``gathered``: the two largest units that
+    FSDP has whole at a time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buckets: int = 0
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def state_bytes(model: nn.Module, *, dp: int = 1, sharded: bool = False, optimizer: str = "adamw") -> State:
+    """Of this rank's shard of a model: replicated under DDP or, ``sharded``, split by FSDP2 (each parameter by its first dimension).
+
+    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master copy).
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    parameters = list(model.parameters())
+    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()  # noqa: E731
+    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)  # noqa: E731
+    weights = bytes_of(lambda size: size)
+    whole = sum(p.numel() * p.element_size() for p in parameters)
+    units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in getattr(model, "blocks", [])]
+    ends = whole - sum(units)
+    gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
+    return State(weights, weights, bytes_of(OPTIMIZERS[optimizer]), whole if dp > 1 and not sharded else 0, gathered)
+
+
+def parameter_count(config: ModelConfig, tp: int = 1) -> float:
+    """In closed form, of one rank: matrices, their biases before the split, and the embedding are divided by tp, the rest replicated.
+
+    For GPT-2 at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
+    """
+    s = Shape.of(config)
+    norm = s.D if getattr(config, "norm", "layer") == "rms" else 2 * s.D
+    has = lambda name: getattr(config, name, True)  # noqa: E731
+    inside = s.weights + has("qkv_bias") * s.qkv + has("mlp_bias") * s.ffn_in
+    beside = 2 * norm + has("out_bias") * s.D + has("mlp_bias") * s.D + (2 * s.E if getattr(config, "qk_norm", False) else 0)
+    vocabulary = s.V * s.D * (1 if config.tie_embeddings else 2)
+    replicated = s.P * s.D + norm
+    if is_bert(config):
+        vocabulary += s.V  # the head's bias
+        replicated += config.type_vocab_size * s.D + s.D * s.D + s.D + norm  # token types, transform and its norm
+    return (vocabulary + s.L * inside) / tp + s.L * beside + replicated

@@ -1,0 +1,145 @@
+"""How long a training step will take: every op and collective of the dry run, at the speed this machine was calibrated to.
+
+A step is k micro-batches forward and backward, DDP's all-reduce of the gradients and AdamW.  Nothing is taken to overlap: on CPUs gloo and
+GEMMs want the same cores.
+"""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..models.config import ModelConfig
+from ..parallel import TensorParallel
+from ._processes import on_ranks
+from .aten import COMMUNICATION, KINDS
+from .dryrun import Plan, _held, _model, fake_world
+from .layer import build, token_ids
+from .machine import Machine, key
+from .recorder import Entry, Ledger
+from .text import duration, progress, table
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and where they go: a kind of op, "optimizer", "dp" or "overhead" -> seconds."""
+
+    plan: Plan
+    batch: int
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.plan.seq / self.seconds
+
+
+def micro_batches(plan: Plan, batch: int) -> int:
+    """How many of them a replica runs; ValueError where the batch does not divide."""
+    if batch % (plan.dp * plan.micro_batch):
+        raise ValueError(f"predict: batch={batch} is not divisible by dp {plan.dp} x micro_batch {plan.micro_batch}")
+    return batch // (plan.dp * plan.micro_batch)
+
+
+def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) -> Prediction:
+    """Of a step over ``batch`` sequences.  ValueError for sizes that do not fit, or a dtype that the machine was not calibrated for."""
+    k = micro_batches(plan, batch)
+    speeds, shared = machine.table(plan.dtype, plan.tp * plan.dp)
+    with fake_world(plan.tp, plan.dp) as mesh:
+        model = _model(config, plan, mesh)
+        buckets, sent = _held(model, plan).reduced
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = token_ids(plan.micro_batch, plan.seq)
+        with Ledger() as micro:
+            model(ids, labels=ids).loss.backward()
+        with Ledger() as update:
+            optimizer.step()
+
+    def seconds(e: Entry) -> float:
+        lines = speeds.messages if e.kind == COMMUNICATION else speeds.ops
+        line = lines.get(key(e)) or lines.get(e.kind)
+        if line is None:
+            raise ValueError(f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate --ranks {plan.tp}")
+        return line.seconds(e.flops, e.wire if e.kind == COMMUNICATION else e.moved)
+
+    parts = {kind: k * sum(seconds(e) for e in micro.entries if e.kind == kind) for kind in KINDS}
+    parts["optimizer"] = sum(map(seconds, update.entries))
+    parts["overhead"] = speeds.overhead * (k * len(micro.entries) + len(update.entries))
+    if plan.dp > 1:
+        line = speeds.messages["all_reduce"]
+        parts["dp"] = buckets * line.alpha + sent * line.per_byte
+    parts = {name: shared * value for name, value in parts.items() if value}
+    return Prediction(plan, batch, sum(parts.values()), parts)
+
+
+# ---- against real steps ----
+
+
+def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> float:
+    """Seconds of a step, the median of ``steps``, on tp x dp processes of this machine, one thread each."""
+    micro_batches(plan, batch)
+    return on_ranks(plan.tp * plan.dp, _train, config, plan, batch, steps)
+
+
+def _train(config: ModelConfig, plan: Plan, batch: int, steps: int) -> float:
+    mesh = dist.init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
+    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype, device="cpu")
+    replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
+    k, times = micro_batches(plan, batch), []
+    for _ in range(steps + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        for i in range(k):
+            if plan.dp > 1:
+                replica.require_backward_grad_sync = i == k - 1
+            replica(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(float(slowest))
+    return statistics.median(times[2:])
+
+
+class Checked(NamedTuple):
+    prediction: Prediction
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """%"""
+        return None if self.measured is None else 100 * (self.prediction.seconds / self.measured - 1)
+
+
+def check(config: ModelConfig, plans: list[Plan], machine: Machine, *, batch: int, steps: int = 8) -> list[Checked]:
+    """Predicted and then measured."""
+    predicted = [predict(config, plan, machine, batch=batch) for plan in plans]
+    return [Checked(p, measure(config, p.plan, batch=batch, steps=steps)) for p in progress(predicted, "measuring", long=True)]
+
+
+def ranking_is_right(checked: list[Checked]) -> bool:
+    """Whether the choices, from fastest to slowest, are in the same order."""
+    by = lambda which: [c.prediction.plan for c in sorted(checked, key=which)]  # noqa: E731
+    return by(lambda c: c.prediction.seconds) == by(lambda c: c.measured)
+
+
+def report(checked: list[Checked]) -> str:
+    names = [n for n in (*KINDS, "optimizer", "dp", "overhead") if any(n in c.prediction.parts for c in checked)]
+    measured = any(c.measured is not None for c in checked)
+    header = ["tp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if measured else []), *names]
+    rows = []
+    for c in checked:
+        p = c.prediction
+        row = [p.plan.tp, p.plan.dp, p.plan.micro_batch, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
+        row += [duration(c.measured), f"{c.error:+.1f} %"] if measured else []
+        rows.append([*row, *(duration(p.parts[n]) if n in p.parts else "-" for n in names)])
+    text = table(header, rows)
+    if measured:
+        worst = max(abs(c.error) for c in checked)
+        text += f"\nlargest error {worst:.1f} %; ranking of the choices {'right' if ranking_is_right(checked) else 'wrong'}"
+    return text
