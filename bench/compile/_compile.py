@@ -22,8 +22,7 @@ from triton.compiler import ASTSource
 
 from tpfuse.kernels import _launch
 
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
 _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -67,9 +66,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def capture(call: Callable[[], Any], arch: str) -> list[Launch]:
     launches: list[Launch] = []
-    target = _launch.Target(arch, MULTIPROCESSORS[arch])
     start = lambda kernel, grid, device, args, config: launches.append(Launch(kernel, grid, args, config))  # noqa: E731
-    with mock.patch.object(_launch, "_start", start), mock.patch.object(_launch, "_target", lambda device: target):
+    with mock.patch.object(_launch, "_start", start), _launch.pretending(arch):
         call()
     return launches
 

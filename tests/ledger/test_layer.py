@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tpfuse.kernels import _gemm
 from tpfuse.kernels._launch import pretending
 from tpfuse.ledger.aten import COMMUNICATION, GEMM
 from tpfuse.ledger.dryrun import fake_world
@@ -14,7 +15,10 @@ from tpfuse.models import GPTConfig
 from tpfuse.parallel import TensorParallel
 
 BERT_LARGE = Sizes(B=8, S=512, D=1024, H=16, F=4096)
-AT_MOST = {"fastest": 835e6, "smallest": 905e6}  # bytes, forward + backward at 16 bit
+AT_MOST = {"fastest": 835e6, "smallest": 905e6}  # bytes in and out of the ops, forward + backward at 16 bit
+# As launched, more: attention's backward reads its operands in three kernels and the norms' partial sums are added in a second (60 MB);
+# an activation in a pass of its own, which is the path until a GPU has measured otherwise, costs 102 MB on top.
+LAUNCHED = {"fused": {"fastest": 885e6, "smallest": 955e6}, "torch": {"fastest": 985e6, "smallest": 1055e6}}
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +76,18 @@ def test_the_difference_is_explained_to_the_word(bert):
     assert sum(found.values()) == total / 2
 
 
+@pytest.mark.parametrize("path", LAUNCHED)
 @pytest.mark.parametrize("saving", AT_MOST)
 @pytest.mark.parametrize("model", ["post-norm", "pre-norm"])
-def test_a_block_in_a_stack_moves_at_most(bert, model, saving):
-    if model == "post-norm":
-        ledger = bert.traces[f"tpfuse {saving}"]
-    else:
-        config = GPTConfig(vocab_size=1024, max_positions=512, hidden_size=1024, num_layers=2, num_heads=16)
-        with pretending("sm_90"):
-            ledger = trace(take_block(config, batch=8, seq=512, saving=saving, dtype=torch.bfloat16))
-    assert 700e6 < ledger.total().moved <= AT_MOST[saving]
-    assert ledger.total().moved >= ledger.total().least
+def test_a_block_in_a_stack_moves_at_most(monkeypatch, model, saving, path):
+    parameters = _gemm.parameters
+    monkeypatch.setattr(_gemm, "parameters", lambda *args: parameters(*args) | dict(path=path))
+    gpt = GPTConfig(vocab_size=1024, max_positions=512, hidden_size=1024, num_layers=2, num_heads=16)
+    with pretending("sm_90"):
+        config = load_config("bert-large") if model == "post-norm" else gpt
+        ledger = trace(take_block(config, batch=8, seq=512, saving=saving, dtype=torch.bfloat16))
+    assert 700e6 < ledger.total().least <= AT_MOST[saving]
+    assert ledger.total().least < ledger.total().moved <= LAUNCHED[path][saving]
     assert ledger.total(kind=GEMM).flops == 24 * 4096 * 1024**2 * 3
 
 
