@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
 TRAIN_ARGS ?= --out out/demo --restart
+GENERATE_ARGS ?=
 NPROC ?= 2
 THREADS ?= 1
 
@@ -14,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train test test-rest test-all test-gpu lint format wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-gpu lint format wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,9 @@ demo-pretrained: $(STAMP)  ## a real BERT at TP=2 embeds real sentences
 
 demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (TRAIN_ARGS="--out out/mine --size 10m" and so on)
 	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(TRAIN_ARGS)
+
+demo-generate: $(STAMP)  ## what demo-train trained goes on from prompts (GENERATE_ARGS="--model DIR --compare" and so on)
+	$(TORCHRUN) examples/generate.py $(GENERATE_ARGS)
 
 test: lint  ## the everyday suite, under 10 minutes on 2 cores
 	$(PYTEST) -m "not slow and not gpu"
@@ -51,6 +55,10 @@ lint: $(STAMP)  ## style, without changing anything
 format: $(STAMP)  ## style, put right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+support: $(STAMP)  ## the README's table of what is supported, from the models' tests (slow ones too)
+	$(PYTEST) tests/models -m "not gpu" -o junit_family=xunit1 --junitxml=out/support.xml
+	$(BIN)/python -m bench.support out/support.xml
 
 wheel: $(STAMP)  ## dist/tpfuse-*.whl
 	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .

@@ -53,10 +53,10 @@ def positive(text: str) -> int:
     return value
 
 
-def say(*words) -> None:
+def say(*words, end: str = "\n") -> None:
     """print, on one rank."""
     if RANK == 0:
-        print(*words, flush=True)
+        print(*words, end=end, flush=True)
 
 
 def fail(message: object):

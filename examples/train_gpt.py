@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py                 # two processes, tp=2; without --data, Python's own sources
     torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --dp 2 --size 50m --data my/texts
+    torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, and balanced over the replicas
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
 What is learnt does not depend on the split: sample i of step s is a function of (seed, s), its dropout masks of (seed, s, i), the initial
-weights of the seed.  So a run may be stopped (Ctrl-C, SIGTERM, a crash) and resumed, on other numbers of processes too.
+weights of the seed.  So a run may be stopped (Ctrl-C, SIGTERM, a crash) and resumed, on other numbers of processes too.  With --pack the
+documents of a step are a function of (seed, s), and of --dp and --micro-batches where they stand: their dropout masks depend on that.
 
 Writes to --out: log.jsonl, loss.png, checkpoints/, and at the end hf/, a directory that transformers loads.
 Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16 by autocast).
@@ -16,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -40,6 +43,7 @@ import tpfuse
 from tpfuse import TensorParallel
 from tpfuse.ledger import ThroughputMeter
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.packing import Balance, balance, document_cost, pack, packed_batch
 
 SIZES = {  # parameters, about 12 layers * width^2
     "3m": dict(hidden_size=256, num_layers=4, num_heads=8),
@@ -60,6 +64,7 @@ def parse():
     add("--steps", type=common.positive, default=500, metavar="N", help="optimizer steps")
     add("--batch", type=common.positive, default=8, metavar="N", help="sequences a step, over all processes")
     add("--seq", type=common.positive, default=128, metavar="N", help="bytes a sequence")
+    add("--pack", action="store_true", help="train on paragraphs, packed into rows; none sees another (a step has about as many bytes)")
     add("--lr", type=float, default=2e-3, metavar="X", help="highest learning rate; warms up over a tenth of the steps, then a cosine")
     add("--dropout", type=float, default=0.1, metavar="P", help="dropout everywhere: embedding, attention, residual")
     add("--seed", type=int, default=0, metavar="N", help="decides weights, samples and dropout masks")
@@ -153,6 +158,21 @@ def sample(text: Text, seq: int, batch: int, seed: int, step: int, samples: rang
     return torch.from_numpy(np.stack([text.train[starts[i] : starts[i] + seq] for i in samples])).long()
 
 
+def paragraphs(text: Text, longest: int) -> np.ndarray:
+    """int64 [N, 2]: where each document of the training text begins and ends.  It is a paragraph with the blank line after it, of two bytes
+    at least (one to read and one to guess), and cut where it is too long."""
+    found = [match.span() for match in re.finditer(rb"[^\0]+?(?:\n\s*\n|\0|\Z)", text.train.tobytes())]
+    cut = [(at, min(at + longest, end)) for start, end in found for at in range(start, end, longest)]
+    return np.array([(start, end) for start, end in cut if end - start >= 2], dtype=np.int64)
+
+
+def documents(spans: np.ndarray, room: int, seed: int, step: int) -> np.ndarray:
+    """Spans of the documents of a step, as many as ``room`` bytes hold: a function of seed and step alone."""
+    draws = np.random.Philox(key=seed, counter=[0, 0, 0, step]).random_raw(room // 2)  # none is shorter than two bytes
+    drawn = spans[(draws % np.uint64(len(spans))).astype(np.int64)]
+    return drawn[: np.searchsorted((drawn[:, 1] - drawn[:, 0]).cumsum(), room, side="right")]
+
+
 def windows(text: Text, seq: int, batch: int) -> Iterator[Tensor]:
     """The held-out text, int64 [batch or fewer, seq]: windows that overlap by one byte, so that all but the first are guessed once."""
     held_out = np.frombuffer(text.held_out, np.uint8)
@@ -175,25 +195,63 @@ class Setup(NamedTuple):
     model: GPT
     replica: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    spans: np.ndarray | None  # of the documents, with --pack
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-def forward_backward(on: Setup, step: int) -> float:
-    """Gradients of the mean loss over the step's global batch -> this replica's share of that mean, times dp."""
+class Micro(NamedTuple):
+    """One forward and backward: the model's arguments, and what its loss is divided by."""
+
+    call: dict
+    normalizer: float
+
+
+def micro_batches(on: Setup, step: int) -> list[Micro]:
+    """This replica's part of a step."""
     args = on.args
+    if args.pack:
+        return packed_micro_batches(on, step)
     local = args.batch // args.dp
     size = local // args.micro_batches
     normalizer = args.batch * (args.seq - 1) / args.dp  # DDP averages over dp
-    total = 0.0
-    for i in range(args.micro_batches):
-        first = on.dp_rank * local + i * size
+    micro = []
+    for first in range(on.dp_rank * local, (on.dp_rank + 1) * local, size):
         ids = sample(on.text, args.seq, args.batch, args.seed, step, range(first, first + size)).to(on.device)
-        wait = args.dp > 1 and i < args.micro_batches - 1
+        micro.append(Micro(dict(input_ids=ids, labels=ids, first_sample=first), normalizer))
+    return micro
+
+
+def packed_micro_batches(on: Setup, step: int) -> list[Micro]:
+    """A row of documents each; replicas may have unequal numbers of them, since gradients meet in the last only."""
+    args = on.args
+    spans, shared = balanced(on, step)
+    mine = [on.text.train[start:end] for start, end in spans[shared.shares[on.dp_rank]]]
+    normalizer = int((spans[:, 1] - spans[:, 0] - 1).sum()) / args.dp
+    rows = pack([len(document) for document in mine], args.batch * args.seq // (args.dp * args.micro_batches))
+    micro = []
+    for i, row in enumerate(rows):
+        batch = packed_batch([torch.from_numpy(mine[d].astype(np.int64)).to(on.device) for d in row])
+        micro.append(Micro(batch._asdict() | dict(first_sample=i * args.dp + on.dp_rank), normalizer))
+    return micro
+
+
+def balanced(on: Setup, step: int) -> tuple[np.ndarray, Balance]:
+    """The documents of a step, and which replica has which: by cost, so that none waits for another."""
+    args = on.args
+    spans = documents(on.spans, args.batch * args.seq, args.seed, step)
+    return spans, balance([document_cost(int(end - start), on.model.config) for start, end in spans], args.dp)
+
+
+def forward_backward(on: Setup, step: int) -> float:
+    """Gradients of the mean loss over the step's global batch -> this replica's share of that mean, times dp."""
+    total, parts = 0.0, micro_batches(on, step)
+    for i, (call, normalizer) in enumerate(parts):
+        wait = on.args.dp > 1 and i < len(parts) - 1
         with on.replica.no_sync() if wait else nullcontext():
             with on.autocast():
-                loss = on.replica(ids, labels=ids, loss_normalizer=normalizer, step=step, first_sample=first).loss
+                loss = on.replica(**call, loss_normalizer=normalizer, step=step).loss
             loss.backward()
         total += loss.item()
     return total
@@ -291,7 +349,7 @@ class Log:
 
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
-FIXED = "size", "seq", "batch", "seed", "steps", "lr", "dropout"
+FIXED = "size", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
 
 
 def resume(on: Setup, checkpoints: Path) -> int:
@@ -302,8 +360,8 @@ def resume(on: Setup, checkpoints: Path) -> int:
         return 0
     step, extra = found
     for key, now in settings(on).items():
-        if extra[key] != now:
-            raise ValueError(f"--{key} is {now} and was {extra[key]} in {checkpoints}: resume with the same, or --restart")
+        if extra.get(key) != now:
+            raise ValueError(f"--{key} is {now} and was {extra.get(key)} in {checkpoints}: resume with the same, or --restart")
     common.say(f"resumed at step {step} of {on.args.steps}")
     return step
 
@@ -341,12 +399,16 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
             on.optimizer.step()
             on.optimizer.zero_grad()
             loss, stopped_by = agree(loss, stop.signum, on.device)
-            meter.stop()
+            tokens, packed = None, {}
+            if args.pack:
+                spans, shared = balanced(on, step)
+                tokens, packed = int((spans[:, 1] - spans[:, 0]).sum()), dict(imbalance=[shared.before, shared.after])
+            meter.stop(tokens)
 
             done = step + 1
             if log:
                 speed = dict(tokens_per_s=round(meter.last_tokens_per_s), model_tflops=meter.flops_per_s / 1e12, mfu=meter.mfu)
-                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed)
+                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed, **packed)
                 bar.set_postfix_str(f"loss {loss:.3f}, {meter}", refresh=False)
                 bar.update()
             if done % args.validate_every == 0 or done == args.steps:
@@ -396,7 +458,8 @@ def main() -> None:
             model = GPT(config, tp=tp, dp=mesh["dp"], seed=args.seed, saving=args.saving)
         replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if args.dp > 1 else model
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
-        on = Setup(args, text, device, args.bf16 or device.type == "cuda", mesh["dp"].get_local_rank(), model, replica, optimizer)
+        bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None
+        on = Setup(args, text, device, bf16, mesh["dp"].get_local_rank(), model, replica, optimizer, spans)
         first = resume(on, checkpoints) if args.resume else 0
 
     log = None
@@ -426,6 +489,11 @@ def main() -> None:
     model.save_pretrained(hf)
     if log:
         bits = [r["held_out_bits"] for r in log.records if "held_out_bits" in r][-1]
+        if args.pack:
+            before, after = np.mean([r["imbalance"] for r in log.records if "imbalance" in r], 0)
+            print(
+                f"largest share of a step over the mean, dp={args.dp}: {before:.3f} dealt in turn, {after:.3f} balanced (mean of the steps)"
+            )
         speeds = sorted(r["tokens_per_s"] for r in log.records if "tokens_per_s" in r)
         print(f"{args.steps - first} steps in {minutes:.1f} minutes, {speeds[len(speeds) // 2]:,} tokens/s (median)")
         print(f"held out: {bits:.3f} bits per byte; gzip -9: {gzipped:.3f}")

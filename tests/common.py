@@ -42,11 +42,13 @@ def error(ours: Tensor, exact: Tensor) -> float:
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """-> the errors."""
     assert ours.keys() == exact.keys()
     errors = {name: error(ours[name], exact[name]) for name in ours}
     wrong = {name: e for name, e in errors.items() if not e <= TOLERANCE[dtype]}
     assert not wrong, wrong
+    return errors
 
 
 def assert_equal(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:

@@ -44,7 +44,8 @@ def save_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
 def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
-    The tensor-parallel and data-parallel sizes may differ from those that wrote it.  Without ``optimizer`` only the model is restored.
+    The tensor-parallel and data-parallel sizes may differ from those that wrote it (beyond the number of kv heads the tensor-parallel
+    size may not: the layout is another there).  Without ``optimizer`` only the model is restored.
     ValueError, before anything changes, where the format, the parameters' names or shapes, or the optimizer's groups are not the
     checkpoint's.
     """
@@ -57,7 +58,7 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
         raise ValueError(f"load_checkpoint: {path} has format version {meta['version']}, this tpfuse reads {VERSION}")
     stored = {name: m for name, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
     entries = _entries(model)
-    _check_model(path, {f"model.{name}": spec.shape for name, (_, spec, _) in entries.items()}, stored)
+    _check_model(path, {f"model.{name}": spec.spread for name, (_, spec, _) in entries.items()}, stored)
     state = {f"model.{name}": _whole(p.detach(), spec, tp) for name, (p, spec, tp) in entries.items()}
     if optimizer is not None:
         _check_groups(path, _groups(entries, optimizer), meta["param_groups"])
@@ -142,7 +143,7 @@ def _empty_optimizer_state(entries: dict, stored: dict[str, Any]) -> dict[str, T
         for key in (key for key in stored if key.startswith(prefix) and "." not in key.removeprefix(prefix)):
             size, dtype = tuple(stored[key].size), stored[key].properties.dtype
             state[key] = (
-                _whole(torch.zeros_like(p.detach(), dtype=dtype), spec, tp) if size == spec.shape else torch.zeros(size, dtype=dtype)
+                _whole(torch.zeros_like(p.detach(), dtype=dtype), spec, tp) if size == spec.spread else torch.zeros(size, dtype=dtype)
             )
     return state
 

@@ -9,6 +9,7 @@
     scatter_sum(d)  P -> S       reduce-scatter   all-gather       g-bar
     split(dim)      R -> S       slice            all-gather
     collect(dim)    S -> R       all-gather       slice            the conjugate of split
+    copy_within(c)  R -> R       identity         sum over c       f, where c ranks in a row hold the same value
 
 R = the same value on every rank, and what follows counts it once; S = sharded; P = a partial sum; V = gathered for rank-varying
 use.  ``gather`` where every rank then computes something of its own with the rows (a column-parallel GEMM); ``collect`` where every
@@ -51,6 +52,17 @@ def all_to_all_ref(x: Tensor, group_name: str) -> Tensor:
     return out
 
 
+def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) -> Tensor:
+    """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` ranks in a row that hold what this rank holds.  Others get nothing."""
+    group = resolve(group_name)
+    first = group.rank() // copies * copies
+    counts = [x.numel() if first <= r < first + copies else 0 for r in range(size)]
+    out = x.new_empty(copies, *x.shape)
+    with named("all_gather_copies", group):
+        dist.all_to_all_single(out.view(-1), x.reshape(-1).repeat(copies), counts, counts, group=group)
+    return out
+
+
 def resolve(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)
 
@@ -66,6 +78,7 @@ def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 all_gather = op(all_gather_ref, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))
 all_to_all = op(all_to_all_ref, fake=lambda x, group_name: x.new_empty(x.shape))
+all_gather_copies = op(all_gather_copies_ref, fake=lambda x, copies, size, group_name: x.new_empty(copies, *x.shape))
 
 
 # ---- raw collectives: a new tensor out, the input untouched, a view at size 1 ----
@@ -138,6 +151,25 @@ def _collective(forward: Callable, adjoint: Callable, x: Tensor, tp: TensorParal
 def copy(x: Tensor, tp: TensorParallel) -> Tensor:
     """f: identity forward, all-reduce backward.  For a replicated tensor that each rank goes on to use differently."""
     return _collective(_identity, _all_reduce, x, tp)
+
+
+class _CopyWithin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tp, copies):
+        ctx.args = copies, tp.size, tp.group_name
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if ctx.args[0] == 1:
+            return dy, None, None
+        return sum_parts(all_gather_copies(dy.contiguous(), *ctx.args)).to(dy.dtype), None, None
+
+
+def copy_within(x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
+    """f over a part of the group: identity forward, backward the sum over the ``copies`` ranks in a row that hold the same x."""
+    return _CopyWithin.apply(x, tp, copies)
 
 
 def reduce(x: Tensor, tp: TensorParallel) -> Tensor:

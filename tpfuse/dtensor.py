@@ -17,8 +17,8 @@ from .layers._module import Spec, named_specs
 def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
     """This rank's slice ``x`` as the DTensor that ``spec`` describes, sharing its memory."""
     placement = Replicate() if spec.dim is None else Shard(spec.dim)
-    stride = tuple(math.prod(spec.shape[i + 1 :]) for i in range(len(spec.shape)))
-    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.shape), stride=stride)
+    stride = tuple(math.prod(spec.spread[i + 1 :]) for i in range(len(spec.spread)))
+    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.spread), stride=stride)
 
 
 def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -15,7 +15,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     decayed, rest = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            plain = id(p) in norms or name.rpartition(".")[2] == "bias"
+            plain = id(p) in norms or name.endswith("bias")
             (rest if plain else decayed).append(p)
     return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
@@ -24,8 +24,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before, a scalar.
 
-    A sharded parameter is counted over its ranks, a replicated one once; the same value on every rank.  Works on plain shards, under DDP,
-    and on the DTensors of FSDP2.
+    A sharded parameter is counted over its ranks, a replicated one, or a shard that several ranks hold, once; the same value on every
+    rank.  Works on plain shards, under DDP, and on the DTensors of FSDP2.
     """
     grads, sums = [], {}
     for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
@@ -38,7 +38,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             grad = grad.to_local()
         elif spec.dim is not None and tp.size > 1:
             groups = (tp.group_name,)
-        square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
+        square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square() / spec.copies
         sums[groups] = sums.get(groups, 0) + square
         grads.append(grad)
     if not grads:

@@ -66,12 +66,16 @@ class TensorParallel:
             raise ValueError(f"{what}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
         return n // self.size
 
-    def chunk(self, n: int, what: str = "size") -> tuple[int, int]:
-        """(start, stop) of this rank's slice, split as torch.chunk does; an error where a rank would be left with nothing."""
-        step = -(-n // self.size)
-        if step * (self.size - 1) >= n:
+    def chunk(self, n: int, what: str = "size", copies: int = 1) -> tuple[int, int]:
+        """(start, stop) of this rank's slice, split as torch.chunk does; an error where a rank would be left with nothing.
+
+        ``copies`` ranks in a row have the same slice.
+        """
+        size, rank = self.size // copies, self.rank // copies
+        step = -(-n // size)
+        if step * (size - 1) >= n:
             raise ValueError(f"{what}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size")
-        return self.rank * step, min(n, (self.rank + 1) * step)
+        return rank * step, min(n, (rank + 1) * step)
 
     def agree(self, what: str, value: Any) -> None:
         """Compares ``value`` over the ranks: the same ValueError on every rank where they differ."""

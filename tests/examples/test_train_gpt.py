@@ -5,6 +5,7 @@ A run is 8 steps with a checkpoint every third.  Kills are at exact points (kill
 
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -165,6 +166,68 @@ def test_transformers_loads_it_and_agrees(undisturbed):
     bits = nats / math.log(2) / (len(text.held_out) - 1)
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert bits == pytest.approx(records[-1]["held_out_bits"], rel=1e-5)
+
+
+# ---- packed documents
+
+PACKED = ["--pack", "--seq", 96]  # longer, so that not every paragraph is cut
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory):
+    """The directory and stdout of a run on packed paragraphs, balanced over two replicas, without dropout."""
+    out = tmp_path_factory.mktemp("packed")
+    return out, ok(SCRIPT, *arguments(out, 1, 2, *PACKED, "--dropout", 0), procs=2)
+
+
+def test_packed_and_balanced_is_every_document_alone(packed):
+    """The loss of the first step, one document after the other on one process; and the text that the documents are of."""
+    train_gpt = example("train_gpt")
+    out, said = packed
+    text = train_gpt.read_text(None, 0.06, 96)
+    spans = train_gpt.documents(train_gpt.paragraphs(text, 96), 6 * 96, 0, 0)
+    assert len({end - start for start, end in spans}) > 3 and 5 * 96 < (spans[:, 1] - spans[:, 0]).sum() <= 6 * 96
+    width = train_gpt.SIZES["3m"]["hidden_size"]
+    rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.0)
+    model = train_gpt.GPT(train_gpt.GPTConfig(vocab_size=256, max_positions=96, init_std=width**-0.5, **train_gpt.SIZES["3m"], **rates))
+    count, total = sum(end - start - 1 for start, end in spans), 0.0
+    for start, end in spans:
+        ids = torch.from_numpy(text.train[start:end].astype(np.int64))[None]
+        total += float(model(ids, labels=ids, loss_normalizer=float(count)).loss.detach())
+    assert losses(out)[1] == pytest.approx(total, rel=1e-5)
+    before, after = np.mean([json.loads(line).get("imbalance", (1, 1)) for line in (out / "log.jsonl").read_text().splitlines()], 0)
+    assert 1 <= after < before and re.search(r"dp=2: 1\.\d+ dealt in turn, 1\.\d+ balanced", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, dp, more", [(2, 1, ["--micro-batches", 3]), (2, 2, ["--micro-batches", 3]), (1, 3, [])])
+def test_packed_at_another_split(tmp_path, packed, tp, dp, more):
+    ok(SCRIPT, *arguments(tmp_path, tp, dp, *PACKED, "--dropout", 0, *more), procs=tp * dp)
+    close(tmp_path, packed[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
+def test_packed_killed_and_resumed(tmp_path, tp, dp):
+    reference, out = tmp_path / "undisturbed", tmp_path / "killed"
+    ok(SCRIPT, *arguments(reference, tp, dp, *PACKED), procs=tp * dp)
+    run(SCRIPT, *arguments(out, tp, dp, *PACKED), procs=tp * dp, killed=("step", 5))
+    said = ok(SCRIPT, *arguments(out, tp, dp, *PACKED, "--resume"), procs=tp * dp)
+    assert f"resumed at step 3 of {STEPS}" in said
+    same_run(out, reference)
+    done = run(SCRIPT, *arguments(out, tp, dp, *PACKED[1:], "--resume"), procs=tp * dp)
+    assert "--pack is False and was True in" in done.stderr
+
+
+def test_paragraphs_are_the_text():
+    train_gpt = example("train_gpt")
+    raw = b"one\n\ntwo\nlines\n \nx\0a long paragraph of its own\0\n\n"
+    text = train_gpt.Text(np.frombuffer(raw, np.uint8), b"", "")
+    found = [raw[start:end] for start, end in train_gpt.paragraphs(text, 10)]
+    assert found == [b"one\n\n", b"two\nlines\n", b" \n", b"x\0", b"a long par", b"agraph of ", b"its own\0", b"\n\n"]
+    drawn = train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 2)
+    assert np.array_equal(drawn, train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 2))
+    assert not np.array_equal(drawn, train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 3))
 
 
 # ---- flags and guards

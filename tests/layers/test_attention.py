@@ -114,7 +114,11 @@ def test_decoding_with_a_cache(ranks, R):
         (8, (48, 12), "ParallelAttention: num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
         (1, (50, 12), "ParallelAttention: hidden_size=50 is not divisible by num_heads=12"),
         (1, (48, 12, 5), "ParallelAttention: num_heads=12 is not divisible by num_kv_heads=5"),
-        (4, (48, 12, 2), "ParallelAttention: num_kv_heads=2 is not divisible by tensor-parallel size 4; use 1 or 2"),
+        (
+            4,
+            (48, 12, 6),
+            "ParallelAttention: num_kv_heads=6 and tensor-parallel size 4: one must divide the other; use size 1, 2, 3, 6, 12",
+        ),
     ],
 )
 def test_heads_that_cannot_be_split(size, args, match):

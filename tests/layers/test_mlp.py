@@ -46,5 +46,5 @@ def test_a_width_that_cannot_be_split():
 
 
 def test_an_activation_that_is_not_there_is_named_when_built():
-    with pytest.raises(ValueError, match="activation must be one of .*, got 'silu'"):
-        ParallelMLP(8, 16, activation="silu")
+    with pytest.raises(ValueError, match="activation must be one of .*, got 'mish'"):
+        ParallelMLP(8, 16, activation="mish")

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
-from tpfuse.models import GPT
+from tests.models.test_llama import FAMILIES, oracle, their_config
+from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()
 NEW = 9
@@ -56,7 +57,7 @@ LENGTHS = [(8, 5, 1), (3,), (8, 8, 8, 2, 6)]  # a batch of one leaves three of f
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("R, sp", [(1, False), (2, True), (4, True), (4, False)])
-def test_the_tokens_are_those_of_transformers(ranks, theirs, R, sp, lengths):
+def test_the_tokens_are_those_of_transformers(ranks, theirs, reached, R, sp, lengths):
     model, path = theirs
     ids, mask = prompts(lengths)
     want = their_tokens(model, ids, mask)[:, 8:]
@@ -64,6 +65,41 @@ def test_the_tokens_are_those_of_transformers(ranks, theirs, R, sp, lengths):
     for got in ranks(R, sample, path, ids, mask, sp, dict(pad_token_id=0)):
         assert torch.equal(got[:, 8:], want)
         assert torch.equal(got[:, :8], torch.where(mask.bool(), ids, 0))  # padded with the pad token, whatever was there
+    reached(GPT_CONFIG, R, {"generated tokens": 0.0})
+
+
+# windows shorter than a prompt, and longer than it but not than what it becomes
+LLAMAS = {name: (name, {}) for name in FAMILIES} | {
+    "mistral, window 10": ("mistral", dict(sliding_window=10)),
+    "qwen3, window 10": ("qwen3", dict(use_sliding_window=True, sliding_window=10, max_window_layers=1)),
+}
+
+
+@pytest.fixture(scope="module", params=LLAMAS)
+def llama(request, tmp_path_factory):
+    """A model of transformers in fp64, and its directory."""
+    name, options = LLAMAS[request.param]
+    model, path = oracle(their_config(name, 2, **options)), tmp_path_factory.mktemp(name)
+    model.save_pretrained(path)
+    return model, str(path)
+
+
+def continued_in_fp64(world, path, ids, mask, sp):
+    model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=torch.float64)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW)[:, -NEW:]
+
+
+@pytest.mark.parametrize("R, sp", [(1, False), (2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_the_tokens_of_the_llama_family(ranks, llama, reached, R, sp):
+    """Each prompt alone and without a cache there, as one batch here; kv heads more than ranks, as many, and fewer."""
+    model, path = llama
+    ids, mask = prompts((8, 5, 1))
+    alone = [model.generate(i[None, m.bool()], max_new_tokens=NEW, do_sample=False, use_cache=False)[0, -NEW:] for i, m in zip(ids, mask)]
+    want = torch.stack(alone)
+    assert len(want.unique()) > 3
+    for got in ranks(R, continued_in_fp64, path, ids, mask, sp):
+        assert torch.equal(got, want)
+    reached(GPTConfig.from_hf(model.config.to_dict()), R, {"generated tokens": 0.0})
 
 
 def test_prompts_padded_on_the_right_give_the_same(ranks, theirs):

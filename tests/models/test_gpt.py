@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.common import assert_close, make_tp
-from tests.models.common import GPT_CONFIG, batch, default_dtype, run
-from tpfuse.models import GPT
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch, default_dtype, run, whole
+from tpfuse.models import GPT, Bert
 
 F64 = torch.float64
 
@@ -63,3 +63,21 @@ def test_the_loss_is_the_sum_over_valid_labels_over_the_normalizer(ranks):
         torch.testing.assert_close(dw, grad * count / 7, rtol=1e-10, atol=1e-14)
     loss, dw = ranks(2, normalized, torch.full_like(labels, -100), None)[0]
     assert loss == 0 and dw.count_nonzero() == 0
+
+
+def _loss_alone(world, cls, config, call, saving):
+    with default_dtype(torch.float64):
+        model = cls(config, tp=make_tp(world, True), saving=saving, **({"masked_lm": True} if cls is Bert else {}))
+    out = model.train()(**call, step=1, first_sample=0)
+    assert out.logits is None
+    out.loss.backward()
+    return dict(loss=out.loss.detach()) | whole(model, grad=True)
+
+
+@pytest.mark.parametrize("cls, config", [(GPT, GPT_CONFIG), (Bert, BERT_CONFIG)], ids=["gpt", "bert"])
+@pytest.mark.parametrize("R", [1, 4])
+def test_the_loss_without_logits_is_the_same(ranks, cls, config, R):
+    """The smallest mode makes them in chunks, twice; the fastest keeps them."""
+    kept, made = (ranks(R, _loss_alone, cls, config, batch(config), saving) for saving in ("fastest", "smallest"))
+    for a, b in zip(made, kept, strict=True):
+        assert_close(a, b, torch.float64)

@@ -272,7 +272,7 @@ ERRORS = {
     "shape of labels": (calls(labels=lambda ids: ids[:, 1:]), r"GPT: labels must be int64 \(3, 7\) as input_ids, got torch.int64 \(3, 6\)"),
     "dtype of labels": (calls(labels=lambda ids: ids.float()), r"GPT: labels must be int64"),
     "shape of the mask": (calls(attention_mask=lambda ids: ids[:2]), r"GPT: attention_mask must be .*\(2, 7\)"),
-    "packed": (calls(cu_seqlens=lambda ids: torch.tensor([0, 7])), r"GPT: packed sequences .* not built"),
+    "packed": (calls(cu_seqlens=lambda ids: torch.tensor([0, 7])), r"GPT: packed documents .* one row of tokens, .*; got a batch of 3"),
     "types": (calls(token_type_ids=torch.zeros_like), r"GPT: .* no token types"),
 }
 

@@ -4,6 +4,7 @@
     key     (k0, k1) = first two words of philox(step lo, step hi, 0, 0) under (seed lo, seed hi)
     mask    c = (position, site << 16 | head, column // 8, sample);  column is 16-bit lane column % 8 of the four words, low half
             first; kept where the unsigned lane >= T = floor(65536 p + 1/2), scaled by 65536 / (65536 - T)
+    sample  c = (position, 65535 << 16, token id // 4, sample);  word id % 4, as (word + 1/2) / 2^32
     weight  c = (flat // 2 lo, flat // 2 hi, crc32(name), 0), step -1;  Box-Muller in fp64, even index cos, odd sin
 
 Three twins, bit-equal: torch (masks on any device), numpy (weights, on the host), Triton (device functions).  Row and column
@@ -132,6 +133,22 @@ def keep_rows(rng: Tensor, rows: int, columns: int, p: float, site: int, first_r
         r = row[i : i + step]
         keep((k0, k1), r // batch, site_head, columns, first_sample + r % batch, p, dtype, out[i : i + step])
     return out
+
+
+SAMPLING_SITE = 65535
+
+
+def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int) -> Tensor:
+    """fp64 [B, vocab] in (0, 1), for sampling: of global token id v, 32 bits, word v % 4 of counter (position, site << 16, v // 4, sample).
+
+    position, sample int64 [B]
+    """
+    k0, k1, first_sample = mask_key(rng)
+    block = torch.arange(-(-vocab // 4), device=position.device)
+    site = torch.tensor(SAMPLING_SITE << 16, device=position.device)
+    words = philox(position[:, None] & _LO, site, block, (first_sample + sample)[:, None] & _LO, k0, k1)
+    words = torch.stack([w.expand(len(position), len(block)) for w in words], -1).flatten(1)[:, :vocab]
+    return (words.double() + 0.5) / 2.0**32
 
 
 # ---- numpy: weights are made on the host, whatever the default device is ----

@@ -168,10 +168,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w, z = ctx.saved_tensors
         dy = dy.contiguous()
+        dw = db = None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, ctx.activation, False)
-        dw, db_plain = linear_wgrad(dy, x, w.dtype, ctx.has_bias and z is None)
-        db = db_plain if z is None else db
+        if ctx.needs_input_grad[1]:
+            dw, db_plain = linear_wgrad(dy, x, w.dtype, ctx.has_bias and z is None)
+            db = db_plain if z is None else db
+        elif ctx.needs_input_grad[2] and z is None:
+            db = column_sum(dy)
         return linear_dgrad(dy, w), dw, db if ctx.has_bias else None, None
 
 

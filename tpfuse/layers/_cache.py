@@ -21,12 +21,12 @@ class KVCache:
         self.k, self.v = rows.new_zeros(shape), rows.new_zeros(shape)
         self._store(rows, 0, seq)
 
-    def attend(self, qkv: Tensor, batch: int) -> Tensor:
-        """One new position: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E], zero beyond the batch."""
+    def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:
+        """One new position: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E], zero beyond the batch.  The last ``window`` keys are seen."""
         self._store(qkv[:batch].unflatten(0, (1, batch)), self.length, 1)
         seen = slice(0, self.length)
         q = qkv[:batch, :, :-2]
-        o = attention_decode(q, self.k[:, seen], self.v[:, seen], self.mask[:, seen], None, None, qkv.shape[-1] ** -0.5, None)
+        o = attention_decode(q, self.k[:, seen], self.v[:, seen], self.mask[:, seen], None, window, qkv.shape[-1] ** -0.5, None)
         out = o.new_zeros(len(qkv), o.shape[1])
         out[:batch] = o
         return out

@@ -1,6 +1,6 @@
 """What every parallel module shares: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,18 +19,36 @@ _CHUNK = 1 << 20  # elements initialised at a time
 @dataclass(frozen=True)
 class Spec:
     """A parameter as a whole: its full shape, the dimension it is sharded on (None: replicated), and its standard deviation at the
-    start (or "ones" or "zeros"; None: not ours to initialise).  A shard is one contiguous slice, split as torch.chunk splits."""
+    start (or "ones" or "zeros"; None: not ours to initialise).  A shard is one contiguous slice, split as torch.chunk splits.
+
+    ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks).  ``origin``: the initial values are those of
+    another parameter's elements, so that a layout which depends on the number of ranks does not change them."""
 
     shape: tuple[int, ...]
     dim: int | None
     init: float | str | None
+    copies: int = 1
+    origin: "Origin | None" = None
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """The shape of all ranks' slices put together: the full shape, with what several ranks hold as often as they do."""
+        return tuple(n * self.copies if i == self.dim else n for i, n in enumerate(self.shape))
 
     def local(self, tp: TensorParallel) -> tuple[slice, ...]:
         """This rank's slice of the full tensor."""
         whole = [slice(0, n) for n in self.shape]
         if self.dim is not None:
-            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim]))
+            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
         return tuple(whole)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Index i of dimension 0 is the elements from ``offset(i)`` on of the parameter ``leaf`` of the same module, flattened."""
+
+    leaf: str
+    offset: Callable[[np.ndarray], np.ndarray]
 
 
 class ParallelModule(nn.Module):
@@ -41,9 +59,19 @@ class ParallelModule(nn.Module):
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
 
-    def add_parameter(self, name: str, shape: tuple[int, ...], dim: int | None, init: float | str, **factory) -> None:
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        init: float | str,
+        *,
+        copies: int = 1,
+        origin: Origin | None = None,
+        **factory,
+    ) -> None:
         """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised."""
-        spec = self.specs[name] = Spec(tuple(shape), dim, init)
+        spec = self.specs[name] = Spec(tuple(shape), dim, init, copies, origin)
         self.register_parameter(name, nn.Parameter(torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)))
 
     def initialize_alone(self) -> None:
@@ -73,9 +101,9 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, seed: int) -> None:
+def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Fills every parameter from its full shape: weights by Philox of (seed, name, global index), in fp64 on the CPU, so that they are
-    bitwise the same however they are split."""
+    bitwise the same however they are split.  ``prefix``: what comes before the names of a module that joins a larger one."""
     for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
         if spec.init is None:
             continue
@@ -88,10 +116,14 @@ def initialize(module: nn.Module, seed: int) -> None:
         for s, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
             columns = np.add.outer(np.arange(s.start, s.stop, dtype=np.int64) * stride, columns)
             stride *= n
+        name = prefix + name
+        if spec.origin is not None:
+            name = name.rpartition(".")[0] + "." * ("." in name) + spec.origin.leaf
         step = max(1, _CHUNK // max(columns.size, 1))
         for i in range(start.start, start.stop, step):
-            rows = np.arange(i, min(i + step, start.stop), dtype=np.int64) * stride
-            values = torch.from_numpy(normal(seed, name, np.add.outer(rows, columns)) * spec.init)
+            rows = np.arange(i, min(i + step, start.stop), dtype=np.int64)
+            offsets = rows * stride if spec.origin is None else spec.origin.offset(rows)
+            values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
             p[i - start.start : i - start.start + len(rows)] = values.to(p.dtype)
 
 

@@ -1,24 +1,74 @@
 """Self-attention with the heads split over the ranks.
 
 x [m, D] -> qkv [M, G/R, Q + 2, E] -> o [M, H/R E] -> parts [R, m, D] -> sum + bias [m, D]
+
+Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv head beside query heads of their own, and its gradient is
+summed over them.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from ..collectives import copy_within
 from ..kernels._op import check
 from ..kernels.attention import attention
 from ..kernels.norm import Remake
 from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from ..kernels.rope import rope as rotate
 from ..parallel import TensorParallel
-from ..sequence_parallel import gather_linear, linear_exchange
 from ._cache import KVCache
-from ._module import ParallelModule, local, replicated
-from .linear import ColumnParallelLinear, RowParallelLinear
+from ._module import Origin, ParallelModule, local, replicated
+from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
+from .norm import HeadNorm
+
+
+class Rope(NamedTuple):
+    """Rotary positions: tables ``cos`` and ``sin`` [P, E/2 or less] fp32, and which of their rows each row s * batch + b has (int64
+    [seq * batch]; None: s)."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None = None
+    interleaved: bool = False
+
+
+class CopiedKV(ColumnProjection):
+    """The qkv projection where ``copies`` ranks in a row share a kv head: q [H, E, D] and kv [G, 2, E, D], with their biases.
+
+    Initial values are those of qkv [G, Q + 2, E, D], the layout for fewer ranks.
+    """
+
+    def __init__(self, width: int, groups: int, heads: int, head_width: int, copies: int, *, bias: bool, tp, init_std: float, **factory):
+        super().__init__(tp)
+        self.copies, per_group, head = copies, heads + 2, head_width * width
+        q, kv = (groups * heads, head_width), (groups, 2, head_width)
+        of_q = Origin("weight", lambda i: (i // heads * per_group + i % heads) * head)
+        of_kv = Origin("weight", lambda i: (i * per_group + heads) * head)
+        self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, **factory)
+        self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, **factory)
+        if bias:
+            self.add_parameter("q_bias", q, 0, "zeros", **factory)
+            self.add_parameter("kv_bias", kv, 0, "zeros", copies=copies, **factory)
+        else:
+            self.q_bias = self.kv_bias = None
+        self.initialize_alone()
+
+    def flat(self) -> tuple[Tensor, Tensor | None]:
+        """weight [(H/R + 2) E, D] of this rank's query heads, k and v, and bias"""
+        kv = copy_within(local(self.kv), self.tp, self.copies)
+        weight = torch.cat([local(self.q).flatten(0, 1), kv.flatten(0, 2)])
+        if self.q_bias is None:
+            return weight, None
+        return weight, torch.cat([local(self.q_bias).flatten(), copy_within(local(self.kv_bias), self.tp, self.copies).flatten()])
 
 
 class ParallelAttention(ParallelModule):
     """Multi-head (or, with fewer ``num_kv_heads``, grouped-query) attention on rows s * batch + b.
 
+    ``head_width`` is hidden_size / num_heads unless given; ``window`` the number of keys a query sees, itself included; ``qk_norm`` an
+    RMSNorm (``eps``) on every query and key head.  ``bias`` is that of the qkv projection and, unless ``out_bias`` is given, of the other.
     ``dropout`` is on the probabilities; ``layer`` numbers its masks.  ValueError where heads cannot be split over the ranks.
     """
 
@@ -28,10 +78,15 @@ class ParallelAttention(ParallelModule):
         num_heads: int,
         *,
         num_kv_heads: int | None = None,
+        head_width: int | None = None,
         tp: TensorParallel | None = None,
         causal: bool = False,
+        window: int | None = None,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
         dropout: float = 0.0,
         bias: bool = True,
+        out_bias: bool | None = None,
         layer: int = 0,
         init_std: float = 0.02,
         out_init_std: float | None = None,
@@ -39,15 +94,26 @@ class ParallelAttention(ParallelModule):
     ):
         super().__init__(tp)
         groups = num_heads if num_kv_heads is None else num_kv_heads
-        check(hidden_size % num_heads == 0, f"ParallelAttention: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
+        fits = head_width is not None or hidden_size % num_heads == 0
+        check(fits, f"ParallelAttention: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
-        self.head_width = hidden_size // num_heads
+        self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
-        self.tp.divide(groups, "ParallelAttention: num_kv_heads")
-        self.causal, self.dropout, self.site = causal, dropout, 3 * layer + 1
-        shared = dict(bias=bias, tp=self.tp, **factory)
-        self.qkv = ColumnParallelLinear(hidden_size, (groups, num_heads // groups + 2, self.head_width), init_std=init_std, **shared)
-        self.out = RowParallelLinear(hidden_size, hidden_size, init_std=init_std if out_init_std is None else out_init_std, **shared)
+        self.causal, self.window, self.dropout, self.site = causal, window, dropout, 3 * layer + 1
+        heads, shared = num_heads // groups, dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
+        if groups % self.tp.size == 0:
+            self.heads_a_group = heads + 2  # of each group here: query heads, k and v
+            self.qkv = ColumnParallelLinear(hidden_size, (groups, heads + 2, E), **shared)
+        else:
+            check(self.tp.size % groups == 0, _kv_heads_do_not_fit(num_heads, groups, self.tp.size))
+            copies = self.tp.size // groups
+            self.heads_a_group = heads // copies + 2
+            self.qkv = CopiedKV(hidden_size, groups, heads, E, copies, **shared)
+        self.q_norm, self.k_norm = (HeadNorm(E, eps, tp=self.tp, **factory) if qk_norm else None for _ in range(2))
+        out_std = init_std if out_init_std is None else out_init_std
+        self.out = RowParallelLinear(
+            num_heads * E, hidden_size, bias=bias if out_bias is None else out_bias, tp=self.tp, init_std=out_std, **factory
+        )
 
     def parts(
         self,
@@ -57,31 +123,77 @@ class ParallelAttention(ParallelModule):
         seq: int | None = None,
         rng: Tensor | None = None,
         key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        rope: Rope | None = None,
         remake: Remake | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
-        qkv = gather_linear(n, *self.qkv.flat(), tp=self.tp, remake=remake)
-        qkv = qkv.view(len(qkv), -1, *self.qkv.weight.shape[1:-1])  # a DTensor's first dimension is the whole's
+        qkv = self.qkv.project(n, remake)
+        qkv = qkv.view(len(qkv), -1, self.heads_a_group, self.head_width)
+        if self.q_norm is not None:
+            q, k, v = qkv.split([self.heads_a_group - 2, 1, 1], 2)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
+        if cache is not None and rope is not None:  # the cache holds keys that are turned already
+            check(rope.positions is not None, "ParallelAttention: with a cache, rope needs positions")
+            qkv, rope = _turned(qkv, rope), None
         if cache is not None and cache.length > 0:
-            o = cache.attend(qkv, batch)
+            o = cache.attend(qkv, batch, self.window)
         else:
             if cache is not None:
                 cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)
-            p = self.dropout if self.training else 0.0
             o = attention(
-                qkv, batch=batch, seq=seq, causal=self.causal, key_mask=key_mask, p=p, rng=rng, site=self.site, first_head=self.first_head
+                qkv,
+                batch=batch,
+                seq=seq,
+                causal=self.causal,
+                key_mask=key_mask,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                window=self.window,
+                p=self.dropout if self.training else 0.0,
+                rng=rng,
+                site=self.site,
+                first_head=self.first_head,
+                **({} if rope is None else rope._asdict()),
             )
-        return linear_exchange(o, local(self.out.weight), tp=self.tp)
+        return self.out.parts(o)
 
     def forward(
-        self, x: Tensor, *, batch: int, seq: int | None = None, rng: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        batch: int,
+        seq: int | None = None,
+        rng: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]) -> [m, D].
 
         ``seq`` positions: M // batch unless given; rows beyond seq * batch are padding.  ``attention_mask`` [batch, seq], nonzero where a
-        key may be seen.  ``rng`` where dropout is on.
+        key may be seen; ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1).  ``rng`` where dropout is on.
         """
         mask = None if attention_mask is None else attention_mask.bool()
-        parts = self.parts(x, batch=batch, seq=seq, rng=rng, key_mask=mask)
+        packed = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        parts = self.parts(x, batch=batch, seq=seq, rng=rng, key_mask=mask, rope=rope, **packed)
         return reduce_bias_dropout_add_norm(parts, *replicated(self.tp, self.out.bias))[0]
+
+
+def _turned(qkv: Tensor, rope: Rope) -> Tensor:
+    """q and k by their positions, without a gradient; rows beyond those are padding."""
+    rows = len(rope.positions)
+    heads = qkv[:rows, :, :-1]
+    turned = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=rope.positions, interleaved=rope.interleaved)
+    out = qkv.clone()
+    out[:rows, :, :-1] = turned.view(heads.shape)
+    return out
+
+
+def _kv_heads_do_not_fit(heads: int, groups: int, size: int) -> str:
+    works = [r for r in range(1, heads + 1) if heads % r == 0 and (groups % r == 0 or r % groups == 0)]
+    sizes = ", ".join(map(str, works))
+    return f"ParallelAttention: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other; use size {sizes}"

@@ -22,7 +22,7 @@ from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
 from ._cache import KVCache
 from ._module import ParallelModule, replicated
-from .attention import ParallelAttention
+from .attention import ParallelAttention, Rope
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
 
@@ -50,15 +50,22 @@ class TransformerBlock(ParallelModule):
         ffn_size: int | None = None,
         *,
         num_kv_heads: int | None = None,
+        head_width: int | None = None,
         tp: TensorParallel | None = None,
         layer: int = 0,
         causal: bool = True,
+        window: int | None = None,
+        qk_norm: bool = False,
         activation: str = "gelu_tanh",
+        gated: bool = False,
         norm: str = "layer",
         eps: float = 1e-5,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         bias: bool = True,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        mlp_bias: bool | None = None,
         norm_in: bool = True,
         post_norm: bool = False,
         saving: str = "fastest",
@@ -70,11 +77,25 @@ class TransformerBlock(ParallelModule):
         check(saving in SAVING, f"TransformerBlock: saving must be one of {', '.join(SAVING)}, got {saving!r}")
         check(norm in ("layer", "rms"), f"TransformerBlock: norm must be layer or rms, got {norm!r}")
         self.dropout, self.saving, self.post_norm, self.layer = dropout, saving, post_norm, layer
-        shared = dict(tp=self.tp, bias=bias, init_std=init_std, out_init_std=out_init_std, **factory)
+        shared = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
+        qkv_bias, out_bias, mlp_bias = (bias if b is None else b for b in (qkv_bias, out_bias, mlp_bias))
         self.attention = ParallelAttention(
-            hidden_size, num_heads, num_kv_heads=num_kv_heads, causal=causal, dropout=attention_dropout, layer=layer, **shared
+            hidden_size,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_width=head_width,
+            causal=causal,
+            window=window,
+            qk_norm=qk_norm,
+            eps=eps,
+            dropout=attention_dropout,
+            bias=qkv_bias,
+            out_bias=out_bias,
+            layer=layer,
+            **shared,
         )
-        self.mlp = ParallelMLP(hidden_size, 4 * hidden_size if ffn_size is None else ffn_size, activation=activation, **shared)
+        ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
+        self.mlp = ParallelMLP(hidden_size, ffn_size, activation=activation, gated=gated, bias=mlp_bias, **shared)
         make_norm = lambda: (RMSNorm if norm == "rms" else LayerNorm)(hidden_size, eps, tp=self.tp, **factory)  # noqa: E731
         first, second = (False, True) if post_norm or not norm_in else (True, False)
         self.norm_in = make_norm() if first else None
@@ -92,14 +113,15 @@ class TransformerBlock(ParallelModule):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        rope: Rope | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Normed]:
         """h [m, D], rows s * batch + b (without sequence parallelism [M, D]) -> [m, D]; with ``normed`` -> (h, normed).
 
         ``attention_mask`` [batch, seq], nonzero where a key may be seen; ``seq`` where rows beyond seq * batch are padding;
+        ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), the longest of ``max_seqlen``; ``rope`` rotary positions;
         ``rng`` int64 [3] = (seed, step, first_sample) where dropout is on.
         """
-        check(cu_seqlens is None and max_seqlen is None, "TransformerBlock: packed sequences (cu_seqlens, max_seqlen) are not built")
         alone = normed is None
         check(alone or self.norm_in is None, "TransformerBlock: a block with norm_in takes h alone")
         check(not alone or self.norm_in is not None or self.post_norm, "TransformerBlock: without norm_in it takes (h, normed)")
@@ -115,7 +137,8 @@ class TransformerBlock(ParallelModule):
             normed = Normed(h)
         n, remake = normed
         mask = None if attention_mask is None else attention_mask.bool()
-        parts = self.attention.parts(n, batch=batch, seq=seq, rng=rng, key_mask=mask, remake=self._keep(remake), cache=cache)
+        masked = dict(key_mask=mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope=rope, cache=cache)
+        parts = self.attention.parts(n, batch=batch, seq=seq, rng=rng, remake=self._keep(remake), **masked)
         h, n, remake = self._fused(parts, out_bias, h, wa, ba, 2, batch, rng)
         parts = self.mlp.parts(n, self._keep(remake))
         h, n, remake = self._fused(parts, fc2_bias, h, wm, bm, 3, batch, rng)

@@ -12,14 +12,39 @@ import math
 from torch import Tensor
 
 from ..kernels._op import check
-from ..kernels.linear import ACTIVATIONS
+from ..kernels.gated import activate
+from ..kernels.linear import ACTIVATIONS, linear
+from ..kernels.norm import Remake
 from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
-from ..sequence_parallel import gather_linear, linear_exchange
+from ..sequence_parallel import gather_linear, leave_parts, linear_exchange
 from ._module import ParallelModule, local, replicated
 
 
-class ColumnParallelLinear(ParallelModule):
+class Adaptable(ParallelModule):
+    """A projection that may have an adapter beside its weight (lora.py)."""
+
+    def __init__(self, tp: TensorParallel | None):
+        super().__init__(tp)
+        self.register_module("lora", None)
+
+    @property
+    def adapter(self):
+        """None too where it is merged into the weight."""
+        return None if self.lora is None or self.lora.merged else self.lora
+
+
+class ColumnProjection(Adaptable):
+    """What can be used as one weight [N/R, K] and bias [N/R], its ``flat()``."""
+
+    def project(self, n: Tensor, remake: Remake | None = None, activation: str = "none") -> Tensor:
+        """n [m, K] or expanded [R, m, K] -> [M, N/R]"""
+        if self.adapter is None:
+            return gather_linear(n, *self.flat(), tp=self.tp, activation=activation, remake=remake)
+        return activate(gather_linear(n, *self.flat(), tp=self.tp, remake=remake) + self.adapter(n, remake), activation)
+
+
+class ColumnParallelLinear(ColumnProjection):
     """act(x W' + b) with W split by rows over the ranks.
 
     ``out_features`` may be a shape: the weight is then [*shape, K], split on its first dimension.  x [..., K], of which all but the
@@ -55,10 +80,10 @@ class ColumnParallelLinear(ParallelModule):
         return local(self.weight).reshape(-1, self.in_features), None if bias is None else bias.reshape(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_linear(x.reshape(-1, self.in_features), *self.flat(), tp=self.tp, activation=self.activation)
+        return self.project(x.reshape(-1, self.in_features), activation=self.activation)
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
     def __init__(
@@ -74,6 +99,12 @@ class RowParallelLinear(ParallelModule):
             self.register_parameter("bias", None)
         self.initialize_alone()
 
+    def parts(self, x: Tensor) -> Tensor:
+        """x [M, K/R] -> parts [R, m, N], to be summed over R and given the bias"""
+        if self.adapter is None:
+            return linear_exchange(x, local(self.weight), tp=self.tp)
+        return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
+
     def forward(self, x: Tensor) -> Tensor:
-        parts = linear_exchange(x.reshape(-1, x.shape[-1]), local(self.weight), tp=self.tp)
+        parts = self.parts(x.reshape(-1, x.shape[-1]))
         return reduce_bias_dropout_add_norm(parts, *replicated(self.tp, self.bias))[0]

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from ..collectives import copy
 from ..kernels.norm import layer_norm, rms_norm
 from ..parallel import TensorParallel
-from ._module import ParallelModule, replicated
+from ._module import ParallelModule, local, replicated
 
 
 class LayerNorm(ParallelModule):
@@ -38,3 +39,11 @@ class RMSNorm(LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]"""
         return rms_norm(x, *replicated(self.tp, self.weight), self.eps)
+
+
+class HeadNorm(RMSNorm):
+    """An RMSNorm over the width of every head, x [..., E], of heads that are split over the ranks: its gradient is summed over them,
+    with sequence parallelism or without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, copy(local(self.weight), self.tp), self.eps)

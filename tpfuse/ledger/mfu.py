@@ -135,38 +135,40 @@ class ThroughputMeter:
         device_name: str = "",
         window: int = 20,
     ):
-        self.tokens, self.flops, self.devices = batch * seq, model_flops(config, seq, batch), devices
+        self.tokens, self.devices = batch * seq, devices
+        self.flops_a_token = model_flops(config, seq, batch) / self.tokens
         self.peak = known_peak(device_name) if peak is None else peak
-        self._steps: deque[float] = deque(maxlen=window)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=window)  # seconds, tokens
         self._began: float | None = None
 
     def start(self) -> None:
         self._began = time.perf_counter()
 
-    def stop(self) -> None:
+    def stop(self, tokens: int | None = None) -> None:
+        """``tokens``: of this step, where not batch x seq."""
         if self._began is None:
             raise ValueError("ThroughputMeter: stop() without start()")
-        self._steps.append(time.perf_counter() - self._began)
+        self._steps.append((time.perf_counter() - self._began, self.tokens if tokens is None else tokens))
         self._began = None
 
     @property
     def seconds(self) -> float | None:
         """A step's, the mean of the window; None before the first."""
-        return sum(self._steps) / len(self._steps) if self._steps else None
+        return sum(seconds for seconds, _ in self._steps) / len(self._steps) if self._steps else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self.tokens / self.seconds if self._steps else None
+        return sum(tokens for _, tokens in self._steps) / sum(seconds for seconds, _ in self._steps) if self._steps else None
 
     @property
     def last_tokens_per_s(self) -> float | None:
         """Of the last step alone."""
-        return self.tokens / self._steps[-1] if self._steps else None
+        return self._steps[-1][1] / self._steps[-1][0] if self._steps else None
 
     @property
     def flops_per_s(self) -> float | None:
         """Model flops a second and device."""
-        return self.flops / self.seconds / self.devices if self._steps else None
+        return self.flops_a_token * self.tokens_per_s / self.devices if self._steps else None
 
     @property
     def mfu(self) -> float | None:

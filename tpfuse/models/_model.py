@@ -94,11 +94,12 @@ class Model(nn.Module):
 
     # ---- a call ----
 
-    def _check_inputs(self, ids: Tensor, **aligned: Tensor | None) -> None:
+    def _check_inputs(self, ids: Tensor, longest: int | None = None, **aligned: Tensor | None) -> None:
+        """``longest``: of the documents packed in ids, where there are such."""
         name = type(self).__name__
         check(ids.dim() == 2 and ids.dtype == torch.int64, f"{name}: input_ids must be int64 [B, S], got {ids.dtype} {tuple(ids.shape)}")
-        most = self.config.max_positions
-        check(ids.shape[1] <= most, f"{name}: {ids.shape[1]} positions are more than the model's max_positions={most}")
+        most, length = self.config.max_positions, ids.shape[1] if longest is None else longest
+        check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
         for key, x in aligned.items():
             if x is not None:
                 fits = x.shape == ids.shape and (key == "attention_mask" or x.dtype == torch.int64)

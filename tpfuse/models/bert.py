@@ -126,9 +126,11 @@ class Bert(Model):
         if self.head is None:
             hidden = rows.back(collect(h, self.tp) if self.tp.sequence_parallel else h)
             return Output(last_hidden_state=hidden, pooler_output=None if self.pooler is None else self._pool(hidden))
-        logits = self.head(self._transform(h), local(self.embedding.weight) if self.config.tie_embeddings else None)
-        loss = None if labels is None else self.head.loss(logits, rows.all(labels, IGNORE), loss_normalizer)
-        return Output(loss, rows.back(logits) if labels is None or return_logits else None)
+        tied = local(self.embedding.weight) if self.config.tie_embeddings else None
+        labels = None if labels is None else rows.all(labels, IGNORE)
+        keep = labels is None or bool(return_logits)
+        loss, logits = self.head.loss_and_logits(self._transform(h), tied, labels, loss_normalizer, keep, self.saving == "smallest")
+        return Output(loss, rows.back(logits) if keep else None)
 
     def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, type_ids: Tensor | None, rng: Tensor | None):
         c = self.config

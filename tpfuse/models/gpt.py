@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) under tensor, sequence and data parallelism.
+"""GPT-2 (Radford et al. 2019) and the Llama family (Llama, Mistral, Qwen2, Qwen3) under tensor, sequence and data parallelism.
 
     ids [B, S] -> rows [M] -> lookup, exchange -> embed_finish: h, n -> blocks (h, n) -> n [R, m, D] -> head [M, V/R] -> loss
 
@@ -11,20 +11,23 @@ from torch import Tensor, nn
 from ..kernels._op import check
 from ..kernels.cross_entropy import IGNORE, check_ids
 from ..kernels.embedding import embed_finish
+from ..kernels.rope import rope_table
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers._module import local, on_rows, replicated
+from ..layers.attention import Rope
 from ..layers.block import Normed
-from ..layers.norm import LayerNorm
+from ..layers.norm import LayerNorm, RMSNorm
 from ..parallel import TensorParallel
 from ._model import Model, Output, Rows
-from .config import GPTConfig
+from ._names import gpt2_sources, llama_sources
+from .config import FAMILIES, GPTConfig
 from .generate import generate
 from .head import LMHead, Table
 from .huggingface import Source
 
 
 class GPT(Model):
-    """A GPT-2 language model.  ``GPT(config, tp=tp, dp=None, seed=0)``; weights are the same bits at every split.
+    """A causal language model.  ``GPT(config, tp=tp, dp=None, seed=0)``; weights are the same bits at every split.
 
     ``saving``: "fastest" or "smallest" (what is kept for backward).  ValueError, on every rank, for a config that cannot be split, or
     one that the ranks do not agree on.
@@ -37,28 +40,38 @@ class GPT(Model):
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
-            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std)
-            self.norm_in = LayerNorm(c.hidden_size, c.eps, tp=tp)
+            self.positions = None if c.rope else Table(c.max_positions, c.hidden_size, tp, c.init_std)
+            self.norm_in = (RMSNorm if c.norm == "rms" else LayerNorm)(c.hidden_size, c.eps, tp=tp)
             self.blocks = nn.ModuleList(
                 TransformerBlock(
                     c.hidden_size,
                     c.num_heads,
                     c.ffn_size,
+                    num_kv_heads=c.kv_heads,
+                    head_width=c.head_size,
                     tp=tp,
                     layer=layer,
                     causal=True,
+                    window=window,
+                    qk_norm=c.qk_norm,
                     activation=c.activation,
+                    gated=c.gated,
+                    norm=c.norm,
                     eps=c.eps,
                     dropout=c.dropout,
                     attention_dropout=c.attention_dropout,
+                    qkv_bias=c.qkv_bias,
+                    out_bias=c.out_bias,
+                    mlp_bias=c.mlp_bias,
                     norm_in=False,
                     saving=saving,
                     init_std=c.init_std,
-                    out_init_std=c.init_std / (2 * c.num_layers) ** 0.5,
+                    out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.family == "gpt2" else None,
                 )
-                for layer in range(c.num_layers)
+                for layer, window in enumerate(c.windows)
             )
             self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, bias=False, tied=c.tie_embeddings, init_std=c.init_std)
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._materialize()
 
     def forward(
@@ -78,38 +91,45 @@ class GPT(Model):
     ) -> Output:
         """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output(loss, logits).
 
+        Packed documents: B = 1, ``cu_seqlens`` int32 [N + 1] their bounds (0 first; what lies beyond the last is padding), ``max_seqlen``
+        the longest, which max_positions limits (not S).  None sees another, positions begin at 0 in each, no label crosses a bound.
         ``labels`` [B, S] are aligned with input_ids and shifted here; -100 is ignored.  ``loss_normalizer`` divides the summed loss
         (default: the valid labels of this call).  ``logits`` [B, S, V/R] come where there are no labels or ``return_logits`` is true.
         ``step`` (default: the model's counter) and ``first_sample`` (default: dp rank x B) choose the dropout masks.
         """
-        check(token_type_ids is None, "GPT: a GPT-2 model has no token types, so token_type_ids must be None")
-        check(cu_seqlens is None and max_seqlen is None, "GPT: packed sequences (cu_seqlens, max_seqlen) are not built")
-        self._check_inputs(input_ids, labels=labels, attention_mask=attention_mask, position_ids=position_ids)
+        check(token_type_ids is None, "GPT: there are no token types, so token_type_ids must be None")
+        packed = {}
+        if cu_seqlens is not None:
+            packed = dict(cu_seqlens=cu_seqlens, max_seqlen=_check_packed(cu_seqlens, max_seqlen, *input_ids.shape))
+            position_ids = packed_positions(cu_seqlens, input_ids.shape[1])[None] if position_ids is None else position_ids
+        aligned = dict(labels=labels, attention_mask=attention_mask, position_ids=position_ids)
+        self._check_inputs(input_ids, packed.get("max_seqlen"), **aligned)
         rows = Rows(*input_ids.shape, self.tp)
         rng = self._rng(input_ids, step, first_sample)
         h, normed = self._embed(rows, input_ids, position_ids, rng)
-        mask = self._key_mask(attention_mask)
+        rope, mask = self._rope(rows, position_ids, input_ids.device), self._key_mask(attention_mask)
         for block in self.blocks:
-            h, normed = block(h, normed, batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=mask)
-        logits = self._logits(normed)
-        loss = None
+            h, normed = block(h, normed, batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=mask, rope=rope, **packed)
         if labels is not None:
-            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-            loss = self.head.loss(logits, rows.all(shifted, IGNORE), loss_normalizer)
-        return Output(loss, rows.back(logits) if labels is None or return_logits else None)
+            labels = rows.all(_shifted(labels, cu_seqlens), IGNORE)
+        keep = labels is None or bool(return_logits)
+        loss, logits = self.head.loss_and_logits(normed, self._tied(), labels, loss_normalizer, keep, self.saving == "smallest")
+        return Output(loss, rows.back(logits) if keep else None)
 
     def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c = self.config
-        if position_ids is None:
-            position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
         if not torch.compiler.is_compiling():
             check_ids("GPT: input_ids", ids, c.vocab_size)
-            check_ids("GPT: position_ids", position_ids, c.max_positions)
+            if position_ids is not None:
+                check_ids("GPT: position_ids", position_ids, c.max_positions)
+        table = {}
+        if self.positions is not None:
+            if position_ids is None:
+                position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
+            table = dict(position_weight=on_rows(local(self.positions.weight), self.tp), positions=rows.local(position_ids, 0))
         weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
         h, n, remake = embed_finish(
             self.embedding.parts(rows.all(ids, -1)),
-            position_weight=on_rows(local(self.positions.weight), self.tp),
-            positions=rows.local(position_ids, 0),
             weight=weight,
             norm_bias=bias,
             p=c.embedding_dropout if self.training else 0.0,
@@ -117,48 +137,77 @@ class GPT(Model):
             first_row=rows.first,
             batch=rows.batch,
             eps=c.eps,
+            rms=c.norm == "rms",
             ranks=self.tp.row_shards,
+            **table,
         )
         return h, Normed(n, remake if self.saving == "smallest" else None)
 
-    def _logits(self, normed: Normed) -> Tensor:
-        return self.head(normed, local(self.embedding.weight) if self.config.tie_embeddings else None)
+    def _rope(self, rows: Rows, position_ids: Tensor | None, device: torch.device) -> Rope | None:
+        """The tables, and each row's place in them."""
+        c = self.config
+        if c.rope is None:
+            return None
+        length, stretch = rows.seq if position_ids is None else c.max_positions, None
+        if c.rope.get("rope_type") == "dynamic":
+            stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
+        key = device, length, stretch
+        if key not in self._tables:  # one is kept: training has one length, generation one
+            self._tables = {key: rope_table(c.head_size, length, **c.rope_arguments, seq_len=stretch, device=device)}
+        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        return Rope(*self._tables[key], positions)
+
+    def _tied(self) -> Tensor | None:
+        return local(self.embedding.weight) if self.config.tie_embeddings else None
 
     generate = generate
 
     # ---- Hugging Face names ----
 
-    base_prefix, head_prefixes = "transformer.", ("lm_head.",)
+    @property
+    def base_prefix(self) -> str:
+        return "transformer." if self.config.family == "gpt2" else "model."
+
+    head_prefixes = ("lm_head.",)
 
     def sources(self) -> dict[str, Source]:
-        """Every parameter of the whole model -> the tensors of a GPT-2 file that it is made of."""
-        linear = lambda name: {"weight": Source(f"{name}.weight", "i o -> o i"), "bias": Source(f"{name}.bias", "o -> o")}  # noqa: E731
-        norm = lambda name: {"weight": Source(f"{name}.weight", "d -> d"), "bias": Source(f"{name}.bias", "d -> d")}  # noqa: E731
-        modules = {
-            "embedding": {"weight": Source("wte.weight", "v d -> v d")},
-            "positions": {"weight": Source("wpe.weight", "p d -> p d")},
-            "norm_in": norm("h.0.ln_1"),
-            "head": {} if self.config.tie_embeddings else {"weight": Source("lm_head.weight", "v d -> v d")},
-        }
-        last = self.config.num_layers - 1
-        for i in range(self.config.num_layers):
-            ours, theirs = f"blocks.{i}", f"h.{i}"
-            modules |= {
-                f"{ours}.attention.qkv": {
-                    "weight": Source(f"{theirs}.attn.c_attn.weight", "d (t h e) -> h t e d"),
-                    "bias": Source(f"{theirs}.attn.c_attn.bias", "(t h e) -> h t e"),
-                },
-                f"{ours}.attention.out": linear(f"{theirs}.attn.c_proj"),
-                f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.c_fc"),
-                f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.c_proj"),
-                f"{ours}.norm_attention": norm(f"{theirs}.ln_2"),
-                f"{ours}.norm_mlp": norm("ln_f" if i == last else f"h.{i + 1}.ln_1"),
-            }
-        return {f"{module}.{leaf}": source for module, leaves in modules.items() for leaf, source in leaves.items()}
+        """Every parameter of the whole model -> the tensors of a Hugging Face file that it is made of."""
+        return (gpt2_sources if self.config.family == "gpt2" else llama_sources)(self.config, dict(self.named_parameters()))
 
     def hf_config(self) -> dict:
-        return {"architectures": ["GPT2LMHeadModel"]}
+        return {"architectures": [FAMILIES[self.config.family].architecture]}
 
     def ignorable(self) -> tuple[str, ...]:
-        """Tensors a file may hold that this model has no use for: causal masks, and the tied head."""
-        return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.config.tie_embeddings else ()))
+        """Tensors a file may hold that this model has no use for: causal masks, rotary frequencies, and the tied head."""
+        buffers = r"h\.\d+\.attn\.(masked_)?bias", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+        return (*buffers, *((r"lm_head\.weight",) if self.config.tie_embeddings else ()))
+
+
+def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The next token's label at each place; none at the end of a document."""
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if cu_seqlens is None:
+        return shifted
+    after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    return shifted.masked_fill(torch.isin(after, cu_seqlens[1:]) | (after > cu_seqlens[-1]), IGNORE)
+
+
+def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:
+    """int64 [seq]: the place of each token in its document; 0 in what lies beyond the last."""
+    at, bounds = torch.arange(seq, device=cu_seqlens.device), cu_seqlens.long()
+    return (at - bounds[torch.searchsorted(bounds, at, right=True) - 1]).masked_fill(at >= bounds[-1], 0)
+
+
+def _check_packed(cu_seqlens: Tensor, max_seqlen: int | None, batch: int, seq: int) -> int:
+    """The longest document, given or found; ValueError for bounds that are not."""
+    check(batch == 1, f"GPT: packed documents (cu_seqlens) are one row of tokens, input_ids [1, S]; got a batch of {batch}")
+    fits = cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and cu_seqlens.dtype == torch.int32
+    check(fits, f"GPT: cu_seqlens must be int32 [N + 1], N >= 1, got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+    if not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu":
+        bounds = cu_seqlens.tolist()
+        rising = bounds[0] == 0 and bounds[-1] <= seq and all(a <= b for a, b in zip(bounds, bounds[1:]))
+        check(rising, f"GPT: cu_seqlens must rise from 0 to at most {seq}, got {bounds}")
+        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+        check(max_seqlen is None or max_seqlen >= longest, f"GPT: max_seqlen={max_seqlen}, and the longest document has {longest} tokens")
+        return longest if max_seqlen is None else max_seqlen
+    return seq if max_seqlen is None else max_seqlen

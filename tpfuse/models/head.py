@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..kernels._op import check
 from ..kernels.cross_entropy import cross_entropy
 from ..layers._module import ParallelModule, local
 from ..layers.block import Normed
 from ..parallel import TensorParallel
-from ..sequence_parallel import gather_linear
+from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
+from ..sequence_parallel.loss import gather_stats
 
 
 class Table(ParallelModule):
@@ -41,8 +41,21 @@ class LMHead(ParallelModule):
 
     def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
         """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""
-        size, group_name, columns = self.tp.size, self.tp.group_name, self.last - self.first
+        columns = self.last - self.first
         check(logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}")
-        gather = (lambda stats: stats[None]) if size == 1 else (lambda stats: all_gather(stats, size, group_name))
-        options = dict(first_token=self.first, vocab_size=self.vocab_size, gather=gather)
+        options = dict(first_token=self.first, vocab_size=self.vocab_size, gather=lambda stats: gather_stats(stats, self.tp))
         return cross_entropy(logits, labels, normalizer=normalizer, **options)
+
+    def loss_and_logits(
+        self, normed: Normed, weight: Tensor | None, labels: Tensor | None, normalizer: float | Tensor | None, keep: bool, small: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """n [R, m, D] -> the loss where there are labels, and logits [M, V/R] where they are to be kept.
+
+        ``small``: a loss alone is made from logits that exist in chunks only and are made again in backward, for one GEMM more.
+        """
+        if labels is None or keep or not small:
+            logits = self(normed, weight)
+            return None if labels is None else self.loss(logits, labels, normalizer), logits if keep else None
+        weight = local(self.weight) if weight is None else weight
+        options = dict(tp=self.tp, first_token=self.first, vocab_size=self.vocab_size, normalizer=normalizer, remake=normed.remake)
+        return gather_linear_cross_entropy(normed.n, weight, labels, local(self.bias), **options), None

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives import all_gather
 from ..layers._module import Spec, named_specs
+from ..layers.linear import Adaptable
 from ..parallel import TensorParallel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
-DTYPES = "F64", "F32", "F16", "BF16"  # integers and 8 bits mean a quantized file, whose scales are not read
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = tuple(_DTYPE_NAMES.values())  # integers and 8 bits mean a quantized file, whose scales are not read
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,17 +52,24 @@ TOKENIZER_FILES = (
 class Source:
     """The tensors a parameter is made of: each is rearranged by ``pattern``, and several are concatenated on our dimension 1.
 
+    ``widths``: how many indices of it each takes (default: one each).
     ``also``: a second name that a single tensor is written under, and is read by where the first is not there.
     """
 
     names: tuple[str, ...]
     pattern: str
+    widths: tuple[int, ...]
     also: str | None
 
-    def __init__(self, names: str | tuple[str, ...], pattern: str, also: str | None = None):
-        object.__setattr__(self, "names", (names,) if isinstance(names, str) else names)
-        object.__setattr__(self, "pattern", pattern)
-        object.__setattr__(self, "also", also)
+    def __init__(self, names: str | tuple[str, ...], pattern: str, widths: tuple[int, ...] | None = None, also: str | None = None):
+        names = (names,) if isinstance(names, str) else names
+        values = dict(names=names, pattern=pattern, widths=(1,) * len(names) if widths is None else widths, also=also)
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Our shape of each part, for the parameter's ``shape``."""
+        return [shape] if len(self.names) == 1 else [(shape[0], width, *shape[2:]) for width in self.widths]
 
     @property
     def theirs(self) -> list[list[str]]:
@@ -80,10 +89,10 @@ class Source:
     def read(self, stored: Callable[[str], Any], spec: Spec, tp: TensorParallel) -> Tensor:
         """This rank's slice in our layout, from lazily read tensors."""
         here = spec.local(tp)
-        sizes = self.sizes(spec.shape)
         letter = None if spec.dim is None else self.pattern.split("->")[1].split()[spec.dim]
         parts = []
-        for name in self.names:
+        for name, shape in zip(self.names, self.shapes(spec.shape), strict=True):
+            sizes = self.sizes(shape)
             x = _read_slice(stored(name), self.theirs, sizes, letter, here[spec.dim] if letter else None)
             local = sizes | ({letter: here[spec.dim].stop - here[spec.dim].start} if letter else {})
             parts.append(rearrange(x, self.pattern, **local))
@@ -92,9 +101,9 @@ class Source:
     def write(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Our full tensor -> the file's tensors."""
         left, right = self.pattern.split("->")
-        parts = [full] if len(self.names) == 1 else full.chunk(len(self.names), 1)
+        parts = [full] if len(self.names) == 1 else full.split(self.widths, 1)
         for name, part in zip(self.names, parts, strict=True):
-            stored = rearrange(part, f"{right} -> {left}", **self.sizes(full.shape)).contiguous()
+            stored = rearrange(part, f"{right} -> {left}", **self.sizes(part.shape)).contiguous()
             yield name, stored
             if self.also is not None:
                 yield self.also, stored.clone()
@@ -153,11 +162,51 @@ def together(action: Callable[[], Any], groups: Iterable[dist.ProcessGroup | Non
 # ---- in ----
 
 
-class Files:
-    """A directory: its config, and its tensors by their names in the base model (prefixes and old spellings undone), read lazily."""
+class Tensors:
+    """Tensors by their names in the base model (prefixes and old spellings undone); these are in memory.  ``caller`` and ``where`` (what
+    holds them) are an error's words."""
+
+    def __init__(self, caller: str, where: str, tensors: Mapping[str, Tensor]):
+        self.caller, self.where, self._stored = caller, where, tensors
+
+    def raw_names(self) -> Iterable[str]:
+        return self._stored
+
+    def names(self, base_prefix: str) -> dict[str, str]:
+        """name in the base model -> name here"""
+        found: dict[str, str] = {}
+        for raw in self.raw_names():
+            name = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", raw.removeprefix(base_prefix)))
+            if name in found:
+                raise ValueError(f"{self.caller}: {self.where} holds {name} twice, as {found[name]} and {raw}")
+            found[name] = raw
+        return found
+
+    def tensor(self, raw: str):
+        """Something to read lazily: ``[...]`` and slices read, ``get_shape()`` and ``get_dtype()`` do not."""
+        return _InMemory(self._stored[raw])
+
+
+class _InMemory:
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor.detach()
+
+    def __getitem__(self, index) -> Tensor:
+        return self.tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _DTYPE_NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+
+class Files(Tensors):
+    """A directory: its config, and its tensors, read lazily."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.caller, self.where = "from_pretrained", str(path)
         config = self.path / "config.json"
         if not config.is_file():
             raise ValueError(f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory")
@@ -181,18 +230,10 @@ class Files:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"from_pretrained: {self.path / file} cannot be read (truncated or missing?): {error}") from None
 
-    def names(self, base_prefix: str) -> dict[str, str]:
-        """name in the base model -> name in the files"""
-        found: dict[str, str] = {}
-        for raw in self._where:
-            name = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", raw.removeprefix(base_prefix)))
-            if name in found:
-                raise ValueError(f"from_pretrained: {self.path} holds {name} twice, as {found[name]} and {raw}")
-            found[name] = raw
-        return found
+    def raw_names(self) -> Iterable[str]:
+        return self._where
 
     def tensor(self, raw: str):
-        """A lazily read tensor: ``[...]`` and slices read, ``get_shape()`` does not."""
         return self._handles[self._where[raw]].get_slice(raw)
 
 
@@ -206,7 +247,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def load(model: nn.Module, files: Files, dtype: torch.dtype, device: torch.device | str | None) -> None:
+def load(model: nn.Module, files: Tensors, dtype: torch.dtype, device: torch.device | str | None) -> None:
     """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
     sources = model.sources()
     specs = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model)]
@@ -217,32 +258,31 @@ def load(model: nn.Module, files: Files, dtype: torch.dtype, device: torch.devic
         setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
 
 
-def _check(model: nn.Module, files: Files, specs: list[tuple[str, Spec, TensorParallel, Source]]) -> dict[str, str]:
-    """-> name in the base model -> name in the files, of what is all there and fits"""
+def _check(model: nn.Module, files: Tensors, specs: list[tuple[str, Spec, TensorParallel, Source]]) -> dict[str, str]:
+    """-> name in the base model -> name there, of what is all there and fits"""
     names = files.names(model.base_prefix)
     for *_, source in specs:
         if source.also in names:
             names.setdefault(source.names[0], names[source.also])
     _check_names(model, files, names, [n for *_, source in specs for n in source.names])
     for name, spec, _, source in specs:
-        shape = (spec.shape[0], 1, *spec.shape[2:]) if len(source.names) > 1 else spec.shape
-        for n in source.names:
+        for n, shape in zip(source.names, source.shapes(spec.shape), strict=True):
             stored = files.tensor(names[n])
             got, want = tuple(stored.get_shape()), source.their_shape(shape)
             if got != want:
-                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be {want} for {name} of this config, got {got}")
+                raise ValueError(f"{files.caller}: {names[n]} in {files.where} must be {want} for {name} of this config, got {got}")
             if stored.get_dtype() not in DTYPES:
-                raise ValueError(f"from_pretrained: {names[n]} in {files.path} must be one of {DTYPES}, got {stored.get_dtype()}")
+                raise ValueError(f"{files.caller}: {names[n]} in {files.where} must be one of {DTYPES}, got {stored.get_dtype()}")
     return names
 
 
-def _check_names(model: nn.Module, files: Files, names: dict[str, str], wanted: list[str]) -> None:
+def _check_names(model: nn.Module, files: Tensors, names: dict[str, str], wanted: list[str]) -> None:
     missing = [n for n in wanted if n not in names]
     if missing:
-        raise ValueError(f"from_pretrained: {files.path} lacks {_some(missing)}")
+        raise ValueError(f"{files.caller}: {files.where} lacks {_some(missing)}")
     extra = [names[n] for n in names if n not in set(wanted) and not any(re.fullmatch(p, n) for p in model.ignorable())]
     if extra:
-        raise ValueError(f"from_pretrained: {files.path} holds {_some(extra)}, which {type(model).__name__} has no place for")
+        raise ValueError(f"{files.caller}: {files.where} holds {_some(extra)}, which {type(model).__name__} has no place for")
 
 
 def _some(names: list[str]) -> str:
@@ -255,19 +295,25 @@ def _some(names: list[str]) -> str:
 def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     """The whole of a parameter, on every rank; a collective where it is sharded."""
     if isinstance(p, DTensor):
-        return p.detach().full_tensor()
+        return p.detach().full_tensor()[:: spec.copies]  # copies > 1: a rank's slice is one index of dimension 0
     p = p.detach()
     if spec.dim is None or tp.size == 1:
         return p
     n = spec.shape[spec.dim]
     rows = p.movedim(spec.dim, 0)
-    chunk = -(-n // tp.size)
+    chunk = -(-n // (tp.size // spec.copies))
     padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
-    return all_gather(padded, tp.size, tp.group_name).flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
+    every = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
+    return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
 
 
 def save(model: nn.Module, path: Path) -> None:
-    """Every rank calls it; one writes.  Files appear whole or not at all, under their final names only when all are written."""
+    """Every rank calls it; one writes.  Files appear whole or not at all, under their final names only when all are written.
+
+    ValueError where adapters are not merged into the weights: they have a format of their own.
+    """
+    if any(m.lora is not None and not m.lora.merged for m in model.modules() if isinstance(m, Adaptable)):
+        raise ValueError("save_pretrained: the model has adapters; use save_adapter for them, or merge_lora to have them in the weights")
     writer = model.tp.rank == 0 and not model.dp_rank
     config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
     config |= dict.fromkeys(("dtype", "torch_dtype"), str(next(model.parameters()).dtype).removeprefix("torch."))  # new and old name
@@ -279,7 +325,7 @@ def save(model: nn.Module, path: Path) -> None:
         except Exception as e:
             error = e
     sources = model.sources()
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    for name, p, spec, tp in _base_parameters(model):
         full = full_tensor(p, spec, tp)
         if writer and error is None:
             try:
@@ -298,7 +344,14 @@ def save(model: nn.Module, path: Path) -> None:
 
 
 def _total_bytes(model: nn.Module) -> int:
-    return sum(_product(spec.shape) * p.element_size() for (_, spec, _), p in zip(named_specs(model), model.parameters(), strict=True))
+    return sum(_product(spec.shape) * p.element_size() for _, p, spec, _ in _base_parameters(model))
+
+
+def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
+    """Without those of merged adapters."""
+    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        if ".lora." not in name:
+            yield name, p, spec, tp
 
 
 class _Writer:
@@ -337,10 +390,7 @@ class _Writer:
         for name in TOKENIZER_FILES:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, self.folder / name)
-        new = {file.name for file in self.folder.iterdir()}
-        for name in sorted(new):
-            _fsync(self.folder / name)
-            os.replace(self.folder / name, self.path / name)
+        new = _move(self.folder, self.path)
         for old in self.path.glob("model*.safetensors*"):  # shards of an earlier save would be loaded in place of these
             if old.name not in new and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
                 old.unlink()
@@ -348,6 +398,28 @@ class _Writer:
 
     def clean(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def replace_files(path: Path, files: Mapping[str, Callable[[Path], Any]]) -> None:
+    """Writes each file by its function, in a directory beside; all are there before the first gets its name."""
+    path.mkdir(parents=True, exist_ok=True)
+    folder = path / f".saving-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    try:
+        for name, write in files.items():
+            write(folder / name)
+        _move(folder, path)
+        _fsync(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(folder: Path, path: Path) -> set[str]:
+    new = {file.name for file in folder.iterdir()}
+    for name in sorted(new):
+        _fsync(folder / name)
+        os.replace(folder / name, path / name)
+    return new
 
 
 def _fsync(path: Path) -> None:

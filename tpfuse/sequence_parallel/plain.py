@@ -14,7 +14,8 @@ every tensor is [R, m, D]:  parts to be summed, or one shard expanded to all pee
     gather_mlp_exchange   leave(act(enter(n) W1' + b1) W2')          dz = enter(dp) W2 act'(z);       enter(dp)' act(z),
                                                                      leave(dz W1)                     dz' enter(n)
 
-Only shards are saved: n (or, given ``remake``, what makes it again), never what was gathered.
+Only shards are saved: n (or, given ``remake``, what makes it again), never what was gathered.  A frozen weight has no wgrad, and nothing is
+gathered for it.
 """
 
 import torch
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..collectives import all_gather, all_reduce, all_to_all
 from ..kernels._fused_norm import reduce_launch
 from ..kernels._op import autocast, check, op, sum_parts
-from ..kernels.linear import activation_bwd, check_linear, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad, width
+from ..kernels.linear import activation_bwd, check_linear, column_sum, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad, width
 from ..kernels.norm import Remake, norm_apply
 from ..parallel import TensorParallel
 from . import overlap
@@ -128,15 +129,21 @@ class _GatherLinear(torch.autograd.Function):
         dy, db = dy.contiguous(), None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, activation, False)
-        sum_bias, n = has_bias and db is None, _restored(tuple(saved), constants, tp)
+        sum_bias, db_plain = has_bias and db is None, None
+        overlapped = overlapped and ctx.needs_input_grad[1]  # without a wgrad there is little to hide behind
         if overlapped and tp.sequence_parallel:
+            n = _restored(tuple(saved), constants, tp)
             dn, dw, db_plain = overlap.gather_linear_bwd(dy, w, n, sum_bias, tp.group_name)
         elif overlapped:
-            dn, dw, db_plain, _ = overlap.linear_reduce_bwd(dy, w, enter(n, tp), sum_bias, None, None, tp.size, tp.group_name)
+            n = enter(_restored(tuple(saved), constants, tp), tp)
+            dn, dw, db_plain, _ = overlap.linear_reduce_bwd(dy, w, n, sum_bias, None, None, tp.size, tp.group_name)
             dn = dn[None]
         else:
-            dn = leave(linear_dgrad(dy, w), tp)
-            dw, db_plain = linear_wgrad(dy, enter(n, tp), w.dtype, sum_bias)
+            dn, dw = leave(linear_dgrad(dy, w), tp), None
+            if ctx.needs_input_grad[1]:
+                dw, db_plain = linear_wgrad(dy, enter(_restored(tuple(saved), constants, tp), tp), w.dtype, sum_bias)
+            elif ctx.needs_input_grad[2] and sum_bias:
+                db_plain = column_sum(dy)
         db = (db_plain if db is None else db) if has_bias else None
         return dn, dw, db, None, None, None, None
 
@@ -155,10 +162,10 @@ class _LinearExchange(torch.autograd.Function):
     def backward(ctx, dp):
         x, w = ctx.saved_tensors
         tp, overlapped = ctx.args
-        if overlapped:
+        if overlapped and ctx.needs_input_grad[1]:
             return *overlap.linear_exchange_bwd(dp, x, w, tp.group_name), None, None
         dy = enter(dp, tp)
-        return linear_dgrad(dy, w), linear_wgrad(dy, x, w.dtype, False)[0], None, None
+        return linear_dgrad(dy, w), linear_wgrad(dy, x, w.dtype, False)[0] if ctx.needs_input_grad[1] else None, None, None
 
 
 class _GatherMLPExchange(torch.autograd.Function):
@@ -178,20 +185,24 @@ class _GatherMLPExchange(torch.autograd.Function):
     def backward(ctx, dp):
         w1, w2, z, a, *saved = ctx.saved_tensors
         activation, tp, constants, has_bias, overlapped = ctx.args
-        n = _restored(tuple(saved), constants, tp)
+        wants1, wants2 = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        overlapped = overlapped and wants1 and wants2
         if overlapped and tp.sequence_parallel:
+            n = _restored(tuple(saved), constants, tp)
             dn, dw1, db1, dw2 = overlap.gather_mlp_exchange_bwd(dp, n, w1, w2, z, a, activation, tp.group_name)
             return dn, dw1, db1 if has_bias else None, dw2, None, None, None, None
         dy = enter(dp, tp)
-        dz, db1, rebuilt = linear_dgrad_act(dy, w2, z, activation, a is None)
+        dz, db1, rebuilt = linear_dgrad_act(dy, w2, z, activation, a is None and wants2)
         a = rebuilt if a is None else a
         if overlapped:
-            dn, dw1, _, dw2 = overlap.linear_reduce_bwd(dz, w1, enter(n, tp), False, dy, a, tp.size, tp.group_name)
-            dn = dn[None]
-        else:
-            dn = leave(linear_dgrad(dz, w1), tp)
+            n = enter(_restored(tuple(saved), constants, tp), tp)
+            dn, dw1, _, dw2 = overlap.linear_reduce_bwd(dz, w1, n, False, dy, a, tp.size, tp.group_name)
+            return dn[None], dw1, db1 if has_bias else None, dw2, None, None, None, None
+        dn, dw1, dw2 = leave(linear_dgrad(dz, w1), tp), None, None
+        if wants2:
             dw2, _ = linear_wgrad(dy, a, w2.dtype, False)
-            dw1, _ = linear_wgrad(dz, enter(n, tp), w1.dtype, False)
+        if wants1:
+            dw1, _ = linear_wgrad(dz, enter(_restored(tuple(saved), constants, tp), tp), w1.dtype, False)
         return dn, dw1, db1 if has_bias else None, dw2, None, None, None, None
 
 

@@ -1,0 +1,91 @@
+"""The README's table of what is supported: model family x feature, and the parity with transformers that the tests reached.
+
+    make support                                   # runs the models' tests, then
+    python -m bench.support out/support.xml        # their junit report -> bench/results/support.json and the README
+    python -m bench.support                        # the README from that file alone
+
+Every number is the largest relative error over all cases and R of the tests that touched the cell (the property "parity": see
+tests/models/conftest.py), against transformers in fp64.
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Iterable
+from xml.etree import ElementTree
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS, README = ROOT / "bench/results/support.json", ROOT / "README.md"
+BEGIN, END = "<!-- bench.support: begin -->\n", "<!-- bench.support: end -->\n"
+FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
+FEATURES = [
+    "logits",
+    "loss",
+    "gradients",
+    "tied head",
+    "untied head",
+    "kv heads > R",
+    "kv heads = R",
+    "kv heads < R",
+    "sliding window",
+    "sequence parallelism on",
+    "sequence parallelism off",
+    "packed documents",
+    "generated tokens",
+    "sampled tokens",
+    "saved and loaded",
+]
+GROUPED = ["kv heads > R", "kv heads = R", "kv heads < R"]
+NO_PART_OF = {  # a family
+    "gpt2": {*GROUPED, "sliding window"},
+    "llama": {"sliding window"},
+    "bert": {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"},
+}
+
+
+def read(report: pathlib.Path) -> dict[str, dict[str, dict]]:
+    """A junit report -> {family: {feature: {"error": the largest, "R": sizes}}}.  ValueError where a test failed."""
+    found: dict[str, dict[str, dict]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise ValueError(f"{case.get('name')} failed: no table is made of that")
+        for item in case.iter("property"):
+            if item.get("name") == "parity":
+                family, feature, ranks, error = json.loads(item.get("value", ""))
+                cell = found.setdefault(family, {}).setdefault(feature, {"error": 0.0, "R": []})
+                cell["error"] = max(cell["error"], error)
+                cell["R"] = sorted({*cell["R"], ranks})
+    return {family: {f: found.get(family, {}).get(f) for f in FEATURES if f in found.get(family, {})} for family in FAMILIES}
+
+
+def table(results: dict[str, dict[str, dict]]) -> str:
+    """Markdown."""
+    rows: list[Iterable[str]] = [["", *FAMILIES.values()], ["---"] * (len(FAMILIES) + 1)]
+    rows += [[feature, *(_cell(results, family, feature) for family in FAMILIES)] for feature in FEATURES]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _cell(results: dict[str, dict[str, dict]], family: str, feature: str) -> str:
+    if feature in NO_PART_OF.get(family, ()):
+        return "–"
+    cell = results.get(family, {}).get(feature)
+    return "not tested" if cell is None else "equal" if cell["error"] == 0 else f"{cell['error']:.0e}"
+
+
+def parts(readme: str) -> tuple[str, str, str]:
+    """Before the table, the table, after it."""
+    before, rest = readme.split(BEGIN)
+    made, after = rest.split(END)
+    return before + BEGIN, made, END + after
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        results = read(pathlib.Path(sys.argv[1]))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    before, _, after = parts(README.read_text())
+    README.write_text(before + table(json.loads(RESULTS.read_text())) + after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The generating example: text as it comes, stop strings over token borders, every split alike, and errors in one line."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+from tests.examples.launch import example, ok
+
+generate = example("generate")
+SCRIPT = "generate.py"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A model of bytes, as train_gpt.py leaves it, and a Llama whose tokenizer has words of several characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    sizes |= dict(max_position_embeddings=64, initializer_range=0.5, bos_token_id=None, pad_token_id=None)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(["the quick brown fox and the lazy dog; the end, the fox"] * 3, trainer)
+    plain, words = tmp_path_factory.mktemp("bytes"), tmp_path_factory.mktemp("words")
+    small = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
+    transformers.GPT2LMHeadModel(small).save_pretrained(plain)
+    vocab = tokenizer.get_vocab_size()
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, eos_token_id=7, **sizes)).save_pretrained(words)
+    tokenizer.save(str(words / "tokenizer.json"))
+    return plain, words
+
+
+def said(capsys, monkeypatch, *argv) -> str:
+    """main() on one process."""
+    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, argv)])
+    generate.main()
+    return capsys.readouterr().out
+
+
+def texts(out: str) -> list[str]:
+    return re.findall(r"^> (.*?)(?=\n\n(?:> |\d+ tokens in ))", out, re.S | re.M)
+
+
+SAMPLED = ["--temperature", 0.7, "--top-k", 40, "--top-p", 0.95, "--repetition-penalty", 1.2, "--seed", 3]
+
+
+@pytest.mark.parametrize("procs", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_split_gives_one_text_and_greedily_transformers(trained, capsys, monkeypatch, procs):
+    prompts = ["the quick", "fox and the lazy"]
+    one = said(capsys, monkeypatch, "--model", trained[1], "--max-new-tokens", 8, *SAMPLED, *prompts)
+    split = ok(SCRIPT, "--model", trained[1], "--max-new-tokens", 8, *SAMPLED, *prompts, procs=procs)
+    assert texts(split) == texts(one) and len(texts(one)) == 2
+    assert f"llama, tp={procs} on cpu, torch.float32" in split and re.search(r"\d+ tokens in \d+\.\d+ s: \d+\.\d tokens/s", split)
+    greedy = said(capsys, monkeypatch, "--model", trained[1], "--max-new-tokens", 8, prompts[0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained[1])
+    codec = generate.codec(trained[1], 300, {})
+    ids = theirs.generate(torch.tensor([codec.encode(prompts[0])]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    assert texts(greedy) == [codec.decode([i for i in ids if i not in codec.ends])] != [prompts[0]]
+
+
+def test_compare(trained, capsys, monkeypatch):
+    out = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 6, "--compare", "--runs", 2, "def ", "class X")
+    for name in ("tpfuse", "transformers"):
+        assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s", out)
+    assert re.search(r"ratio +\d+\.\d\d \(.*\); the tokens are the same", out)
+
+
+# ---- text as it comes
+
+
+def bytes_codec():
+    return generate.Codec(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), [0])
+
+
+def streamed(text: bytes, stops: list[str]) -> tuple[list[str], generate.Continuation]:
+    """What is certain after every byte."""
+    continuation = generate.Continuation(list(b"> "), bytes_codec(), stops)
+    found = []
+    for token in text:
+        continuation.add(token)
+        found.append(continuation.certain())
+    assert all(b.startswith(a) for a, b in zip(found, found[1:]))  # what was written stays
+    return found, continuation
+
+
+def test_a_stop_string_spans_tokens_and_no_part_of_it_is_seen():
+    found, c = streamed(b"abEN EN ENDmore", ["END", "zz"])
+    assert c.text == found[-1] == "abEN EN " and c.ended and c.tokens == 11
+    assert found[:5] == ["a", "ab", "ab", "ab", "abEN "]  # E and EN are held back until they are no stop
+
+
+def test_the_earliest_stop_ends():
+    assert streamed(b"one two three", ["three", "two", "o t"])[1].text == "one "
+    assert streamed(b"one", ["four"])[1].text == "one"
+
+
+def test_half_a_character_is_not_written():
+    found, c = streamed("é€x".encode(), [])
+    assert found == ["", "é", "é", "é", "é€", "é€x"] and not c.ended
+
+
+def test_an_end_token_ends_unseen():
+    _, c = streamed(b"ab\0cd", [])
+    assert c.text == "ab" and c.ended and c.tokens == 3
+
+
+# ---- flags and guards
+
+
+def refused(monkeypatch, capsys, *argv) -> str:
+    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, argv)])
+    monkeypatch.setattr(generate.common, "stop", lambda: None)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            generate.main()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and err.startswith("generate.py: error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model /nowhere x", "there is no /nowhere: give --model a Hugging Face directory"),
+        ("--model {words} --top-p 2 x", "top_p must lie in (0, 1], got 2.0"),
+        ("--model {words} --temperature 0 x", "temperature must be positive, got 0.0"),
+        ("--model {words} --max-new-tokens 64 x", "64 tokens are more than the model's max_positions=64"),
+        ("--model {words} --top-k 0 x", "--top-k: must be at least 1, got 0"),
+        ("--model {empty} x", "config.json"),
+        ("--nope", "unrecognized arguments: --nope"),
+    ],
+)
+def test_an_error_is_one_line_and_code_2(trained, monkeypatch, capsys, tmp_path, flags, message):
+    assert message in refused(monkeypatch, capsys, *flags.format(words=trained[1], empty=tmp_path).split())
+
+
+def test_an_empty_prompt_or_stop(monkeypatch, capsys):
+    assert "a prompt or a --stop text is empty" in refused(monkeypatch, capsys, "--stop", "", "x")
+
+
+def test_a_model_of_words_needs_a_tokenizer(trained, monkeypatch, capsys, tmp_path):
+    for path in trained[1].iterdir():
+        if path.name != "tokenizer.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert "has no tokenizer.json" in refused(monkeypatch, capsys, "--model", tmp_path, "x")
+
+
+def test_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        generate.main()
+    out = capsys.readouterr().out
+    assert stopped.value.code == 0 and "what is chosen" in out and "(default: 48)" in out
+    assert "[]" not in out and "None" not in out and max(map(len, out.splitlines())) <= 120

@@ -1,0 +1,112 @@
+"""Sampled generation: the same tokens however the model is split, transformers' filters, and the distribution it claims."""
+
+import pytest
+import torch
+import transformers
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+
+from tests.common import make_tp
+from tests.models.common import GPT_CONFIG, default_dtype
+from tests.models.test_generate import prompts
+from tests.models.test_llama import config_of
+from tpfuse.kernels._philox import make_rng, philox_numpy, uniform
+from tpfuse.models import GPT
+from tpfuse.models.generate import _Chooser, keep_likely
+
+transformers.utils.logging.disable_progress_bar()
+CONFIGS = {"gpt2": GPT_CONFIG, **{name: config_of(name, 2) for name in ("llama", "mistral", "qwen2", "qwen3")}}
+OPTIONS = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3)
+
+
+def sampled(world, name, lengths, sp, seed=4):
+    with default_dtype(torch.float32):
+        model = GPT(CONFIGS[name], tp=None if world is None else make_tp(world, sp), seed=1)
+    ids, mask = prompts(lengths)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=9, seed=seed, **OPTIONS)[:, 8:]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_split_does_not_show(ranks, reached, name):
+    one = sampled(None, name, (8, 5, 1), False)
+    assert len(one.unique()) > 5
+    for R, sp in ((2, True), (4, True), (4, False)):
+        for got in ranks(R, sampled, name, (8, 5, 1), sp):
+            assert torch.equal(got, one)
+        reached(CONFIGS[name], R, {"sampled tokens": 0.0})
+
+
+def test_the_seed_the_place_and_the_prompt_matter_and_nothing_else_does():
+    one = sampled(None, "gpt2", (8, 5), False)
+    assert not torch.equal(sampled(None, "gpt2", (8, 5), False, seed=5), one)
+    assert torch.equal(sampled(None, "gpt2", (8, 5), False), one)
+    assert torch.equal(sampled(None, "gpt2", (8, 5, 3), False)[:2], one)  # the batch does not matter
+    ids, mask = prompts((5, 5))
+    ids[1] = ids[0]
+    model = GPT(GPT_CONFIG, seed=1)
+    two = model.generate(ids, attention_mask=mask, max_new_tokens=9, **OPTIONS)
+    assert not torch.equal(two[0], two[1])  # equal prompts are different samples
+
+
+def test_uniform_numbers_are_the_format():
+    rng = make_rng(seed=1, step=0, first_sample=3)
+    got = uniform(rng, torch.tensor([5, 9]), torch.tensor([0, 4]), 97)
+    k0, k1 = 0xF422B57B, 0x780E92B0  # the golden key of this seed and step
+    for i, (place, sample) in enumerate(((5, 3), (9, 7))):
+        for token in (0, 1, 2, 3, 4, 50, 96):
+            word = philox_numpy(place, 65535 << 16, token // 4, sample, k0, k1)[token % 4]
+            assert got[i, token] == (float(word) + 0.5) / 2**32
+
+
+def test_the_frequencies_are_the_probabilities():
+    """20000 draws of 7 tokens at temperature 2: within four standard deviations."""
+    model = GPT(GPT_CONFIG, seed=1)
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, 3.0, -4.0]])
+    n = 20000
+    model.config = type("Config", (), dict(vocab_size=7))
+    choose = _Chooser(model, torch.zeros(n, 1, dtype=torch.int64), torch.zeros(n, 1, dtype=torch.bool), True, 2.0, None, None, 1.0, 0)
+    counts = torch.bincount(choose(logits.expand(n, -1), torch.full((n,), 3)), minlength=7)
+    p = torch.softmax(logits[0] / 2, -1)
+    assert ((counts - n * p).abs() < 4 * (n * p * (1 - p)).sqrt()).all()
+
+
+@pytest.mark.parametrize("top_k, top_p", [(5, None), (None, 0.7), (10, 0.5), (1, 0.01), (500, 1.0), (None, 1e-9)])
+def test_filters_keep_what_those_of_transformers_keep(top_k, top_p):
+    scores = torch.randn(6, 97, dtype=torch.float64) * 3
+    want = scores
+    if top_k is not None:
+        want = TopKLogitsWarper(top_k)(None, want)
+    if top_p is not None and top_p < 1:
+        want = TopPLogitsWarper(top_p)(None, want)
+    assert torch.equal(keep_likely(scores, top_k, top_p), want)
+
+
+def test_the_penalty_is_that_of_transformers():
+    ids, logits = torch.tensor([[3, 5, 7], [9, 9, 11]]), torch.randn(2, 97)
+    logits[:, [3, 9]] = 4.0  # the most likely were there before
+    want = RepetitionPenaltyLogitsProcessor(3.0)(ids, logits).argmax(-1)
+    choose = _Chooser(GPT(GPT_CONFIG), ids, torch.ones_like(ids, dtype=torch.bool), False, 1.0, None, None, 3.0, 0)
+    assert torch.equal(choose(logits, torch.tensor([3, 3])), want) and not torch.equal(want, logits.argmax(-1))
+    again = RepetitionPenaltyLogitsProcessor(3.0)(torch.cat([ids, want[:, None]], 1), logits).argmax(-1)
+    assert torch.equal(choose(logits, torch.tensor([4, 4])), again)  # what it chose itself counts too
+
+
+def test_every_column_is_streamed_and_true_stops():
+    model, (ids, mask) = GPT(GPT_CONFIG, seed=1), prompts((8, 5))
+    columns = []
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=6, on_token=lambda t: columns.append(t) or len(columns) == 4)
+    assert out.shape == (2, 12) and torch.equal(torch.stack(columns, 1), out[:, 8:])
+
+
+def test_any_of_several_ends():
+    model, (ids, mask) = GPT(GPT_CONFIG, seed=1), prompts((8,))
+    options = dict(max_new_tokens=9, attention_mask=mask, do_sample=True)
+    whole = model.generate(ids, **options)[0, 8:]
+    first = next(i for i, t in enumerate(whole) if t != whole[0])
+    out = model.generate(ids, **options, eos_token_id=[int(whole[first]), 1000])
+    assert out.shape[1] == 8 + first + 1
+
+
+@pytest.mark.parametrize("option, value", [("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)])
+def test_errors(option, value):
+    with pytest.raises(ValueError, match=f"generate: {option} must .*, got {value}"):
+        GPT(GPT_CONFIG).generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, **{option: value})

@@ -1,0 +1,45 @@
+"""Models of transformers in fp64, small and with nothing trivial in them: the oracles of parallelize and of the adapters."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
+
+from tests.models.test_llama import FAMILIES, their_config
+
+SIZES = dict(vocab_size=97, initializer_range=0.2)  # 97 words split over no number of ranks, 12 heads over 1, 2, 3 and 4
+BERT = dict(max_position_embeddings=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=84)
+GPT2 = dict(n_positions=32, n_embd=48, n_layer=2, n_head=12, n_inner=84, bos_token_id=None, eos_token_id=None)
+CLASSES = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
+    "bert": (BertModel, BertConfig, BERT),
+    "bert-mlm": (BertForMaskedLM, BertConfig, BERT),
+}
+NAMES = (*CLASSES, *FAMILIES)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **options) -> nn.Module:
+    """The same on every rank; 2 kv heads in the Llama family."""
+    torch.manual_seed(seed)
+    if name in CLASSES:
+        cls, config, sizes = CLASSES[name]
+        model = cls(config(**SIZES | sizes | options))
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(their_config(name, 2, **options))
+    model = model.to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):  # which would be fp32
+        shape = dict(normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
+        norm.forward = functools.partial(F.rms_norm, **shape)
+    return model
+
+
+def loss_of(logits: Tensor, labels: Tensor, shift: bool) -> Tensor:
+    """In the dtype of the logits: theirs is fp32."""
+    labels = F.pad(labels[:, 1:], (0, 1), value=-100) if shift else labels
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
