@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from tpfuse import TensorParallel
 from tpfuse.kernels._op import OPS, moved
 from tpfuse.kernels.attention import attention
 from tpfuse.kernels.linear import linear
+from tpfuse.layers import TransformerBlock
 from tpfuse.ledger import Ledger, mue
 from tpfuse.ledger.aten import ATTENTION, ELEMENTWISE, GEMM, KINDS, NORM
 
@@ -137,3 +139,25 @@ def test_seconds_are_measured_where_asked():
 def test_mue_is_the_papers():
     """Half of what moves must; it moves at half the peak."""
     assert mue(50.0, 100.0, 2.0, 100.0) == pytest.approx(25.0)
+
+
+def _both_forms(world, sp, kind):
+    """(flops, bytes sent) of a block's forward and backward, by the plain forms and by the overlapped ones."""
+    found = []
+    for overlap in ("off", "pairwise"):
+        tp = TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
+        torch.manual_seed(0)
+        block = TransformerBlock(16, 4, 24, tp=tp, activation="silu" if kind == "gated" else "relu", gated=kind == "gated")
+        x = torch.randn(24 // tp.row_shards, 16, requires_grad=True)
+        with Ledger() as ledger:
+            block(x, batch=2).sum().backward()
+        found.append((ledger.total().flops, ledger.total().wire))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+def test_overlapped_ops_declare_what_the_plain_ones_do(ranks, sp, kind):
+    for off, on in ranks(2, _both_forms, sp, kind):
+        assert on[0] == off[0] > 0
+        assert sp is False or on[1] == off[1] > 0  # without sequence parallelism small sums travel by another collective

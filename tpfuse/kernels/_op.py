@@ -20,11 +20,13 @@ OPS: dict[str, "Op"] = {}  # by name
 
 
 class Cost(NamedTuple):
-    """What one call moves and computes.  Bytes are those that reach memory: an element counts once a launch, however often it is read."""
+    """What one call moves and computes.  Bytes are those that reach memory: an element counts once a launch, however often it is read.
+    ``sent`` go to other ranks."""
 
     read: int
     written: int
     flops: int = 0
+    sent: int = 0
 
 
 def moved(*tensors: Tensor | None) -> int:

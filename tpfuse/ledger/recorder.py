@@ -27,6 +27,7 @@ FORWARD, BACKWARD = PHASES = "forward", "backward"
 _OURS = {  # by the beginning of an op's name; what is not here is elementwise
     "linear_cross": aten.GEMM,
     "linear": aten.GEMM,
+    "gather": aten.GEMM,
     "attention": aten.ATTENTION,
     "norm": aten.NORM,
     "reduce_bias_dropout_add_norm": aten.NORM,
@@ -110,7 +111,7 @@ class Ledger(TorchDispatchMode):
         came, went = self._seen(tree_leaves((args, kwargs)), made=False), self._seen(tree_leaves(outputs), made=True)
         if cost.read or cost.written:
             phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else FORWARD
-            wire = _wire(name, args) if kind == aten.COMMUNICATION else 0
+            wire = _wire(name, args) if kind == aten.COMMUNICATION else cost.sent
             drops = ours and any(a.name == "rng" and value is not None for a, value in zip(func._schema.arguments, args))
             numbers = *cost[:2], bound.read + bound.written, cost.flops, wire, seconds
             self.entries.append(Entry(name, kind, phase, *numbers, came, went, drops))
@@ -170,7 +171,7 @@ class Ledger(TorchDispatchMode):
 def _wire(name: str, args: tuple) -> int:
     """Bytes that this rank sends: its shard to each peer, or a part of what it has to each; of other collectives, what goes in."""
     size = lambda t: t.element_size() * t.numel()  # noqa: E731
-    if name == "all_gather":
+    if name in ("all_gather", "all_gather_copies"):
         return size(args[0]) * (args[1] - 1)
     if name == "all_to_all":
         return size(args[0]) * (len(args[0]) - 1) // max(len(args[0]), 1)

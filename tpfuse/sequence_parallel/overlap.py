@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import all_gather_single, named, resolve
-from ..kernels._op import acc_dtype, op, sum_parts
+from ..kernels._op import Cost, acc_dtype, least, op, sum_parts
 from ..kernels.linear import activation_fwd, column_sum, linear_dgrad, linear_dgrad_act, linear_wgrad, width
 from ._flight import Flight, pieces
 
@@ -238,10 +238,50 @@ def _linear_reduce_bwd_fake(dy, w, x, has_bias, dy2, x2, size, group_name):
     return dy.new_empty(len(dy), w.shape[1]), w.new_empty(w.shape), _empty_bias(dy, len(w), has_bias), dw2
 
 
-gather_linear_fwd = op(gather_linear_fwd_ref, fake=_gather_linear_fwd_fake)
-gather_linear_bwd = op(gather_linear_bwd_ref, fake=_gather_linear_bwd_fake)
-linear_exchange_fwd = op(linear_exchange_fwd_ref, fake=_linear_exchange_fwd_fake)
-linear_exchange_bwd = op(linear_exchange_bwd_ref, fake=_linear_exchange_bwd_fake)
-gather_mlp_exchange_fwd = op(gather_mlp_exchange_fwd_ref, fake=_gather_mlp_exchange_fwd_fake)
-gather_mlp_exchange_bwd = op(gather_mlp_exchange_bwd_ref, fake=_gather_mlp_exchange_bwd_fake)
-linear_reduce_bwd = op(linear_reduce_bwd_ref, fake=_linear_reduce_bwd_fake)
+# ---- costs: bytes as in one pass over inputs and outputs, and what is sent to R - 1 peers a gather or an exchange ----
+
+
+def _cost(tiles: int, gemms):
+    """``tiles``: the input that is [R, m, D]; ``gemms(args)`` -> (gathers and exchanges, multiplications M N K)."""
+
+    def cost(args: tuple, outputs: tuple) -> Cost:
+        x, (times, products) = args[tiles], gemms(args)
+        return least(args, outputs)._replace(flops=2 * products, sent=times * (x.shape[0] - 1) * x[0].numel() * x.element_size())
+
+    return cost
+
+
+def _rows(x: Tensor) -> int:
+    """M of [R, m, D]"""
+    return x.shape[0] * x.shape[1]
+
+
+def _linear_exchange_fwd_cost(args: tuple, outputs: tuple) -> Cost:
+    x, w, size, _ = args
+    sent = (size - 1) * outputs[0][0].numel() * x.element_size()
+    return least(args, outputs)._replace(flops=2 * len(x) * w.numel(), sent=sent)
+
+
+def _linear_reduce_cost(args: tuple, outputs: tuple) -> Cost:
+    dy, w, x, _, dy2, x2, size, _ = args
+    products = len(dy) * w.numel() * 2 + (0 if dy2 is None else len(dy2) * dy2.shape[1] * x2.shape[1])
+    return least(args, outputs)._replace(flops=2 * products, sent=2 * (size - 1) * -(-outputs[0].numel() // size) * dy.element_size())
+
+
+gather_linear_fwd = op(gather_linear_fwd_ref, fake=_gather_linear_fwd_fake, cost=_cost(0, lambda a: (1, _rows(a[0]) * a[1].numel())))
+gather_linear_bwd = op(gather_linear_bwd_ref, fake=_gather_linear_bwd_fake, cost=_cost(2, lambda a: (2, 2 * _rows(a[2]) * a[1].numel())))
+linear_exchange_fwd = op(linear_exchange_fwd_ref, fake=_linear_exchange_fwd_fake, cost=_linear_exchange_fwd_cost)
+linear_exchange_bwd = op(
+    linear_exchange_bwd_ref, fake=_linear_exchange_bwd_fake, cost=_cost(0, lambda a: (1, 2 * _rows(a[0]) * a[2].numel()))
+)
+gather_mlp_exchange_fwd = op(
+    gather_mlp_exchange_fwd_ref,
+    fake=_gather_mlp_exchange_fwd_fake,
+    cost=_cost(0, lambda a: (2, _rows(a[0]) * (a[1].numel() + a[3].numel()))),
+)
+gather_mlp_exchange_bwd = op(
+    gather_mlp_exchange_bwd_ref,
+    fake=_gather_mlp_exchange_bwd_fake,
+    cost=_cost(0, lambda a: (3, 2 * _rows(a[0]) * (a[2].numel() + a[3].numel()))),
+)
+linear_reduce_bwd = op(linear_reduce_bwd_ref, fake=_linear_reduce_bwd_fake, cost=_linear_reduce_cost)
