@@ -24,6 +24,7 @@ F64 = torch.float64
 MAX, NEW = 24, 5
 FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3"
 ROWS = "left", "right", "packed"
+SIZES = 1, 2, 4
 ROPES = [ROPE, LLAMA3, YARN, dict(ROPE, rope_type="linear", factor=2.0), dict(ROPE, rope_type="dynamic", factor=2.0)]
 
 
@@ -48,11 +49,9 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw) -> Case:
+def cases(draw, family: str, R: int) -> Case:
     """Mostly what can be built: numbers that do not divide come now and then."""
     pick = lambda *values: draw(st.sampled_from(values))
-    family = pick(*FAMILIES)
-    R = pick(1, 2, 4)
     heads = pick(4, 8, 12, 4, 8, 12, 6)
     kv_heads = heads if family == "gpt2" else pick(*(g for g in (1, 2, 4, 6, 8, 3) if heads % g == 0), pick(heads, heads, heads, 5))
     own_width = family not in ("gpt2", "qwen2")  # qwen2 has no key for it
@@ -204,30 +203,26 @@ def check(ranks, reached, c: Case) -> None:
 HOW = dict(deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
-@settings(max_examples=24, **HOW)
-@given(c=cases())
-def test_exact_or_refused(ranks, reached, c):
-    check(ranks, reached, c)
+def every(count: int, family: str, R: int, look) -> None:
+    """``look`` at so many cases of one family at one R: drawn all together, some pairs would hardly come."""
+    settings(max_examples=count, **HOW)(given(c=cases(family, R))(lambda c: look(c)))()
 
 
-@pytest.mark.slow
-@settings(max_examples=240, **HOW)
-@given(c=cases())
-def test_exact_or_refused_many_times(ranks, reached, c):
-    check(ranks, reached, c)
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("R", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_or_refused(ranks, reached, family, R, count):
+    every(count, family, R, lambda c: check(ranks, reached, c))
 
 
 def test_most_cases_can_be_built_and_every_refusal_comes():
-    drawn = []
-
-    @settings(max_examples=300, **HOW)
-    @given(c=cases())
-    def draw(c):
-        drawn.append(c)
-
-    draw()
+    drawn: list[Case] = []
+    for family in FAMILIES:
+        for R in SIZES:
+            every(30, family, R, drawn.append)
     built = [c for c in drawn if reason(c) is None]
     assert 0.5 < len(built) / len(drawn) < 0.95
-    words = {why.split("=")[0] for why in map(reason, drawn) if why is not None}
-    assert words == {"num_heads", "num_kv_heads", ""}  # "": the ffn, by the name its layer has for it
-    assert {(c.family, c.R, c.rows) for c in built} == {(f, R, r) for f in FAMILIES for R in (1, 2, 4) for r in ROWS}
+    assert {why.split("=")[0] for why in map(reason, drawn) if why} == {"num_heads", "num_kv_heads", ""}  # "": the ffn has no one name
+    for pair in ("family", "R"), ("R", "rows"), ("family", "rows"):
+        came, could = ({tuple(getattr(c, key) for key in pair) for c in cases} for cases in (built, drawn))
+        assert came == could and len(came) in (15, 9)
