@@ -62,7 +62,7 @@ def say(*words, end: str = "\n") -> None:
 def fail(message: object):
     """Ends this process with one line and exit code 2.  Where every rank fails alike, torchrun ends the others before they speak."""
     if RANK:
-        time.sleep(2)
+        time.sleep(10)
     print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     sys.exit(2)
 
