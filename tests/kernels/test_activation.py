@@ -15,11 +15,7 @@ ACTIVATION = pytest.mark.parametrize("activation", (*ACTIVATIONS[1:], *GATED))
 SHAPES = [(0, 5), (1, 1), (3, 1280), (130, 300)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Every output is NaN before a kernel writes it."""
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **options: new_empty(x, *size, **options).fill_(float("nan")))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def arguments(rows, columns, activation, dtype=torch.float32, rebuild=True):

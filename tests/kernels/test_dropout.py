@@ -4,14 +4,13 @@ import torch
 from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf
 from tests.kernels.interpreter_bytes import assert_declared
-from tests.kernels.kernel_rules import DEVICE, on_a_gpu, poison
+from tests.kernels.kernel_rules import DEVICE, on_a_gpu
 from tpfuse.kernels import dropout
 from tpfuse.kernels._philox import keep_rows, make_rng, scale
 from tpfuse.kernels.dropout import dropout_fwd
 
 SAMPLES = [(dropout_fwd, (torch.randn(3, 7).to(dtype), RNG, 0.3, 2, 1, 2)) for dtype in (torch.float32, torch.bfloat16)]
 test_opcheck = common.opcheck(SAMPLES)
-poisoned = pytest.fixture(poison)
 
 
 def ours(x, **where):

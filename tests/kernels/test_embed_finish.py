@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.kernels.interpreter_bytes import assert_declared
-from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, like, narrow, on_a_gpu, poison
+from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, like, narrow, on_a_gpu
 from tpfuse.kernels._philox import make_rng
 from tpfuse.kernels.embedding import embed_finish_bwd as bwd
 from tpfuse.kernels.embedding import embed_finish_fwd as fwd
 
-poisoned = pytest.fixture(autouse=True)(poison)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ALL = dict(position=True, type=True, norm=True, beta=True, dropout=True, rms=False)
 LEFT_OUT = [{}, dict(position=False), dict(type=False), dict(beta=False), dict(dropout=False), dict(rms=True, beta=False)]

@@ -80,18 +80,6 @@ def test_embedding_non_contiguous():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Every output, and every partial sum, is NaN before a kernel writes it."""
-    new_empty = torch.Tensor.new_empty
-
-    def poison(x, *size, **options):
-        out = new_empty(x, *size, **options)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
-
-
 def ids_of(kind, M, V):
     """Over a table of V rows: as good as all different, all one, many of few, outside too."""
     low, high = dict(spread=(0, V), one=(V // 2, V // 2 + 1), few=(1, 4), outside=(-3, 3 * V))[kind]

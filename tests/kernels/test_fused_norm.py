@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter_bytes import assert_declared
-from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu, poison
+from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
 from tpfuse.kernels import _fused_norm as F
 from tpfuse.kernels import _fused_norm_bwd as B
 from tpfuse.kernels._philox import make_rng
@@ -14,7 +14,7 @@ from tpfuse.kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_
 from tpfuse.kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm_fwd as fwd
 from tpfuse.sequence_parallel.plain import reduce_parts
 
-poisoned = pytest.fixture(autouse=True)(poison)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 ALL = dict(bias=True, residual=True, norm=True, beta=True, dropout=True, rms=False)
 LEFT_OUT = [{}, *({k: not v} for k, v in ALL.items() if k != "norm"), dict(norm=False, beta=False), dict(rms=True, beta=False)]

@@ -20,11 +20,7 @@ ALL = *ACTIVATIONS, *GATED
 SHAPES = [(40, 72, 40), (33, 35, 17), (1, 1, 1), (5, 1, 40), (0, 8, 8), (4, 8, 0)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Every output is NaN before a kernel writes it."""
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **options: new_empty(x, *size, **options).fill_(float("nan")))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture

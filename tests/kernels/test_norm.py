@@ -6,7 +6,7 @@ from torch import nn
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf, run
 from tests.kernels.interpreter_bytes import assert_declared
-from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, narrow, on_a_gpu, poison
+from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, narrow, on_a_gpu
 from tpfuse.kernels import layer_norm, rms_norm
 from tpfuse.kernels.norm import norm_apply, norm_bwd, norm_fwd, norm_in
 
@@ -21,7 +21,6 @@ SAMPLES = [
     (norm_bwd, (X.bfloat16()[None], None, X.bfloat16(), STAT[:0], STAT, GAMMA, False, True)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
-poisoned = pytest.fixture(poison)
 
 LAYER = layer_norm, lambda x, w, b=None: F.layer_norm(x, x.shape[-1:], w, b)
 RMS = rms_norm, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)

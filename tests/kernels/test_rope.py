@@ -245,18 +245,6 @@ def test_table_errors(options, match):
 # ---- the kernel; under the interpreter where there is no GPU ----
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Every output is NaN before a kernel writes it."""
-    new_empty = torch.Tensor.new_empty
-
-    def poison(x, *size, **options):
-        out = new_empty(x, *size, **options)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
-
-
 def arguments(M, H, E, F, positions=False, interleaved=False, back=False, dtype=FP32):
     cos, sin = (t.to(DEVICE) for t in rope_table(2 * F, M + 3, theta=THETA))
     at = torch.randint(M + 3, (M,), device=DEVICE) if positions else None
