@@ -227,7 +227,7 @@ def measure_link(args: argparse.Namespace, rig: Rig) -> dict[str, float]:
     best = lambda run: min(seconds(run) for _ in range(args.rounds))  # noqa: E731
     gemm = best(lambda: torch.mm(x, w.t()))
     exchange = best(lambda: plain.all_to_all(big, group_name))
-    message = best(lambda: _flight.Flight("bench", small, torch.empty_like(small), group_name).post_all(rows).finish())
+    message = best(lambda: _flight.Flight("bench", small, torch.empty_like(small), group_name, rows).post_all().finish())
     message /= len(rows) * (args.tp - 1)
     sent = (args.tp - 1) * big[0].numel() * 4
     return dict(

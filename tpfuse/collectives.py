@@ -33,14 +33,29 @@ from .parallel import TensorParallel
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
+
+
+def start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Contiguous x [n, ...] of every rank to out [R, n, ...]; both are to be left alone until the handles have been waited on.
+
+    On a CPU by sends and receives: gloo's own gather goes through copies (3 MB to one peer within a machine: 12 ms against 3).
+    """
+    if not x.is_cpu:
+        return [_all_gather_single(out.view(-1), x.view(-1), group=group, async_op=True)]
+    rank, size = group.rank(), group.size()
+    out[rank] = x
+    shifts = range(1, size)
+    receives = [dist.irecv(out[(rank - s) % size], group=group, group_src=(rank - s) % size) for s in shifts]
+    return receives + [dist.isend(x, group=group, group_dst=(rank + s) % size) for s in shifts]
 
 
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] -> [R, n, ...]: every rank's tensor."""
     out, group = x.new_empty(size, *x.shape), resolve(group_name)
     with named("all_gather", group):
-        all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+        for handle in start_all_gather(out, x.contiguous(), group):
+            handle.wait()
     return out
 
 

@@ -2,8 +2,8 @@
 
 A tile of m rows travels in pieces of m/2, m/4, ... rows.  Where rows come in, the large piece leads: it lands while this rank's own rows
 are multiplied, each next one while its forerunner is, and what is left to do after the last has landed is small.  Where rows go out the
-order is reversed: the first leaves early.  Every rank posts the same messages in the same order, each a pair (send to the rank s further
-on, receive from the rank s before): nothing waits in a circle, on a stream or off it.
+order is reversed: the first leaves early.  Every rank posts the same messages in the same order, the one to the rank s further on with that
+from the rank s before: nothing waits in a circle, on a stream or off it.
 """
 
 import torch.distributed as dist
@@ -24,49 +24,66 @@ def pieces(rows: int) -> list[slice]:
     return [*cut, slice(start, rows)] if start < rows else cut
 
 
+def in_pairs(x: Tensor) -> bool:
+    """Whether a receive is posted with its send: NCCL runs messages of one stream in order, and lone receives would wait in a circle."""
+    return not x.is_cpu
+
+
 class Flight:
     """An exchange of tiles, x [R, m, D] -> into [R, m, D], tile r to and from rank r; a gather where x is one shard with stride 0.
 
-    ``into``'s own tile is the caller's to fill.  x may be written until its rows are posted, and is not to be after.
+    ``cut`` are a tile's pieces in the order in which they will be posted.  ``into``'s own tile is the caller's to fill; x may lack its own:
+    then [R - 1, m, D] in the order of ``after``.  x may be written until its rows are posted, and is not to be after.
     """
 
-    def __init__(self, what: str, x: Tensor, into: Tensor, group_name: str):
-        self.what, self.group = what, resolve(group_name)
+    def __init__(self, what: str, x: Tensor, into: Tensor, group_name: str, cut: list[slice]):
+        self.what, self.group, self.cut = what, resolve(group_name), cut
         self.rank, self.size = self.group.rank(), self.group.size()
         self.x, self.into = x if x[0].is_contiguous() else x.contiguous(), into
         self.after = [(self.rank + s) % self.size for s in range(1, self.size)]
         self.before = [(self.rank - s) % self.size for s in range(1, self.size)]  # tile before[i] comes when after[i] is posted
-        self._handles: dict[tuple[int, int], list[dist.Work]] = {}
+        self._leaving: list[dist.Work] = []
+        self._coming: dict[tuple[int, int], list[dist.Work]] = {}
+        if not in_pairs(into):
+            # gloo asks for each message, and a request posted later queues behind this rank's own rows: links then work one way at a time
+            for rows in cut:
+                for source in self.before:
+                    with named(f"{what}: asking rank {source} for rows", self.group):
+                        self._coming[source, rows.start] = [dist.irecv(into[source, rows], group=self.group, group_src=source)]
+
+    def outgoing(self, to: int, rows: slice) -> Tensor:
+        return self.x[to if len(self.x) == self.size else (to - self.rank - 1) % self.size, rows]
 
     def post(self, to: int, rows: slice) -> None:
         """Starts: these rows of tile ``to`` leave, and those of the tile from as far on the other side come."""
         source = (2 * self.rank - to) % self.size
-        send = dist.P2POp(dist.isend, self.x[to, rows], group=self.group, group_peer=to)
-        receive = dist.P2POp(dist.irecv, self.into[source, rows], group=self.group, group_peer=source)
-        with named(f"{self.what}: sending rows to rank {to} and asking rank {source} for its", self.group):
-            self._handles[source, rows.start] = dist.batch_isend_irecv([send, receive])
+        with named(f"{self.what}: sending rows to rank {to}", self.group):
+            if not in_pairs(self.into):
+                self._leaving.append(dist.isend(self.outgoing(to, rows), group=self.group, group_dst=to))
+                return
+            send = dist.P2POp(dist.isend, self.outgoing(to, rows), group=self.group, group_peer=to)
+            receive = dist.P2POp(dist.irecv, self.into[source, rows], group=self.group, group_peer=source)
+            self._coming[source, rows.start] = dist.batch_isend_irecv([send, receive])
 
-    def post_all(self, cut: list[slice]) -> "Flight":
-        for rows in cut:
+    def post_all(self) -> "Flight":
+        for rows in self.cut:
             for to in self.after:
                 self.post(to, rows)
         return self
 
     def arrived(self, source: int, rows: slice) -> Tensor:
         """These rows of the tile from ``source``, once they are here."""
-        handles = self._handles[source, rows.start]  # gloo: [send, receive]; NCCL: [both]
-        self._wait(handles.pop(), f"waiting for rows from rank {source}")
+        with named(f"{self.what}: waiting for rows from rank {source}", self.group):
+            for handle in self._coming.pop((source, rows.start)):
+                handle.wait()
         return self.into[source, rows]
 
     def finish(self) -> Tensor:
         """Waits for all that was posted, sends too: after this x may be written or freed."""
-        for (source, _), handles in self._handles.items():
-            for handle in handles:
-                self._wait(handle, f"exchanging rows with rank {source} and its opposite")
-        self._handles.clear()
+        for source, start in list(self._coming):
+            self.arrived(source, slice(start, None))
+        with named(f"{self.what}: waiting until rows have left", self.group):
+            for handle in self._leaving:
+                handle.wait()
+        self._leaving.clear()
         return self.into
-
-    def _wait(self, handle: dist.Work, doing: str) -> None:
-        """Once a handle: gloo would wait for another message the second time."""
-        with named(f"{self.what}: {doing}", self.group):
-            handle.wait()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_gather_single, named, resolve
+from ..collectives import named, resolve, start_all_gather
 from ..kernels._op import Cost, acc_dtype, least, op, sum_parts
 from ..kernels.linear import activation_fwd, column_sum, linear_dgrad, linear_dgrad_act, linear_wgrad, width
 from ._flight import Flight, pieces
@@ -36,8 +36,7 @@ def _gemm(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 def _regather(what: str, n: Tensor, group_name: str) -> Flight:
     """All of n, wanted only later: in one piece a peer."""
-    flight = Flight(what, n, n.new_empty(n.shape), group_name)
-    flight.post_all([slice(0, n.shape[1])] if n.shape[1] else [])
+    flight = Flight(what, n, n.new_empty(n.shape), group_name, [slice(0, n.shape[1])] if n.shape[1] else []).post_all()
     flight.into[flight.rank] = n[flight.rank]
     return flight
 
@@ -49,7 +48,7 @@ def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: st
     """-> y, z (empty for "none")."""
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
     y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
-    flight = Flight("gather_linear forward", n, n.new_empty(n.shape), group_name).post_all(cut)
+    flight = Flight("gather_linear forward", n, n.new_empty(n.shape), group_name, cut).post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
         _gemm(x, w, b, z[tile, rows])
@@ -78,11 +77,11 @@ def gather_linear_bwd_ref(dy: Tensor, w: Tensor, n: Tensor, has_bias: bool, grou
 def _leave(what: str, x: Tensor, w: Tensor, size: int, group_name: str) -> Flight:
     """x W' [M, D], each peer's rows on their way; this rank's own, multiplied last, in their place."""
     x = x.unflatten(0, (size, len(x) // size))
-    out = x.new_empty(*x.shape[:2], len(w))
-    flight = Flight(what, out, torch.empty_like(out), group_name)
-    for rows in reversed(pieces(x.shape[1])):
+    out, parts = (x.new_empty(tiles, x.shape[1], len(w)) for tiles in (size - 1, size))
+    flight = Flight(what, out, parts, group_name, pieces(x.shape[1])[::-1])
+    for rows in flight.cut:
         for to in flight.after:
-            _gemm(x[to, rows], w, None, out[to, rows])
+            _gemm(x[to, rows], w, None, flight.outgoing(to, rows))
             flight.post(to, rows)
     _gemm(x[flight.rank], w, None, flight.into[flight.rank])
     return flight
@@ -96,7 +95,7 @@ def linear_exchange_fwd_ref(x: Tensor, w: Tensor, size: int, group_name: str) ->
 def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """-> dx [M, K], dw"""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
-    flight = Flight("linear_exchange backward", dp, dy, group_name).post_all(cut)
+    flight = Flight("linear_exchange backward", dp, dy, group_name, cut).post_all()
     dy[flight.rank] = dp[flight.rank]
     torch.mm(dy[flight.rank], w, out=dx[flight.rank])
     for rows in cut:
@@ -109,14 +108,14 @@ def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -
 # ---- gather_mlp_exchange: half of this rank's own rows are multiplied while the first of others' land, the rest while the last leave ----
 
 
-def _through(enter: Flight, leave: Flight, cut: list[slice], multiply) -> None:
+def _through(enter: Flight, leave: Flight, multiply) -> None:
     """``multiply(x, tile, rows, out)`` of every row, in a fixed order; peers' results leave as they are made."""
-    own, out = enter.rank, leave.into[leave.rank]
+    own, out, cut = enter.rank, leave.into[leave.rank], enter.cut
     first, rest = (cut[0], slice(cut[0].stop, cut[-1].stop)) if cut else (slice(0), slice(0))
     multiply(enter.x[own, first], own, first, out[first])
     for rows in cut:
         for source in enter.before:
-            multiply(enter.arrived(source, rows), source, rows, leave.x[source, rows])
+            multiply(enter.arrived(source, rows), source, rows, leave.outgoing(source, rows))
             leave.post(source, rows)
     multiply(enter.x[own, rest], own, rest, out[rest])
 
@@ -127,9 +126,9 @@ def gather_mlp_exchange_fwd_ref(
     """-> parts [R, m, D], z [M, F], act(z) (empty unless ``keep``)."""
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
     a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
-    enter = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name).post_all(cut)
+    enter = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut).post_all()
     parts = torch.empty_like(enter.into)
-    leave = Flight("gather_mlp_exchange forward (parts)", enter.into, parts, group_name)  # results leave from where rows have landed
+    leave = Flight("gather_mlp_exchange forward (parts)", enter.into, parts, group_name, cut)  # results leave from where rows have landed
 
     def multiply(x: Tensor, tile: int, rows: slice, out: Tensor) -> None:
         _gemm(x, w1, b1, z[tile, rows])
@@ -138,7 +137,7 @@ def gather_mlp_exchange_fwd_ref(
         if keep:
             a[tile, rows] = hidden
 
-    _through(enter, leave, cut, multiply)
+    _through(enter, leave, multiply)
     enter.finish()
     return leave.finish(), z.flatten(0, 1), a.flatten(0, 1) if keep else a
 
@@ -147,10 +146,10 @@ def gather_mlp_exchange_bwd_ref(
     dp: Tensor, n: Tensor, w1: Tensor, w2: Tensor, z: Tensor, a: Tensor | None, activation: str, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw1, db1 fp32, dw2.  Without ``a`` the activation is made again."""
-    cut, dy, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape)
-    enter = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name).post_all(cut)
+    cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
+    enter = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut).post_all()
     rows_of_n = _regather("gather_mlp_exchange backward (n)", n, group_name)
-    leave = Flight("gather_mlp_exchange backward (dn)", out, torch.empty_like(out), group_name)
+    leave = Flight("gather_mlp_exchange backward (dn)", out, dn, group_name, cut)
     dy[enter.rank] = dp[enter.rank]
     z = z.unflatten(0, n.shape[:2])
     dz, db1 = torch.empty_like(z), z.new_zeros(z.shape[-1], dtype=acc_dtype(z))
@@ -163,7 +162,7 @@ def gather_mlp_exchange_bwd_ref(
             rebuilt[tile, rows] = again
         torch.mm(dz[tile, rows], w1, out=out)
 
-    _through(enter, leave, cut, multiply)
+    _through(enter, leave, multiply)
     dz = dz.flatten(0, 1)
     dw2, _ = linear_wgrad(enter.finish().flatten(0, 1), rebuilt.flatten(0, 1) if a is None else a, w2.dtype, False)
     dw1, _ = linear_wgrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, False)
@@ -192,11 +191,12 @@ def linear_reduce_bwd_ref(
     with named(what, group):
         exchange.wait()
         mine = sum_parts(parts).to(dx.dtype)
-        gather = all_gather_single(total.view(-1), mine, group=group, async_op=True)
+        gather = start_all_gather(total, mine, group)
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
     db = column_sum(dy) if has_bias else dy.new_empty(0, dtype=acc_dtype(dy))
     with named(what, group):
-        gather.wait()
+        for handle in gather:
+            handle.wait()
     return total.view(-1)[: dx.numel()].view(dx.shape), dw.to(w.dtype), db, dw2
 
 
