@@ -11,7 +11,7 @@ from tpfuse.models import GPTConfig
 SMALL = GPTConfig(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=4)
 FREE = Line(0.0, 0.0, 0.0)
 KINDS = dict.fromkeys(("GEMM", "attention", "normalisation", "elementwise"), FREE)
-MESSAGES = dict.fromkeys(("all_gather", "all_to_all", "all_reduce"), FREE)
+MESSAGES = dict.fromkeys(("all_gather of 2", "all_to_all of 2", "all_reduce of 2"), FREE)
 
 
 def plan(tp=1, dp=1, micro_batch=4):
@@ -23,16 +23,19 @@ def built(ops=(), messages=(), overhead=0.0, cores=4, worlds=(1, 2, 4)):
     return Machine(cores, {"float32": dict.fromkeys(worlds, table)})
 
 
-@pytest.mark.parametrize("line", [Line(1e-5, 1e-11, 0), Line(0, 2e-11, 1e-10), Line(3e-6, 0, 5e-10), Line(4e-6, 1e-11, 2e-10)])
+LINES = Line(1e-5, 1e-11, 0), Line(0, 2e-11, 1e-10), Line(3e-6, 0, 5e-10), Line(4e-6, 1e-11, 2e-10), Line(2e-6, 1e-11, 3e-10, 1e-9)
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_line_is_found_again(line):
-    samples = [(f, b, line.seconds(f, b)) for f, b in ((0, 1e3), (1e5, 1e4), (1e7, 1e4), (1e8, 1e6), (3e8, 1e7), (0, 1e7))]
-    found = fit(samples)
-    for f, b, t in samples:
-        assert found.seconds(f, b) == pytest.approx(t, rel=1e-3)
+    sizes = [(0, 1e3, 0), (1e5, 1e4, 1e3), (1e7, 1e4, 3e5), (1e8, 1e6, 1e6), (3e8, 1e7, 6e6), (0, 1e7, 0)]
+    found = fit([(*size, line.seconds(*size)) for size in sizes])
+    for size in sizes:
+        assert found.seconds(*size) == pytest.approx(line.seconds(*size), rel=1e-3)
 
 
 def test_no_part_of_a_line_is_negative():
-    found = fit([(0, 1.0, 3.0), (0, 2.0, 2.0), (0, 3.0, 1.0)])
+    found = fit([(0, 1.0, 0, 3.0), (0, 2.0, 0, 2.0), (0, 3.0, 0, 1.0)])
     assert min(found) >= 0 and found.seconds(0, 2.0) > 0
 
 
@@ -59,6 +62,12 @@ def test_collectives_over_tp_and_dp():
     found = steptime.predict(SMALL, plan(2, 2, 2), built(messages=dict.fromkeys(MESSAGES, Line(0, 0, 1e-9))), batch=8)
     assert found.parts["communication"] == pytest.approx(2 * work.wire * 1e-9)  # two micro-batches, and one reduction
     assert found.parts["dp"] == pytest.approx(run(SMALL, plan(2, 2, 2)).held.reduced[1] * 1e-9)
+
+
+def test_a_collective_of_more_ranks_than_were_measured():
+    table = Table({}, {"all_gather of 2": Line(2.0, 0, 0), "all_gather of 4": Line(4.0, 0, 0)}, 0.0)
+    assert [getattr(table.message("all_gather", ranks), "alpha", None) for ranks in (1, 2, 3, 4, 64)] == [None, 2.0, 2.0, 4.0, 4.0]
+    assert table.message("all_to_all", 2) is None
 
 
 def test_more_ranks_than_cores_take_turns():
@@ -117,7 +126,7 @@ def test_a_machine_is_calibrated_and_steps_are_measured():
 
 def test_lines_are_stretched_to_whole_steps():
     """Ops that take twice as long inside a step, and a microsecond of Python each."""
-    samples = [(0, n, 1e-9 * n) for n in (1e3, 1e4, 1e5)]
-    steps = [([("add", 0, n)] * calls, calls * (2e-9 * n + 1e-6)) for n, calls in ((1e3, 10), (1e4, 20), (1e5, 30))]
+    samples = [(0, n, 0, 1e-9 * n) for n in (1e3, 1e4, 1e5)]
+    steps = [([("add", 0, n, 0)] * calls, calls * (2e-9 * n + 1e-6)) for n, calls in ((1e3, 10), (1e4, 20), (1e5, 30))]
     table = machine._fit_all({"add": samples}, {}, steps)
     assert table.ops["add"] == pytest.approx(Line(0, 0, 2e-9), rel=1e-6) and table.overhead == pytest.approx(1e-6)

@@ -139,4 +139,4 @@ def decode_cost(args: tuple, outputs: tuple) -> Cost:
     seen = L if window is None else min(window, L)
     parts = 4 * B * G * _shape(q, k)[1] * Q * (E + 2)
     read = moved(q, lengths) + moved(k, v, key_mask) * seen // max(L, 1)
-    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * seen * E)
+    return Cost(read + parts, moved(o) + parts, 4 * B * G * Q * seen * E, scores=B * G * Q * seen)

@@ -22,9 +22,9 @@ from ._flash import (
     arguments,
     config,
     dense_heads,
-    flops,
     head_constants,
     prepare,
+    scores,
     strides,
     turned_bytes,
 )
@@ -232,4 +232,5 @@ def bwd_cost(args: tuple, outputs: tuple) -> Cost:
         qk, turned = turned_bytes(qkv)
         first, own = first + qk + moved(*options[3:6]), own - qk + turned
     each = own + moved(do, lse, lse, *options[:TENSORS])
-    return Cost(first + 2 * each, moved(dqkv, lse) + turned, 5 * flops(qkv, options))
+    left, made = scores(qkv, options)
+    return Cost(first + 2 * each, moved(dqkv, lse) + turned, 10 * left * qkv.shape[-1], scores=made)

@@ -21,12 +21,13 @@ OPS: dict[str, "Op"] = {}  # by name
 
 class Cost(NamedTuple):
     """What one call moves and computes.  Bytes are those that reach memory: an element counts once a launch, however often it is read.
-    ``sent`` go to other ranks."""
+    ``sent`` go to other ranks; ``scores`` are those that attention makes: an exponential each, and its share of a mask."""
 
     read: int
     written: int
     flops: int = 0
     sent: int = 0
+    scores: int = 0
 
 
 def moved(*tensors: Tensor | None) -> int:

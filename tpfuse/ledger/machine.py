@@ -1,8 +1,10 @@
-"""What this machine can do: for each op alpha + flops / rate + bytes / bandwidth, for each collective alpha + bytes / bandwidth.
+"""What this machine can do: for each op alpha + flops / rate + bytes / bandwidth (attention: + scores / their rate), for each collective
+alpha + bytes / bandwidth.
 
 :func:`calibrate` measures it in about a minute, on CPU processes of one thread each: small models run under the timing ledger, as many at
-once as a world has ranks, since ranks of one machine share its memory and perhaps its cores.  The lines are fitted to relative errors,
-and then to whole steps: stretched alike, and with an overhead for each op (autograd, Python).
+once as a world has ranks, since ranks of one machine share its memory and perhaps its cores; alone, and split over some of the ranks:
+a collective takes as long as it takes inside a step, where one rank waits for another.  The lines are fitted to relative errors, and then
+to whole steps: stretched alike, and with an overhead for each op (autograd, Python).
 """
 
 import itertools
@@ -18,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_gather, all_to_all
 from ..models import GPT, GPTConfig
 from ..parallel import TensorParallel
 from ._processes import on_ranks
@@ -27,29 +28,36 @@ from .layer import default_dtype
 from .recorder import Entry, Ledger
 from .text import duration, progress, quantity, table
 
-VERSION = 1
+VERSION = 2
 DEFAULT = Path.home() / ".cache" / "tpfuse" / "machine.json"
 WORLDS = 1, 2, 4
 
 
 class Line(NamedTuple):
-    """Seconds of a call: alpha + flops per_flop + bytes per_byte."""
+    """Seconds of a call: alpha + flops per_flop + bytes per_byte + scores per_score."""
 
     alpha: float
     per_flop: float
     per_byte: float
+    per_score: float = 0.0
 
-    def seconds(self, flops: float, moved: float) -> float:
-        return self.alpha + flops * self.per_flop + moved * self.per_byte
+    def seconds(self, flops: float, moved: float, scores: float = 0) -> float:
+        return self.alpha + flops * self.per_flop + moved * self.per_byte + scores * self.per_score
 
 
 class Table(NamedTuple):
-    """Of ranks that run at once: ``ops`` by name and by kind, ``messages`` by collective (bytes that a rank sends), ``overhead`` seconds
-    an op."""
+    """Of ranks that run at once: ``ops`` by name and by kind, ``messages`` by collective and the ranks in it (bytes that a rank sends),
+    ``overhead`` seconds an op."""
 
     ops: dict[str, Line]
     messages: dict[str, Line]
     overhead: float
+
+    def message(self, collective: str, ranks: int) -> Line | None:
+        """Among so many ranks, or else the most below that were measured."""
+        sizes = (int(name.split(" of ")[1]) for name in self.messages if name.startswith(f"{collective} of "))
+        nearest = max((size for size in sizes if size <= ranks), default=None)
+        return None if nearest is None else self.messages[f"{collective} of {nearest}"]
 
 
 class Machine(NamedTuple):
@@ -100,9 +108,11 @@ class Machine(NamedTuple):
         for dtype, worlds in self.tables.items():
             for w, t in worlds.items():
                 lines = {kind: t.ops[kind] for kind in KINDS if kind in t.ops} | t.messages
-                rows += [(n, dtype, w, duration(c.alpha), rate(c.per_flop, "flop/s"), rate(c.per_byte, "B/s")) for n, c in lines.items()]
-                rows.append(("overhead of an op", dtype, w, duration(t.overhead), "-", "-"))
-        return table(("all ops of a kind", "dtype", "ranks at once", "alpha", "rate", "bandwidth"), rows)
+                for name, c in lines.items():
+                    rates = rate(c.per_flop, "flop/s"), rate(c.per_score, "/s"), rate(c.per_byte, "B/s")
+                    rows.append((name, dtype, w, duration(c.alpha), *rates))
+                rows.append(("overhead of an op", dtype, w, duration(t.overhead), "-", "-", "-"))
+        return table(("all ops of a kind", "dtype", "ranks at once", "alpha", "rate", "scores", "bandwidth"), rows)
 
 
 # ---- measuring ----
@@ -111,7 +121,7 @@ class Machine(NamedTuple):
 SIZES = [  # width, heads, positions, batch; the first ENOUGH span them all, and the others come where there is time
     (128, 4, 128, 1),
     (512, 8, 256, 2),
-    (256, 4, 256, 2),
+    (256, 8, 256, 4),
     (768, 12, 256, 1),
     (384, 12, 128, 4),
     (128, 2, 256, 2),
@@ -131,13 +141,15 @@ def calibrate(
     runs = list(itertools.product(dtypes, worlds))
     budget = seconds / len(runs)
     for dtype, world in progress(runs, "calibrating", long=True):
-        samples = on_ranks(world, _measure, dtype, max(budget - 6, 0.5), sizes)  # starting processes takes some seconds
+        samples = on_ranks(
+            world, _measure, dtype, max(budget - 12, 0.5), sizes
+        )  # starting processes takes some seconds, and some sizes are measured in any case
         tables.setdefault(str(dtype).removeprefix("torch."), {})[world] = _fit_all(*samples)
     return Machine(os.cpu_count() or 1, tables)
 
 
-Sample = tuple[float, float, float]  # flops, bytes, seconds
-Step = tuple[list[tuple[str, float, float]], float]  # (key, flops, bytes) of its ops, seconds in all
+Sample = tuple[float, float, float, float]  # flops, bytes, scores, seconds
+Step = tuple[list[tuple[str, float, float, float]], float]  # (key, flops, bytes, scores) of its ops, seconds in all
 
 
 def key(e: Entry) -> str:
@@ -145,25 +157,45 @@ def key(e: Entry) -> str:
 
 
 def _measure(dtype: torch.dtype, seconds: float, sizes: Sequence) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]], list[Step]]:
-    """On every rank at once -> samples by op and by kind, samples by collective, whole steps."""
-    deadline = time.perf_counter() + 0.75 * seconds
+    """On every rank at once -> samples by op and by kind, samples by collective and ranks, whole steps of models that are not split."""
+    began = time.perf_counter()
     ops: dict[str, list[Sample]] = {}
+    messages: dict[str, list[Sample]] = {f"all_reduce of {dist.get_world_size()}": _all_reduces()} if dist.get_world_size() > 1 else {}
     steps: list[Step] = []
-    for i, (width, heads, seq, batch) in enumerate(sizes):
-        if _agreed(time.perf_counter() > deadline) and i >= ENOUGH:
+    groups = _groups()
+    cases = [
+        (*size, split, dropout) for size in sizes for split, dropout in [(1, 0.0), *((s, 0.1) for s in groups)] if size[1] % split == 0
+    ]
+    for i, (width, heads, seq, batch, split, dropout) in enumerate(cases):
+        left = seconds - (time.perf_counter() - began)
+        if _agreed(left < 0) and i >= ENOUGH * (1 + len(groups)):
             break
-        for dropout in (0.0, 0.1):
-            step = _step(width, heads, seq, batch, dropout, dtype)
-            step()
-            share = max(0.0, deadline - time.perf_counter()) / (2 * len(sizes))
-            entries, walls = _repeat(step, share)
-            mean = _typical([[e.seconds for e in run] for run in entries])
-            for e, t in zip(entries[0], mean):
-                if e.kind != COMMUNICATION:
-                    for name in (key(e), e.kind):
-                        ops.setdefault(name, []).append((e.flops, e.moved, t))
-            steps.append(([(key(e), e.flops, e.moved) for e in entries[0]], statistics.median(walls)))
-    return ops, _messages(), steps
+        step = _step(width, heads, seq, batch, dropout, dtype, groups[split])
+        step()
+        entries, walls = _repeat(step, max(0.0, left) / (len(cases) - i))
+        typical = _typical(entries)
+        sent: dict[tuple[str, int], list[float]] = {}
+        for e, t in zip(entries[0], typical):
+            if e.kind == COMMUNICATION:
+                sent.setdefault((f"{e.op} of {split}", e.wire), []).append(t)
+            else:
+                for name in (key(e), e.kind):
+                    ops.setdefault(name, []).append((e.flops, e.moved, e.scores, t))
+        for (name, size), times in sent.items():
+            messages.setdefault(name, []).append((0, size, 0, statistics.mean(times)))
+        if split == 1:
+            steps.append(([(key(e), e.flops, e.moved, e.scores) for e in entries[0]], statistics.median(walls)))
+    return ops, messages, steps
+
+
+def _groups() -> dict[int, TensorParallel | None]:
+    """The tensor-parallel sizes that fit into this world: neighbours in a group, every rank in one of each size."""
+    world, groups = dist.get_world_size(), {1: None}
+    for size in range(2, world + 1):
+        if world % size == 0:
+            mesh = dist.init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "tp"))
+            groups[size] = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
+    return groups
 
 
 def _agreed(over: bool) -> bool:
@@ -173,14 +205,16 @@ def _agreed(over: bool) -> bool:
     return bool(found)
 
 
-def _step(width: int, heads: int, seq: int, batch: int, dropout: float, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward, backward and AdamW of a one-layer model of this process alone."""
+def _step(
+    width: int, heads: int, seq: int, batch: int, dropout: float, dtype: torch.dtype, tp: TensorParallel | None
+) -> Callable[[], None]:
+    """Forward, backward and AdamW of a one-layer model."""
     rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), dropout)
     config = GPTConfig(vocab_size=4 * width, max_positions=seq, hidden_size=width, num_layers=1, num_heads=heads, **rates)
     with default_dtype(dtype):
-        model = GPT(config)
+        model = GPT(config, tp=tp)
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(config.vocab_size, (batch, seq))
+    ids = torch.randint(config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         model(ids, labels=ids, step=0, first_sample=0).loss.backward()
@@ -194,7 +228,7 @@ def _repeat(step: Callable[[], None], seconds: float) -> tuple[list[list[Entry]]
     """Runs with the timing ledger and without in turn, at least twice each -> entries, seconds of the runs without."""
     entries, walls = [], []
     began = time.perf_counter()
-    while len(walls) < 2 or time.perf_counter() - began < seconds:
+    while len(walls) < 2 or not _agreed(time.perf_counter() - began >= seconds):
         with Ledger(timed=True) as ledger:
             step()
         entries.append(ledger.entries)
@@ -204,34 +238,24 @@ def _repeat(step: Callable[[], None], seconds: float) -> tuple[list[list[Entry]]
     return entries, walls
 
 
-def _typical(runs: list[list[float]]) -> list[float]:
-    """Of each op over the runs: the mean where cores are shared and a pause is the rule, else the median."""
-    pick = statistics.mean if dist.get_world_size() > (os.cpu_count() or 1) else statistics.median
-    return [pick(times) for times in zip(*runs)]
+def _typical(runs: list[list[Entry]]) -> list[float]:
+    """Seconds of each op over the runs: the mean where pauses are the rule (shared cores, waiting for another rank), else the median."""
+    shared = dist.get_world_size() > (os.cpu_count() or 1)
+    pick = lambda e: statistics.mean if shared or e.kind == COMMUNICATION else statistics.median  # noqa: E731
+    return [pick(calls[0])([e.seconds for e in calls]) for calls in zip(*runs)]
 
 
-def _messages(rounds: int = 10) -> dict[str, list[Sample]]:
-    """Seconds of a collective by the bytes that a rank sends, of this whole world."""
-    world = dist.get_world_size()
-    if world == 1:
-        return {}
-    tp = TensorParallel(dist.group.WORLD)
-    kinds = {
-        "all_gather": lambda x: all_gather(x, world, tp.group_name),
-        "all_to_all": lambda x: all_to_all(x.view(world, -1), tp.group_name),
-        "all_reduce": lambda x: dist.all_reduce(x),
-    }
-    samples: dict[str, list[Sample]] = {}
-    for name, run in kinds.items():
-        for size in MESSAGES:
-            x = torch.zeros(size // 4)
-            sent = size * (world - 1) if name == "all_gather" else size * (world - 1) / world * (2 if name == "all_reduce" else 1)
-            times = []
-            for _ in range(rounds + 2):
-                start = time.perf_counter()
-                run(x)
-                times.append(time.perf_counter() - start)
-            samples.setdefault(name, []).append((0, sent, statistics.median(times[2:])))
+def _all_reduces(rounds: int = 10) -> list[Sample]:
+    """Of this whole world, as DDP's: nothing runs beside them."""
+    samples = []
+    for size in MESSAGES:
+        x, times = torch.zeros(size // 4), []
+        for _ in range(rounds + 2):
+            start = time.perf_counter()
+            dist.all_reduce(x)
+            times.append(time.perf_counter() - start)
+        sent = 2 * size * (dist.get_world_size() - 1) / dist.get_world_size()
+        samples.append((0, sent, 0, statistics.median(times[2:])))
     return samples
 
 
@@ -240,23 +264,23 @@ def _messages(rounds: int = 10) -> dict[str, list[Sample]]:
 
 def _fit_all(ops: dict[str, list[Sample]], messages: dict[str, list[Sample]], steps: list[Step]) -> Table:
     lines = {name: fit(samples) for name, samples in ops.items()}
-    whole = [(sum(lines[name].seconds(flops, moved) for name, flops, moved in calls), len(calls), wall) for calls, wall in steps]
-    _, stretch, overhead = fit(whole, terms=(1, 2))
-    stretch = stretch or statistics.median(wall / seconds for seconds, _, wall in whole)
+    whole = [(sum(lines[name].seconds(*sizes) for name, *sizes in calls), len(calls), 0, wall) for calls, wall in steps]
+    _, stretch, overhead, _ = fit(whole, terms=(1, 2))
+    stretch = stretch or statistics.median(wall / seconds for seconds, _, _, wall in whole)
     stretched = {name: Line(*(stretch * part for part in line)) for name, line in lines.items()}
     return Table(stretched, {name: fit(samples) for name, samples in messages.items()}, overhead)
 
 
-def fit(samples: list[Sample], terms: Sequence[int] = (0, 1, 2)) -> Line:
+def fit(samples: list[Sample], terms: Sequence[int] = (0, 1, 2, 3)) -> Line:
     """The line with no negative part whose squared relative errors are least: the best of those with any of its ``terms``."""
     table = np.array(samples, dtype=float)
-    x = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]]) / table[:, 2:]
+    x = np.column_stack([np.ones(len(table)), table[:, :3]]) / table[:, 3:]
     scale = np.maximum(np.abs(x).max(0), 1e-300)
-    best, line = np.inf, np.array([statistics.median(t for *_, t in samples), 0.0, 0.0])
+    best, line = np.inf, np.array([statistics.median(t for *_, t in samples), 0.0, 0.0, 0.0])
     for columns in map(list, itertools.chain.from_iterable(itertools.combinations(terms, n) for n in range(1, len(terms) + 1))):
         solved = np.linalg.lstsq(x[:, columns] / scale[columns], np.ones(len(table)), rcond=None)[0] / scale[columns]
         error = float(np.square(x[:, columns] @ solved - 1).sum())
         if (solved >= 0).all() and error < best * 0.999:
-            best, line = error, np.zeros(3)
+            best, line = error, np.zeros(4)
             line[columns] = solved
     return Line(*map(float, line))

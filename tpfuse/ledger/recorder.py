@@ -40,7 +40,7 @@ _OURS = {  # by the beginning of an op's name; what is not here is elementwise
 class Entry(NamedTuple):
     """One call.  ``read`` and ``written`` bytes of this rank's memory, ``least`` the lower bound on their sum, ``wire`` bytes sent to
     other ranks; ``inputs`` and ``outputs`` (storage number, bytes), the same number wherever the same storage is seen; ``drops``: one of
-    tpfuse's ops with a dropout mask to make."""
+    tpfuse's ops with a dropout mask to make; ``scores`` of attention."""
 
     op: str
     kind: str
@@ -54,6 +54,7 @@ class Entry(NamedTuple):
     inputs: tuple[tuple[int, int], ...] = ()
     outputs: tuple[tuple[int, int], ...] = ()
     drops: bool = False
+    scores: int = 0
 
     @property
     def moved(self) -> int:
@@ -114,7 +115,7 @@ class Ledger(TorchDispatchMode):
             wire = _wire(name, args) if kind == aten.COMMUNICATION else cost.sent
             drops = ours and any(a.name == "rng" and value is not None for a, value in zip(func._schema.arguments, args))
             numbers = *cost[:2], bound.read + bound.written, cost.flops, wire, seconds
-            self.entries.append(Entry(name, kind, phase, *numbers, came, went, drops))
+            self.entries.append(Entry(name, kind, phase, *numbers, came, went, drops, cost.scores))
         return outputs
 
     def _clock(self, args: tuple) -> float:

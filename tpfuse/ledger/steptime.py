@@ -58,17 +58,17 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
             optimizer.step()
 
     def seconds(e: Entry) -> float:
-        lines = speeds.messages if e.kind == COMMUNICATION else speeds.ops
-        line = lines.get(key(e)) or lines.get(e.kind)
+        communication = e.kind == COMMUNICATION
+        line = speeds.message(e.op, plan.tp) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
         if line is None:
             raise ValueError(f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate --ranks {plan.tp}")
-        return line.seconds(e.flops, e.wire if e.kind == COMMUNICATION else e.moved)
+        return line.seconds(e.flops, e.wire if communication else e.moved, e.scores)
 
     parts = {kind: k * sum(seconds(e) for e in micro.entries if e.kind == kind) for kind in KINDS}
     parts["optimizer"] = sum(map(seconds, update.entries))
     parts["overhead"] = speeds.overhead * (k * len(micro.entries) + len(update.entries))
     if plan.dp > 1:
-        line = speeds.messages["all_reduce"]
+        line = speeds.message("all_reduce", plan.tp * plan.dp)
         parts["dp"] = buckets * line.alpha + sent * line.per_byte
     parts = {name: shared * value for name, value in parts.items() if value}
     return Prediction(plan, batch, sum(parts.values()), parts)
@@ -78,14 +78,14 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
 
 
 def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> float:
-    """Seconds of a step, the median of ``steps``, on tp x dp processes of this machine, one thread each."""
+    """Seconds of a step, the median of ``steps``, on tp x dp processes of this machine, one thread each; overlap off, as predicted."""
     micro_batches(plan, batch)
     return on_ranks(plan.tp * plan.dp, _train, config, plan, batch, steps)
 
 
 def _train(config: ModelConfig, plan: Plan, batch: int, steps: int) -> float:
     mesh = dist.init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
-    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
     model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype, device="cpu")
     replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
