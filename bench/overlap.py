@@ -10,7 +10,7 @@ TP + SP;  compute: the plain form whose messages are replaced by tensors that ar
 
     hidden = (off - on) / min(compute, communication)        limit = on / max(compute, bytes / rate)
 
-Without root it says so and runs unshaped.
+Unshaped is one machine, where "auto" does not overlap; so it runs, and says so, without root.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -256,14 +256,19 @@ def worker(rank: int, args: argparse.Namespace, ends: list[End], port: int, gbit
     dist.destroy_process_group()
 
 
-def launch(args: argparse.Namespace, ends: list[End], gbit: float) -> list[dict]:
+def launch(args: argparse.Namespace, ends: list[End], gbit: float) -> Iterator[dict]:
+    """Rows as they are measured."""
     results = mp.get_context("spawn").Manager().Queue()
     os.environ["OMP_NUM_THREADS"] = "1"
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, (args, ends, port, gbit, results), nprocs=args.tp)
-    return [results.get() for _ in range(results.qsize())]
+    running = mp.spawn(worker, (args, ends, port, gbit, results), nprocs=args.tp, join=False)
+    ended = False
+    while not ended:
+        ended = running.join(timeout=0.2)
+        while not results.empty():
+            yield results.get()
 
 
 # ---- output ----
@@ -326,9 +331,9 @@ def run(args: argparse.Namespace, ends: list[End], shaped: bool) -> list[dict]:
     print(HEAD + "\n" + "|---" * HEAD.count(" | ") + "|---|")
     rows = []
     for gbit in args.rate:
-        if shaped:
+        if shaped and gbit:
             shape(ends, gbit)
-        for row in launch(args, ends, gbit):
+        for row in launch(args, ends if gbit else unshaped(args.tp), gbit):
             print(line(row), flush=True)
             rows.append(row)
     return rows

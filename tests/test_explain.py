@@ -6,7 +6,7 @@ import torch
 import tpfuse
 from tests.common import fake_tp
 from tests.sequence_parallel.test_overlap import restoring
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, parallel
 from tpfuse.layers import ColumnParallelLinear
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.sequence_parallel import _choice, _flight
@@ -40,6 +40,7 @@ def test_every_layer_is_listed(ranks, overlap):
 def _between(world):
     """Loss and backward where the rule's threshold lies between the columns of the two ranks' heads, 49 and 48."""
     _choice.measured = lambda device, dtype, ranks: (0.98 * 24576 * 48.5 / 3e-4, 1e6, 1e-4)
+    parallel.host = lambda: world.rank
     tp = TensorParallel(world.group, sequence_parallel=True)
     wins = [_choice.sizes("gather_linear", 64, (n, 64), torch.float32, torch.device("cpu"), tp).wins for n in (49, 48)]
     model = GPT(CONFIG, tp=tp)
@@ -74,6 +75,8 @@ def test_auto_says_why(monkeypatch):
     assert [tpfuse.explain(layer, rows)[0].path for rows in (least // 2, least)] == ["plain", "pairwise"]
     monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: None)
     assert "nobody measured" in tpfuse.explain(layer, 4096)[0].reason
+    object.__setattr__(layer.tp, "one_machine", True)
+    assert tpfuse.explain(layer, 4096)[0][2::5] == ("plain", "one machine: messages are copies by the cores that multiply")
 
 
 def test_one_rank():

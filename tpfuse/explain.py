@@ -89,6 +89,8 @@ def _verdict(op: str, tp: TensorParallel, found: Sizes | None, at) -> tuple[str,
         return "plain", "without sequence parallelism nothing of it overlaps"
     if tp.overlap != "auto":
         return ("plain" if tp.overlap == "off" else "pairwise"), f"overlap={tp.overlap!r}"
+    if at(1).copied:
+        return "plain", "one machine: messages are copies by the cores that multiply"
     if at(1).measured is None:
         return "plain", "nobody measured this device, dtype and number of ranks (bench.overlap --write)"
     if found is None:

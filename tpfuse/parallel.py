@@ -1,5 +1,7 @@
 """Tensor parallelism as a value: who am I, how many are we, how do we talk.  Passed, never global; pickles and deep-copies."""
 
+import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,9 @@ class TensorParallel:
     ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198); else all of them.
     ``overlap``: how messages hide behind GEMMs, never what is computed.  "off": they do not; "pairwise": tiles travel piece by piece while
     others are multiplied (gloo and NCCL groups; a ValueError elsewhere); "auto": pairwise where it was measured to win.
+
+    ``one_machine``: all ranks of a gloo group are on one, where a message is a copy made by the cores that multiply, so that "auto" hides
+    none.  To know it, the constructor of an "auto" on a gloo group asks all its ranks.
     """
 
     rank: int
@@ -25,6 +30,7 @@ class TensorParallel:
     group_name: str | None
     sequence_parallel: bool
     overlap: str
+    one_machine: bool
 
     def __init__(
         self, group: "dist.ProcessGroup | dist.DeviceMesh | None" = None, *, sequence_parallel: bool = False, overlap: str = "auto"
@@ -44,6 +50,8 @@ class TensorParallel:
         values = dict(rank=rank, size=size, group_name=name, sequence_parallel=sequence_parallel, overlap=overlap)
         for field, value in values.items():
             object.__setattr__(self, field, value)
+        asked = overlap == "auto" and size > 1 and "gloo" in backend
+        object.__setattr__(self, "one_machine", asked and len(set(self._all(host()))) == 1)
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
@@ -81,11 +89,16 @@ class TensorParallel:
         """Compares ``value`` over the ranks: the same ValueError on every rank where they differ."""
         if self.size == 1:
             return
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        values = self._all(value)
         if any(v != values[0] for v in values):
             table = "; ".join(f"rank {r}: {v!r}" for r, v in enumerate(values))
             raise ValueError(f"{what} must be the same on every tensor-parallel rank, got {table}")
+
+    def _all(self, value: Any) -> list[Any]:
+        """Every rank's."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def agree_tensor(self, what: str, x: Tensor, cause: str) -> None:
         """Compares a hash of an integer tensor over the ranks; a meta tensor has nothing to compare."""
@@ -99,6 +112,12 @@ class TensorParallel:
         dist.all_gather(every, mine, group=self.group)
         if any(not torch.equal(e, every[0]) for e in every):
             raise ValueError(f"{what} must be the same on every tensor-parallel rank, and differs; {cause}")
+
+
+def host() -> tuple[str, int]:
+    """What names the machine this process is on: its name, and on Linux its network, which another container does not share."""
+    namespace = "/proc/self/ns/net"
+    return socket.gethostname(), os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
 def _either(values: list[int]) -> str:

@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import re
+import socket
 import time
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from tests.common import TOLERANCE, assert_equal, error, fake_tp, my_rows
 from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
 from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, parallel
 from tpfuse.kernels._op import OPS as ALL_OPS
 from tpfuse.kernels._philox import make_rng
 from tpfuse.layers import TransformerBlock
@@ -36,6 +37,7 @@ PATCHED = [
     (_choice, "measured"),
     (_choice, "_measured"),
     (plain, "make_tp"),
+    (parallel, "host"),
     (dist, "isend"),
 ]
 
@@ -54,8 +56,8 @@ def restoring(fn):
 
 
 def overlapping(world, sp=True, overlap="pairwise", least=2):
-    """This world's TensorParallel, and pieces as small as the tests' sizes ask for."""
-    _flight.LEAST_ROWS = least
+    """This world's TensorParallel, as if every rank had its own machine, and pieces as small as the tests' sizes ask for."""
+    _flight.LEAST_ROWS, parallel.host = least, lambda: world.rank
     return TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
 
 
@@ -471,6 +473,29 @@ def _paths(world, rows):
 
 def test_auto_follows_the_rule(ranks):
     assert [ranks(2, _paths, rows) for rows in (16, 4096)] == [[False] * 2, [True] * 2]
+
+
+@restoring
+def _on_machines(world, machines):
+    _choice.measured = lambda device, dtype, ranks: FAST
+    parallel.host = lambda: machines[world.rank]
+    tp = TensorParallel(world.group, sequence_parallel=True)
+    on_gpu = sizes("gather_linear", 4096, (1024, 256), torch.float32, torch.device("cuda"), tp)
+    return tp.one_machine, _choice.pairwise("gather_linear", torch.zeros(4096, 256), torch.zeros(1024, 256), tp), on_gpu.wins
+
+
+def test_on_cpus_of_one_machine_nothing_hides(ranks):
+    """Ranks that are on two machines in all overlap, and all decide alike."""
+    assert ranks(3, _on_machines, "aaa") == [(True, False, True)] * 3
+    assert ranks(3, _on_machines, "aab") == [(False, True, True)] * 3
+
+
+def test_hosts_are_told_apart(ranks):
+    assert len({str(h) for h in ranks(2, _host)}) == 1 and parallel.host()[0] == socket.gethostname()
+
+
+def _host(world):
+    return parallel.host()
 
 
 @restoring

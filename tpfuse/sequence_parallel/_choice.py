@@ -3,7 +3,8 @@
     hidden = min(bytes / link, flops / rate)         cost = messages x message + flops / rate x 1 %         pairwise where hidden > cost
 
 ``measured`` reads link, rate and message by arch, dtype and ranks from tuned.json ("overlap", written by bench.overlap).  The link measured
-is within one machine: over a slower one more is hidden at the same cost, so what wins here wins there.
+is within one machine: over a slower one more is hidden at the same cost.  On CPUs of one machine nothing hides: messages are copies by the
+cores that multiply (bench.overlap, unshaped: off to 1.4 times as fast).
 """
 
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     messages: int
     flops: int
     measured: "tuple[float, float, float] | None" = None
+    copied: bool = False  # by the cores that multiply
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -48,7 +50,7 @@ class Sizes(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        if self.measured is None or self.messages == 0:
+        if self.measured is None or self.messages == 0 or self.copied:
             return False
         communication, computation, cost = self.seconds
         return min(communication, computation) > cost
@@ -76,7 +78,8 @@ def sizes(op: str, rows: int, weight: tuple[int, int], dtype: torch.dtype, devic
     m = -(-rows // tp.size)
     sent = (form.cut + form.whole) * (tp.size - 1) * m * width * dtype.itemsize
     messages = (tp.size - 1) * (form.cut * len(pieces(m)) + form.whole)
-    return Sizes(sent, messages, form.gemms * 2 * rows * weight[0] * weight[1], measured(device, dtype, tp.size))
+    copied = tp.one_machine and device.type == "cpu"
+    return Sizes(sent, messages, form.gemms * 2 * rows * weight[0] * weight[1], measured(device, dtype, tp.size), copied)
 
 
 def pairwise(op: str, x: Tensor, weight: Tensor, tp: TensorParallel, columns: int | None = None) -> bool:
