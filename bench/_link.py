@@ -64,12 +64,7 @@ def namespaces() -> Iterator[list[End]]:
 
 
 def shape(ends: list[End], gbit: float) -> None:
-    """Both directions at ``gbit`` Gbit/s; 0 takes the rate off."""
+    """Both directions at ``gbit`` Gbit/s."""
     for end in ends:
-        where = "dev", end.interface, "root"
-        if gbit:
-            rate = f"{round(gbit * 1000)}mbit"
-            _ip("tc", "-n", end.namespace, "qdisc", "replace", *where, "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
-        else:
-            with contextlib.suppress(OSError):  # there was none
-                _ip("tc", "-n", end.namespace, "qdisc", "delete", *where)
+        bucket = "rate", f"{round(gbit * 1000)}mbit", "burst", "256kb", "latency", "100ms"
+        _ip("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.interface, "root", "tbf", *bucket)
