@@ -305,9 +305,10 @@ def plot(rows: list[dict], path: str) -> None:
         points = sorted((r for r in rows if (r["part"], r["backward"], r["dtype"]) == (part, backward, dtype)), key=lambda r: r["gbit"])
         for name, style in styles.items():
             axis.plot([r["gbit"] for r in points], [1e3 * r["seconds"][name] for r in points], style, label=name, markersize=3)
-        axis.set(
-            xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="ms", title=f"{part}{', fwd + bwd' if backward else ', fwd'}, {dtype}"
-        )
+        direction = ", fwd + bwd" if backward else ", fwd"
+        axis.set(xscale="log", ylim=(0, None), xlabel="link, Gbit/s", ylabel="ms", title=f"{part}{direction}, {dtype}")
+        axis.set_xticks([r["gbit"] for r in points], [f"{r['gbit']:g}" for r in points])
+        axis.minorticks_off()
         axis.title.set_size(9)
     axes.flat[0].legend(fontsize=7)
     for axis in list(axes.flat)[len(panels) :]:

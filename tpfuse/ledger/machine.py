@@ -141,9 +141,8 @@ def calibrate(
     runs = list(itertools.product(dtypes, worlds))
     budget = seconds / len(runs)
     for dtype, world in progress(runs, "calibrating", long=True):
-        samples = on_ranks(
-            world, _measure, dtype, max(budget - 12, 0.5), sizes
-        )  # starting processes takes some seconds, and some sizes are measured in any case
+        left = max(budget - 12, 0.5)  # starting processes takes some seconds, and some sizes are measured in any case
+        samples = on_ranks(world, _measure, dtype, left, sizes)
         tables.setdefault(str(dtype).removeprefix("torch."), {})[world] = _fit_all(*samples)
     return Machine(os.cpu_count() or 1, tables)
 
