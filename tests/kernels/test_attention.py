@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf
 from tpfuse.kernels import attention
-from tpfuse.kernels._attention import Options
+from tpfuse.kernels._attention import TENSORS, Options, scores
 from tpfuse.kernels._philox import keep, make_rng, mask_key, scale
-from tpfuse.kernels.attention import attention_bwd, attention_decode, attention_fwd
+from tpfuse.kernels.attention import _visible, attention_bwd, attention_decode, attention_fwd
 
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 QKV, O, LSE = torch.randn(8, 2, 4, 5), torch.randn(8, 20), torch.rand(2, 4, 4)
@@ -276,3 +276,23 @@ def test_once_differentiable():
 def test_errors(shape, options, match):
     with pytest.raises(ValueError, match="attention: " + match):
         attention(torch.randn(shape), **{"batch": 2, "causal": True, **options})
+
+
+# ---- cost ----
+
+
+@pytest.mark.parametrize("seq, causal, window", [(300, False, None), (300, True, None), (300, True, 40), (128, True, None), (1, True, 7)])
+def test_scores_declared_are_counted(seq, causal, window):
+    """Left: what the mask leaves, but that a triangle of n rows counts n^2 / 2.  Made: of every 128 queries, keys from the first that any
+    of them sees to the last."""
+    qkv = torch.empty(2 * seq, 2, 5, 8, device="meta")
+    numbers = dict(batch=2, seq=seq, max_seqlen=None, causal=causal, window=window, scale=1.0, softcap=None, interleaved=False)
+    options = Options(*[None] * TENSORS, **numbers, p=0.0, site=0, first_head=0)
+    seen = _visible(options, torch.device("cpu"))[0, 0, 0]
+    spans = [block.any(0).nonzero() for block in seen.split(128)]
+    made = sum(len(block) * int(keys.max() - keys.min() + 1) for block, keys in zip(seen.split(128), spans))
+    heads = 2 * 2 * 3
+    left = int(seen.sum()) - min(window or seq, seq) / 2 * causal
+    assert scores(qkv, options) == (heads * int(left), heads * made)
+    forward = attention_fwd.cost((qkv, *options), (torch.empty(0), torch.empty(0)))
+    assert (forward.flops, forward.scores) == (4 * 8 * heads * int(left), heads * made)

@@ -39,6 +39,7 @@ PATCHED = [
     (plain, "make_tp"),
     (parallel, "host"),
     (dist, "isend"),
+    (dist, "batch_isend_irecv"),
 ]
 
 
@@ -134,13 +135,10 @@ def test_a_planted_mistake_is_seen(ranks, op):
 @restoring
 def _in_pairs(world, op, data):
     """As on NCCL, where a receive is posted with its send."""
-    _flight.in_pairs, posted = lambda x: True, []
-    post = dist.batch_isend_irecv
+    post, posted = dist.batch_isend_irecv, []
+    _flight.in_pairs = lambda x: True
     dist.batch_isend_irecv = lambda ops: (posted.append(len(ops)), post(ops))[1]
-    try:
-        return _forms(world, True, op, "plain", data), posted
-    finally:
-        dist.batch_isend_irecv = post
+    return _forms(world, True, op, "plain", data), posted
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -78,3 +78,16 @@ def kept(options: Options, rows: Tensor, keys: int, samples: Tensor, H: int, dty
 def pad(x: Tensor, rows: int) -> Tensor:
     """x [S B, ...] -> [rows, ...], zero beyond."""
     return x.contiguous() if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
+    """That causal and window leave (a triangle of n rows counted n^2 / 2, as is customary), a product over which is 2 E flops each; and
+    those made, in tiles of 128 queries with their keys.  Documents are not known from shapes."""
+    S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
+    if not options.causal:
+        return heads * S * S, heads * S * S
+    seen, made = S if options.window is None else min(options.window, S), 0
+    for start in range(0, S, 128):
+        end = min(start + 128, S)
+        made += (end - start) * (end - max(0, start - seen + 1))
+    return heads * (seen * (2 * S - seen) // 2), heads * made

@@ -17,7 +17,7 @@ Offsets are int64.  Scores are in units of log 2.  An absent tensor or number is
 import torch
 from torch import Tensor
 
-from ._attention import LOG2E, TENSORS, Options
+from ._attention import LOG2E, TENSORS, Options, scores
 from ._launch import launch, next_power_of_2, target
 from ._op import Cost, moved
 from ._philox import keep_lane_device, mask_key_device, scale, threshold
@@ -471,19 +471,6 @@ def _sdpa(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 # ---- cost ----
-
-
-def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
-    """That causal and window leave, a product over which is 2 E flops each, as is customary; and those made, in tiles of 128 queries with
-    their keys.  Documents are not known from shapes."""
-    S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
-    if not options.causal:
-        return heads * S * S, heads * S * S
-    seen, made = S if options.window is None else min(options.window, S), 0
-    for start in range(0, S, 128):
-        end = min(start + 128, S)
-        made += (end - start) * (end - max(0, start - seen + 1))
-    return heads * (seen * (2 * S - seen) // 2), heads * made
 
 
 def fwd_cost(args: tuple, outputs: tuple) -> Cost:

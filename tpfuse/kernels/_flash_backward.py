@@ -7,7 +7,7 @@ Gradients turn back in registers, and dqkv is written once.
 
 from torch import Tensor
 
-from ._attention import TENSORS, Options
+from ._attention import TENSORS, Options, scores
 from ._flash import (
     _kept,
     _key,
@@ -24,7 +24,6 @@ from ._flash import (
     dense_heads,
     head_constants,
     prepare,
-    scores,
     strides,
     turned_bytes,
 )
