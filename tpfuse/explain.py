@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels._op import check
-from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
+from .layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from .layers._module import local
 from .models.head import LMHead
 from .parallel import TensorParallel
@@ -52,7 +52,8 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
 
 
 def _layers(model: nn.Module):
-    """(name, op, weight [N, D] flat, tp, N where ranks have different ones) of all that exchange rows; an MLP's two GEMMs are one."""
+    """(name, op, weight [N, D] flat, tp, N where ranks have different ones) of all that exchange rows; an MLP's two GEMMs are one, and
+    an attention layer's two projections."""
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -61,6 +62,10 @@ def _layers(model: nn.Module):
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
             yield name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, None
+        elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
+            inside |= {module.qkv, module.out}
+            weight = module.qkv.flat()[0]
+            yield name, "gather_attention_exchange", weight, module.tp, len(weight) + module.out.weight.shape[1]
         elif isinstance(module, ColumnParallelLinear):
             yield name, "gather_linear", module.flat()[0], module.tp, None
         elif isinstance(module, RowParallelLinear):

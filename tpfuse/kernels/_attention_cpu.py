@@ -13,7 +13,7 @@ from ._attention import INF, LOG2E, Options, angles, by_head, heads, kept, turn
 from ._op import acc_dtype, check
 from ._philox import scale
 
-_BLOCK = 128
+BLOCK = 128  # positions
 
 
 def documents(options: Options) -> list[tuple[int, int]]:
@@ -51,12 +51,12 @@ class _Sample:
         cos, sin = self.turns
         return turn(x, cos, -sin if back else sin, self.options.interleaved)
 
-    def blocks(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-        """(rows a to e, keys lo to hi that any of them sees)"""
+    def blocks(self, spans: list[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """(rows a to e, keys lo to hi that any of them sees), of positions ``first`` to ``last``"""
         window = self.options.window
         for start, end in spans:
-            for a in range(start, end, _BLOCK):
-                e = min(a + _BLOCK, end)
+            for a in range(max(start, first), min(end, last), BLOCK):
+                e = min(a + BLOCK, end, last)
                 yield a, e, start if window is None else max(start, a - window + 1), e if self.options.causal else end
 
     def rows(self, x: Tensor, a: int, e: int) -> Tensor:
@@ -89,18 +89,25 @@ class _Sample:
         return kept(self.options, rows, hi - lo, sample, self.G * self.Q, self.acc, lo).view(self.G, -1, hi - lo)
 
 
-def fwd_cpu(qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
-    options = Options(*args)
-    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
-    Q, spans, acc = slots - 2, documents(options), acc_dtype(qkv)
-    whole = M == seq * batch and options.cu_seqlens is None
-    o = (qkv.new_empty if whole else qkv.new_zeros)(M, G * Q * E)
-    out = by_head(o, batch, seq, G, Q)
-    lse = qkv.new_full((batch, G, Q, seq), INF, dtype=acc)
-    turns = angles(options, acc)
-    for b in range(batch):
-        sample = _Sample(b, qkv, options, turns)
-        for a, e, lo, hi in sample.blocks(spans):
+class Forward:
+    """o [M, G Q E] and lse [B, H, S], filled position by position: ``attend`` of every sample and every range, in any order."""
+
+    def __init__(self, qkv: Tensor, options: Options):
+        batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
+        self.qkv, self.options, self.spans, self.turns = qkv, options, documents(options), angles(options, acc_dtype(qkv))
+        whole = M == seq * batch and options.cu_seqlens is None
+        self.o = (qkv.new_empty if whole else qkv.new_zeros)(M, G * (slots - 2) * E)
+        self.lse = qkv.new_full((batch, G * (slots - 2), seq), INF, dtype=acc_dtype(qkv))
+        self._out = by_head(self.o, batch, seq, G, slots - 2)
+        self._lse = self.lse.unflatten(1, (G, slots - 2))
+
+    def sample(self, b: int) -> _Sample:
+        return _Sample(b, self.qkv, self.options, self.turns)
+
+    def attend(self, sample: _Sample, first: int, last: int) -> None:
+        """Of the queries at positions ``first`` to ``last``."""
+        b, options = sample.b, self.options
+        for a, e, lo, hi in sample.blocks(self.spans, first, last):
             s, _ = sample.scores(sample.rows(sample.q, a, e), a, e, lo, hi)
             top = s.amax(-1, keepdim=True)
             if sample.may_see_nothing:
@@ -114,45 +121,72 @@ def fwd_cpu(qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
             if options.rng is not None:
                 s *= sample.mask(a, e, lo, hi)
                 total /= scale(options.p)
-            out[b, :, :, a:e] = torch.bmm(s.to(qkv.dtype), sample.v[:, lo:hi]).div_(total).view(G, Q, e - a, E)
-            lse[b, :, :, a:e] = row_lse.view(G, Q, e - a)
-    return o, lse.flatten(1, 2)
+            by_row = sample.G, sample.Q, e - a
+            self._out[b, :, :, a:e] = torch.bmm(s.to(self.o.dtype), sample.v[:, lo:hi]).div_(total).view(*by_row, sample.E)
+            self._lse[b, :, :, a:e] = row_lse.view(by_row)
 
 
-def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, *args) -> Tensor:
-    options = Options(*args)
-    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
-    Q, spans, acc, dtype = slots - 2, documents(options), acc_dtype(qkv), qkv.dtype
-    do, o, lse = by_head(do, batch, seq, G, Q), by_head(o, batch, seq, G, Q), lse.view(batch, G, Q, seq)
-    whole = M == seq * batch and options.cu_seqlens is None
-    dqkv = (qkv.new_empty if whole else qkv.new_zeros)(qkv.shape)
-    dq_out, dk_out, dv_out = heads(dqkv, batch, seq)
-    turns = angles(options, acc)
-    for b in range(batch):
-        sample = _Sample(b, qkv, options, turns)
-        vt = sample.v.to(acc).transpose(1, 2)
-        delta, lse2 = (do[b].to(acc) * o[b]).sum(-1), lse[b] * LOG2E
-        dk, dv = (torch.zeros(G, seq, E, dtype=acc, device=qkv.device) for _ in range(2))
-        dq = dq_out[b] if turns is None else torch.zeros(G, Q, seq, E, dtype=acc, device=qkv.device)
-        for a, e, lo, hi in sample.blocks(spans):
-            qb, dob = sample.rows(sample.q, a, e), sample.rows(do[b], a, e)
+class Backward:
+    """dqkv [M, G, Q + 2, E]: ``attend`` of every sample and every range, whose rows of do must be there, then ``finish`` of every sample.
+
+    Gradients of keys and values are added in the order of the ranges.
+    """
+
+    def __init__(self, do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options):
+        batch, seq, (M, G, slots, _) = options.batch, options.seq, qkv.shape
+        self.qkv, self.options, self.spans, self.turns = qkv, options, documents(options), angles(options, acc_dtype(qkv))
+        self.do, self.o = (by_head(t, batch, seq, G, slots - 2) for t in (do, o))
+        self.lse = lse.view(batch, G, slots - 2, seq)
+        whole = M == seq * batch and options.cu_seqlens is None
+        self.dqkv = (qkv.new_empty if whole else qkv.new_zeros)(qkv.shape)
+        self._dq, self._dk, self._dv = heads(self.dqkv, batch, seq)
+
+    def sample(self, b: int) -> _Sample:
+        sample = _Sample(b, self.qkv, self.options, self.turns)
+        sample.vt = sample.v.to(sample.acc).transpose(1, 2)
+        sample.dk, sample.dv = (torch.zeros_like(sample.k, dtype=sample.acc) for _ in range(2))
+        sample.dq = self._dq[b] if self.turns is None else torch.zeros_like(sample.q, dtype=sample.acc)
+        return sample
+
+    def attend(self, sample: _Sample, first: int, last: int) -> None:
+        b, options, dtype, acc = sample.b, self.options, self.qkv.dtype, sample.acc
+        for a, e, lo, hi in sample.blocks(self.spans, first, last):
+            qb, dob, ob = (sample.rows(t, a, e) for t in (sample.q, self.do[b], self.o[b]))
             s, tanh = sample.scores(qb, a, e, lo, hi)
-            probs = s.sub_(sample.rows(lse2, a, e)[..., None]).exp2_()
-            dp = torch.bmm(dob.to(acc), vt[:, :, lo:hi])
+            probs = s.sub_((sample.rows(self.lse[b], a, e) * LOG2E)[..., None]).exp2_()
+            dp = torch.bmm(dob.to(acc), sample.vt[:, :, lo:hi])
             dropped = probs
             if options.rng is not None:
                 mask = sample.mask(a, e, lo, hi).mul_(scale(options.p))
                 dp *= mask
                 dropped = mask.mul_(probs)
-            dv[:, lo:hi] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
-            ds = dp.sub_(sample.rows(delta, a, e)[..., None]).mul_(probs)
+            sample.dv[:, lo:hi] += torch.bmm(dropped.to(dtype).transpose(1, 2), dob)
+            ds = dp.sub_((dob.to(acc) * ob).sum(-1, keepdim=True)).mul_(probs)
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1))
             ds = ds.to(dtype)
-            dq[:, :, a:e] = torch.bmm(ds, sample.k[:, lo:hi]).mul_(options.scale).view(G, Q, e - a, E)
-            dk[:, lo:hi] += torch.bmm(ds.transpose(1, 2), qb)
-        if turns is not None:
-            dq_out[b] = sample.turned(dq, back=True)
-        dk_out[b] = sample.turned(dk.mul_(options.scale)[:, None], back=True)
-        dv_out[b, :, 0] = dv
-    return dqkv
+            dq = torch.bmm(ds, sample.k[:, lo:hi]).mul_(options.scale)
+            sample.dq[:, :, a:e] = dq.view(sample.G, sample.Q, e - a, sample.E)
+            sample.dk[:, lo:hi] += torch.bmm(ds.transpose(1, 2), qb)
+
+    def finish(self, sample: _Sample) -> None:
+        if self.turns is not None:
+            self._dq[sample.b] = sample.turned(sample.dq, back=True)
+        self._dk[sample.b] = sample.turned(sample.dk.mul_(self.options.scale)[:, None], back=True)
+        self._dv[sample.b, :, 0] = sample.dv
+
+
+def fwd_cpu(qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+    forward = Forward(qkv, Options(*args))
+    for b in range(forward.options.batch):
+        forward.attend(forward.sample(b), 0, forward.options.seq)
+    return forward.o, forward.lse
+
+
+def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, *args) -> Tensor:
+    backward = Backward(do, qkv, o, lse, Options(*args))
+    for b in range(backward.options.batch):
+        sample = backward.sample(b)
+        backward.attend(sample, 0, backward.options.seq)
+        backward.finish(sample)
+    return backward.dqkv

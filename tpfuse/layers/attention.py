@@ -18,6 +18,7 @@ from ..kernels.norm import Remake
 from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
 from ..kernels.rope import rope as rotate
 from ..parallel import TensorParallel
+from ..sequence_parallel import gather_attention_exchange
 from ._cache import KVCache
 from ._module import Origin, ParallelModule, local, replicated
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
@@ -115,6 +116,11 @@ class ParallelAttention(ParallelModule):
             num_heads * E, hidden_size, bias=bias if out_bias is None else out_bias, tp=self.tp, init_std=out_std, **factory
         )
 
+    @property
+    def in_one(self) -> bool:
+        """Whether nothing but rotary positions stands between the projections and attention."""
+        return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None
+
     def parts(
         self,
         n: Tensor,
@@ -130,6 +136,24 @@ class ParallelAttention(ParallelModule):
         cache: KVCache | None = None,
     ) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
+        options = dict(
+            batch=batch,
+            seq=seq,
+            causal=self.causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            window=self.window,
+            p=self.dropout if self.training else 0.0,
+            rng=rng,
+            site=self.site,
+            first_head=self.first_head,
+        )
+        if self.in_one and cache is None:
+            heads = dict(heads_a_group=self.heads_a_group, head_width=self.head_width)
+            turns = {} if rope is None else rope._asdict()
+            weights = *self.qkv.flat(), local(self.out.weight)
+            return gather_attention_exchange(n, *weights, tp=self.tp, remake=remake, **heads, **options, **turns)
         qkv = self.qkv.project(n, remake)
         qkv = qkv.view(len(qkv), -1, self.heads_a_group, self.head_width)
         if self.q_norm is not None:
@@ -143,21 +167,7 @@ class ParallelAttention(ParallelModule):
         else:
             if cache is not None:
                 cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)
-            o = attention(
-                qkv,
-                batch=batch,
-                seq=seq,
-                causal=self.causal,
-                key_mask=key_mask,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                window=self.window,
-                p=self.dropout if self.training else 0.0,
-                rng=rng,
-                site=self.site,
-                first_head=self.first_head,
-                **({} if rope is None else rope._asdict()),
-            )
+            o = attention(qkv, **options, **({} if rope is None else rope._asdict()))
         return self.out.parts(o)
 
     def forward(

@@ -1,6 +1,15 @@
 """GEMMs with the exchange of rows that they need, under sequence parallelism and without."""
 
+from .attention import gather_attention_exchange
 from .loss import gather_linear_cross_entropy
 from .plain import exchange, gather_linear, gather_mlp_exchange, leave_parts, linear_exchange
 
-__all__ = ["exchange", "gather_linear", "gather_linear_cross_entropy", "gather_mlp_exchange", "leave_parts", "linear_exchange"]
+__all__ = [
+    "exchange",
+    "gather_attention_exchange",
+    "gather_linear",
+    "gather_linear_cross_entropy",
+    "gather_mlp_exchange",
+    "leave_parts",
+    "linear_exchange",
+]

@@ -29,7 +29,13 @@ class Form(NamedTuple):
     gemms: int
 
 
-SEQUENCE = dict(gather_linear=Form(2, 1, 3), linear_exchange=Form(2, 0, 3), gather_mlp_exchange=Form(4, 1, 6), embedding=Form(0, 2, 0))
+SEQUENCE = dict(
+    gather_linear=Form(2, 1, 3),
+    linear_exchange=Form(2, 0, 3),
+    gather_mlp_exchange=Form(4, 1, 6),
+    gather_attention_exchange=Form(4, 1, 3),  # with the columns of both projections; attention itself is not counted
+    embedding=Form(0, 2, 0),
+)
 REPLICATED = dict(gather_linear=Form(0, 2, 1), linear_exchange=Form(0, 0, 0), gather_mlp_exchange=Form(0, 2, 2), embedding=Form(0, 2, 0))
 
 

@@ -44,11 +44,10 @@ def _regather(what: str, n: Tensor, group_name: str) -> Flight:
 # ---- gather_linear ----
 
 
-def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: str, group_name: str) -> tuple[Tensor, Tensor]:
-    """-> y, z (empty for "none")."""
+def _enter(what: str, n: Tensor, w: Tensor, b: Tensor | None, activation: str, group_name: str) -> tuple[Tensor, Tensor]:
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
     y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
-    flight = Flight("gather_linear forward", n, n.new_empty(n.shape), group_name, cut).post_all()
+    flight = Flight(what, n, n.new_empty(n.shape), group_name, cut).post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
         _gemm(x, w, b, z[tile, rows])
@@ -61,6 +60,11 @@ def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: st
             multiply(flight.arrived(source, rows), source, rows)
     flight.finish()
     return y.flatten(0, 1), n.new_empty(0) if z is y else z.flatten(0, 1)
+
+
+def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: str, group_name: str) -> tuple[Tensor, Tensor]:
+    """-> y, z (empty for "none")."""
+    return _enter("gather_linear forward", n, w, b, activation, group_name)
 
 
 def gather_linear_bwd_ref(dy: Tensor, w: Tensor, n: Tensor, has_bias: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
