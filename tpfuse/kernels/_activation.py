@@ -89,16 +89,19 @@ def partial_rows(dy: Tensor) -> int:
 # ---- launchers ----
 
 
-def activation_fwd_launch(z: Tensor, activation: str) -> Tensor:
+def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     z = z.contiguous()
-    y = z.new_empty(z.shape[0], z.shape[1] // width(activation))
+    y = z.new_empty(z.shape[0], z.shape[1] // width(activation)) if y is None else y
     launch(_activation_fwd_kernel, (-(-y.numel() // FWD["BLOCK"]),), z.device, z, y, y.numel(), **form(activation), **FWD)
     return y
 
 
-def activation_bwd_launch(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+def activation_bwd_launch(
+    dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     dy, z = dy.contiguous(), z.contiguous()
-    dz, y = z.new_empty(z.shape), z.new_empty(dy.shape) if rebuild else None
+    dz = z.new_empty(z.shape) if dz is None else dz
+    y = z.new_empty(dy.shape) if rebuild and y is None else y
     db = _sum_columns(dy, z, dz, y, activation)
     return dz, db, z.new_empty(0) if y is None else y
 

@@ -255,16 +255,19 @@ def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
     return gemm("NN", dy, w, config, dy.new_empty(M, N)) if config else dy @ w
 
 
-def linear_dgrad_act_launch(dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+def linear_dgrad_act_launch(
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     M, K, N = *dy.shape, w.shape[1]
     config = _fused("linear_dgrad_act", activation, dy, M, N, K)
     if config is None:
-        return activation_bwd_launch(dy @ w, z, activation, rebuild)
+        return activation_bwd_launch(dy @ w, z, activation, rebuild, dz, y)
     z = z.contiguous()
-    tiles = dict(z=z, dz=z.new_empty(z.shape), y=z.new_empty(M, N) if rebuild else None)
+    dz = z.new_empty(z.shape) if dz is None else dz
+    tiles = dict(z=z, dz=dz, y=z.new_empty(M, N) if rebuild and y is None else y)
     partial = z.new_empty(-(-M // config["BM"]), z.shape[1], dtype=torch.float32)
     _run(_dgrad_act_kernel, "NN", dy, w, tiles, config, partial_ptr=partial, **form(activation))
-    return tiles["dz"], reduce_partials(partial), tiles["y"] if rebuild else z.new_empty(0)
+    return dz, reduce_partials(partial), tiles["y"] if rebuild else z.new_empty(0)
 
 
 def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,11 @@ class Op:
     def __call__(self, *args):
         return self.overload(*args)
 
+    def into(self, places: tuple[Tensor, ...], *args):
+        """The call, for the body of another op: its outputs go to contiguous ``places``, which its implementations take last."""
+        double = places[0].dtype == torch.float64
+        return (self.cpu if places[0].is_cpu or double else self.launch)(*args, *places)
+
     def cost(self, args: tuple, outputs: Tensor | tuple[Tensor, ...]) -> Cost:
         """Of the call that took ``args`` and gave ``outputs``; meta tensors will do."""
         return self._cost(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))

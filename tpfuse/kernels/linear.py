@@ -103,15 +103,16 @@ def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) 
 _K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
 
 
-def _activation_fwd_cpu(z: Tensor, activation: str) -> Tensor:
+def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
+    if activation not in GATED and activation != "gelu_tanh":
+        made = activation_fwd_ref(z, activation)
+        return made if y is None else y.copy_(made)
+    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
     if activation in GATED:
-        y = z.new_empty(len(z), z.shape[1] // 2)
         for i, j in row_blocks(*z.shape):
             y[i:j] = activation_fwd_ref(z[i:j], activation)
         return y
-    if activation != "gelu_tanh":
-        return activation_fwd_ref(z, activation)
-    y, k = torch.empty_like(z), torch.tensor(_K, dtype=acc_dtype(z))
+    k = torch.tensor(_K, dtype=acc_dtype(z), device=z.device)
     for start, stop in row_blocks(*z.shape):
         rows = slice(start, stop)
         zf = z[rows].to(k.dtype)
@@ -119,19 +120,23 @@ def _activation_fwd_cpu(z: Tensor, activation: str) -> Tensor:
     return y
 
 
-def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _activation_bwd_cpu(
+    dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if activation not in GATED and activation != "gelu_tanh":
+        made, db, again = activation_bwd_ref(dy, z, activation, rebuild)
+        return made if dz is None else dz.copy_(made), db, again if y is None else y.copy_(again)
+    dz = torch.empty_like(z) if dz is None else dz
+    y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
     if activation in GATED:
-        dz, db = torch.empty_like(z), z.new_zeros(z.shape[1], dtype=acc_dtype(z))
-        y = torch.empty_like(dy) if rebuild else z.new_empty(0)
+        db = z.new_zeros(z.shape[1], dtype=acc_dtype(z))
         for i, j in row_blocks(*z.shape):
             dz[i:j], db_block, a = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild)
             db += db_block
             if rebuild:
                 y[i:j] = a
         return dz, db, y
-    if activation != "gelu_tanh":
-        return activation_bwd_ref(dy, z, activation, rebuild)
-    dz, y, k = torch.empty_like(z), torch.empty_like(z) if rebuild else z.new_empty(0), torch.tensor(_K, dtype=acc_dtype(z))
+    k = torch.tensor(_K, dtype=acc_dtype(z), device=z.device)
     for start, stop in row_blocks(*z.shape):
         rows = slice(start, stop)
         zf = z[rows].to(k.dtype)
@@ -144,11 +149,15 @@ def _activation_bwd_cpu(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -
     return dz, column_sum(dz), y
 
 
+def _linear_dgrad_act_cpu(dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, *out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, *out)
+
+
 activation_fwd = op(activation_fwd_ref, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
 activation_bwd = op(activation_bwd_ref, launch=activation_bwd_launch, cpu=_activation_bwd_cpu, cost=activation_bwd_cost)
 linear_fwd = op(linear_fwd_ref, launch=linear_fwd_launch, cost=linear_fwd_cost)
 linear_dgrad = op(linear_dgrad_ref, launch=linear_dgrad_launch, cost=linear_dgrad_cost)
-linear_dgrad_act = op(linear_dgrad_act_ref, launch=linear_dgrad_act_launch, cost=linear_dgrad_act_cost)
+linear_dgrad_act = op(linear_dgrad_act_ref, launch=linear_dgrad_act_launch, cpu=_linear_dgrad_act_cpu, cost=linear_dgrad_act_cost)
 linear_wgrad = op(linear_wgrad_ref, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
 
 

@@ -22,7 +22,7 @@ from ..kernels.norm import Remake
 from ..parallel import TensorParallel
 from ._choice import pairwise
 from ._flight import Flight, pieces
-from .overlap import _empty_bias, _enter, _gemm, _leave, _regather
+from .overlap import _empty_bias, _enter, _gemm, _leave, _leaving, _regather
 from .plain import _expanded, _restored, _saved, enter, gather_linear, leave, linear_exchange
 
 
@@ -66,7 +66,7 @@ def gather_attention_exchange_fwd_ref(
     qkv = _enter(f"{what} (n)", n, w, b, "none", group_name)[0].view(R * m, -1, slots, head_width)
     if not _by_tiles(qkv, m, batch):
         o, lse = attention_fwd(qkv, *options)
-        return _leave(f"{what} (parts)", o, w_out, R, group_name).finish(), qkv, o, lse
+        return _leave(_leaving(f"{what} (parts)", R * m, w_out, R, group_name), o, w_out).finish(), qkv, o, lse
     work = Forward(qkv, options)
     tiles, rows_of_o = _Tiles(work, m), work.o.view(R, m, -1)
     flight = Flight(f"{what} (parts)", n.new_empty(R - 1, m, D), n.new_empty(n.shape), group_name, pieces(m))
@@ -94,8 +94,11 @@ def gather_attention_exchange_bwd_ref(
     )  # fmt: skip
     what, (R, m, _) = "gather_attention_exchange backward", n.shape
     dy, do = dp.new_empty(dp.shape), dp.new_empty(R, m, w_out.shape[1])
-    flight = Flight(f"{what} (dp)", dp, dy, group_name, pieces(m)).post_all()
+    flight = Flight(f"{what} (dp)", dp, dy, group_name, pieces(m), own=True)
     rows_of_n = _regather(f"{what} (n)", n, group_name)
+    leaving = _leaving(f"{what} (dn)", R * m, w.t(), R, group_name)
+    flight.post_all()
+    rows_of_n.post_all()
     work = Backward(do.flatten(0, 1), qkv, o, lse, options) if _by_tiles(qkv, m, batch) else None
     tiles = None if work is None else _Tiles(work, m)
 
@@ -104,7 +107,6 @@ def gather_attention_exchange_bwd_ref(
         if tiles is not None:
             tiles.attend(tile, rows.stop, ahead=False)
 
-    dy[flight.rank] = dp[flight.rank]
     multiply(dy[flight.rank], flight.rank, slice(0, m))
     for rows in flight.cut:
         for source in flight.before:
@@ -117,7 +119,7 @@ def gather_attention_exchange_bwd_ref(
             work.finish(sample)
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
-    leaving = _leave(f"{what} (dn)", dqkv, w.t(), R, group_name)
+    _leave(leaving, dqkv, w.t())
     dw_out, _ = linear_wgrad(dy, o, w_out.dtype, False)
     dw, db = linear_wgrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, has_bias)
     return leaving.finish(), dw, db, dw_out

@@ -36,8 +36,23 @@ def _gemm(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 def _regather(what: str, n: Tensor, group_name: str) -> Flight:
     """All of n, wanted only later: in one piece a peer."""
-    flight = Flight(what, n, n.new_empty(n.shape), group_name, [slice(0, n.shape[1])] if n.shape[1] else []).post_all()
-    flight.into[flight.rank] = n[flight.rank]
+    return Flight(what, n, n.new_empty(n.shape), group_name, [slice(0, n.shape[1])] if n.shape[1] else [], own=True)
+
+
+def _leaving(what: str, rows: int, w: Tensor, size: int, group_name: str) -> Flight:
+    """For x W' of ``rows`` rows, of which a rank's own need no place to leave from."""
+    out, parts = (w.new_empty(tiles, rows // size, len(w)) for tiles in (size - 1, size))
+    return Flight(what, out, parts, group_name, pieces(rows // size)[::-1])
+
+
+def _leave(flight: Flight, x: Tensor, w: Tensor) -> Flight:
+    """x W' [M, D], each peer's rows on their way; this rank's own, multiplied last, in their place."""
+    x = x.unflatten(0, (flight.size, len(x) // flight.size))
+    for rows in flight.cut:
+        for to in flight.after:
+            _gemm(x[to, rows], w, None, flight.outgoing(to, rows))
+            flight.post(to, rows)
+    _gemm(x[flight.rank], w, None, flight.into[flight.rank])
     return flight
 
 
@@ -52,7 +67,7 @@ def _enter(what: str, n: Tensor, w: Tensor, b: Tensor | None, activation: str, g
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
         _gemm(x, w, b, z[tile, rows])
         if z is not y:
-            y[tile, rows] = activation_fwd(z[tile, rows], activation)
+            activation_fwd.into((y[tile, rows],), z[tile, rows], activation)
 
     multiply(n[flight.rank], flight.rank, slice(None))
     for rows in cut:
@@ -70,7 +85,9 @@ def gather_linear_fwd_ref(n: Tensor, w: Tensor, b: Tensor | None, activation: st
 def gather_linear_bwd_ref(dy: Tensor, w: Tensor, n: Tensor, has_bias: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw, db fp32 (empty without a bias)."""
     rows_of_n = _regather("gather_linear backward (n)", n, group_name)
-    flight = _leave("gather_linear backward (dn)", dy, w.t(), n.shape[0], group_name)
+    flight = _leaving("gather_linear backward (dn)", len(dy), w.t(), n.shape[0], group_name)
+    rows_of_n.post_all()
+    _leave(flight, dy, w.t())
     dw, db = linear_wgrad(dy, rows_of_n.finish().flatten(0, 1), w.dtype, has_bias)
     return flight.finish(), dw, db
 
@@ -78,29 +95,15 @@ def gather_linear_bwd_ref(dy: Tensor, w: Tensor, n: Tensor, has_bias: bool, grou
 # ---- linear_exchange ----
 
 
-def _leave(what: str, x: Tensor, w: Tensor, size: int, group_name: str) -> Flight:
-    """x W' [M, D], each peer's rows on their way; this rank's own, multiplied last, in their place."""
-    x = x.unflatten(0, (size, len(x) // size))
-    out, parts = (x.new_empty(tiles, x.shape[1], len(w)) for tiles in (size - 1, size))
-    flight = Flight(what, out, parts, group_name, pieces(x.shape[1])[::-1])
-    for rows in flight.cut:
-        for to in flight.after:
-            _gemm(x[to, rows], w, None, flight.outgoing(to, rows))
-            flight.post(to, rows)
-    _gemm(x[flight.rank], w, None, flight.into[flight.rank])
-    return flight
-
-
 def linear_exchange_fwd_ref(x: Tensor, w: Tensor, size: int, group_name: str) -> Tensor:
     """x [M, K], w [D, K] -> parts [R, m, D]"""
-    return _leave("linear_exchange forward", x, w, size, group_name).finish()
+    return _leave(_leaving("linear_exchange forward", len(x), w, size, group_name), x, w).finish()
 
 
 def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """-> dx [M, K], dw"""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
-    flight = Flight("linear_exchange backward", dp, dy, group_name, cut).post_all()
-    dy[flight.rank] = dp[flight.rank]
+    flight = Flight("linear_exchange backward", dp, dy, group_name, cut, own=True).post_all()
     torch.mm(dy[flight.rank], w, out=dx[flight.rank])
     for rows in cut:
         for source in flight.before:
@@ -130,16 +133,15 @@ def gather_mlp_exchange_fwd_ref(
     """-> parts [R, m, D], z [M, F], act(z) (empty unless ``keep``)."""
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
     a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
-    enter = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut).post_all()
+    enter = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut)
     parts = torch.empty_like(enter.into)
     leave = Flight("gather_mlp_exchange forward (parts)", enter.into, parts, group_name, cut)  # results leave from where rows have landed
+    enter.post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice, out: Tensor) -> None:
         _gemm(x, w1, b1, z[tile, rows])
-        hidden = activation_fwd(z[tile, rows], activation)
-        _gemm(hidden, w2, None, out)
-        if keep:
-            a[tile, rows] = hidden
+        places = (a[tile, rows] if keep else w2.new_empty(len(x), w2.shape[1]),)
+        _gemm(activation_fwd.into(places, z[tile, rows], activation), w2, None, out)
 
     _through(enter, leave, multiply)
     enter.finish()
@@ -151,19 +153,18 @@ def gather_mlp_exchange_bwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw1, db1 fp32, dw2.  Without ``a`` the activation is made again."""
     cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
-    enter = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut).post_all()
+    enter = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut, own=True)
     rows_of_n = _regather("gather_mlp_exchange backward (n)", n, group_name)
     leave = Flight("gather_mlp_exchange backward (dn)", out, dn, group_name, cut)
-    dy[enter.rank] = dp[enter.rank]
+    enter.post_all()
+    rows_of_n.post_all()
     z = z.unflatten(0, n.shape[:2])
     dz, db1 = torch.empty_like(z), z.new_zeros(z.shape[-1], dtype=acc_dtype(z))
     rebuilt = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else None
 
     def multiply(dy: Tensor, tile: int, rows: slice, out: Tensor) -> None:
-        dz[tile, rows], db, again = linear_dgrad_act(dy, w2, z[tile, rows], activation, a is None)
-        db1.add_(db)
-        if rebuilt is not None:
-            rebuilt[tile, rows] = again
+        places = (dz[tile, rows],) if rebuilt is None else (dz[tile, rows], rebuilt[tile, rows])
+        db1.add_(linear_dgrad_act.into(places, dy, w2, z[tile, rows], activation, a is None)[1])
         torch.mm(dz[tile, rows], w1, out=out)
 
     _through(enter, leave, multiply)
