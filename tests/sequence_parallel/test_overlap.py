@@ -62,7 +62,7 @@ def overlapping(world, sp=True, overlap="pairwise", least=2):
     return TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 63, 64, 127, 128, 129, 1000, 1024, 4097])
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 511, 512, 513, 1000, 4096, 16385])
 def test_pieces_halve(rows):
     cut = pieces(rows)
     lengths = [piece.stop - piece.start for piece in cut]

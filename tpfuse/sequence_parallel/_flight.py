@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..collectives import named, resolve
 
-LEAST_ROWS = 64  # of a piece.  GEMMs of 64 rows are 8 % slower than one of 2048 on a CPU; halving to there, 1.5 % in all
+LEAST_ROWS = (
+    256  # of a piece.  On a CPU a step over 1 Gbit/s takes 2 to 3 % more in pieces of 64 (bf16 GEMMs pack W each time), no less of 512
+)
 
 
 def pieces(rows: int) -> list[slice]:
@@ -37,8 +39,7 @@ _WAY_BACK: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDi
 
 def way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks again, for rows to lower ranks, so that each of gloo's connections carries rows one way only.  Where they go both ways
-    its thread and this one want the same connection, and the thread asks without rest, on a core that multiplies (perf: it spins in
-    epoll_wait; an attention layer's step in bf16 over 1 Gbit/s: 126 ms, so 117)."""
+    its thread and this one want the same connection, and the thread spins in epoll_wait for it, on a core that multiplies (perf)."""
     if group not in _WAY_BACK:
         backend = group._get_backend(torch.device("cpu"))
         ranks = dist.get_process_group_ranks(group)

@@ -23,7 +23,7 @@ from ..parallel import TensorParallel
 from ._choice import pairwise
 from ._flight import Flight, pieces
 from .overlap import _empty_bias, _enter, _gemm, _leave, _leaving, _regather
-from .plain import _expanded, _restored, _saved, enter, gather_linear, leave, linear_exchange
+from .plain import _expanded, _GatherLinear, _LinearExchange, _restored, _saved, enter, leave
 
 
 class _Tiles:
@@ -96,7 +96,6 @@ def gather_attention_exchange_bwd_ref(
     dy, do = dp.new_empty(dp.shape), dp.new_empty(R, m, w_out.shape[1])
     flight = Flight(f"{what} (dp)", dp, dy, group_name, pieces(m), own=True)
     rows_of_n = _regather(f"{what} (n)", n, group_name)
-    leaving = _leaving(f"{what} (dn)", R * m, w.t(), R, group_name)
     flight.post_all()
     rows_of_n.post_all()
     work = Backward(do.flatten(0, 1), qkv, o, lse, options) if _by_tiles(qkv, m, batch) else None
@@ -119,7 +118,7 @@ def gather_attention_exchange_bwd_ref(
             work.finish(sample)
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
-    _leave(leaving, dqkv, w.t())
+    leaving = _leave(_leaving(f"{what} (dn)", R * m, w.t(), R, group_name), dqkv, w.t())
     dw_out, _ = linear_wgrad(dy, o, w_out.dtype, False)
     dw, db = linear_wgrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, has_bias)
     return leaving.finish(), dw, db, dw_out
@@ -223,9 +222,10 @@ def gather_attention_exchange(
     x, qkv_weight, qkv_bias, out_weight = autocast(x, qkv_weight, qkv_bias, out_weight)
     x, columns = _expanded(name, x, tp), len(qkv_weight) + out_weight.shape[1]
     if not tp.sequence_parallel or not pairwise(name, x, qkv_weight, tp, columns):
-        qkv = gather_linear(x, qkv_weight, qkv_bias, tp=tp, remake=remake)
+        overlapped = not tp.sequence_parallel and pairwise("gather_linear", x, qkv_weight, tp)
+        qkv = _GatherLinear.apply(x, qkv_weight, qkv_bias, "none", tp, remake, overlapped)
         o = attention(qkv.view(len(qkv), -1, heads_a_group, head_width), **options)
-        return linear_exchange(o, out_weight, tp=tp)
+        return _LinearExchange.apply(o, out_weight, tp, False)
     heads = x.shape[0] * x.shape[1], len(qkv_weight) // K, heads_a_group, head_width
     options = attention_options(heads, **options)
     return _GatherAttentionExchange.apply(x, qkv_weight, qkv_bias, out_weight, tp, remake, heads_a_group, head_width, *options)

@@ -1,0 +1,322 @@
+"""Attention between its projections in one overlapped op: the three ops' values and gradients, and their messages."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.common import assert_equal, error, fake_tp, my_rows
+from tests.sequence_parallel import test_overlap as overlap
+from tests.sequence_parallel.test_overlap import overlapping, restoring
+from tpfuse.kernels import _attention_cpu
+from tpfuse.kernels._op import OPS as ALL_OPS
+from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.attention import attention
+from tpfuse.kernels.norm import norm_in
+from tpfuse.sequence_parallel import _flight, gather_linear, linear_exchange
+from tpfuse.sequence_parallel import attention as module
+from tpfuse.sequence_parallel._choice import sizes
+from tpfuse.sequence_parallel.attention import gather_attention_exchange
+
+D, E, G = 10, 6, 12  # G kv heads of Q queries each divide by 1, 2, 3 and 4
+S, B = 24, 2  # 48 rows: tiles of 12 to 48, of whole positions at every R
+BLOCK = 4  # positions: a tile of 6 and more is attended in several goes
+
+CASES = {
+    "bidirectional": dict(causal=False),
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=5),
+    "grouped, dropout": dict(causal=True, Q=2, p=0.3, site=4),
+    "rope, padding mask": dict(causal=False, rope=True, key_mask=True),
+    "padded rows": dict(causal=True, seq=S - 3),  # the last rank at R = 4 has no more than padding in places
+    "split positions": dict(causal=True, batch=3, seq=15),  # 48 rows, 45 of them used: a tile at R = 4 is 12 rows, 4 positions
+    "tiles that cut positions": dict(causal=True, batch=5, seq=9),  # attention as a whole
+    "packed": dict(causal=True, batch=1, seq=48, cu_seqlens=(0, 7, 20, 48)),
+}
+
+
+def _data(case, dtype):
+    """x, gradient, weights by name, options; of all ranks."""
+    case = dict(batch=B, seq=None, Q=1) | CASES[case]
+    r = lambda *shape: torch.randn(*shape, dtype=torch.float64).to(dtype)
+    Q, M = case.pop("Q"), S * B
+    weights = dict(w=r(G, Q + 2, E, D) / 3, b=r(G, Q + 2, E), w_out=r(D, G, Q * E) / 3)
+    seq = case["seq"] or M // case["batch"]
+    if case.pop("rope", False):
+        angle = torch.outer(torch.arange(seq), torch.tensor([1.0, 0.3, 0.1]))
+        case |= dict(cos=angle.cos(), sin=angle.sin())
+    if case.pop("key_mask", False):
+        case |= dict(key_mask=torch.arange(seq).expand(case["batch"], -1) < torch.tensor([[seq], [seq - 5]]))
+    if "cu_seqlens" in case:
+        case |= dict(cu_seqlens=torch.tensor(case["cu_seqlens"], dtype=torch.int32))
+    if "p" in case:
+        case |= dict(rng=make_rng(7, 3))
+    return r(M, D), r(M, D), weights, case, (r(D), r(D))
+
+
+def _mine(weights, tp):
+    slices = dict(w=(weights["w"], 0), b=(weights["b"], 0), w_out=(weights["w_out"], 1))
+    return {name: t.chunk(tp.size, dim)[tp.rank].clone().requires_grad_() for name, (t, dim) in slices.items()}
+
+
+def _flat(w):
+    return w["w"].flatten(0, 2), w["b"].flatten(), w["w_out"].flatten(1)
+
+
+def _call(n, w, options, tp, remake=None):
+    heads = dict(heads_a_group=w["w"].shape[1], head_width=w["w"].shape[2])
+    first = tp.rank * (w["w"].shape[0] * (w["w"].shape[1] - 2))
+    return gather_attention_exchange(n, *_flat(w), **heads, tp=tp, remake=remake, first_head=first, **options)
+
+
+def _run(tp, form, x, dy, weights, options, norm):
+    w, x, remake = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_(), None
+    n = x
+    if form != "plain":
+        _, n, remake = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+    y = _call(n, w, options, tp, remake if form == "remade" else None)
+    (y * my_rows(dy, tp)).sum().backward()
+    return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
+
+
+@contextlib.contextmanager
+def _blocks(positions):
+    before = module.BLOCK
+    module.BLOCK = _attention_cpu.BLOCK = positions
+    try:
+        yield
+    finally:
+        module.BLOCK = _attention_cpu.BLOCK = before
+
+
+@restoring
+def _forms(world, form, data, least=2, block=BLOCK):
+    with _blocks(block):
+        return [_run(overlapping(world, True, how, least), form, *data) for how in ("off", "pairwise", "pairwise")]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("R", [1, 2, 3, 4])
+def test_equal_to_plain(ranks, R, case):
+    """fp64, all gradients, pieces of 2 rows and more."""
+    for off, once, again in ranks(R, _forms, "plain", _data(case, torch.float64)):
+        assert_equal(once, again)
+        wrong = {name: e for name in off if not (e := error(once[name], off[name])) <= 1e-13}
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("form", ["normed", "remade"])
+def test_from_a_norm(ranks, form):
+    for off, once, _ in ranks(3, _forms, form, _data("causal", torch.float64)):
+        assert all(error(once[name], off[name]) <= 1e-13 for name in off)
+
+
+@restoring
+def _parts(world, how, data):
+    """The three ops by name, or the one."""
+    x, dy, weights, options, _ = data
+    tp = overlapping(world, True, how)
+    if how == "pairwise":
+        return _run(tp, "plain", *data)
+    w, x = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_()
+    weight, bias, out = _flat(w)
+    qkv = gather_linear(x, weight, bias, tp=tp)
+    y = linear_exchange(attention(qkv.view(len(qkv), -1, *w["w"].shape[1:3]), **options), out, tp=tp)
+    (y * my_rows(dy, tp)).sum().backward()
+    return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
+
+
+def test_is_the_three_ops(ranks):
+    data = _data("causal", torch.float64)
+    for three, one in zip(*(ranks(2, _parts, how, data) for how in ("off", "pairwise"))):
+        assert all(error(one[name], three[name]) <= 1e-13 for name in three)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("R", [2, 4])
+def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, dtype):
+    """Forward, in tiles of 64 rows: 32 positions, two blocks of 16.  Of the gradients only k's and v's are added in another order."""
+    for name, value in dict(D=32, E=16, G=R * 4, S=32 * R).items():
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+    for off, on, again in ranks(R, _forms, "plain", _data("causal", dtype), 16, 16):
+        assert_equal(on, again)
+        assert torch.equal(on["y"], off["y"])
+        assert torch.equal(on["dw_out"], off["dw_out"])
+        assert all(error(on[name], off[name]) <= (1e-5 if dtype == torch.float32 else 2e-2) for name in off)
+
+
+@restoring
+def _planted(world, data):
+    """The last position of every range is left out."""
+    attend = _attention_cpu.Backward.attend
+    _attention_cpu.Backward.attend = lambda self, sample, first, last: attend(self, sample, first, last - 1)
+    try:
+        return _forms(world, "plain", data)
+    finally:
+        _attention_cpu.Backward.attend = attend
+
+
+def test_a_planted_mistake_is_seen(ranks):
+    """k's gradients lack what a tile's last position gives: the plain form, one range, lacks less."""
+    for off, on, _ in ranks(2, _planted, _data("bidirectional", torch.float64)):
+        assert error(on["dw"], off["dw"]) > 1e-6
+
+
+def _whole(tiles):
+    """What a tile is attended in: ranges that join, and end with it."""
+    made = []
+    work = type("Work", (), {})()
+    work.options, work.sample = type("Options", (), dict(batch=B, seq=S)), lambda b: b
+    work.attend = lambda sample, first, last: made.append((sample, first, last))
+    return module._Tiles(work, S * B // tiles), made
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4])
+def test_a_tile_is_attended_once_and_to_its_end(monkeypatch, tiles, ahead):
+    """In blocks, never beyond what has landed, never short of what leaves; B rows a position."""
+    monkeypatch.setattr(module, "BLOCK", BLOCK)
+    monkeypatch.setattr(_flight, "LEAST_ROWS", 3)  # pieces that end within a position
+    order, made = _whole(tiles)
+    for tile in reversed(range(tiles)):
+        start, m = tile * S // tiles, S * B // tiles
+        for rows in _flight.pieces(m):
+            order.attend(tile, rows.stop, ahead)
+            reached = max((last for _, first, last in made if first >= start and last <= start + S // tiles), default=start)
+            landed = start + rows.stop / B
+            assert reached >= landed if ahead else reached <= landed
+            assert reached == start + S // tiles or (reached - start) % BLOCK == 0
+    for sample in range(B):
+        covered = [p for s, first, last in made if s == sample for p in range(first, last)]
+        assert sorted(covered) == list(range(S))
+
+
+@restoring
+def _in_pairs(world, data):
+    _flight.in_pairs = lambda x: True
+    return _forms(world, "plain", data)
+
+
+def test_in_pairs_equals_plain(ranks):
+    """As on NCCL."""
+    for off, on, again in ranks(3, _in_pairs, _data("causal", torch.float64)):
+        assert_equal(on, again)
+        assert all(error(on[name], off[name]) <= 1e-13 for name in off)
+
+
+@restoring
+def _frozen(world, data, frozen):
+    """Gradients with some weights frozen."""
+    x, dy, weights, options, _ = data
+    results = []
+    for how in "off", "pairwise":
+        tp = overlapping(world, True, how)
+        w, mine = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_()
+        for name in frozen:
+            w[name].requires_grad_(False)
+        (_call(mine, w, options, tp) * my_rows(dy, tp)).sum().backward()
+        results.append(dict(x=mine.grad, **{name: t.grad for name, t in w.items() if t.requires_grad}))
+        assert all(w[name].grad is None for name in frozen)
+    return results
+
+
+@pytest.mark.parametrize("frozen", [("w",), ("w_out",), ("w", "b", "w_out"), ("b",)], ids=" ".join)
+def test_frozen_weights(ranks, frozen):
+    for off, on in ranks(2, _frozen, _data("causal", torch.float64), frozen):
+        assert on.keys() == off.keys() and all(error(on[name], off[name]) <= 1e-13 for name in off)
+
+
+@restoring
+def _sent(world, data):
+    """(bytes, messages) sent forward, and backward."""
+    x, dy, weights, options, _ = data
+    tp, sent, send = overlapping(world), [], dist.isend
+    dist.isend = lambda x, group, group_dst: (sent.append(x.numel() * x.element_size()), send(x, group=group, group_dst=group_dst))[1]
+    y = _call(my_rows(x, tp).expand(tp.size, -1, -1).requires_grad_(), _mine(weights, tp), options, tp)
+    forward = list(sent)
+    y.backward(my_rows(dy, tp).expand(tp.size, -1, -1))
+    return [(sum(part), len(part)) for part in (forward, sent[len(forward) :])]
+
+
+@pytest.mark.parametrize("R", [2, 3, 4])
+def test_messages(ranks, monkeypatch, R):
+    """Two messages of m D elements to each peer forward and three backward, in pieces but for n's second; and the rule knows them."""
+    monkeypatch.setattr(_flight, "LEAST_ROWS", 2)
+    m = S * B // R
+    one, cut = (R - 1) * m * D * 8, (R - 1) * len(_flight.pieces(m))
+    data = _data("causal", torch.float64)
+    assert ranks(R, _sent, data) == [[(2 * one, 2 * cut), (3 * one, 2 * cut + R - 1)]] * R
+    known = sizes("gather_attention_exchange", S * B, (4 * E, D), torch.float64, torch.device("cpu"), fake_tp(R, 0, True))
+    assert known[:2] == (5 * one, 4 * cut + R - 1)
+
+
+@restoring
+def _opcheck(world, data):
+    calls = {name: [] for name in ("gather_attention_exchange_fwd", "gather_attention_exchange_bwd")}
+    for name in calls:
+        ALL_OPS[name].__class__ = type("Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: overlap._seen(calls, self, args)})
+    try:
+        _run(overlapping(world), "plain", *data)
+    finally:
+        for name in calls:
+            ALL_OPS[name].__class__ = ALL_OPS[name].__class__.__mro__[1]
+    costs = []
+    for name, args in calls.items():
+        (call,) = args
+        torch.library.opcheck(ALL_OPS[name].overload, call, test_utils=("test_schema", "test_faketensor"))
+        with torch.no_grad():
+            outputs = ALL_OPS[name].overload(*call)
+        costs.append(ALL_OPS[name].cost(call, outputs))
+    return costs
+
+
+def test_opcheck_and_costs(ranks):
+    """Bidirectional: GEMMs of M D (3 + 1) H E over R, twice backward, and attention's 4 and 10 B H S S E."""
+    R, M = 2, S * B
+    gemms, products = 2 * M * D * 4 * G * E // R, B * G // R * S * S * E
+    for forward, backward in ranks(R, _opcheck, _data("bidirectional", torch.float64)):
+        assert forward.flops == gemms + 4 * products and backward.flops == 2 * gemms + 10 * products
+        assert (forward.sent, backward.sent) == (2 * M // R * D * 8, 3 * M // R * D * 8)
+        assert forward.scores == backward.scores == B * G // R * S * S
+
+
+@restoring
+def _peak(world, how):
+    """As in test_overlap, of forward, then backward; and what one gathered tensor has."""
+    tp = overlapping(world, overlap=how, least=64)
+    rows, width, heads = 2048, 64, 8
+    w = torch.randn(heads // tp.size * 3 * 8, width).requires_grad_()
+    out = torch.randn(width, heads // tp.size * 8).requires_grad_()
+    x = torch.randn(rows // tp.size, width).expand(tp.size, -1, -1).requires_grad_()
+    for _ in range(2):  # the first warms up
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
+            y = gather_attention_exchange(x, w, None, out, heads_a_group=3, head_width=8, tp=tp, batch=16, causal=True)
+        dy = torch.randn(y.shape[1:]).expand(y.shape)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
+            y.backward(dy)
+        x.grad = w.grad = out.grad = None
+        del y, dy
+    return [overlap._highest(p) for p in (forward, backward)], 4 * rows * width
+
+
+def test_memory(ranks):
+    """Beyond the plain form's peak: forward k and v of all samples, half of a gathered tensor each at R = 2; backward also their
+    gradients in fp32, n, which lands meanwhile, and dn with what leaves of it."""
+    for (off, gathered), (on, _) in zip(ranks(2, _peak, "off"), ranks(2, _peak, "pairwise")):
+        assert on[0] <= off[0] + 1.5 * gathered and on[1] <= off[1] + 5 * gathered, (off, on, gathered)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(heads_a_group=2), "qkv_weight must have a multiple of 12 rows, got 36"),
+        (dict(head_width=7), "qkv_weight must have a multiple of 21 rows, got 36"),
+        (dict(out_weight=torch.zeros(D, 5)), r"out_weight must be \(10, 12\), got \(10, 5\)"),
+        (dict(batch=0), "batch must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(change, message):
+    given = dict(out_weight=torch.zeros(D, 12), heads_a_group=3, head_width=E, batch=2) | change
+    with pytest.raises(ValueError, match=message):
+        gather_attention_exchange(torch.zeros(8, D), torch.zeros(36, D), None, **given, causal=True, tp=fake_tp(1))
