@@ -22,7 +22,7 @@ from tpfuse import TensorParallel, parallel
 from tpfuse.kernels._op import OPS as ALL_OPS
 from tpfuse.kernels._philox import make_rng
 from tpfuse.layers import TransformerBlock
-from tpfuse.sequence_parallel import _choice, _flight, gather_linear, gather_mlp_exchange, linear_exchange
+from tpfuse.sequence_parallel import _choice, _flight, gather_attention_exchange, gather_linear, gather_mlp_exchange, linear_exchange
 from tpfuse.sequence_parallel._choice import sizes
 from tpfuse.sequence_parallel._flight import pieces
 
@@ -344,6 +344,8 @@ def _leaves_in_the_middle(world, op, backward, dies):
             return gather_linear(x, w1, tp=tp)
         if op == "linear_exchange":
             return linear_exchange(x, w2, tp=tp)
+        if op == "gather_attention_exchange":
+            return gather_attention_exchange(x, w1[:12], None, w2[:, :4], heads_a_group=3, head_width=4, tp=tp, batch=2, causal=True)
         return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
 
     y = forward() if backward else None
@@ -366,7 +368,14 @@ def _leaves_in_the_middle(world, op, backward, dies):
         return str(e), time.monotonic() - start
 
 
-DIRECTIONS = [("gather_linear", False), ("gather_mlp_exchange", True), ("linear_exchange", True), ("gather_mlp_exchange", False)]
+DIRECTIONS = [
+    ("gather_linear", False),
+    ("gather_mlp_exchange", True),
+    ("linear_exchange", True),
+    ("gather_mlp_exchange", False),
+    ("gather_attention_exchange", True),
+    ("gather_attention_exchange", False),
+]
 DIRECTIONS = [case if i == 0 else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(DIRECTIONS)]
 
 

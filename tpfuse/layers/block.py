@@ -8,6 +8,8 @@
     gather_mlp_exchange(n')        all-gather, GEMM + bias + act, GEMM, send  -> parts [R, m, D]
     reduce_bias_dropout_add_norm   h'', n''
 
+Where messages overlap, the first three are one op, gather_attention_exchange.
+
 A block owns the norm *after* each of its GEMM pairs, so every parameter a kernel touches belongs to the module that runs it.  Its six
 vectors travel as one packed fp32 message, whose gradients are summed over the ranks.
 """

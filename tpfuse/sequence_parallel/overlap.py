@@ -7,10 +7,10 @@
                                                                          both wgrads
     without sequence parallelism                                         the sum of dx travels under the wgrads
 
-Each is one opaque op, so that compiled graphs hold no handle.  Messages land in place and GEMMs write their rows in place; the order of
-GEMMs and messages is a function of rank and shapes alone, never of what arrives first: two runs agree bitwise.  Where a GEMM's and an
-activation's tiles agree (on a CPU: pieces of 16 rows and more) values and gradients are bitwise those of ``plain``, but for the MLP's
-bias gradient, which is added piece by piece.
+gather_attention_exchange has a file of its own.  Each is one opaque op, so that compiled graphs hold no handle.  Messages land in place and
+GEMMs and activations write their rows in place; the order of GEMMs and messages is a function of rank and shapes alone, never of what
+arrives first: two runs agree bitwise.  Where a GEMM's and an activation's tiles agree (on a CPU: pieces of 16 rows and more) values and
+gradients are bitwise those of ``plain``, but for the MLP's bias gradient, which is added piece by piece.
 
 Shapes as in ``plain``: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N]; of a gated activation
 w1 is [2 N, D].
