@@ -38,6 +38,27 @@ def test_launchers(activation, shape):
     assert_same([activation_fwd.launch(z, activation)], [activation_fwd.reference(z, activation)])
 
 
+def places_of(results):
+    """One for every output that has elements but for the bias gradient, among rows that are not to be touched."""
+    wide = [torch.full((len(t) + 2, *t.shape[1:]), 7.0, device=DEVICE) for t in results if t.dim() == 2]
+    return wide, tuple(t[1:-1] for t in wide)
+
+
+@pytest.mark.parametrize("side", ["launch", "cpu"])
+@ACTIVATION
+def test_results_in_places_that_are_given(activation, side):
+    """As other ops' bodies give them: the same bits, and nothing beside."""
+    dy, z, *rest = arguments(130, 300, activation)
+    for op, args in (activation_fwd, (z, activation)), (activation_bwd, (dy, z, *rest)):
+        run = getattr(op, side)
+        want = run(*args)
+        want = (want,) if isinstance(want, torch.Tensor) else want
+        wide, places = places_of(want)
+        run(*args, *places)
+        for t, place, made in zip(wide, places, [t for t in want if t.dim() == 2], strict=True):
+            assert torch.equal(place, made) and (t[0] == 7).all() and (t[-1] == 7).all()
+
+
 def test_column_sum():
     x = torch.randn(130, 300, device=DEVICE)
     assert_same([column_sum_launch(x)], [x.sum(0)])

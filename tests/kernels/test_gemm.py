@@ -245,3 +245,17 @@ def test_on_a_gpu(take, activation, shape, dtype):
             if a.numel():
                 limit = 2 * (b - x).abs().max() + torch.finfo(a.dtype).eps * x.abs().max()
                 assert (a - x).abs().max() <= limit
+
+
+@pytest.mark.parametrize("taken", PATHS)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_results_in_places_that_are_given(take, taken, activation):
+    """As the bodies of overlapped ops give them."""
+    take(taken)
+    _, (_, args) = calls(*SHAPES[0], activation)
+    want = linear_dgrad_act.launch(*args)
+    places = torch.full_like(want[0], 7), torch.full_like(want[2], 7)
+    got = linear_dgrad_act.launch(*args, *places)
+    assert torch.equal(places[0], want[0]) and torch.equal(places[1], want[2]) and torch.equal(got[1], want[1])
+    again = linear_dgrad_act.cpu(*args, *(torch.full_like(p, 7) for p in places))
+    assert_same(again, linear_dgrad_act.reference(*args))

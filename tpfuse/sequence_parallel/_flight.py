@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..collectives import named, resolve
 
-LEAST_ROWS = (
-    256  # of a piece.  On a CPU a step over 1 Gbit/s takes 2 to 3 % more in pieces of 64 (bf16 GEMMs pack W each time), no less of 512
-)
+# Of a piece.  On a CPU a step over 1 Gbit/s takes 2 to 3 % more in pieces of 64, as bf16 GEMMs pack W each time, and no less of 512
+# (bench.overlap).
+LEAST_ROWS = 256
 
 
 def pieces(rows: int) -> list[slice]:
