@@ -151,9 +151,14 @@ def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, dtype):
 
 @restoring
 def _planted(world, data):
-    """The last position of every range is left out."""
+    """The first position of every range is taken twice."""
     attend = _attention_cpu.Backward.attend
-    _attention_cpu.Backward.attend = lambda self, sample, first, last: attend(self, sample, first, last - 1)
+
+    def twice(self, sample, first, last):
+        attend(self, sample, first, last)
+        attend(self, sample, first, first + 1)
+
+    _attention_cpu.Backward.attend = twice
     try:
         return _forms(world, "plain", data)
     finally:
@@ -161,9 +166,9 @@ def _planted(world, data):
 
 
 def test_a_planted_mistake_is_seen(ranks):
-    """k's gradients lack what a tile's last position gives: the plain form, one range, lacks less."""
+    """k's gradients get what a range's first position gives once more: the plain form has one range, the other several."""
     for off, on, _ in ranks(2, _planted, _data("bidirectional", torch.float64)):
-        assert error(on["dw"], off["dw"]) > 1e-6
+        assert error(on["dw"], off["dw"]) > 1e-3
 
 
 def _whole(tiles):
