@@ -223,38 +223,18 @@ def attention(
     ValueError for what does not fit; on a CPU also for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
     check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
-    options = attention_options(
-        qkv.shape, batch=batch, seq=seq, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, window=window,
-        scale=scale, softcap=softcap, bias=bias, cos=cos, sin=sin, positions=positions, interleaved=interleaved, p=p, rng=rng, site=site,
-        first_head=first_head,
+    options = Options(
+        key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, interleaved, p, site,
+        first_head,
     )  # fmt: skip
+    options = checked_options(qkv.shape, options)
     (qkv,) = autocast(qkv)
     return _Attention.apply(qkv.contiguous(), *options)
 
 
-def attention_options(
-    shape: tuple[int, int, int, int],
-    *,
-    batch: int,
-    seq: int | None = None,
-    causal: bool,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
-    p: float = 0.0,
-    rng: Tensor | None = None,
-    site: int = 0,
-    first_head: int = 0,
-) -> Options:
-    """What :func:`attention` takes beside qkv of ``shape`` [M, G, Q + 2, E], checked."""
+def checked_options(shape: tuple[int, int, int, int], options: Options) -> Options:
+    """Those of :func:`attention` on qkv of ``shape`` [M, G, Q + 2, E], None replaced by what it stands for."""
+    key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, _, p, *_ = options
     M, G, slots, E = shape
     check(batch >= 1, f"attention: batch must be at least 1, got {batch}")
     seq = M // batch if seq is None else seq
@@ -274,11 +254,7 @@ def attention_options(
         check(bias.is_floating_point(), f"attention: bias must be floating, got {bias.dtype}")
         _check("bias", bias, bias.dtype, (1 if bias.dim() and len(bias) == 1 else G * (slots - 2), seq, seq))
     _check_turns(E, batch, seq, cos, sin, positions)
-    rng = active_rng("attention", p, rng)
-    return Options(
-        key_mask, cu_seqlens, bias, cos, sin, positions, rng, batch, seq, max_seqlen, causal, window, scale, softcap, interleaved, p, site,
-        first_head,
-    )  # fmt: skip
+    return options._replace(seq=seq, scale=scale, rng=active_rng("attention", p, rng))
 
 
 def _check(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

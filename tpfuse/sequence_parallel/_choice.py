@@ -18,7 +18,7 @@ from ..parallel import TensorParallel
 from ._flight import pieces
 
 _RANKS = tuple(1 << i for i in range(1, 8))  # tuned.json's buckets
-_PIECES = 0.01  # halving pieces make GEMMs 1.5 % slower on a CPU; wgrads, a third of them, are whole
+_PIECES = 0.01  # pieces make GEMMs up to 1.5 % slower on a CPU; wgrads, a third of them, are whole
 
 
 class Form(NamedTuple):

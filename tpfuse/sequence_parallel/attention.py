@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from ..kernels._attention import TENSORS, Options, scores
 from ..kernels._attention_cpu import BLOCK, Backward, Forward
 from ..kernels._op import Cost, acc_dtype, autocast, check, least, op
-from ..kernels.attention import attention, attention_bwd, attention_fwd, attention_options
-from ..kernels.linear import check_linear, linear_dgrad, linear_wgrad
+from ..kernels.attention import attention, attention_bwd, attention_fwd, checked_options
+from ..kernels.linear import check_linear, column_sum, linear_dgrad, linear_wgrad
 from ..kernels.norm import Remake
 from ..parallel import TensorParallel
 from ._choice import pairwise
@@ -188,9 +188,11 @@ class _GatherAttentionExchange(torch.autograd.Function):
             dn = leave(linear_dgrad(dqkv, w), tp)
             if wants_out:
                 dw_out, _ = linear_wgrad(dy, o, w_out.dtype, False)
-            if wants or wants_bias:
+            if wants:
                 dw, db = linear_wgrad(dqkv, enter(_restored(saved, constants, tp), tp), w.dtype, has_bias)
-        return dn, dw if wants else None, db if has_bias else None, dw_out, *[None] * (4 + len(Options._fields))
+            elif wants_bias:
+                db = column_sum(dqkv)
+        return dn, dw, db if has_bias else None, dw_out, *[None] * (4 + len(Options._fields))
 
 
 # ---- public ----
@@ -206,13 +208,15 @@ def gather_attention_exchange(
     head_width: int,
     tp: TensorParallel,
     remake: Remake | None = None,
+    batch: int,
+    causal: bool,
     **options,
 ) -> Tensor:
     """gather_linear, attention and linear_exchange: as one op where their messages overlap.
 
     x as in gather_linear, qkv_weight [G (Q + 2) E, D] and its bias with Q + 2 = ``heads_a_group`` and E = ``head_width``, out_weight
-    [D, G Q E], G this rank's -> parts [R, m, D].  ``options`` are those of kernels.attention.  ValueError for shapes or dtypes that do
-    not fit.
+    [D, G Q E], G this rank's -> parts [R, m, D].  ``batch``, ``causal`` and ``options`` are those of kernels.attention.  ValueError for
+    shapes or dtypes that do not fit.
     """
     name, K = "gather_attention_exchange", heads_a_group * head_width
     check_linear(name, x, qkv_weight, qkv_bias, "none")
@@ -224,8 +228,8 @@ def gather_attention_exchange(
     if not tp.sequence_parallel or not pairwise(name, x, qkv_weight, tp, columns):
         overlapped = not tp.sequence_parallel and pairwise("gather_linear", x, qkv_weight, tp)
         qkv = _GatherLinear.apply(x, qkv_weight, qkv_bias, "none", tp, remake, overlapped)
-        o = attention(qkv.view(len(qkv), -1, heads_a_group, head_width), **options)
+        o = attention(qkv.view(len(qkv), -1, heads_a_group, head_width), batch=batch, causal=causal, **options)
         return _LinearExchange.apply(o, out_weight, tp, False)
     heads = x.shape[0] * x.shape[1], len(qkv_weight) // K, heads_a_group, head_width
-    options = attention_options(heads, **options)
+    options = checked_options(heads, Options(batch=batch, causal=causal, **dict(seq=None, scale=None) | options))
     return _GatherAttentionExchange.apply(x, qkv_weight, qkv_bias, out_weight, tp, remake, heads_a_group, head_width, *options)
