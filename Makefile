@@ -8,21 +8,23 @@ TRAIN_ARGS ?= --out out/demo --restart
 GENERATE_ARGS ?=
 NPROC ?= 2
 THREADS ?= 1
+JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
+SUITE := $(PYTEST) -n $(JOBS) --dist worksteal
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-gpu lint format wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-versions test-gpu lint format docs wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,demo]'
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,demo,docs]'
 	$(BIN)/pip install -q $(PIP_ARGS) --no-deps --require-hashes -r requirements-demo.txt
 	touch $@
 
@@ -37,27 +39,34 @@ demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (TRAIN_ARG
 demo-generate: $(STAMP)  ## what demo-train trained goes on from prompts (GENERATE_ARGS="--model DIR --compare" and so on)
 	$(TORCHRUN) examples/generate.py $(GENERATE_ARGS)
 
-test: lint  ## the everyday suite, under 10 minutes on 2 cores
-	$(PYTEST) -m "not slow and not gpu"
+test: lint  ## the everyday suite, in JOBS=2 processes (JOBS=0: in this one, for a debugger)
+	$(SUITE) -m "not slow and not gpu"
 
 test-rest: $(STAMP)  ## what test-all adds to test
-	$(PYTEST) -m "slow and not gpu"
+	$(SUITE) -m "slow and not gpu"
 
 test-all: test test-rest  ## everything that needs no GPU
+
+test-versions: $(STAMP)  ## the everyday suite with the oldest and the newest PyTorch, Triton and NumPy (ARGS=--help)
+	$(BIN)/python -m tests.versions $(ARGS)
 
 test-gpu: $(STAMP)  ## the kernels, compiled
 	$(PYTEST) -m gpu
 
-lint: $(STAMP)  ## style, without changing anything
+lint: $(STAMP)  ## style and types, without changing anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(STAMP)  ## style, put right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-support: $(STAMP)  ## the README's table of what is supported, from the models' tests (slow ones too)
-	$(PYTEST) tests/models -m "not gpu" -o junit_family=xunit1 --junitxml=out/support.xml
+docs: $(STAMP)  ## the documents and the API reference as a site, in out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+support: $(STAMP)  ## the table of docs/supported.md, from the models' tests (slow ones too)
+	$(SUITE) tests/models -m "not gpu" -o junit_family=xunit1 --junitxml=out/support.xml
 	$(BIN)/python -m bench.support out/support.xml
 
 wheel: $(STAMP)  ## dist/tpfuse-*.whl
@@ -70,5 +79,5 @@ bench-kernels: $(STAMP)  ## every op against torch and torch.compile on the mach
 	$(BIN)/python -m bench $(or $(ARGS),all)
 
 clean:  ## all that was built here, .venv too; what training wrote stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

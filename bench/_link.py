@@ -1,4 +1,5 @@
-"""A link whose time is real and costs no CPU: two network namespaces joined by a veth pair with a token bucket at each end (Linux, root).
+"""A link whose time is real and costs no CPU: two network namespaces joined by a veth pair with a token bucket at each
+end (Linux, root).
 
 tbf counts every byte of a frame; the burst of 256 kB is 2 ms of it at 1 Gbit/s.
 """
@@ -15,14 +16,14 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class End(NamedTuple):
-    """One end: the namespace to enter (None: this one), its interface, and the address of rank 0."""
+    """One end: its namespace (None: this process's), its interface, and the address of rank 0."""
 
     namespace: str | None
     interface: str
     master: str
 
-    def enter(self) -> None:
-        """Moves this process there, for gloo too; before it opens a socket."""
+    def join(self) -> None:
+        """Moves this process into the namespace, and gloo to the interface; call it before a socket is opened."""
         if self.namespace is not None:
             with open(Path("/var/run/netns") / self.namespace) as handle:
                 libc = ctypes.CDLL(None, use_errno=True)

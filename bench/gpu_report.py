@@ -1,7 +1,7 @@
-"""All that is to be known of this GPU, in nine minutes: the gpu tests, every op, two transformer layers, the host's time.
+"""A report of this GPU in nine minutes: the gpu tests, every op, two transformer layers, the host's time.
 
-python -m bench.gpu_report --out FOLDER          FOLDER/<gpu>.json and plots; the JSON is kept in bench/results/ too
-python -m bench.gpu_report --readme              the README's tables, made again from bench/results/
+python -m bench.gpu_report --out FOLDER          FOLDER/<gpu>.json and plots; the JSON is kept in bench/results/ too, of
+                                                 which python -m bench.measured makes the tables of docs/measured.md
 python -m bench.gpu_report --device cpu --out F  a rehearsal on tiny shapes, marked as one and kept nowhere else
 
 Each part has its share of the time, and what an earlier one leaves goes to the next; what did not fit is listed.
@@ -24,7 +24,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from torch import Tensor, nn
 
-from bench import readme
+from bench import measured
 from bench.__main__ import progress
 from bench.harness import output
 from bench.harness.bench import DTYPES, Bench, Random, Shape, discover, load
@@ -32,11 +32,14 @@ from bench.harness.measure import interleaved, side_stream
 from bench.harness.roofline import Card, measure_card
 from bench.harness.run import attempt, available, measure
 from bench.models.peers import Block
-from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
 
 ROOT = pathlib.Path(__file__).parents[1]
-LOSSES = "cross_entropy", "linear_cross_entropy"  # whose forward may do the work of the backward: whole steps are compared too
+LOSSES = (
+    "cross_entropy",
+    "linear_cross_entropy",
+)  # whose forward may do the work of the backward: whole steps are compared too
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ class Plan:
 
 
 def full() -> Plan:
-    layers = Layer("BERT-large layer", 1024, 16, 8, 512, 0.1, True), Layer("GPT 2.7B block", 2560, 32, 4, 2048, 0.0, False)
+    layers = (
+        Layer("BERT-large layer", 1024, 16, 8, 512, 0.1, True),
+        Layer("GPT 2.7B block", 2560, 32, 4, 2048, 0.0, False),
+    )
     return Plan(("-m", "gpu"), in_turn([load(name) for name in discover()]), layers, "bf16", True, 64, 1024)
 
 
@@ -82,7 +88,16 @@ def tiny() -> Plan:
     """The rehearsal: everything once, on shapes that a CPU does in seconds."""
     cases = [(load("layer_norm"), (16, 32)), (load("reduce_bias_dropout_add_norm"), (2, 8, 32))]
     layers = Layer("BERT-large layer", 32, 2, 2, 8, 0.1, True), Layer("GPT 2.7B block", 32, 2, 2, 8, 0.0, False)
-    return Plan(("tests/kernels/test_tuning.py", "-k", "bucket"), cases, layers, "fp32", False, 8, 32, bench_seconds=0.01)
+    return Plan(
+        ("tests/kernels/runtime/test_tuning.py", "-k", "bucket"),
+        cases,
+        layers,
+        "fp32",
+        False,
+        8,
+        32,
+        bench_seconds=0.01,
+    )
 
 
 def in_turn(benches: list[Bench]) -> list[tuple[Bench, Shape]]:
@@ -100,7 +115,11 @@ def run_tests(plan: Plan, until: float) -> tuple[dict, list[str]]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         killer = threading.Timer(max(until - time.monotonic(), 0.1), lambda: os.killpg(process.pid, signal.SIGKILL))
         killer.start()
-        ended = [found.groups() for found in map(re.compile(r"(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)").match, process.stdout) if found]
+        ended = [
+            found.groups()
+            for found in map(re.compile(r"(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)").match, process.stdout)
+            if found
+        ]
         killer.cancel()
     notes = ["tests: not all of them ended in time"] if process.returncode == -signal.SIGKILL else []
     outcomes = collections.Counter(outcome for _, outcome in ended)
@@ -112,10 +131,12 @@ def run_benches(plan: Plan, until: float, card: Card, device: torch.device) -> t
     rows, notes = [], []
     for i, (bench, shape) in enumerate(plan.cases, 1):
         if time.monotonic() > until:
-            return rows, notes + [f"{bench.name} {'x'.join(map(str, shape))}: no time left" for bench, shape in plan.cases[i - 1 :]]
+            return rows, notes + [
+                f"{bench.name} {'x'.join(map(str, shape))}: no time left" for bench, shape in plan.cases[i - 1 :]
+            ]
         providers, missing = available(bench, None if plan.compiled else ["tpfuse", "torch"])
         modes = ["fwd", "bwd", "step"] if bench.name in LOSSES else ["fwd", "bwd"]
-        say = lambda line, i=i: progress(f"[{i}/{len(plan.cases)}] {line}")  # noqa: E731
+        say = lambda line, i=i: progress(f"[{i}/{len(plan.cases)}] {line}")
         with attempt(f"{bench.name} {shape}", notes):
             made, lines = measure(bench, shape, plan.dtype, modes, providers, card, device, plan.bench_seconds, say)
             rows, notes = rows + made, notes + missing + lines
@@ -141,11 +162,22 @@ def run_layers(plan: Plan, until: float, card: Card, device: torch.device) -> tu
                     steps[name] = step
             for below in (0.0, float("inf")) if device.type == "cuda" else (0.0,):
                 with attempt(f"{layer.name}", notes):
-                    for name, timing in interleaved(steps, 1, device, 8 * plan.bench_seconds, graph_below=below).items():
+                    for name, timing in interleaved(
+                        steps, 1, device, 8 * plan.bench_seconds, graph_below=below
+                    ).items():
                         times = {f"p{q}_ms": getattr(timing, f"p{q}") * 1e3 for q in (20, 50, 80)}
                         tflops = layer.flops / timing.p50 / 1e12
                         share = tflops / card.matrix_tflops[plan.dtype]
-                        rows.append(dict(layer=layer.name, provider=name, timed=timing.how, **times, tflops=tflops, matrix_share=share))
+                        rows.append(
+                            dict(
+                                layer=layer.name,
+                                provider=name,
+                                timed=timing.how,
+                                **times,
+                                tflops=tflops,
+                                matrix_share=share,
+                            )
+                        )
     return rows, notes
 
 
@@ -177,7 +209,9 @@ def layer_providers(plan: Plan) -> dict[str, Callable]:
     return made
 
 
-def training_step(module: nn.Module | Callable, parameters: list[Tensor], x: Tensor, dy: Tensor) -> Callable[[int], object]:
+def training_step(
+    module: nn.Module | Callable, parameters: list[Tensor], x: Tensor, dy: Tensor
+) -> Callable[[int], object]:
     return lambda _: torch.autograd.grad(module(x), [x, *parameters], dy)
 
 
@@ -192,7 +226,7 @@ def _tpfuse(layer: Layer, device: torch.device, dtype: torch.dtype) -> tuple:
     drop = dict(dropout=layer.dropout, attention_dropout=layer.dropout)
     block = TransformerBlock(layer.width, layer.heads, **form, **drop, device=device, dtype=dtype)
     rng = make_rng(0, 1).to(device)
-    forward = lambda x: block(x, batch=layer.B, rng=rng)  # noqa: E731
+    forward = lambda x: block(x, batch=layer.B, rng=rng)
     return forward, list(block.parameters()), *_data(layer, device, dtype, layer.S * layer.B, layer.width)
 
 
@@ -200,7 +234,9 @@ def _plain(layer: Layer, device: torch.device, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     D, p = layer.width, layer.dropout
     if layer.bert:
-        return nn.TransformerEncoderLayer(D, layer.heads, 4 * D, p, "gelu", batch_first=True, device=device, dtype=dtype)
+        return nn.TransformerEncoderLayer(
+            D, layer.heads, 4 * D, p, "gelu", batch_first=True, device=device, dtype=dtype
+        )
     return Block(D, layer.heads, p, p).to(device, dtype)
 
 
@@ -229,9 +265,11 @@ def _liger(layer, device, dtype) -> tuple:
 
 
 def report(plan: Plan, device: torch.device, start: float) -> dict:
-    until = lambda part: start + plan.seconds * plan.shares[part]  # noqa: E731
+    until = lambda part: start + plan.seconds * plan.shares[part]
     progress("measuring the card")
-    card = measure_card(device, {plan.dtype: DTYPES[plan.dtype]}, **({} if plan.compiled else dict(copy_mib=4, side=64)))
+    card = measure_card(
+        device, {plan.dtype: DTYPES[plan.dtype]}, **({} if plan.compiled else dict(copy_mib=4, side=64))
+    )
     progress("the gpu tests")
     tests, left = run_tests(plan, until("tests"))
     layers, layer_notes = run_layers(plan, until("layers"), card, device)
@@ -240,7 +278,9 @@ def report(plan: Plan, device: torch.device, start: float) -> dict:
         host = run_host(plan, device)
     rows, notes = run_benches(plan, until("benches"), card, device)
     found = output.result(rows, [*left, *layer_notes, *notes], card)
-    return found | dict(dry_run=device.type != "cuda", seconds=time.monotonic() - start, tests=tests, layers=layers, host_us=host)
+    return found | dict(
+        dry_run=device.type != "cuda", seconds=time.monotonic() - start, tests=tests, layers=layers, host_us=host
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,11 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--readme", action="store_true", help="write the README's tables from bench/results/ and do nothing else")
     args = parser.parse_args(argv)
-    if args.readme:
-        readme.write()
-        return 0
     if args.out is None:
         parser.error("--out FOLDER says where the report goes")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -268,11 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     card = Card(**found["card"])
     output.plot(found["rows"], card, args.out)
     if not found["dry_run"]:
-        readme.RESULTS.mkdir(exist_ok=True)
-        output.write_json(found, readme.RESULTS / f"{name}.json")
+        measured.RESULTS.mkdir(exist_ok=True)
+        output.write_json(found, measured.RESULTS / f"{name}.json")
     print(output.ceilings(card))
     print(output.table(found["rows"]))
-    print(readme.summary([found]))
+    print(measured.summary([found]))
     print(*found["notes"], sep="\n", file=sys.stderr)
     return 1 if found["tests"].get("failed") else 0
 

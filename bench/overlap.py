@@ -1,12 +1,13 @@
-"""What of the messages hides behind the GEMMs, on a link whose time is real: MLP, attention and a whole training step.
+"""How much of the messages hides behind the GEMMs, on a link whose time is real: MLP, attention, a whole training step.
 
-    python -m bench.overlap                                  fp32 and bf16 at 0.3, 1, 3, 10 Gbit/s and unshaped (root: network namespaces)
-    python -m bench.overlap --tp 4                           four ranks, unshaped
-    python -m bench.overlap --json bench/results/overlap.json --plot bench/results/overlap.svg
-    python -m bench.overlap --write                          measures what ``auto`` is decided by, into tuned.json
+    python -m bench.overlap                fp32 and bf16 at 0.3, 1, 3, 10 Gbit/s and unshaped (root: network namespaces)
+    python -m bench.overlap --tp 4         four ranks, unshaped
+    python -m bench.overlap --json bench/results/overlap.json --plot docs/overlap.svg
+    python -m bench.overlap --write        measures what ``auto`` is decided by, into tuned.json
 
-Per part, direction and rate, seconds (median, all variants in turn in the same processes):  off, on (overlap="pairwise"), auto, DTensor's
-TP + SP;  compute: the plain form whose messages are replaced by tensors that are there already;  communication: its messages alone.
+Per part, direction and rate, seconds (median, all variants in turn in the same processes):  off, on
+(overlap="pairwise"), auto, DTensor's TP + SP;  compute: the plain form whose messages are replaced by tensors that
+are there already;  communication: its messages alone.
 
     hidden = (off - on) / min(compute, communication)        limit = on / max(compute, bytes / rate)
 
@@ -29,17 +30,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
+from bench._link import End, namespaces, shape, unshaped
+from bench.models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
+from bench.models.train_step import DTYPES, OurStack, full_weights
 from tpfuse import TensorParallel
-from tpfuse.kernels._tuning import TABLE, bucket
+from tpfuse.kernels.runtime.tuning import TABLE, bucket
 from tpfuse.layers import ParallelAttention, ParallelMLP
-from tpfuse.sequence_parallel import _flight, plain
+from tpfuse.sequence_parallel import crossings, flight
 
-from ._link import End, namespaces, shape, unshaped
-from .models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
-from .models.train_step import DTYPES, OurStack, full_weights
-
-KEEP = dict(MALLOC_TRIM_THRESHOLD_="4000000000", MALLOC_MMAP_THRESHOLD_="33554432")  # freed memory: page faults were most of the noise
-FORMS = {"off": "off", "on": "pairwise", "auto": "auto"}
+# freed memory is kept: page faults were most of the noise
+KEEP = dict(MALLOC_TRIM_THRESHOLD_="4000000000", MALLOC_MMAP_THRESHOLD_="33554432")
+OVERLAP = {"off": "off", "on": "pairwise", "auto": "auto"}
 COLUMNS = "off", "on", "auto", "DTensor", "compute", "communication"
 
 
@@ -47,7 +48,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=float, action="append", help="Gbit/s, 0 is unshaped; default 0.3, 1, 3, 10 and 0")
+    parser.add_argument(
+        "--rate", type=float, action="append", help="Gbit/s, 0 is unshaped; default 0.3, 1, 3, 10 and 0"
+    )
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2; more run unshaped)")
@@ -80,20 +83,21 @@ class Rig:
 
     def mlp(self) -> dict[str, tuple[nn.Module, Tensor]]:
         a = self.args
-        make = lambda form: ParallelMLP(a.width, 4 * a.width, tp=self.tp(form), activation="gelu_tanh", dtype=self.dtype)  # noqa: E731
-        made = {name: (make(form), self.rows) for name, form in FORMS.items()}
+        options = dict(activation="gelu_tanh", dtype=self.dtype)
+        make = lambda overlap: ParallelMLP(a.width, 4 * a.width, tp=self.tp(overlap), **options)
+        made = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
         plan = {"0.fc1": ColwiseParallel(), "0.fc2": RowwiseParallel(output_layouts=Shard(1))}
         return made | {"DTensor": (self._dtensor(MLP(a.width), plan), self.theirs)}
 
     def attention(self) -> dict[str, tuple[nn.Module, Tensor]]:
         a = self.args
 
-        def make(form: str) -> nn.Module:
-            layer = ParallelAttention(a.width, a.heads, tp=self.tp(form), causal=True, dtype=self.dtype)
+        def make(overlap: str) -> nn.Module:
+            layer = ParallelAttention(a.width, a.heads, tp=self.tp(overlap), causal=True, dtype=self.dtype)
             layer.forward = lambda x, forward=layer.forward: forward(x, batch=a.batch)
             return layer
 
-        made = {name: (make(form), self.rows) for name, form in FORMS.items()}
+        made = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
         plan = {f"0.{name}": ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel(output_layouts=Shard(1))}
         return made | {"DTensor": (self._dtensor(Attention(a.width, a.heads, 0.0), plan), self.theirs)}
 
@@ -104,8 +108,8 @@ class Rig:
     def step(self) -> dict[str, tuple[nn.Module, Tensor]]:
         """Blocks and a norm, forward and backward, dropout on: bench.models.train_step's."""
         a, layers, made = self.args, full_weights(self.args, self.dtype), {}
-        for name, form in FORMS.items():
-            stack = OurStack(a, self.tp(form), self.dtype, 0.0, "fastest")
+        for name, overlap in OVERLAP.items():
+            stack = OurStack(a, self.tp(overlap), self.dtype, 0.0, "fastest")
             stack.load(layers)
             made[name] = stack, self.rows
         blocks = [Block(a.width, a.heads, a.dropout, 0.0).to(self.dtype) for _ in layers]
@@ -127,7 +131,11 @@ def call(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], None]:
                 module(x)
             return
         y = module(x.detach().requires_grad_())
-        y.backward(torch.ones_like(y[:1]).expand_as(y) if y.dim() == 3 and y.shape[0] == dist.get_world_size() else torch.ones_like(y))
+        y.backward(
+            torch.ones_like(y[:1]).expand_as(y)
+            if y.dim() == 3 and y.shape[0] == dist.get_world_size()
+            else torch.ones_like(y)
+        )
         for p in module.parameters():
             p.grad = None
 
@@ -135,10 +143,11 @@ def call(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], None]:
 
 
 class Messages:
-    """Stands for plain's two messages: takes down what is sent, or sends nothing and gives back tensors that are there already."""
+    """Stands for the plain form's two messages: records what is sent, or sends nothing and returns tensors that are
+    there already."""
 
     def __init__(self):
-        self.kept, self.there = (plain.all_gather, plain.all_to_all), {}
+        self.kept, self.there = (crossings.all_gather, crossings.all_to_all), {}
         self.sent: list[tuple[bool, torch.Size, torch.dtype]] = []
 
     def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -157,19 +166,22 @@ class Messages:
 
         def alone() -> None:
             self.sent.clear()
-            plain.all_gather, plain.all_to_all = gather, to_all
+            crossings.all_gather, crossings.all_to_all = gather, to_all
             try:
                 run()
             finally:
-                plain.all_gather, plain.all_to_all = self.kept
+                crossings.all_gather, crossings.all_to_all = self.kept
 
         return alone
 
     def alone(self, group_name: str) -> Callable[[], None]:
-        """What ``without`` left out when it ran last."""
+        """Returns a run of the messages that ``without`` omitted when it ran last."""
         gather, to_all = self.kept
         sent = [(is_gather, self._stand_in(tuple(shape), dtype)) for is_gather, shape, dtype in self.sent]
-        return lambda: [gather(x, dist.get_world_size(), group_name) if is_gather else to_all(x, group_name) for is_gather, x in sent]
+        return lambda: [
+            gather(x, dist.get_world_size(), group_name) if is_gather else to_all(x, group_name)
+            for is_gather, x in sent
+        ]
 
     def bytes(self) -> int:
         """Sent from each rank."""
@@ -204,7 +216,7 @@ def measure(args: argparse.Namespace, rig: Rig, part: str, backward: bool, gbit:
                 times[name].append(took)
     mid = {name: statistics.median(values) for name, values in times.items()}
     bound = max(mid["compute"], sent * 8 / (gbit * 1e9) if gbit else mid["communication"])
-    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))  # noqa: E731
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
     return dict(
         part=part,
         backward=backward,
@@ -221,23 +233,26 @@ def measure(args: argparse.Namespace, rig: Rig, part: str, backward: bool, gbit:
 
 
 def measure_link(args: argparse.Namespace, rig: Rig) -> dict[str, float]:
-    """The numbers that ``auto`` is decided by: GEMM rate, link within this machine, cost of one more message; the best of some runs."""
+    """The numbers that ``auto`` is decided by: GEMM rate, link within this machine, cost of one more message; the best
+    of some runs."""
     x, w = torch.randn(2048, 768).to(rig.dtype), torch.randn(1536, 768).to(rig.dtype)
     big, small = torch.zeros(args.tp, 1 << 20), torch.zeros(args.tp, 100, 1)
     group_name, rows = rig.tp("off").group_name, [slice(i, i + 1) for i in range(100)]
-    best = lambda run: min(seconds(run) for _ in range(args.rounds))  # noqa: E731
+    best = lambda run: min(seconds(run) for _ in range(args.rounds))
     gemm = best(lambda: torch.mm(x, w.t()))
-    exchange = best(lambda: plain.all_to_all(big, group_name))
-    message = best(lambda: _flight.Flight("bench", small, torch.empty_like(small), group_name, rows).post_all().finish())
+    exchange = best(lambda: crossings.all_to_all(big, group_name))
+    message = best(lambda: flight.Flight("bench", small, torch.empty_like(small), group_name, rows).post_all().finish())
     message /= len(rows) * (args.tp - 1)
     sent = (args.tp - 1) * big[0].numel() * 4
     return dict(
-        gflops=round(2 * w.numel() * len(x) / gemm / 1e9, 1), gbit=round(sent * 8 / exchange / 1e9, 2), message_us=round(1e6 * message)
+        gflops=round(2 * w.numel() * len(x) / gemm / 1e9, 1),
+        gbit=round(sent * 8 / exchange / 1e9, 2),
+        message_us=round(1e6 * message),
     )
 
 
 def worker(rank: int, args: argparse.Namespace, ends: list[End], port: int, gbit: float, results) -> None:
-    ends[rank].enter()
+    ends[rank].join()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ends[rank].master}:{port}", rank=rank, world_size=args.tp)
     mesh = dist.device_mesh.init_device_mesh("cpu", (args.tp,))
@@ -279,17 +294,21 @@ def line(row: dict) -> str:
     direction = "forward + backward" if row["backward"] else "forward"
     times = " | ".join(f"{1e3 * row['seconds'][name]:.1f}" for name in COLUMNS)
     rate = f"{row['gbit']:g}" if row["gbit"] else "unshaped"
-    ratios = f"{100 * row['hidden']:.0f} % | {row['limit']:.2f} | {row['auto_over_off']:.2f} | {row['over_dtensor']:.2f}"
+    ratios = (
+        f"{100 * row['hidden']:.0f} % | {row['limit']:.2f} | {row['auto_over_off']:.2f} | {row['over_dtensor']:.2f}"
+    )
     return f"| {row['part']}, {direction} | {row['dtype']} | {rate} | {row['bytes'] / 1e6:.1f} | {times} | {ratios} |"
 
 
 HEAD = (
-    "| part | dtype | Gbit/s | MB sent | " + " | ".join(f"{c}, ms" for c in COLUMNS) + " | hidden | limit | auto / off | auto / DTensor |"
+    "| part | dtype | Gbit/s | MB sent | "
+    + " | ".join(f"{c}, ms" for c in COLUMNS)
+    + " | hidden | limit | auto / off | auto / DTensor |"
 )
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Time over rate, a panel a part and direction; unshaped rows are left out."""
+    """Time over rate, a panel a part and direction; unshaped rows are omitted."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -303,9 +322,14 @@ def plot(rows: list[dict], path: str) -> None:
     panels.sort(key=lambda panel: panel[2])
     styles = {"compute": "k:", "communication": "k--", "off": "C7-o", "on": "C0-o", "DTensor": "C1-o"}
     for axis, (part, backward, dtype) in zip(axes.flat, panels):
-        points = sorted((r for r in rows if (r["part"], r["backward"], r["dtype"]) == (part, backward, dtype)), key=lambda r: r["gbit"])
+        points = sorted(
+            (r for r in rows if (r["part"], r["backward"], r["dtype"]) == (part, backward, dtype)),
+            key=lambda r: r["gbit"],
+        )
         for name, style in styles.items():
-            axis.plot([r["gbit"] for r in points], [1e3 * r["seconds"][name] for r in points], style, label=name, markersize=3)
+            axis.plot(
+                [r["gbit"] for r in points], [1e3 * r["seconds"][name] for r in points], style, label=name, markersize=3
+            )
         direction = ", fwd + bwd" if backward else ", fwd"
         axis.set(xscale="log", ylim=(0, None), xlabel="link, Gbit/s", ylabel="ms", title=f"{part}{direction}, {dtype}")
         axis.set_xticks([r["gbit"] for r in points], [f"{r['gbit']:g}" for r in points])

@@ -1,11 +1,11 @@
-"""The README's table of what is supported: model family x feature, and the parity with transformers that the tests reached.
+"""The table of docs/supported.md: model family x feature, and the parity with transformers that the tests reached.
 
     make support                                   # runs the models' tests, then
-    python -m bench.support out/support.xml        # their junit report -> bench/results/support.json and the README
-    python -m bench.support                        # the README from that file alone
+    python -m bench.support out/support.xml        # their junit report -> bench/results/support.json and the table
+    python -m bench.support                        # the table from that file alone
 
-Every number is the largest relative error over all cases and R of the tests that touched the cell (the property "parity": see
-tests/models/conftest.py), against transformers in fp64.
+A number is the largest relative error against transformers in fp64, over all cases and R of the tests that recorded one
+for the cell (the property "parity": see tests/models/conftest.py).
 """
 
 import json
@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterable
 from xml.etree import ElementTree
 
-ROOT = pathlib.Path(__file__).parents[1]
-RESULTS, README = ROOT / "bench/results/support.json", ROOT / "README.md"
-BEGIN, END = "<!-- bench.support: begin -->\n", "<!-- bench.support: end -->\n"
+from bench import documents
+
+PAGE, RESULTS = documents.DOCS / "supported.md", pathlib.Path(__file__).with_name("results") / "support.json"
+COMMAND, PART = "bench.support", "support"
 FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
 FEATURES = [
     "logits",
@@ -55,7 +56,9 @@ def read(report: pathlib.Path) -> dict[str, dict[str, dict]]:
                 cell = found.setdefault(family, {}).setdefault(feature, {"error": 0.0, "R": []})
                 cell["error"] = max(cell["error"], error)
                 cell["R"] = sorted({*cell["R"], ranks})
-    return {family: {f: found.get(family, {}).get(f) for f in FEATURES if f in found.get(family, {})} for family in FAMILIES}
+    return {
+        family: {f: found.get(family, {}).get(f) for f in FEATURES if f in found.get(family, {})} for family in FAMILIES
+    }
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
@@ -72,19 +75,10 @@ def _cell(results: dict[str, dict[str, dict]], family: str, feature: str) -> str
     return "not tested" if cell is None else "equal" if cell["error"] == 0 else f"{cell['error']:.0e}"
 
 
-def parts(readme: str) -> tuple[str, str, str]:
-    """Before the table, the table, after it."""
-    before, rest = readme.split(BEGIN)
-    made, after = rest.split(END)
-    return before + BEGIN, made, END + after
-
-
 def main() -> None:
     if sys.argv[1:]:
-        results = read(pathlib.Path(sys.argv[1]))
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    before, _, after = parts(README.read_text())
-    README.write_text(before + table(json.loads(RESULTS.read_text())) + after)
+        RESULTS.write_text(json.dumps(read(pathlib.Path(sys.argv[1])), indent=1) + "\n")
+    documents.write(PAGE, COMMAND, {PART: table(json.loads(RESULTS.read_text()))})
 
 
 if __name__ == "__main__":

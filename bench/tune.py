@@ -1,12 +1,13 @@
 """Sweeps launch parameters on the GPU at hand and keeps the winners in tpfuse/kernels/tuned.json, under its arch.
 
-python -m bench.tune                             every op that asks for tuned parameters, at its standard shapes, in bf16
+python -m bench.tune                             every op with tuned parameters, at its standard shapes, in bf16
 python -m bench.tune linear --shape 8192x4096x4096 --dtype bf16,fp16
 
-What is tuned is what the launchers ask for (tpfuse/kernels/_tuning.py) while an op runs, the choice between a fused GEMM and torch's
-included.  A sweep starts at the kernel's default and changes one parameter at a time, from the best so far, until nothing wins.  A
-candidate must give the right answer first: errors at most twice torch's.  It wins only if it is faster than the best so far by more than
-the spread of both, all of them taking turns.  What did not compile or fit is passed over.
+What is tuned is what the launchers ask for (tpfuse/kernels/runtime/tuning.py) while an op runs, the choice between a
+fused GEMM and torch's included.  A sweep starts at the kernel's default and changes one parameter at a time, from the
+best so far, until nothing wins.  A candidate must give the right answer first: errors at most twice torch's.  It wins
+only if it is faster than the best so far by more than the spread of both, all of them taking turns.  What did not
+compile or fit is passed over.
 """
 
 import argparse
@@ -26,12 +27,20 @@ from bench.__main__ import chosen, progress, shapes_of
 from bench.harness.bench import DTYPES, Bench, Random, Shape, discover, load
 from bench.harness.measure import Timing, interleaved, sets_needed, side_stream
 from bench.harness.run import Errors, calls
-from tpfuse.kernels import _tuning
-from tpfuse.kernels._launch import target
+from tpfuse.kernels.runtime import tuning as _tuning
+from tpfuse.kernels.runtime.launch import target
 
 ROUNDS = 3  # of a sweep: how many parameters may differ from the default
 OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa"}  # where a launcher may take one of two: from the default to the other
-RANGES = dict(BM=(32, 256), BN=(32, 256), BK=(16, 128), BLOCK_M=(32, 256), BLOCK_N=(32, 256), GROUP_M=(1, 16), FLATTEN=(False, True))
+RANGES = dict(
+    BM=(32, 256),
+    BN=(32, 256),
+    BK=(16, 128),
+    BLOCK_M=(32, 256),
+    BLOCK_N=(32, 256),
+    GROUP_M=(1, 16),
+    FLATTEN=(False, True),
+)
 RANGES |= dict(ROWS=(1, 64), A=(64, 8192), HEADS=(1, 64), LANES=(32, 1024), num_warps=(1, 16), num_stages=(1, 5))
 
 
@@ -69,7 +78,10 @@ def winner(timings: dict[int, Timing], best: int) -> int:
 
 
 def sweep(default: dict, right: Callable[[dict], bool], time: Callable[[list[dict]], dict[int, Timing]]) -> dict:
-    """-> the best parameters.  ``right(parameters)`` checks a candidate, ``time([...])`` times several, by their place in the list."""
+    """Returns the best parameters.
+
+    ``right(parameters)`` checks a candidate, ``time([...])`` times several, by their index in the list.
+    """
     best, tried = default, [default]
     for _ in range(ROUNDS):
         fresh = [candidate for candidate in neighbours(best) if candidate not in tried]
@@ -99,7 +111,9 @@ def asked() -> Iterator[list[Ask]]:
         return answer(kernel, arch, dtype, shape, default)
 
     users = [
-        module for name, module in list(sys.modules.items()) if name.startswith("tpfuse.") and getattr(module, "tuned", None) is answer
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("tpfuse.") and getattr(module, "tuned", None) is answer
     ]
     with contextlib.ExitStack() as stack:
         for module in users:
@@ -116,7 +130,9 @@ def put(table: dict, ask: Ask, parameters: dict) -> dict:
     if entry:
         kernels[ask.kernel][ask.bucket] = entry
     kernels = {kernel: dict(sorted(buckets.items())) for kernel, buckets in sorted(kernels.items()) if buckets}
-    return {arch: kernels if arch == ask.arch else old for arch, old in sorted(table.items()) if arch != ask.arch or kernels}
+    return {
+        arch: kernels if arch == ask.arch else old for arch, old in sorted(table.items()) if arch != ask.arch or kernels
+    }
 
 
 # ---- one op ----
@@ -162,9 +178,11 @@ class Trial:
         return interleaved({i: run(p) for i, p in enumerate(field)}, self.sets, self.device, self.seconds * len(field))
 
 
-def tune(bench: Bench, shape: Shape, dtype: str, table: dict, device: torch.device, seconds: float, say=lambda line: None) -> dict:
+def tune(
+    bench: Bench, shape: Shape, dtype: str, table: dict, device: torch.device, seconds: float, say=lambda line: None
+) -> dict:
     """The table, with the winners of one op at one shape in it."""
-    make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)  # noqa: E731
+    make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
     fn, slack = bench.providers["tpfuse"], torch.finfo(DTYPES[dtype]).eps / 10
     with side_stream(device):
         errors = Errors(bench, lambda: make(0))
@@ -177,7 +195,9 @@ def tune(bench: Bench, shape: Shape, dtype: str, table: dict, device: torch.devi
                 call(0)
             for ask in asks:
                 say(f"{bench.name} {'x'.join(map(str, shape))} {dtype} {mode}: {ask.kernel} {ask.bucket}")
-                trial = Trial(ask, call, lambda: errors.against_truth(fn)["step"], allowed, table, len(sets), device, seconds, say)
+                trial = Trial(
+                    ask, call, lambda: errors.against_truth(fn)["step"], allowed, table, len(sets), device, seconds, say
+                )
                 table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))
     return table
 
@@ -188,14 +208,21 @@ def with_and_without_dropout(bench: Bench) -> list[Bench]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ops", nargs="*", metavar="OP", help="default: all")
     parser.add_argument(
-        "--shape", action="append", default=[], help="such as 8192x4096, comma-separated or repeated (default: the standard)"
+        "--shape",
+        action="append",
+        default=[],
+        help="such as 8192x4096, comma-separated or repeated (default: the standard)",
     )
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32, comma-separated (default bf16)")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each candidate (default 0.1)")
-    parser.add_argument("--table", type=pathlib.Path, default=_tuning.TABLE, help="the file to merge into (default: the library's own)")
+    parser.add_argument(
+        "--table", type=pathlib.Path, default=_tuning.TABLE, help="the file to merge into (default: the library's own)"
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench.tune: torch sees no GPU here, and launch parameters are tuned on one", file=sys.stderr)
@@ -204,7 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         dtypes, benches = chosen(args.dtype, DTYPES, "dtype"), [load(name) for name in args.ops or discover()]
         texts = [text for given in args.shape for text in given.split(",")]
-        cases = [(bench, shape, dtype) for bench in benches for shape in shapes_of(bench, texts, device) for dtype in dtypes]
+        cases = [
+            (bench, shape, dtype) for bench in benches for shape in shapes_of(bench, texts, device) for dtype in dtypes
+        ]
         cases = [(form, *rest) for bench, *rest in cases for form in with_and_without_dropout(bench)]
     except ValueError as error:
         parser.error(str(error))

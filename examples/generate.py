@@ -1,11 +1,11 @@
-"""A language model goes on from prompts, split over tensor-parallel ranks: greedy or sampled, as it comes, with stop strings.
+"""A language model continues prompts, split over tensor-parallel ranks: greedy or sampled, with stop strings.
 
     python examples/generate.py "def main(" "class Error("            # what make demo-train trained, greedily
-    torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama --temperature 0.8 --top-p 0.9 "Once upon a time"
+    torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama --temperature 0.8 --top-p 0.9 "Once upon"
     torchrun --nproc-per-node 2 examples/generate.py --compare        # tokens/s against transformers' generate
 
---model is any local Hugging Face directory of a family that tpfuse.models.GPT knows, with a tokenizer.json; without one, a vocabulary of
-256 is taken for bytes.  In fp32 the same seed gives the same text on any number of processes.
+--model is any local Hugging Face directory of a family that tpfuse.models.GPT knows, with a tokenizer.json; without
+one, a vocabulary of 256 is taken for bytes.  In fp32 the same seed gives the same text on any number of processes.
 Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16).
 """
 
@@ -34,24 +34,48 @@ UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
 def parse():
     parser = common.Parser("Continue prompts with a language model split over tensor-parallel ranks.")
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="texts to go on from, all in one batch (default: three beginnings of Python)"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="texts to go on from, all in one batch (default: three beginnings of Python)",
     )
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=Path, default=DEMO, metavar="DIR", help="a Hugging Face directory: GPT-2, Llama, Mistral, Qwen2 or Qwen3")
+    add(
+        "--model",
+        type=Path,
+        default=DEMO,
+        metavar="DIR",
+        help="a Hugging Face directory: GPT-2, Llama, Mistral, Qwen2 or Qwen3",
+    )
     add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32, on a GPU bfloat16)")
     add("--no-sequence-parallel", action="store_true", help="every rank holds all rows between GEMMs")
-    add = parser.add_argument_group("what is chosen (the likeliest token, unless one of the first three is given)").add_argument
-    add("--temperature", type=float, metavar="T", help="sample; lower is closer to the likeliest (1 where --top-k or --top-p is given)")
+    add = parser.add_argument_group(
+        "what is chosen (the likeliest token, unless one of the first three is given)"
+    ).add_argument
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sample; lower is closer to the likeliest (1 where --top-k or --top-p is given)",
+    )
     add("--top-k", type=common.positive, metavar="K", help="sample from the K likeliest")
     add("--top-p", type=float, metavar="P", help="sample from the fewest that have probability P together")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="divides the logits of what was there before")
+    add(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="divides the logits of what was there before"
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the samples")
     add = parser.add_argument_group("where it ends").add_argument
     add("--max-new-tokens", type=common.positive, default=48, metavar="N", help="tokens at most")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add = parser.add_argument_group("measuring").add_argument
-    add("--compare", action="store_true", help="tokens/s against transformers' generate: greedy, the same prompts and length, in turn")
-    add("--runs", type=common.positive, default=5, metavar="N", help="runs of each with --compare, after one to warm up")
+    add(
+        "--compare",
+        action="store_true",
+        help="tokens/s against transformers' generate: greedy, the same prompts and length, in turn",
+    )
+    add(
+        "--runs", type=common.positive, default=5, metavar="N", help="runs of each with --compare, after one to warm up"
+    )
     args = parser.parse_args()
     args.stop = args.stop or []
     if "" in args.stop or "" in args.prompts:
@@ -77,7 +101,10 @@ def codec(directory: Path, vocab_size: int, config: dict) -> Codec:
         tokenizer = Tokenizer.from_file(str(path))
         return Codec(lambda text: tokenizer.encode(text).ids, tokenizer.decode, ends_of(directory, config))
     if vocab_size != 256:
-        raise ValueError(f"{directory} has no tokenizer.json (transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes it)")
+        raise ValueError(
+            f"{directory} has no tokenizer.json"
+            " (transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes it)"
+        )
     return Codec(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), [END])
 
 
@@ -95,7 +122,7 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 class Continuation:
-    """The text after one prompt, as tokens come: up to a stop string or a token that ends it, never a part of either."""
+    """The text after one prompt, as tokens come: up to a stop string or an end token, never a part of either."""
 
     def __init__(self, prompt: list[int], codec: Codec, stops: list[str]):
         self.ids, self.codec, self.stops = list(prompt), codec, stops
@@ -116,7 +143,7 @@ class Continuation:
             self.text, self.ended = self.text[: min(found)], True
 
     def certain(self) -> str:
-        """What no later token can change or cut off."""
+        """Returns the text that no later token can change or cut off."""
         if self.ended:
             return self.text
         begun = (n for stop in self.stops for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n]))
@@ -155,7 +182,7 @@ class Stream:
 
 
 def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
-    """Both take the same prompts to the same length, ours on all processes, then transformers on one, with the threads of all."""
+    """Times tpfuse on all processes and transformers on one, with the threads of all, on the same prompts."""
     threads = torch.get_num_threads()
     options = dict(attention_mask=mask, max_new_tokens=args.max_new_tokens)
     theirs = None
@@ -164,7 +191,11 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args, ids.device)).to(ids.device).eval()
+        theirs = (
+            transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args, ids.device))
+            .to(ids.device)
+            .eval()
+        )
         theirs.generation_config = transformers.GenerationConfig(pad_token_id=0, do_sample=False)
 
     def timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -189,11 +220,17 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
     dist.barrier()
     if theirs is not None:
         size, cores = f"{len(ids)} x {args.max_new_tokens}", threads * common.WORLD
-        print(f"{runs} runs of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}: median (least to most)")
+        print(
+            f"{runs} runs of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}:"
+            " median (least to most)"
+        )
         for name, values in zip(("tpfuse", "transformers"), zip(*speeds)):
             print(f"  {name:13} {spread(values, 1)} tokens/s")
         ratios = [ratio for *_, ratio in speeds]
-        print(f"  {'ratio':13} {spread(ratios, 2)}; the tokens are {'the same' if same else 'not all the same'}", flush=True)
+        print(
+            f"  {'ratio':13} {spread(ratios, 2)}; the tokens are {'the same' if same else 'not all the same'}",
+            flush=True,
+        )
 
 
 def spread(values, digits: int) -> str:
@@ -209,7 +246,11 @@ def main() -> None:
     args = parse()
     with common.one_line_errors():
         if not args.model.is_dir():
-            how = "make demo-train makes it; or give --model DIR" if args.model == DEMO else "give --model a Hugging Face directory"
+            how = (
+                "make demo-train makes it; or give --model DIR"
+                if args.model == DEMO
+                else "give --model a Hugging Face directory"
+            )
             raise ValueError(f"there is no {args.model}: {how}")
     device = common.start()
     mesh = init_device_mesh(device.type, (common.WORLD,), mesh_dim_names=("tp",))

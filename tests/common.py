@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpfuse import TensorParallel
-from tpfuse.kernels._op import NAMESPACE
+from tpfuse.kernels.runtime.op import NAMESPACE
 
 
 def make_tp(world, sequence_parallel: bool = True) -> TensorParallel:
@@ -31,7 +31,8 @@ def my_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """The largest difference over the largest value; a difference where the exact value is zero everywhere counts in full."""
+    """The largest difference over the largest value; a difference where the exact value is zero everywhere counts in
+    full."""
     assert ours.shape == exact.shape, f"{tuple(ours.shape)} for {tuple(exact.shape)}"
     if not exact.numel():
         return 0.0
@@ -59,7 +60,8 @@ def assert_equal(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 
 
 class Call(NamedTuple):
-    """One op that ran: its name (without a namespace where the op is ours), and the tensors that went in and came out."""
+    """One op that ran: its name (without a namespace where the op is ours), and the tensors that went in and came
+    out."""
 
     name: str
     ours: bool

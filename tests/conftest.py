@@ -2,22 +2,28 @@
 
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # here and in processes that tests start: tensors are tiny, cores are shared
+
 import pytest
 import torch
 
 from tests.pool import Pool
 
+torch.set_num_threads(1)
 HAS_GPU = torch.cuda.is_available()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
 if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any test module is imported
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when a kernel is decorated, so before any test module is imported
 if os.environ.get("TRITON_INTERPRET") == "1":
     try:
-        from tests import interpreter_bf16
+        from tests import interpreter_bf16, interpreter_speed
     except ModuleNotFoundError:  # no triton here: the launchers' tests skip themselves
         pass
     else:
         interpreter_bf16.install()
+        interpreter_speed.install()
 
 
 def pytest_collection_modifyitems(items):

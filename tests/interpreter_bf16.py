@@ -1,8 +1,10 @@
-"""Make bfloat16 right under Triton's interpreter (TRITON_INTERPRET=1): casts, arithmetic and ``tl.dot``. For the tests only.
+"""Make bfloat16 right under Triton's interpreter (TRITON_INTERPRET=1): casts, arithmetic and ``tl.dot``. For the tests
+only.
 
-The interpreter holds a bf16 tensor as its bits in uint16 and, left alone, truncates where a GPU rounds, and adds and multiplies the bits
-as integers. Here every bf16 value is widened to fp32, exactly; the operation is done there; the result is rounded to nearest even, as a
-GPU does. Dots accumulate in fp32. What stays wrong is none of a kernel's business: bf16 atomics and scans.
+The interpreter holds a bf16 tensor as its bits in uint16 and, left alone, truncates where a GPU rounds, and adds and
+multiplies the bits as integers. Here every bf16 value is widened to fp32, exactly; the operation is done there; the
+result is rounded to nearest even, as a GPU does. Dots accumulate in fp32. What stays wrong is none of a kernel's
+business: bf16 atomics and scans.
 """
 
 import numpy as np

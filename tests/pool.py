@@ -1,13 +1,15 @@
-"""One pool of gloo worker processes for the whole test session: starting a process costs seconds, forming a group milliseconds.
+"""One pool of gloo worker processes for the whole test session: forming a group costs milliseconds.
 
-``Pool()(size, fn, *args)`` calls ``fn(world, *args)`` on ranks 0 .. size-1 and returns their results in rank order. The default
-process group has exactly ``size`` ranks, as it has under torchrun, and is formed anew only when the size changes or a call has failed.
-Everything travels as plain pickles through pipes, so tensors go by value, bit for bit.
+``Pool()(size, fn, *args)`` calls ``fn(world, *args)`` on ranks 0 .. size-1 and returns their results in rank order.
+The default process group has exactly ``size`` ranks, as it has under torchrun, and is formed anew only when the size
+changes or a call has failed. Everything travels as plain pickles through pipes, so tensors go by value, bit for bit.
+
+Workers are forked (tests/forking.py). A pool belongs to the process that made it: under pytest-xdist each test process
+has its own, on a port that the operating system chooses.
 """
 
 import faulthandler
 import functools
-import multiprocessing
 import os
 import pickle
 import random
@@ -26,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.forking import forking
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # after one rank has failed, seconds for the others to notice
 
@@ -42,7 +46,8 @@ class World:
         return dist.group.WORLD
 
     def mesh(self, dp: int, tp: int) -> DeviceMesh:
-        """The mesh ("dp", "tp") over this world, tp innermost; made once a world. A collective call: every rank makes the same one."""
+        """The mesh ("dp", "tp") over this world, tp innermost; made once a world. A collective call: every rank makes
+        the same one."""
         if dp * tp != self.size:
             raise ValueError(f"mesh: dp={dp} x tp={tp} is not the world's size {self.size}")
         return _mesh(dp, tp)
@@ -126,7 +131,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 class Pool:
     def __init__(self) -> None:
-        self._spawn = multiprocessing.get_context("spawn")
+        self._context = forking()
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[Any, Connection]] = []
         self._world_id, self._size = 0, None
@@ -139,8 +144,9 @@ class Pool:
     def __call__(self, size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> list[Any]:
         """``[fn(World(rank, size), *args) for rank in range(size)]``, each in its own process.
 
-        ``fn`` is a module-level function; arguments and results pickle. An exception comes back as itself, the failed ranks' tracebacks
-        as its cause. A worker that dies, or is not done after ``timeout`` seconds, is a RankFailed; the next call starts new workers.
+        ``fn`` is a module-level function; arguments and results pickle. An exception comes back as itself, the failed
+        ranks' tracebacks as its cause. A worker that dies, or is not done after ``timeout`` seconds, is a RankFailed;
+        the next call starts new workers.
         """
         self._start(size)
         if self._size != size:
@@ -169,8 +175,10 @@ class Pool:
         if any(not process.is_alive() for process, _ in self._workers):
             self.close()
         for rank in range(len(self._workers), size):
-            ours, theirs = self._spawn.Pipe()
-            process = self._spawn.Process(target=_work, args=(theirs, rank, self._store.port, self._stack_path(rank)), daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_work, args=(theirs, rank, self._store.port, self._stack_path(rank)), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -24,5 +24,7 @@ def test_a_tiny_run(tmp_path):
         (part, backward, times * one) for part in ("MLP", "attention") for backward, times in ((False, 2), (True, 5))
     ]
     assert [row["part"] for row in result["rows"][4:]] == ["train step"]
-    assert all(set(row["seconds"]) == {"off", "on", "auto", "DTensor", "compute", "communication"} for row in result["rows"])
+    assert all(
+        set(row["seconds"]) == {"off", "on", "auto", "DTensor", "compute", "communication"} for row in result["rows"]
+    )
     assert (tmp_path / "plot.svg").stat().st_size > 0

@@ -8,8 +8,8 @@ from tests.common import Recorder, fake_tp, make_tp
 from tpfuse import collectives
 from tpfuse.collectives import all_gather, all_reduce, all_to_all, collect, copy, gather, reduce, scatter_sum, split
 
-# name: the collective, and how a tensor before and after it counts in an inner product. "once": the same on every rank, counted once;
-# "each": every rank's own, counted over the ranks.
+# name: the collective, and how a tensor before and after it counts in an inner product. "once": the same on every
+# rank, counted once; "each": every rank's own, counted over the ranks.
 TABLE = {
     "copy": (copy, "once", "each"),
     "reduce": (reduce, "each", "once"),
@@ -103,7 +103,8 @@ SHAPES = {"[7]": (7,), "[]": (), "[0, 3]": (0, 3), "[3, 0]": (3, 0), "[5, 3]'": 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("R", [2, 4])
 def test_a_sum_is_exact_to_one_rounding(ranks, R, shape):
-    """bf16 values of one magnitude, whose sum fp32 holds exactly: rounded once it is the fp64 sum rounded, on both paths, everywhere."""
+    """bf16 values of one magnitude, whose sum fp32 holds exactly: rounded once it is the fp64 sum rounded, on both
+    paths, everywhere."""
     x = (torch.randn(R, *SHAPES[shape]) + 8).bfloat16()
     x = x.transpose(1, 2) if shape.endswith("'") else x
     exact = x.double().sum(0).bfloat16()
@@ -116,7 +117,8 @@ def test_a_sum_is_exact_to_one_rounding(ranks, R, shape):
 
 @pytest.mark.parametrize("limit", [1 << 16, -1], ids=["one message", "exchange"])
 def test_a_sum_does_not_depend_on_the_position(ranks, limit):
-    """256 on one rank and 1 on the three others: 259 rounds to 260. Rounded after each addition it would be 256 or 260 by position."""
+    """256 on one rank and 1 on the three others: 259 rounds to 260. Rounded after each addition it would be 256 or 260
+    by position."""
     x = torch.ones(4, 6).bfloat16()
     x[[0, 1, 2, 3, 0, 3], range(6)] = 256
     assert set(sum(x[1:], x[0]).tolist()) == {256.0, 260.0}
@@ -148,7 +150,9 @@ def test_both_paths_add_in_rank_order(ranks):
 def test_a_dimension_that_does_not_divide_is_the_same_error_on_every_rank(op):
     errors = set()
     for rank in range(4):
-        with pytest.raises(ValueError, match=f"{op.__name__}: dim 1=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6") as e:
+        with pytest.raises(
+            ValueError, match=f"{op.__name__}: dim 1=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6"
+        ) as e:
             op(torch.zeros(4, 6), fake_tp(4, rank), 1)
         errors.add(str(e.value))
     assert len(errors) == 1

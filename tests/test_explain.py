@@ -9,7 +9,7 @@ from tests.sequence_parallel.test_overlap import restoring
 from tpfuse import TensorParallel, parallel
 from tpfuse.layers import ColumnParallelLinear
 from tpfuse.models import GPT, GPTConfig
-from tpfuse.sequence_parallel import _choice, _flight
+from tpfuse.sequence_parallel import choice, flight
 
 CONFIG = GPTConfig(vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4)
 FAST = 1e12, 1e9, 1e-4
@@ -17,12 +17,15 @@ FAST = 1e12, 1e9, 1e-4
 
 def _explained(world, overlap, sp, rows):
     model = GPT(CONFIG, tp=TensorParallel(world.group, sequence_parallel=sp, overlap=overlap))
-    return [(p.layer, p.op, p.path, p.bytes, p.messages, p.reason) for p in tpfuse.explain(model, rows)], repr(tpfuse.explain(model))
+    return [(p.layer, p.op, p.path, p.bytes, p.messages, p.reason) for p in tpfuse.explain(model, rows)], repr(
+        tpfuse.explain(model)
+    )
 
 
 @pytest.mark.parametrize("overlap", ["pairwise", "off"])
 def test_every_layer_is_listed(ranks, overlap):
-    """Bytes of one layer under sequence parallelism: five messages of m D elements, forward and backward; three where nothing leaves."""
+    """Bytes of one layer under sequence parallelism: five messages of m D elements, forward and backward; three where
+    nothing leaves."""
     (paths, table), other = ranks(2, _explained, overlap, True, 64)
     assert (paths, table) == other
     one = 32 * 64 * 4
@@ -38,10 +41,11 @@ def test_every_layer_is_listed(ranks, overlap):
 @restoring
 def _between(world):
     """Loss and backward where the rule's threshold lies between the columns of the two ranks' heads, 49 and 48."""
-    _choice.measured = lambda device, dtype, ranks: (0.98 * 24576 * 48.5 / 3e-4, 1e6, 1e-4)
+    choice.measured = lambda device, dtype, ranks: (0.98 * 24576 * 48.5 / 3e-4, 1e6, 1e-4)
     parallel.host = lambda: world.rank
     tp = TensorParallel(world.group, sequence_parallel=True)
-    wins = [_choice.sizes("gather_linear", 64, (n, 64), torch.float32, torch.device("cpu"), tp).wins for n in (49, 48)]
+    options = dict(dtype=torch.float32, device=torch.device("cpu"), tp=tp)
+    wins = [choice.sizes("gather_linear", 64, (n, 64), **options).wins for n in (49, 48)]
     model = GPT(CONFIG, tp=tp)
     assert model.head.last - model.head.first == 49 - world.rank
     ids = torch.arange(64).view(1, 64)
@@ -63,8 +67,8 @@ def test_without_sequence_parallelism(ranks):
 def test_auto_says_why(monkeypatch):
     layer = ColumnParallelLinear(1024, 1024)
     layer.tp = fake_tp(2, 0, True)
-    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: FAST)
-    assert _flight.LEAST_ROWS == 256
+    monkeypatch.setattr(choice, "measured", lambda device, dtype, ranks: FAST)
+    assert flight.LEAST_ROWS == 256
     little, much = (tpfuse.explain(layer, rows)[0] for rows in (16, 4096))
     assert (little.path, much.path) == ("plain", "pairwise")
     assert "<= its cost" in little.reason and "> its cost" in much.reason
@@ -72,10 +76,13 @@ def test_auto_says_why(monkeypatch):
     least = int(unknown.reason.split()[3])
     assert 16 < least <= 4096
     assert [tpfuse.explain(layer, rows)[0].path for rows in (least // 2, least)] == ["plain", "pairwise"]
-    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: None)
+    monkeypatch.setattr(choice, "measured", lambda device, dtype, ranks: None)
     assert "nobody measured" in tpfuse.explain(layer, 4096)[0].reason
     object.__setattr__(layer.tp, "one_machine", True)
-    assert tpfuse.explain(layer, 4096)[0][2::5] == ("plain", "one machine: messages are copies by the cores that multiply")
+    assert tpfuse.explain(layer, 4096)[0][2::5] == (
+        "plain",
+        "one machine: messages are copies by the cores that multiply",
+    )
 
 
 def test_one_rank():

@@ -19,19 +19,27 @@ def said(capsys, *argv) -> str:
 
 
 def test_ledger_of_bert_large(capsys):
-    text = said(capsys, "ledger", "bert-large", "--batch", "8", "--seq", "512", "--ops", "--ms", "1", "--bandwidth", "4800")
+    text = said(
+        capsys, "ledger", "bert-large", "--batch", "8", "--seq", "512", "--ops", "--ms", "1", "--bandwidth", "4800"
+    )
     assert all(word in text for word in ("335.007 G", "1216.3 M", "1061.2 M", "plain torch", "attention_bwd", "MUE"))
 
 
 def test_ledger_as_json(capsys):
     values = json.loads(said(capsys, "ledger", "bert-large", "--json"))
-    assert values["tpfuse fastest"]["total"]["least"] <= 835e6 and values["table fused"]["by_kind"]["GEMM"]["calls"] == 18
+    assert (
+        values["tpfuse fastest"]["total"]["least"] <= 835e6 and values["table fused"]["by_kind"]["GEMM"]["calls"] == 18
+    )
 
 
 def test_memory(capsys):
-    text = said(capsys, "memory", "--model", "bert-large", "--tp", "4", "--dp", "2", "--seq", "512", "--micro-batch", "8")
+    text = said(
+        capsys, "memory", "--model", "bert-large", "--tp", "4", "--dp", "2", "--seq", "512", "--micro-batch", "8"
+    )
     assert "74.00" in text and "tpfuse, TP 4 + SP, smallest" in text and "DDP buckets" in text
-    values = json.loads(said(capsys, "memory", "--model", "bert-large", "--tp", "4", "--seq", "512", "--micro-batch", "8", "--json"))
+    values = json.loads(
+        said(capsys, "memory", "--model", "bert-large", "--tp", "4", "--seq", "512", "--micro-batch", "8", "--json")
+    )
     ours = values["activations"]["tpfuse, TP 4 + SP, fastest"]
     assert ours["measured_a_layer"] == pytest.approx(ours["a_layer"], rel=0.01)
 
@@ -62,14 +70,39 @@ def test_pictures(capsys, tmp_path, argv):
 def test_mfu(capsys):
     assert "41.7" in said(capsys, "mfu")
     values = json.loads(
-        said(capsys, "mfu", "--model", "gpt-22b", "--batch", "4", "--seconds", "1.1", "--devices", "8", "--device", "A100", "--json")
+        said(
+            capsys,
+            "mfu",
+            "--model",
+            "gpt-22b",
+            "--batch",
+            "4",
+            "--seconds",
+            "1.1",
+            "--devices",
+            "8",
+            "--device",
+            "A100",
+            "--json",
+        )
     )
     assert values["mfu"] == pytest.approx(41.65, abs=0.01)
 
 
 def test_predict(capsys, tmp_path):
     built(overhead=1e-5).save(tmp_path / "machine.json")
-    text = said(capsys, "predict", "--machine", str(tmp_path / "machine.json"), "--choices", "1x1,2x2", "--batch", "4", "--seq", "64")
+    text = said(
+        capsys,
+        "predict",
+        "--machine",
+        str(tmp_path / "machine.json"),
+        "--choices",
+        "1x1,2x2",
+        "--batch",
+        "4",
+        "--seq",
+        "64",
+    )
     assert text.splitlines()[0].split()[:3] == ["tp", "dp", "micro-batch"] and len(text.splitlines()) == 4
 
 
@@ -90,7 +123,9 @@ def test_errors_are_one_line(capsys, line):
     assert out == "" and ERRORS[line] in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [["dryrun", "--model", "gpt2", "--tp", "0"], ["predict", "--choices", "2"], ["nothing"]])
+@pytest.mark.parametrize(
+    "argv", [["dryrun", "--model", "gpt2", "--tp", "0"], ["predict", "--choices", "2"], ["nothing"]]
+)
 def test_arguments_that_are_none(capsys, argv):
     with pytest.raises(SystemExit):
         main(argv)

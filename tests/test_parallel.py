@@ -1,4 +1,5 @@
-"""TensorParallel is a value: it copies and pickles, divides with errors that help, and its ranks find out together that they disagree."""
+"""TensorParallel is a value: it copies and pickles, divides with errors that help, and its ranks find out together that
+they disagree."""
 
 import copy
 import pickle
@@ -84,13 +85,17 @@ def test_chunk_is_torch_chunk(n, size):
 def test_chunk_leaves_no_rank_with_nothing():
     """6 over 4 is 2 + 2 + 2 + 0: an error on every rank, not only on the last."""
     for rank in range(4):
-        assert "vocab=6 leaves a rank of tensor-parallel size 4 with nothing" in _raised(fake_tp(4, rank).chunk, 6, "vocab")
+        assert "vocab=6 leaves a rank of tensor-parallel size 4 with nothing" in _raised(
+            fake_tp(4, rank).chunk, 6, "vocab"
+        )
 
 
 def _agree(world, values, tensors):
     tp = TensorParallel(world.group)
     value, tensor = values[world.rank], tensors[world.rank]
-    return _raised(tp.agree, "the seed", value), _raised(tp.agree_tensor, "input_ids", tensor, "is the sampler over the world?")
+    return _raised(tp.agree, "the seed", value), _raised(
+        tp.agree_tensor, "input_ids", tensor, "is the sampler over the world?"
+    )
 
 
 SAME = torch.arange(6).view(2, 3)
@@ -105,7 +110,10 @@ SAME = torch.arange(6).view(2, 3)
 def test_disagreement_is_an_error_on_every_rank(ranks, other):
     for seed, tensor in ranks(2, _agree, [1, 2], [SAME, other]):
         assert seed == "the seed must be the same on every tensor-parallel rank, got rank 0: 1; rank 1: 2"
-        assert tensor == "input_ids must be the same on every tensor-parallel rank, and differs; is the sampler over the world?"
+        assert (
+            tensor
+            == "input_ids must be the same on every tensor-parallel rank, and differs; is the sampler over the world?"
+        )
 
 
 def test_agreement_is_none(ranks):

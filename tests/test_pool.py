@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import RankFailed, Remote
+from tests.forking import START_METHOD
+from tests.pool import Pool, RankFailed, Remote
 
 
 def _coordinates(world):
@@ -34,6 +35,10 @@ def _mesh_sums(world, dp, tp):
 
 def _pid(world):
     return os.getpid()
+
+
+def _parent(world):
+    return os.getppid(), len(os.listdir(f"/proc/{os.getppid()}/task"))
 
 
 def _threads(world):
@@ -114,6 +119,24 @@ def test_one_pool_is_reused(ranks):
         ranks(4, _raise_everywhere, ValueError())
     assert ranks(2, _pid) == pids[:2]
     assert ranks(4, _pid) == pids
+
+
+@pytest.mark.skipif(START_METHOD != "forkserver", reason="the fork server is used on Linux only")
+def test_workers_are_forked_from_one_process_without_threads(ranks):
+    """A thread's locks would be copied as they happen to be."""
+    ((parent, threads),) = set(ranks(4, _parent))
+    assert parent != os.getpid() and threads == 1
+
+
+def test_two_pools_at_once(ranks):
+    """As two test processes on one machine have them."""
+    other = Pool()
+    try:
+        for size in 1, 3, 2:
+            assert ranks(size, _coordinates) == other(size, _coordinates)
+        assert not set(ranks(2, _pid)) & set(other(2, _pid))
+    finally:
+        other.close()
 
 
 def test_workers_are_single_threaded_and_not_interpreted(ranks):

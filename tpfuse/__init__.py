@@ -1,14 +1,15 @@
 """tpfuse: fused, tensor-parallel transformer layers that give the same answer however they are split."""
 
 from ._version import __version__
-from .checkpoint import load_checkpoint, save_checkpoint
-from .dtensor import as_dtensor
 from .explain import explain
+from .interop.adapter import load_adapter, save_adapter
+from .interop.parallelize import parallelize
+from .kernels.runtime.philox import make_rng
 from .layers.lora import add_lora, merge_lora, unmerge_lora
-from .models.adapter import load_adapter, save_adapter
-from .optim import clip_grad_norm_, param_groups
 from .parallel import TensorParallel
-from .parallelize import parallelize
+from .training.checkpoint import load_checkpoint, save_checkpoint
+from .training.dtensor import as_dtensor
+from .training.optim import clip_grad_norm_, param_groups
 
 __all__ = [
     "TensorParallel",
@@ -16,9 +17,10 @@ __all__ = [
     "add_lora",
     "as_dtensor",
     "clip_grad_norm_",
-    "load_adapter",
     "explain",
+    "load_adapter",
     "load_checkpoint",
+    "make_rng",
     "merge_lora",
     "parallelize",
     "param_groups",

@@ -11,36 +11,40 @@
     collect(dim)    S -> R       all-gather       slice            the conjugate of split
     copy_within(c)  R -> R       identity         sum over c       f, where c ranks in a row hold the same value
 
-R = the same value on every rank, and what follows counts it once; S = sharded; P = a partial sum; V = gathered for rank-varying
-use.  ``gather`` where every rank then computes something of its own with the rows (a column-parallel GEMM); ``collect`` where every
-rank then computes the same thing (a head, a loss): the wrong one of the two multiplies gradients by the number of ranks.
+R = the same value on every rank, and what follows counts it once; S = sharded; P = a partial sum; V = gathered for
+rank-varying use.  ``gather`` where every rank then computes something of its own with the rows (a column-parallel
+GEMM); ``collect`` where every rank then computes the same thing (a head, a loss): the wrong one of the two multiplies
+gradients by the number of ranks.
 
-Every cross-rank sum is an exchange of parts and a sum in fp32 in rank order: exact to one rounding, the same at every position and
-in every run (a bf16 all_reduce of 256 + 1 + 1 + 1 over four gloo ranks gives 260 or 256 by position).
+Every cross-rank sum is an exchange of parts and a sum in fp32 in rank order: exact to one rounding, the same at every
+position and in every run (a bf16 all_reduce of 256 + 1 + 1 + 1 over four gloo ranks gives 260 or 256 by position).
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels._op import op, sum_parts
-from .parallel import TensorParallel
+from .kernels.runtime.op import COMMUNICATION, op, sum_parts
+from .parallel import TensorParallel, resolve
 
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
 
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 deprecates the older name
+# torch 2.13 deprecates the older name
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Contiguous x [n, ...] of every rank to out [R, n, ...]; both are to be left alone until the handles have been waited on.
+    """Contiguous x [n, ...] of every rank to out [R, n, ...]; both are to be left alone until the handles have been
+    waited on.
 
-    On a CPU by sends and receives: gloo's own gather copies all it has gathered once more (an attention layer's step, fp32, over a link of
-    1 Gbit/s: 417 ms, so 383).
+    On a CPU by sends and receives: gloo's own gather copies all it has gathered once more (an attention layer's step,
+    fp32, over a link of 1 Gbit/s: 417 ms, so 383).
     """
     if not x.is_cpu:
         return [_all_gather_single(out.view(-1), x.view(-1), group=group, async_op=True)]
@@ -48,7 +52,12 @@ def start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[d
     out[rank] = x
     shifts = range(1, size)
     receives = [dist.irecv(out[(rank - s) % size], group=group, group_src=(rank - s) % size) for s in shifts]
-    return receives + [dist.isend(x, group=group, group_dst=(rank + s) % size) for s in shifts]
+    return started(*receives, *(dist.isend(x, group=group, group_dst=(rank + s) % size) for s in shifts))
+
+
+def started(*messages: dist.Work | None) -> list[dist.Work]:
+    """Returns the handles of messages; one that torch says is None is not this rank's."""
+    return [message for message in messages if message is not None]
 
 
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
@@ -69,7 +78,8 @@ def all_to_all_ref(x: Tensor, group_name: str) -> Tensor:
 
 
 def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) -> Tensor:
-    """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` ranks in a row that hold what this rank holds.  Others get nothing."""
+    """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` ranks in a row that hold what this rank holds; others
+    get nothing."""
     group = resolve(group_name)
     first = group.rank() // copies * copies
     counts = [x.numel() if first <= r < first + copies else 0 for r in range(size)]
@@ -79,22 +89,21 @@ def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) ->
     return out
 
 
-def resolve(group_name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)
-
-
 @contextlib.contextmanager
 def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """A peer that died or did not come in time ends in an error that says what was waited for, and where."""
+    """Raises the error of a peer that died or did not come in time as one that says what was waited for, and on which
+    rank."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(f"{what}, rank {group.rank()} of {group.size()}: {error}") from error
 
 
-all_gather = op(all_gather_ref, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))
-all_to_all = op(all_to_all_ref, fake=lambda x, group_name: x.new_empty(x.shape))
-all_gather_copies = op(all_gather_copies_ref, fake=lambda x, copies, size, group_name: x.new_empty(copies, *x.shape))
+all_gather = op(all_gather_ref, kind=COMMUNICATION, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))
+all_to_all = op(all_to_all_ref, kind=COMMUNICATION, fake=lambda x, group_name: x.new_empty(x.shape))
+all_gather_copies = op(
+    all_gather_copies_ref, kind=COMMUNICATION, fake=lambda x, copies, size, group_name: x.new_empty(copies, *x.shape)
+)
 
 
 # ---- raw collectives: a new tensor out, the input untouched, a view at size 1 ----
@@ -122,11 +131,15 @@ _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum over ranks, in fp32 in rank order, rounded once: by one gather where x is small, else by an exchange of 1/R pieces."""
+    """The sum over ranks, in fp32 in rank order, rounded once: by one gather where x is small, else by an exchange of
+    1/R pieces."""
     if tp.size == 1:
         return x.view_as(x)
     if x.numel() <= _ONE_MESSAGE:
-        return sum_parts(all_gather(x.contiguous(), tp.size, tp.group_name)).to(x.dtype)
+        total = sum_parts(all_gather(x.contiguous(), tp.size, tp.group_name))
+        # A copy while tracing: if .to() returns the sum itself, torch 2.11 traces one tensor as two results of a
+        # Function's forward and hands the gradient to the one that nothing uses, so that reduce's is zero.
+        return total.to(x.dtype, copy=torch.compiler.is_compiling())
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % tp.size))
     mine = sum_parts(all_to_all(padded.view(tp.size, -1), tp.group_name)).to(x.dtype)
@@ -145,22 +158,25 @@ def _slice(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 # ---- the table ----
 
 
+Move = Callable[[Tensor, TensorParallel, int], Tensor]
+
+
 class _Linear(torch.autograd.Function):
     """y = forward(x); dx = adjoint(dy)."""
 
     @staticmethod
-    def forward(ctx, x, forward, adjoint, tp, dim):
+    def forward(ctx: Any, x: Tensor, forward: Move, adjoint: Move, tp: TensorParallel, dim: int) -> Tensor:
         ctx.args = adjoint, tp, dim
         return forward(x, tp, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         adjoint, tp, dim = ctx.args
         return adjoint(dy, tp, dim), None, None, None, None
 
 
-def _collective(forward: Callable, adjoint: Callable, x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
+def _collective(forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
     return _Linear.apply(x, forward, adjoint, tp, dim)
 
 
@@ -171,20 +187,21 @@ def copy(x: Tensor, tp: TensorParallel) -> Tensor:
 
 class _CopyWithin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tp, copies):
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
         ctx.args = copies, tp.size, tp.group_name
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.args[0] == 1:
             return dy, None, None
         return sum_parts(all_gather_copies(dy.contiguous(), *ctx.args)).to(dy.dtype), None, None
 
 
 def copy_within(x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
-    """f over a part of the group: identity forward, backward the sum over the ``copies`` ranks in a row that hold the same x."""
+    """f over a part of the group: identity forward, backward the sum over the ``copies`` ranks in a row that hold the
+    same x."""
     return _CopyWithin.apply(x, tp, copies)
 
 
@@ -195,19 +212,20 @@ def reduce(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def gather(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
     """g: all-gather forward, reduce-scatter backward.  For rows that each rank then uses differently."""
-    return _collective(_all_gather, _reduce_scatter, x, tp, dim)
+    return _collective(_all_gather, _reduce_scatter, x, tp, dim=dim)
 
 
 def scatter_sum(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
     """g-bar: reduce-scatter forward, all-gather backward.  ValueError where ``dim`` is not divisible by the size."""
-    return _collective(_reduce_scatter, _all_gather, x, tp, dim)
+    return _collective(_reduce_scatter, _all_gather, x, tp, dim=dim)
 
 
 def split(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
-    """This rank's slice of a replicated tensor; all-gather backward.  ValueError where ``dim`` is not divisible by the size."""
-    return _collective(_slice, _all_gather, x, tp, dim)
+    """This rank's slice of a replicated tensor; all-gather backward.  ValueError where ``dim`` is not divisible by the
+    size."""
+    return _collective(_slice, _all_gather, x, tp, dim=dim)
 
 
 def collect(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
     """All-gather forward, slice backward.  For shards that every rank then uses in the same way."""
-    return _collective(_all_gather, _slice, x, tp, dim)
+    return _collective(_all_gather, _slice, x, tp, dim=dim)

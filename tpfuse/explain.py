@@ -1,23 +1,25 @@
 """Which path each layer's messages take, and why."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .kernels._op import check
+from .kernels.runtime.errors import check
 from .layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
-from .layers._module import local
+from .layers.module import local
 from .models.head import LMHead
 from .parallel import TensorParallel
-from .sequence_parallel._choice import REPLICATED, Sizes, sizes
+from .sequence_parallel.choice import Sizes, form_of, hidden, sizes
+from .sequence_parallel.forms import plain
 
 _MOST_ROWS = 1 << 24
 
 
 class Path(NamedTuple):
-    """One op of one layer.  ``bytes`` and ``messages`` leave this rank, forward and backward: under sequence parallelism all there are,
-    without it those that can hide (the sum of dx)."""
+    """One op of one layer.  ``bytes`` and ``messages`` are sent by this rank, forward and backward: under sequence
+    parallelism all of them, without it those that can hide (the sum of dx)."""
 
     layer: str
     op: str
@@ -38,22 +40,34 @@ class Paths(list[Path]):
         sizes = lambda p: (shown(p.rows), "x".join(map(str, p.weight)), _mb(p.bytes), shown(p.messages))
         lines = [head, *((p.layer, p.op, p.path, *sizes(p), p.reason) for p in self)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines
+        )
+
+
+class _Layer(NamedTuple):
+    """Something that exchanges rows; an MLP's two GEMMs are one, and an attention layer's two projections."""
+
+    name: str
+    op: str
+    weight: Tensor  # [N, D] flat
+    tp: TensorParallel
+    columns: int | None = None  # N, if ranks have different ones
 
 
 def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | None = None) -> Paths:
-    """For everything in a model that exchanges rows: the path its messages take, sizes, bytes and the reason; printed, a table.
+    """Lists everything in a model that exchanges rows: the path its messages take, sizes, bytes and the reason.  It
+    prints as a table.
 
-    ``rows`` is M = positions x samples of a call.  Without it a path that depends on rows is named with the least that it takes.
-    ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).  ValueError for ``rows`` below 1.
+    ``rows`` is M = positions x samples of a call.  Without it a path that depends on rows is named with the least
+    that it takes. ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).
+    ValueError for ``rows`` below 1.
     """
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
-    return Paths(_path(*layer, rows, dtype) for layer in _layers(model))
+    return Paths(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model))
 
 
-def _layers(model: nn.Module):
-    """(name, op, weight [N, D] flat, tp, N where ranks have different ones) of all that exchange rows; an MLP's two GEMMs are one, and
-    an attention layer's two projections."""
+def _layers(model: nn.Module) -> Iterator[_Layer]:
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -61,50 +75,70 @@ def _layers(model: nn.Module):
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp, None
+            yield _Layer(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
-            yield name, "gather_attention_exchange", weight, module.tp, len(weight) + module.out.weight.shape[1]
+            columns = len(weight) + module.out.weight.shape[1]
+            yield _Layer(name, "gather_attention_exchange", weight, module.tp, columns=columns)
         elif isinstance(module, ColumnParallelLinear):
-            yield name, "gather_linear", module.flat()[0], module.tp, None
+            yield _Layer(name, "gather_linear", module.flat()[0], module.tp)
         elif isinstance(module, RowParallelLinear):
-            yield name, "linear_exchange", local(module.weight), module.tp, None
+            yield _Layer(name, "linear_exchange", local(module.weight), module.tp)
         elif isinstance(module, LMHead):
-            weight = getattr(module, "weight", None)
-            yield name, "gather_linear", local(tables[module.vocab_size] if weight is None else weight), module.tp, module.columns
+            own = getattr(module, "weight", None)
+            weight = local(tables[module.vocab_size] if own is None else own)
+            yield _Layer(name, "gather_linear", weight, module.tp, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
-            yield name, "embedding", local(module.weight), module.tp, -(-module.num_embeddings // module.tp.size)
+            columns = -(-module.num_embeddings // module.tp.size)
+            yield _Layer(name, "embedding", local(module.weight), module.tp, columns=columns)
 
 
-def _path(name: str, op: str, weight: Tensor, tp: TensorParallel, columns: int | None, rows: int | None, dtype: torch.dtype | None) -> Path:
-    shape, dtype = (columns or len(weight), weight.shape[1]), dtype or weight.dtype
-    at = lambda rows: sizes(op, rows, shape, dtype, weight.device, tp)
-    found = None if rows is None else at(rows)
-    path, reason = _verdict(op, tp, found, at)
-    return Path(name, op, path, shape, rows, None if found is None else found.bytes, None if found is None else found.messages, reason)
+def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:
+    name, op, weight, tp, columns = layer
+    shape = columns or len(weight), weight.shape[1]
+    options: dict[str, Any] = dict(dtype=dtype, device=weight.device, tp=tp)
+    on = lambda rows: sizes(op, rows, shape, **options)
+    sent = None if rows is None else on(rows)
+    path = "plain" if form_of(op, rows or 1, shape, **options) is plain else "pairwise"
+    reason, least = _reason(op, tp, sent, on)
+    bytes, messages = (None, None) if sent is None else sent[:2]
+    return Path(
+        layer=name,
+        op=op,
+        path=path if least is None else "auto",
+        weight=shape,
+        rows=rows,
+        bytes=bytes,
+        messages=messages,
+        reason=reason,
+    )
 
 
-def _verdict(op: str, tp: TensorParallel, found: Sizes | None, at) -> tuple[str, str]:
+def _reason(op: str, tp: TensorParallel, sent: Sizes | None, on: Callable[[int], Sizes]) -> tuple[str, int | None]:
+    """Returns the reason and, if the path depends on rows that are not known, the least that overlap; ``sent`` are the
+    sizes of a call, and ``on(rows)`` those of another."""
     if tp.size == 1:
-        return "plain", "one rank: no messages"
+        return "one rank: no messages", None
     if op == "embedding":
-        return "plain", "no GEMM to hide under"
-    if not tp.sequence_parallel and REPLICATED[op].gemms == 0:
-        return "plain", "without sequence parallelism nothing of it overlaps"
+        return "no GEMM to hide under", None
+    if hidden(op, tp).gemms == 0:
+        return "without sequence parallelism nothing of it overlaps", None
     if tp.overlap != "auto":
-        return ("plain" if tp.overlap == "off" else "pairwise"), f"overlap={tp.overlap!r}"
-    if at(1).copied:
-        return "plain", "one machine: messages are copies by the cores that multiply"
-    if at(1).measured is None:
-        return "plain", "nobody measured this device, dtype and number of ranks (bench.overlap --write)"
-    if found is None:
-        least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if at(1 << i).wins), None)
-        return ("plain", "no number of rows is worth it") if least is None else ("auto", f"pairwise from about {least} rows, plain below")
-    communication, computation, cost = (1e3 * seconds for seconds in found.seconds)
-    compared = ">" if found.wins else "<="
-    reason = f"hides min({communication:.2f} ms of messages, {computation:.2f} of GEMMs) {compared} its cost of {cost:.2f} ms"
-    return "pairwise" if found.wins else "plain", reason
+        return f"overlap={tp.overlap!r}", None
+    if on(1).copied:
+        return "one machine: messages are copies by the cores that multiply", None
+    if on(1).measured is None:
+        return "nobody measured this device, dtype and number of ranks (bench.overlap --write)", None
+    if sent is None:
+        least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if on(1 << i).wins), None)
+        if least is None:
+            return "no number of rows is worth it", None
+        return f"pairwise from about {least} rows, plain below", least
+    communication, computation, cost = (1e3 * seconds for seconds in sent.seconds)
+    compared = ">" if sent.wins else "<="
+    gain = f"hides min({communication:.2f} ms of messages, {computation:.2f} of GEMMs)"
+    return f"{gain} {compared} its cost of {cost:.2f} ms", None
 
 
 def _mb(count: int | None) -> str:

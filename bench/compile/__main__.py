@@ -1,6 +1,6 @@
 """Registers, spills, shared memory and instructions of every kernel as it would be launched, compiled without a GPU.
 
-python -m bench.compile                        every call on every arch, as a table; --write keeps it in bench/compile/table.md
+python -m bench.compile                        every call on every arch; --write keeps the table in table.md
 python -m bench.compile linear --arch sm_90    one op
 python -m bench.compile --default --json       one call of each op, as JSON lines
 """
@@ -15,7 +15,9 @@ from bench.compile._pool import ARCHS, HERE, OPS, compile_all, wanted
 def line(row: dict) -> str:
     opcodes = " ".join(f"{k} {v}" for k, v in row["opcodes"].items() if v)
     each = "" if row["instructions_an_element"] is None else row["instructions_an_element"]
-    cells = (row[k] for k in ("op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_bytes", "instructions"))
+    cells = (
+        row[k] for k in ("op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_bytes", "instructions")
+    )
     return "| " + " | ".join(map(str, (*cells, each, opcodes))) + " |"
 
 
@@ -23,8 +25,9 @@ def table(rows: list[dict]) -> str:
     import triton
 
     lines = [
-        f"Compiled by Triton {triton.__version__}: `python -m bench.compile --write`.  Instructions are those of the largest loop, or of a",
-        "kernel without one; on gfx942 of the whole kernel.  Registers and spill bytes are a thread's, shared bytes a block's.",
+        f"Compiled by Triton {triton.__version__}: `python -m bench.compile --write`.  Instructions are those of the",
+        "largest loop, or of a kernel without one; on gfx942 of the whole kernel.  Registers and spill bytes are a",
+        "thread's, shared bytes a block's.",
         "",
         "| op | call | arch | kernel | registers | spill bytes | shared bytes | instructions | an element | opcodes |",
         "|---" * 10 + "|",

@@ -1,7 +1,8 @@
 """Compile what a launcher would launch, for a GPU that is not here, and read what the assembler says of it.
 
-``capture(call, arch)`` runs a launcher on meta tensors and records its launches: the very kernels, dtypes, constants and parameters
-that this arch would get.  ``compile_launch`` builds one.  TRITON_INTERPRET must not be set: it replaces ``triton.jit``.
+``capture(call, arch)`` runs a launcher on meta tensors and records its launches: the very kernels, dtypes, constants
+and parameters that this arch would get.  ``compile_launch`` builds one.  TRITON_INTERPRET must not be set: it
+replaces ``triton.jit``.
 """
 
 import math
@@ -9,7 +10,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tpfuse.kernels import _launch
+from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -30,9 +31,9 @@ _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([
 
 @dataclass(frozen=True)
 class Call:
-    """Something to compile: ``run()`` calls a launcher on meta tensors.  ``elements`` {kernel: (parameters) -> elements that one program
-    (or one turn of its loop) handles} gives instructions an element; ``uses`` {kernel: opcodes} must be in its sm_90 code;
-    ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``."""
+    """Something to compile: ``run()`` calls a launcher on meta tensors.  ``elements`` {kernel: (parameters) -> elements
+    that one program (or one turn of its loop) handles} gives instructions an element; ``uses`` {kernel: opcodes} must
+    be in its sm_90 code; ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``."""
 
     run: Callable[[], Any]
     elements: dict[str, Callable[[dict], int]] = field(default_factory=dict)
@@ -66,7 +67,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def capture(call: Callable[[], Any], arch: str) -> list[Launch]:
     launches: list[Launch] = []
-    start = lambda kernel, grid, device, args, config: launches.append(Launch(kernel, grid, args, config))  # noqa: E731
+    start = lambda kernel, grid, device, args, config: launches.append(Launch(kernel, grid, args, config))
     with mock.patch.object(_launch, "_start", start), _launch.pretending(arch):
         call()
     return launches
@@ -91,18 +92,39 @@ def _divisible(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
 
 
+def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(path, value) of an argument, or of each field of a record."""
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            yield from _leaves(part, (*path, i))
+    else:
+        yield path, value
+
+
+def _signature(value: Any, constant: set[tuple[int, ...]], path: tuple[int, ...]) -> Any:
+    if path in constant:
+        return "constexpr"
+    if isinstance(value, tuple):  # a record keeps its class: kernels read its fields by name
+        return type(value)(*(_signature(part, constant, (*path, i)) for i, part in enumerate(value)))
+    return _kind(value)
+
+
 def compile_launch(launch: Launch, arch: str) -> Report:
     parameters = {p.name: p for p in launch.kernel.params}
     values = dict(zip(parameters, launch.args)) | {k: v for k, v in launch.config.items() if k in parameters}
     options = {k: v for k, v in launch.config.items() if k not in parameters}
-    constant = {
-        name
-        for name, value in values.items()
-        if parameters[name].is_constexpr or value is None or (type(value) is int and value == 1 and not parameters[name].do_not_specialize)
-    }
-    signature = {name: "constexpr" if name in constant else _kind(values[name]) for name in parameters}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(parameters) if name not in constant and _divisible(values[name])}
-    source = ASTSource(launch.kernel, signature, {name: values[name] for name in constant}, aligned)
+    constant, aligned = {}, {}
+    for i, (name, parameter) in enumerate(parameters.items()):
+        if parameter.is_constexpr:
+            constant[(i,)] = values[name]
+            continue
+        for path, value in _leaves(values[name], (i,)):
+            if value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
+                constant[path] = value
+            elif _divisible(value):
+                aligned[path] = [["tt.divisibility", 16]]
+    signature = {name: _signature(values[name], set(constant), (i,)) for i, name in enumerate(parameters)}
+    source = ASTSource(launch.kernel, signature, constant, aligned)
     hip = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if hip else GPUTarget("cuda", int(arch[3:]), 32)
     compiled = triton.compile(source, target=target, options=options)
@@ -117,12 +139,16 @@ def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        read = lambda option: subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        read = lambda option: (
+            subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout
+        )
         usage, sass = read("--dump-resource-usage"), read("-sass")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     code = [(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, sass.splitlines()) if m and m[2] != "NOP"]
     loops = [
-        (int(t[-1], 16), at) for at, op, rest in code if op == "BRA" and (t := re.findall(r"0x([0-9a-f]+)", rest)) and int(t[-1], 16) < at
+        (int(t[-1], 16), at)
+        for at, op, rest in code
+        if op == "BRA" and (t := re.findall(r"0x([0-9a-f]+)", rest)) and int(t[-1], 16) < at
     ]
     first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
     body = [op for at, op, _ in code if first <= at <= last]
@@ -132,7 +158,7 @@ def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
 
 
 def _read_amd(name: str, threads: int, shared: int, asm: str) -> Report:
-    number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", asm)[1])  # noqa: E731
+    number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", asm)[1])
     code = [line.split()[0] for line in asm.splitlines() if re.match(r"\t[a-z]+_\w+", line)]
     opcodes = {"MFMA": sum("mfma" in op for op in code)}
     return Report(name, number("vgpr_count"), number("private_segment_fixed_size"), shared, len(code), threads, opcodes)

@@ -34,7 +34,9 @@ def compile_call(op: str, label: str, arch: str) -> list[dict]:
 
 def wanted(ops: list[str], archs: list[str], default: bool) -> list[tuple[str, str, str]]:
     calls = [(op, list(importlib.import_module(f"bench.compile.{op}").CALLS)) for op in ops]
-    return [(op, label, arch) for op, labels in calls for label in (labels[:1] if default else labels) for arch in archs]
+    return [
+        (op, label, arch) for op, labels in calls for label in (labels[:1] if default else labels) for arch in archs
+    ]
 
 
 def compile_all(requests: list[tuple[str, str, str]], jobs: int, progress: bool = True) -> list[dict]:
@@ -44,7 +46,9 @@ def compile_all(requests: list[tuple[str, str, str]], jobs: int, progress: bool 
         for done, future in enumerate(as_completed(futures), 1):
             rows[futures[future]] = future.result()
             if progress:
-                print(f"\r{done}/{len(futures)} {' '.join(futures[future]):<70.70}", end="", file=sys.stderr, flush=True)
+                print(
+                    f"\r{done}/{len(futures)} {' '.join(futures[future]):<70.70}", end="", file=sys.stderr, flush=True
+                )
     if progress:
         print(file=sys.stderr)
     return [row for request in requests for row in rows[request]]

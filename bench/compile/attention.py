@@ -1,22 +1,25 @@
-"""attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and packing; decode."""
+"""attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and
+packing; decode."""
 
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels._attention import Options
-from tpfuse.kernels._decode import decode_launch
-from tpfuse.kernels._flash import fwd_launch
-from tpfuse.kernels._flash_backward import bwd_launch
+from tpfuse.kernels.attention.decode import decode_launch
+from tpfuse.kernels.attention.options import DecodeOptions, Options
+from tpfuse.kernels.attention.triton_backward import bwd_launch
+from tpfuse.kernels.attention.triton_forward import fwd_launch
 
-TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]  # noqa: E731
+TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]
 ELEMENTS = dict(_fwd_kernel=TILE, _dkdv_kernel=TILE, _dq_kernel=TILE)
 GEMMS = dict.fromkeys(ELEMENTS, ("HGMMA",))
 WIDE = dict(_fwd_kernel=("HGMMA",))  # backward tiles that have room for 256 columns are too small for wgmma
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 
 
-def both(E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int = 1, dtype: torch.dtype = torch.bfloat16):
-    has = lambda name, *tensor: meta(*tensor[:-1], dtype=tensor[-1]) if name in features else None  # noqa: E731
+def both(
+    E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int = 1, dtype: torch.dtype = torch.bfloat16
+):
+    has = lambda name, *tensor: meta(*tensor[:-1], dtype=tensor[-1]) if name in features else None
 
     def run():
         batch = 1 if "packed" in features else B
@@ -39,8 +42,8 @@ def both(E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int =
             site=4,
         )
         qkv, o = meta(rows, G, Q + 2, E, dtype=dtype), meta(rows, H * E, dtype=dtype)
-        fwd_launch(qkv, *options)
-        bwd_launch(o, qkv, o, meta(batch, H, S, dtype=FP32), *options)
+        fwd_launch(qkv, options)
+        bwd_launch(o, qkv, o, meta(batch, H, S, dtype=FP32), options)
 
     return run
 
@@ -48,7 +51,9 @@ def both(E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int =
 def decode(E: int, Q: int, B: int = 4, L: int = 8192, G: int = 8):
     def run():
         cache = meta(B, L, G, 2, E)
-        decode_launch(meta(B, G, Q, E), cache[..., 0, :], cache[..., 1, :], meta(B, L, dtype=torch.bool), None, None, E**-0.5, None)
+        mask = meta(B, L, dtype=torch.bool)
+        options = DecodeOptions(mask, lengths=None, window=None, scale=E**-0.5, softcap=None)
+        decode_launch(meta(B, G, Q, E), cache[..., 0, :], cache[..., 1, :], options)
 
     return run
 
@@ -60,9 +65,13 @@ for E in (32, 64, 96, 128, 256):
 CALLS |= {
     "E=64 causal dropout rope": Call(both(64, "causal", "dropout", "rope"), ELEMENTS, GEMMS),
     "E=256 causal rope softcap window": Call(both(256, "causal", "rope", "softcap", "window", Q=2), ELEMENTS, WIDE),
-    "E=128 packed causal dropout rope Q=4": Call(both(128, "packed", "causal", "dropout", "rope", Q=4), ELEMENTS, GEMMS),
+    "E=128 packed causal dropout rope Q=4": Call(
+        both(128, "packed", "causal", "dropout", "rope", Q=4), ELEMENTS, GEMMS
+    ),
     "E=64 key_mask bias dropout": Call(both(64, "key_mask", "bias", "dropout"), ELEMENTS, GEMMS),
-    "E=64 packed one position": Call(both(64, "packed", "causal", "dropout", "rope", "window", B=1, S=1, G=1), ELEMENTS, GEMMS),
+    "E=64 packed one position": Call(
+        both(64, "packed", "causal", "dropout", "rope", "window", B=1, S=1, G=1), ELEMENTS, GEMMS
+    ),
     "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
     "E=128 decode": Call(decode(128, 1)),
     "E=256 decode Q=8": Call(decode(256, 8)),

@@ -3,17 +3,19 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels._cross_entropy import bwd_launch, stats_launch
+from tpfuse.kernels.cross_entropy.options import Loss, Rows
+from tpfuse.kernels.cross_entropy.triton import bwd_launch, stats_launch
 
 M = 4096
-CHUNK = lambda c: c["LANES"] * c["WIDTH"]  # noqa: E731
+CHUNK = lambda c: c["LANES"] * c["WIDTH"]
 
 
 def both(V: int, dtype: torch.dtype = torch.bfloat16):
     def run():
-        logits, labels, rows = meta(M, V, dtype=dtype), meta(M, dtype=torch.int64), meta(M, dtype=torch.float32)
-        stats_launch(logits, labels, 0, True)
-        bwd_launch(logits, labels, rows, rows[:1].expand(M), 0, V, -100, 0.1, 1e-4)
+        logits, labels, lse = meta(M, V, dtype=dtype), meta(M, dtype=torch.int64), meta(M, dtype=torch.float32)
+        loss = Loss(V, label_smoothing=0.1, z_loss=1e-4)
+        stats_launch(logits, labels, loss)
+        bwd_launch(logits, Rows(labels, lse, dloss=lse[:1].expand(M)), loss)
 
     return run
 

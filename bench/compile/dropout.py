@@ -1,7 +1,7 @@
 """dropout: a row in registers and a wide one."""
 
 from bench.compile._compile import Call, meta
-from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, RNG, WHERE, M
-from tpfuse.kernels._fused_norm import dropout_launch
+from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, MASK, M
+from tpfuse.kernels.norm.verbs import dropout_fwd
 
-CALLS = {f"D={D}": Call(lambda D=D: dropout_launch(meta(M, D), RNG, *WHERE), ELEMENTS) for D in (1024, 4096, 32768)}
+CALLS = {f"D={D}": Call(lambda D=D: dropout_fwd.launch(meta(M, D), MASK), ELEMENTS) for D in (1024, 4096, 32768)}

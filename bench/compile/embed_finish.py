@@ -3,24 +3,27 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, RNG, WHERE, M, vector
-from tpfuse.kernels._embed_finish import bwd_launch, fwd_launch
+from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, MASK, M, vector
+from tpfuse.kernels.norm.records import DROP, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.triton_backward import bwd_launch
+from tpfuse.kernels.norm.triton_forward import fwd_launch
 
 
-def both(D: int, R: int, post: bool):
+def both(D: int, R: int, order: str):
     def run():
-        h, mean, rstd, gamma, index = meta(M, D), vector(M), vector(M), vector(D), meta(M, dtype=torch.int64)
-        tables = meta(1024, D), index, *((meta(2, D), index) if post else (None, None))
-        fwd_launch(meta(R, M, D), *tables, gamma, gamma, RNG, *WHERE, 1e-5, False, post)
-        bwd_launch(meta(R, M, D), h, h, mean, rstd, gamma, RNG, *WHERE, False, post, True, h.dtype)
+        h, gamma, index = meta(M, D), vector(D), meta(M, dtype=torch.int64)
+        add = Add(None, meta(1024, D), index, *((meta(2, D), index) if order == DROP else (None, None)))
+        fwd_launch(meta(R, M, D), add, Norm(gamma, gamma, 1e-5), MASK, order)
+        saved = Saved(h, vector(M), vector(M), gamma, "layer")
+        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(False, True, None, h.dtype))
 
     return run
 
 
-KINDS = dict(bert=True, gpt=False)
+KINDS = dict(bert=DROP, gpt=PRE)
 CALLS = {
-    f"{kind} D={D} R={R}": Call(both(D, R, post), ELEMENTS)
-    for kind, post in KINDS.items()
+    f"{kind} D={D} R={R}": Call(both(D, R, order), ELEMENTS)
+    for kind, order in KINDS.items()
     for D in (1024, 768, 8192, 32768)
     for R in (1, 8)
 }

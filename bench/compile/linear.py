@@ -6,21 +6,23 @@ from unittest import mock
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels import _gemm
-from tpfuse.kernels._activation import activation_bwd_launch, activation_fwd_launch, column_sum_launch, width
+from tpfuse.kernels.linear import gemm as _gemm
+from tpfuse.kernels.linear.activation import width
+from tpfuse.kernels.linear.triton_activation import activation_bwd_launch, activation_fwd_launch, column_sum_launch
 
 M, N, K = 4096, 4096, 1024
-ELEMENTS = dict.fromkeys(("_linear_kernel", "_dgrad_act_kernel"), lambda c: c["BM"] * c["BN"])  # an epilogue and one step of K
+# An epilogue and one step of K.
+ELEMENTS = dict.fromkeys(("_linear_kernel", "_dgrad_act_kernel"), lambda c: c["BM"] * c["BN"])
 ELEMENTS |= dict(_activation_fwd_kernel=lambda c: c["BLOCK"], _activation_bwd_kernel=lambda c: c["ROWS"] * c["A"])
 BY_DESCRIPTORS = dict.fromkeys(("_linear_kernel", "_dgrad_act_kernel"), ("HGMMA", "UTMALDG"))
 BY_POINTERS = dict.fromkeys(("_linear_kernel", "_dgrad_act_kernel"), ("HGMMA",))
 
 
 def fused(run: Callable, *args, **parameters) -> Callable:
-    """The fused kernel, whatever the table says, with some parameters other than the default."""
+    """Returns a call that takes the fused kernel, whatever the table says, with ``parameters`` over the defaults."""
 
     def fused_run():
-        with mock.patch.object(_gemm, "tuned", lambda *asked: asked[-1] | parameters | dict(path="fused")):
+        with mock.patch.object(_gemm, "tuned", lambda *asked, default: default | parameters | dict(path="fused")):
             run(*args)
 
     return fused_run
@@ -31,14 +33,15 @@ def forward(activation: str, K: int = K):
 
 
 def backward(activation: str, rebuild: bool = True):
-    """Through fc2 [K, N] and the activation: N columns of activation, K of output."""
-    _gemm.linear_dgrad_act_launch(meta(M, K), meta(K, N), meta(M, N * width(activation)), activation, rebuild)
+    """Runs the gradient through fc2 [K, N] and the activation: N columns of activation, K of output."""
+    z = meta(M, N * width(activation))
+    _gemm.linear_dgrad_act_launch(meta(M, K), meta(K, N), z, activation, rebuild=rebuild)
 
 
 def passes(activation: str):
     z = meta(M, N * width(activation))
     activation_fwd_launch(z, activation)
-    activation_bwd_launch(meta(M, N), z, activation, True)
+    activation_bwd_launch(meta(M, N), z, activation, rebuild=True)
 
 
 def gemm(run: Callable, *args, **parameters) -> Call:
@@ -54,14 +57,14 @@ CALLS = {
     "gelu_tanh 128x128": gemm(forward, "gelu_tanh", BN=128),
     "gelu_tanh K=1023": Call(fused(forward, "gelu_tanh", 1023), ELEMENTS, BY_POINTERS),
     "dgrad": gemm(_gemm.linear_dgrad_launch, meta(M, N), meta(N, K)),
-    "dgrad + residual": gemm(_gemm.linear_dgrad_add, meta(M, N), meta(N, K), meta(M, K)),
     "dgrad gelu_tanh": gemm(backward, "gelu_tanh"),
     "dgrad gelu": gemm(backward, "gelu"),
     "dgrad relu": gemm(backward, "relu"),
     "dgrad silu": gemm(backward, "silu"),
     "wgrad": gemm(_gemm.linear_wgrad_launch, meta(M, N), meta(M, K), torch.bfloat16, True),
-    "wgrad into fp32": gemm(_gemm.linear_wgrad_add, meta(M, N), meta(M, K), meta(N, K, dtype=torch.float32)),
-    "none fp32": Call(fused(_gemm.linear_dgrad_launch, *(meta(*s, dtype=torch.float32) for s in ((M, N), (N, K)))), ELEMENTS),
+    "none fp32": Call(
+        fused(_gemm.linear_dgrad_launch, *(meta(*s, dtype=torch.float32) for s in ((M, N), (N, K)))), ELEMENTS
+    ),
     "passes gelu_tanh": Call(lambda: passes("gelu_tanh"), ELEMENTS),
     "passes gelu": Call(lambda: passes("gelu"), ELEMENTS),
     "column sum": Call(lambda: column_sum_launch(meta(M, N)), ELEMENTS),

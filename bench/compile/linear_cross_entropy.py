@@ -1,19 +1,22 @@
-"""linear_cross_entropy: three chunks of the vocabulary (the first, a middle and the last one differ), one chunk with a bias, fp16, fp32."""
+"""linear_cross_entropy: three chunks of the vocabulary (the first, a middle and the last one differ), one chunk with a
+bias, fp16, fp32."""
 
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels._linear_cross_entropy import bwd_launch, stats_launch
+from tpfuse.kernels.cross_entropy.linear_triton import bwd_launch, stats_launch
+from tpfuse.kernels.cross_entropy.options import Linear, Loss, Rows
 
 HGMMA = dict.fromkeys(("_logits_stats_kernel", "_dlogits_kernel", "_contract_kernel"), ("HGMMA", "UTMALDG"))
 
 
 def both(M: int, V: int, D: int, bias: bool, dtype: torch.dtype = torch.bfloat16):
     def run():
-        x, w, labels, rows = meta(M, D, dtype=dtype), meta(V, D, dtype=dtype), meta(M, dtype=torch.int64), meta(M, dtype=torch.float32)
-        b = meta(V, dtype=dtype) if bias else None
-        stats_launch(x, w, b, labels, 0, bias)
-        bwd_launch(x, w, b, labels, rows, rows[:1].expand(M), 0, V, -100, 0.1, 1e-4)
+        layer = Linear(meta(M, D, dtype=dtype), meta(V, D, dtype=dtype), meta(V, dtype=dtype) if bias else None)
+        labels, lse = meta(M, dtype=torch.int64), meta(M, dtype=torch.float32)
+        loss = Loss(V, label_smoothing=0.1, z_loss=1e-4)
+        stats_launch(layer, labels, loss if bias else loss._replace(label_smoothing=0.0))
+        bwd_launch(layer, Rows(labels, lse, dloss=lse[:1].expand(M)), loss)
 
     return run
 

@@ -1,21 +1,28 @@
-"""layer_norm, rms_norm and what makes n again."""
+"""layer_norm, rms_norm and what recomputes n."""
 
 from bench.compile._compile import Call, meta
 from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, M, vector
-from tpfuse.kernels._fused_norm import apply_launch, norm_launch
-from tpfuse.kernels._fused_norm_bwd import norm_bwd_launch
+from tpfuse.kernels.norm.kinds import KINDS
+from tpfuse.kernels.norm.records import ALONE, Add, Norm, Recompute, Saved, Wanted
+from tpfuse.kernels.norm.triton_backward import bwd_launch
+from tpfuse.kernels.norm.triton_forward import apply_launch, fwd_launch
+from tpfuse.kernels.runtime.philox import Mask
 
 
-def every(D: int, rms: bool):
+def every(D: int, kind: str):
     def run():
-        x, mean, rstd, gamma = meta(M, D), vector(0 if rms else M), vector(M), vector(D)
-        beta = None if rms else gamma
-        norm_launch(x, gamma, beta, 1e-5, rms, x.dtype)
-        apply_launch(x, mean, rstd, gamma, beta, 1e-5, rms, x.dtype)
-        norm_bwd_launch(x[None], x, x, mean, rstd, gamma, not rms, rms)
+        x, gamma, beta = meta(M, D), vector(D), vector(D) if KINDS[kind].centred else None
+        norm, mean, rstd = Norm(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
+        fwd_launch(x[None], Add(), norm, Mask(), ALONE)
+        apply_launch(Recompute(x, mean, rstd, *norm, x.dtype))
+        wanted = Wanted(False, beta is not None, None, x.dtype)
+        bwd_launch(x[None], x, Saved(x, mean, rstd, gamma, kind), Mask(), ALONE, wanted)
 
     return run
 
 
-KINDS = dict(layer=False, rms=True)
-CALLS = {f"{kind} D={D}": Call(every(D, rms), ELEMENTS) for kind, rms in KINDS.items() for D in (1024, 128, 768, 4096, 8192, 16384, 65537)}
+CALLS = {
+    f"{kind} D={D}": Call(every(D, kind), ELEMENTS)
+    for kind in KINDS
+    for D in (1024, 128, 768, 4096, 8192, 16384, 65537)
+}

@@ -3,27 +3,30 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.rope import fwd_launch
+from tpfuse.kernels.rope import Rotation, fwd_launch
 
 ELEMENTS = dict(_rope_kernel=lambda c: c["ROWS"] * c["HEADS"] * (2 * c["PAIRS"] + c["REST"]))
 
 
-def turn(H: int, E: int, F: int, interleaved: bool = False, back: bool = False, positions: bool = True, dtype=torch.bfloat16):
+def rotate(
+    H: int, E: int, F: int, interleaved: bool = False, back: bool = False, positions: bool = True, dtype=torch.bfloat16
+):
     def run():
         cos = meta(4096, F, dtype=torch.float32)
         x = meta(8192, H + 2, E, dtype=dtype)[:, :H]
-        fwd_launch(x, cos, cos, meta(8192, dtype=torch.int64) if positions else None, interleaved, back)
+        rows = meta(8192, dtype=torch.int64) if positions else None
+        fwd_launch(x, Rotation(cos, cos, rows, interleaved), back)
 
     return run
 
 
 CALLS = {
-    "H=32 E=128": turn(32, 128, 64),
-    "H=32 E=128 back": turn(32, 128, 64, back=True),
-    "H=12 E=64": turn(12, 64, 32),
-    "H=8 E=256 interleaved": turn(8, 256, 128, True),
-    "H=32 E=80 F=16": turn(32, 80, 16),
-    "H=16 E=256 F=32 interleaved": turn(16, 256, 32, True, positions=False),
-    "H=1 E=128 fp32": turn(1, 128, 64, dtype=torch.float32),
+    "H=32 E=128": rotate(32, 128, 64),
+    "H=32 E=128 back": rotate(32, 128, 64, back=True),
+    "H=12 E=64": rotate(12, 64, 32),
+    "H=8 E=256 interleaved": rotate(8, 256, 128, True),
+    "H=32 E=80 F=16": rotate(32, 80, 16),
+    "H=16 E=256 F=32 interleaved": rotate(16, 256, 32, True, positions=False),
+    "H=1 E=128 fp32": rotate(1, 128, 64, dtype=torch.float32),
 }
 CALLS = {label: Call(run, ELEMENTS) for label, run in CALLS.items()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpfuse.kernels._op import acc_dtype
-from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.runtime.op import acc_dtype
+from tpfuse.kernels.runtime.philox import make_rng
 
 FOLDER = pathlib.Path(__file__).parents[1] / "kernels"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,10 +42,11 @@ class Random:
 class Bench:
     """``inputs(random, *shape)`` makes a tuple; a provider takes it, unpacked, and returns a tensor or a tuple of them.
 
-    "torch" is plain PyTorch, from which "compile" is made and, in fp64, the truth that errors are taken against.  With ``p`` providers
-    take ``p=`` too; errors are then taken at p = 0, since every library draws its own masks, unless ``exact`` is given: torch with
-    *tpfuse's* mask, against which tpfuse alone is compared.  ``yardsticks`` are providers that do only part of the work: they have no
-    error.  ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
+    "torch" is plain PyTorch, from which "compile" is made and, in fp64, the truth that errors are taken against.
+    With ``p`` providers take ``p=`` too; errors are then taken at p = 0, since every library draws its own masks,
+    unless ``exact`` is given: torch with *tpfuse's* mask, against which tpfuse alone is compared.  ``yardsticks`` are
+    providers that do only part of the work: they have no error.  ``shapes`` are the standard ones, ``cpu_shapes``
+    those on a CPU.
     """
 
     name: str
@@ -70,7 +71,8 @@ class Bench:
         example = "x".join(map(str, self.cpu_shapes[0]))
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(self.axes):
             raise ValueError(
-                f"{self.name}: a shape is {form}, {len(self.axes)} positive integers joined by x, such as {example}; got {text!r}"
+                f"{self.name}: a shape is {form}, {len(self.axes)} positive integers joined by x, such as {example};"
+                f" got {text!r}"
             )
         return tuple(map(int, text.split("x")))
 

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpfuse.kernels import _launch
-from tpfuse.kernels._op import NAMESPACE, OPS, Cost
+from tpfuse.kernels.runtime import launch as _launch
+from tpfuse.kernels.runtime.op import NAMESPACE, OPS, Cost
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Mode(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         op = OPS[func._opname]
         device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
-        self.counted.calls.append(Call(op.name, op.cost(args, outputs), list(self.launched), device))
+        self.counted.calls.append(Call(op.name, op.cost(op.pack(args), outputs), list(self.launched), device))
         return outputs
 
 
@@ -92,6 +92,6 @@ class _Watched:
 def count() -> Iterator[Counted]:
     """``with count() as counted: call()`` records every tpfuse op, backward ones included."""
     counted, launched, start = Counted(), [], _launch._start
-    watched = lambda kernel, *rest: start(_Watched(kernel, launched), *rest)  # noqa: E731
+    watched = lambda kernel, *rest, **call: start(_Watched(kernel, launched), *rest, **call)
     with mock.patch.object(_launch, "_start", watched), _Mode(counted, launched):
         yield counted

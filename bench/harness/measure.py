@@ -1,9 +1,9 @@
 """Time and memory of calls that differ only in who does the work.
 
-All of them take turns, so that what slows the machine down slows all of them.  Successive calls use successive sets of inputs, together
-larger than the cache.  On a GPU times are those between two CUDA events, with a short wait queued before each so that the host runs
-ahead; what takes under 100 us is captured in a CUDA graph of several calls and timed a replay at a time, or its launches would be what is
-timed.  On a CPU they are wall-clock times of single calls.
+All of them take turns, so that what slows the machine down slows all of them.  Successive calls use successive sets
+of inputs, together larger than the cache.  On a GPU times are those between two CUDA events, with a short wait queued
+before each so that the host runs ahead; what takes under 100 us is captured in a CUDA graph of several calls and
+timed a replay at a time, or its launches would be what is timed.  On a CPU they are wall-clock times of single calls.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ import torch
 Name = TypeVar("Name")
 Call = Callable[[int], object]  # called with the number of a set of inputs
 GRAPH_BELOW = 100e-6
-AHEAD = 400_000  # clock ticks, about 0.2 ms, for which the device waits before each sample: the host queues what follows
+AHEAD = (
+    400_000  # clock ticks, about 0.2 ms, for which the device waits before each sample: the host queues what follows
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ def sets_needed(one_set: int, device: torch.device) -> int:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Where inputs are to be made and calls measured: a backward is captured on the stream its forward ran on, never on the default one."""
+    """A context in which to make inputs and measure calls, on a stream that is not the default one.
+
+    A backward is captured on the stream its forward ran on, never on the default one.
+    """
     if device.type != "cuda":
         yield
         return
@@ -117,8 +122,8 @@ def interleaved(
     most: int = 1000,
     graph_below: float = GRAPH_BELOW,
 ) -> dict[Name, Timing]:
-    """Times every call for about ``seconds`` altogether; ``least`` to ``most`` samples of each.  A call of less than ``graph_below``
-    seconds goes into a graph."""
+    """Times every call for about ``seconds`` altogether; ``least`` to ``most`` samples of each.  A call of less than
+    ``graph_below`` seconds goes into a graph."""
     gpu = device.type == "cuda"
     samplers, how, cost = {}, {}, {}
     for name, call in calls.items():
@@ -158,7 +163,7 @@ def once(call: Callable[[], object], device: torch.device, seconds: float = 0.2)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """What a call holds at its peak beyond what was there before, its outputs included."""
+    """Returns the bytes that a call holds at its peak beyond those before it, its outputs included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -9,10 +9,18 @@ from dataclasses import asdict
 
 import torch
 
-from .roofline import Card
-from .run import COLUMNS
+from bench.harness.roofline import Card
+from bench.harness.run import COLUMNS
 
-HEADS = dict(p20_us="p20 us", p50_us="p50 us", p80_us="p80 us", tflops="TFLOP/s", gbs="GB/s", roofline="roof %", error_ratio="/ torch's")
+HEADS = dict(
+    p20_us="p20 us",
+    p50_us="p50 us",
+    p80_us="p80 us",
+    tflops="TFLOP/s",
+    gbs="GB/s",
+    roofline="roof %",
+    error_ratio="/ torch's",
+)
 HEADS |= dict(registers="regs", spills="spill B", peak_mib="peak MiB")
 LEFT = "op", "shape", "dtype", "mode", "provider", "timed", "path"
 
@@ -34,13 +42,14 @@ def table(rows: list[dict]) -> str:
     """Aligned for a terminal."""
     lines = [[HEADS.get(key, key) for key in COLUMNS], *([cell(row, key) for key in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    align = lambda key, text, width: text.ljust(width) if key in LEFT else text.rjust(width)  # noqa: E731
+    align = lambda key, text, width: text.ljust(width) if key in LEFT else text.rjust(width)
     return "\n".join("  ".join(map(align, COLUMNS, line, widths)).rstrip() for line in lines)
 
 
 def ceilings(card: Card) -> str:
     rates = ", ".join(f"{dtype} {rate:.4g} TFLOP/s" for dtype, rate in card.matrix_tflops.items())
-    return f"{card.name}: copy {card.copy_gbs:.4g} GB/s, matrix product {rates} (measured now; the roofline of what follows)"
+    copy = f"copy {card.copy_gbs:.4g} GB/s"
+    return f"{card.name}: {copy}, matrix product {rates} (measured now; the roofline of what follows)"
 
 
 def result(rows: list[dict], notes: list[str], card: Card) -> dict:
@@ -80,7 +89,10 @@ def _colours(rows: list[dict]) -> dict[str, str]:
 
 
 def _roofline(rows: list[dict], card: Card, path: pathlib.Path) -> pathlib.Path:
-    """Bandwidth over intensity: flat up to the ridge, falling beyond it; ops without matrix products stand at 0 on the left."""
+    """Draws bandwidth over intensity: flat up to the ridge, falling beyond it.
+
+    Ops without matrix products stand at 0 on the left.
+    """
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 6))
@@ -92,8 +104,17 @@ def _roofline(rows: list[dict], card: Card, path: pathlib.Path) -> pathlib.Path:
         axes.plot(xs, roof, label=f"roof, {dtype}", c="0.4", lw=1)
     for name, colour in _colours(rows).items():
         mine = [row for row in rows if row["provider"] == name]
-        axes.scatter([row["flops"] / row["bytes"] for row in mine], [row["gbs"] for row in mine], s=18, c=colour, label=name, alpha=0.7)
-    axes.set(xscale="symlog", yscale="log", xlim=(-0.2, most), xlabel="intensity, FLOP a counted byte", ylabel="counted GB/s")
+        axes.scatter(
+            [row["flops"] / row["bytes"] for row in mine],
+            [row["gbs"] for row in mine],
+            s=18,
+            c=colour,
+            label=name,
+            alpha=0.7,
+        )
+    axes.set(
+        xscale="symlog", yscale="log", xlim=(-0.2, most), xlabel="intensity, FLOP a counted byte", ylabel="counted GB/s"
+    )
     axes.set_title(card.name)
     axes.legend()
     return _save(figure, path)
@@ -105,14 +126,23 @@ def _speed(rows: list[dict], path: pathlib.Path) -> pathlib.Path:
 
     cases = list(dict.fromkeys((row["op"], row["mode"], row["dtype"]) for row in rows)) or [("nothing", "counted", "")]
     wide = min(4, len(cases))
-    figure, grid = plt.subplots(-(-len(cases) // wide), wide, figsize=(4 * wide, 3 * -(-len(cases) // wide)), squeeze=False)
+    figure, grid = plt.subplots(
+        -(-len(cases) // wide), wide, figsize=(4 * wide, 3 * -(-len(cases) // wide)), squeeze=False
+    )
     for axes in grid.flat[len(cases) :]:
         axes.set_axis_off()
     for case, axes in zip(cases, grid.flat, strict=False):
         for name, colour in _colours(rows).items():
             mine = [row for row in rows if (row["op"], row["mode"], row["dtype"]) == case and row["provider"] == name]
             mine.sort(key=lambda row: row["bytes"])
-            axes.plot([row["bytes"] / 2**20 for row in mine], [100 * row["roofline"] for row in mine], "o-", c=colour, ms=3, label=name)
+            axes.plot(
+                [row["bytes"] / 2**20 for row in mine],
+                [100 * row["roofline"] for row in mine],
+                "o-",
+                c=colour,
+                ms=3,
+                label=name,
+            )
         axes.set(xscale="log", ylim=(0, None), xlabel="MiB moved", ylabel="% of the roofline")
         axes.set_title(" ".join(case), fontsize=8)
     grid[0, 0].legend(fontsize=7)

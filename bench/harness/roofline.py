@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .measure import once, side_stream
+from bench.harness.measure import once, side_stream
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ def card_name(device: torch.device) -> str:
     return (found[1] if found else platform.processor() or "CPU") + f", {torch.get_num_threads()} threads"
 
 
-def measure_card(device: torch.device, dtypes: dict[str, torch.dtype], *, copy_mib: int | None = None, side: int | None = None) -> Card:
+def measure_card(
+    device: torch.device, dtypes: dict[str, torch.dtype], *, copy_mib: int | None = None, side: int | None = None
+) -> Card:
     """A copy of a buffer much larger than the cache; a square product of random matrices in each dtype."""
     gpu = device.type == "cuda"
     copy_mib, side = copy_mib or (2048 if gpu else 128), side or (8192 if gpu else 1024)

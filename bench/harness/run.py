@@ -8,23 +8,28 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from .bench import DTYPES, Bench, Random, Shape
-from .count import Counted, count
-from .measure import interleaved, peak_bytes, sets_needed, side_stream
-from .roofline import Card
+from bench.harness.bench import DTYPES, Bench, Random, Shape
+from bench.harness.count import Counted, count
+from bench.harness.measure import interleaved, peak_bytes, sets_needed, side_stream
+from bench.harness.roofline import Card
 
 MODES = "fwd", "bwd", "step"  # bwd: autograd.grad on a graph that is kept; step: forward and backward, nothing kept
 PEERS = {"liger": "liger_kernel"}  # provider -> the package it needs
 COLUMNS = (
-    "op shape dtype mode provider p20_us p50_us p80_us tflops gbs roofline error error_ratio registers spills peak_mib timed path".split()
-)
+    "op shape dtype mode provider p20_us p50_us p80_us tflops gbs roofline error error_ratio registers spills"
+    " peak_mib timed path"
+).split()
 Progress = Callable[[str], None]
 
 
 def available(bench: Bench, wanted: list[str] | None) -> tuple[list[str], list[str]]:
     """Those of the providers (default: all of the op) that can run, and a line for each that cannot."""
     has = [name for name in wanted or bench.names if name in bench.names]
-    notes = [f"{bench.name} has no provider {name}; it has {', '.join(bench.names)}" for name in wanted or () if name not in has]
+    notes = [
+        f"{bench.name} has no provider {name}; it has {', '.join(bench.names)}"
+        for name in wanted or ()
+        if name not in has
+    ]
     missing = [name for name in has if name in PEERS and importlib.util.find_spec(PEERS[name]) is None]
     notes += [f"{name} is left out: pip install {PEERS[name].replace('_', '-')}" for name in missing]
     return [name for name in has if name not in missing], notes
@@ -51,14 +56,14 @@ def output_gradients(outputs: tuple[Tensor, ...], random: Random) -> list[Tensor
 
 
 def calls(fn: Callable, sets: list[tuple], p: float | None, mode: str, random: Random) -> Callable[[int], object]:
-    """Of one mode, by the number of the set of inputs."""
+    """Returns the call of one mode, by the number of the set of inputs."""
     leaves = [[t for t in inputs if t.requires_grad] for inputs in sets]
     if mode == "fwd":
         return lambda i: outputs_of(fn, sets[i], p)
     if mode == "bwd":
-        kept = [outputs_of(fn, inputs, p) for inputs in sets]
-        dys = [output_gradients(outputs, random) for outputs in kept]
-        return lambda i: torch.autograd.grad(kept[i], leaves[i], dys[i], retain_graph=True, allow_unused=True)
+        forwards = [outputs_of(fn, inputs, p) for inputs in sets]
+        dys = [output_gradients(outputs, random) for outputs in forwards]
+        return lambda i: torch.autograd.grad(forwards[i], leaves[i], dys[i], retain_graph=True, allow_unused=True)
     dys = output_gradients(outputs_of(fn, sets[0], p), random)
 
     def step(i: int) -> tuple:
@@ -72,7 +77,7 @@ def calls(fn: Callable, sets: list[tuple], p: float | None, mode: str, random: R
 
 
 def results(fn: Callable, inputs: tuple, p: float | None, dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """What each mode gives, for output gradients that are random numbers of ``dtype``."""
+    """Returns the results of each mode, for output gradients that are random numbers of ``dtype``."""
     outputs = outputs_of(fn, inputs, p)
     dys = output_gradients(outputs, Random(dtype, inputs[0].device, 1))
     grads = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], dys)
@@ -90,7 +95,7 @@ def distances(values: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 
 class Errors:
-    """Of every provider against torch in fp64, on one set of inputs; of several tensors the worst counts.
+    """The errors of every provider against torch in fp64, on one set of inputs; the worst tensor counts.
 
     The ratio is to torch in the run's own dtype, tensor by tensor.  Where fp64 does not fit into memory there are none.
     """
@@ -104,15 +109,15 @@ class Errors:
         self.torch = self.against_truth(exact)
 
     def against_truth(self, fn: Callable) -> dict[str, list[float]]:
-        found = results(fn, self.make(), self.p, self.dtype)
-        return {mode: distances(found[mode], self.truth[mode]) for mode in MODES}
+        values = results(fn, self.make(), self.p, self.dtype)
+        return {mode: distances(values[mode], self.truth[mode]) for mode in MODES}
 
     def of(self, name: str, fn: Callable) -> dict[str, tuple[float, float]]:
         """{mode: (error, ratio)}; empty where there is nothing to compare."""
         if name in self.bench.yardsticks or self.bench.exact and name != "tpfuse":
             return {}
         found = self.against_truth(fn)
-        ratio = lambda ours, theirs: 0.0 if ours == 0 else ours / max(theirs, 1e-300)  # noqa: E731
+        ratio = lambda ours, theirs: 0.0 if ours == 0 else ours / max(theirs, 1e-300)
         return {mode: (max(found[mode]), max(map(ratio, found[mode], self.torch[mode]))) for mode in MODES}
 
 
@@ -120,9 +125,16 @@ class Errors:
 
 
 def measure(
-    bench: Bench, shape: Shape, dtype: str, modes: list[str], providers: list[str], card: Card, device: torch.device, seconds: float,
+    bench: Bench,
+    shape: Shape,
+    dtype: str,
+    modes: list[str],
+    providers: list[str],
+    card: Card,
+    device: torch.device,
+    seconds: float,
     say: Progress = lambda line: None,
-) -> tuple[list[dict], list[str]]:  # fmt: skip
+) -> tuple[list[dict], list[str]]:
     """-> rows with the keys COLUMNS, and a line for everything that could not be had."""
     with side_stream(device), functorch.patch(donated_buffer=False):  # so that a compiled graph can be kept
         return _measure(bench, shape, dtype, modes, providers, card, device, seconds, say)
@@ -130,7 +142,7 @@ def measure(
 
 def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say) -> tuple[list[dict], list[str]]:
     what = f"{bench.name} {'x'.join(map(str, shape))} {dtype}"
-    make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)  # noqa: E731
+    make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
     notes: list[str] = []
     fns = {name: provider(bench, name) for name in providers}
     sets = [make(0)]
@@ -146,7 +158,10 @@ def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say) 
     rows = []
     for mode in modes:
         ready, peaks, counted = {}, {}, None
-        for name, fn in {"tpfuse": bench.providers["tpfuse"], **fns}.items():  # tpfuse is counted even where it is not timed
+        for name, fn in {
+            "tpfuse": bench.providers["tpfuse"],
+            **fns,
+        }.items():  # tpfuse is counted even where it is not timed
             say(f"{what} {mode}: {name} {'warms up' if name in fns else 'is counted'}")
             with attempt(f"{what} {mode}: {name} is left out", notes):
                 call = calls(fn, sets, bench.p, mode, Random(DTYPES[dtype], device, 1))
@@ -164,7 +179,9 @@ def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say) 
             timings = interleaved(ready, len(sets), device, seconds)
             for name, timing in timings.items():
                 error, ratio = errors.get(name, {}).get(mode, (None, None))
-                times = dict(p20_us=timing.p20 * 1e6, p50_us=timing.p50 * 1e6, p80_us=timing.p80 * 1e6, timed=timing.how)
+                times = dict(
+                    p20_us=timing.p20 * 1e6, p50_us=timing.p50 * 1e6, p80_us=timing.p80 * 1e6, timed=timing.how
+                )
                 case = dict(op=bench.name, shape="x".join(map(str, shape)), dtype=dtype, mode=mode, provider=name)
                 rates = speed(counted, dtype, timing.p50, card)
                 own = details(counted if name == "tpfuse" else None, name)
@@ -188,7 +205,13 @@ def speed(counted: Counted | None, dtype: str, seconds: float, card: Card) -> di
         return dict(tflops=None, gbs=None, roofline=None, bytes=None, flops=None)
     moved, flops = counted.bytes, counted.flops
     share = card.floor(dtype, moved, flops) / seconds
-    return dict(tflops=flops / seconds / 1e12 if flops else None, gbs=moved / seconds / 1e9, roofline=share, bytes=moved, flops=flops)
+    return dict(
+        tflops=flops / seconds / 1e12 if flops else None,
+        gbs=moved / seconds / 1e9,
+        roofline=share,
+        bytes=moved,
+        flops=flops,
+    )
 
 
 def details(counted: Counted | None, name: str) -> dict:

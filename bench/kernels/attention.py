@@ -1,6 +1,7 @@
 """Causal attention with dropout on the fused qkv; B batch, S positions, H query heads, G kv heads, E width.
 
-torch takes q, k, v as views where H = G; grouped query heads lie unevenly, which makes it copy q.  "flash" is SDPA's flash backend alone.
+torch takes q, k, v as views where H = G; grouped query heads lie unevenly, which makes it copy q.  "flash" is SDPA's
+flash backend alone.
 """
 
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ def inputs(random: Random, B: int, S: int, H: int, G: int, E: int) -> tuple:
 
 
 def tpfuse(qkv, rng, p):
-    return attention(qkv.flatten(0, 1), batch=qkv.shape[1], causal=True, p=p, rng=rng).view(*qkv.shape[:2], -1, qkv.shape[-1])
+    return attention(qkv.flatten(0, 1), batch=qkv.shape[1], causal=True, p=p, rng=rng).view(
+        *qkv.shape[:2], -1, qkv.shape[-1]
+    )
 
 
 def torch(qkv, rng, p):

@@ -1,6 +1,8 @@
-"""The two CPU implementations that are not plain references, against ATen's: attention and gelu(tanh), forward and backward.
+"""The two CPU implementations that are not plain references, against ATen's: attention and gelu(tanh), forward and
+backward.
 
-python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median and quartiles of the ratio of neighbouring runs
+python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median
+                                       and quartiles of the ratio of neighbouring runs
 """
 
 import argparse
@@ -11,9 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tpfuse.kernels._attention import Options
-from tpfuse.kernels.attention import attention_bwd, attention_fwd
-from tpfuse.kernels.linear import activation_bwd, activation_fwd
+from tpfuse.kernels.attention.op import attention_bwd, attention_fwd
+from tpfuse.kernels.attention.options import Options
+from tpfuse.kernels.linear.op import activation_bwd, activation_fwd
 
 aten = torch.ops.aten
 S, B, H, E, FFN = 512, 4, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2
@@ -26,8 +28,8 @@ def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     q, k, v = qkv.view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
 
     def ours():
-        o, lse = attention_fwd(qkv, *options)
-        return o, attention_bwd(do, qkv, o, lse, *options)
+        o, lse = attention_fwd(qkv, options)
+        return o, attention_bwd(do, qkv, o, lse, options)
 
     def theirs():
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -1,4 +1,5 @@
-"""Mean cross-entropy of logits [M, V].  Liger Kernel makes the gradient in its forward, over the logits: compare whole steps with it."""
+"""Mean cross-entropy of logits [M, V].  Liger Kernel makes the gradient in its forward, over the logits: compare whole
+steps with it."""
 
 import torch.nn.functional as F
 

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 
 from bench.harness import Bench, Random, acc
-from tpfuse.kernels._philox import keep_rows, scale
-from tpfuse.kernels.dropout import dropout
+from tpfuse.kernels import dropout
+from tpfuse.kernels.runtime.philox import Mask, keep_rows, scale
 
 
 def inputs(random: Random, M: int, D: int) -> tuple:
@@ -20,7 +20,7 @@ def torch(x, rng, p):
 
 
 def exact(x, rng, p):
-    return (acc(x) * keep_rows(rng, *x.shape, p, 0, 0, 1, acc(x).dtype) * scale(p)).to(x.dtype)
+    return (acc(x) * keep_rows(Mask(rng, p), *x.shape, acc(x).dtype) * scale(p)).to(x.dtype)
 
 
 BENCH = Bench(

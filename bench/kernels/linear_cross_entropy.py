@@ -1,9 +1,10 @@
-"""Cross-entropy of x W' without the logits.  x [M, D], W [V, D].  Liger Kernel makes its gradients in forward: compare whole steps."""
+"""Cross-entropy of x W' without the logits.  x [M, D], W [V, D].  Liger Kernel makes its gradients in forward: compare
+whole steps."""
 
 import torch.nn.functional as F
 
 from bench.harness import Bench, Random, acc
-from tpfuse.kernels.linear_cross_entropy import linear_cross_entropy
+from tpfuse.kernels.cross_entropy.linear import linear_cross_entropy
 
 
 def inputs(random: Random, M: int, V: int, D: int) -> tuple:

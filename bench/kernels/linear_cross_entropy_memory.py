@@ -1,9 +1,10 @@
-"""Peak memory of linear_cross_entropy above its inputs and returned gradients, against torch's F.linear + F.cross_entropy, on CPU.
+"""Peak memory of linear_cross_entropy above its inputs and returned gradients, against torch's F.linear +
+F.cross_entropy, on CPU.
 
-python -m bench.kernels.linear_cross_entropy_memory            V = 128K, M = 4096, D = 768, bf16; at most 0.1x is the aim
+python -m bench.kernels.linear_cross_entropy_memory        V = 128K, M = 4096, D = 768, bf16; at most 0.1x is the aim
 
-Each runs forward and backward in a process of its own, of which the kernel's high-water mark of resident memory is read.  Before that a
-small call has loaded the libraries; the gradients' bytes are taken off at the end.  Linux only.
+Each runs forward and backward in a process of its own, of which the kernel's high-water mark of resident memory is
+read.  Before that a small call has loaded the libraries; the gradients' bytes are taken off at the end.  Linux only.
 """
 
 import argparse
@@ -64,7 +65,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     args = parser.parse_args()
     shape = args.rows, args.vocab, args.width, args.dtype
-    print(f"M = {args.rows}, V = {args.vocab}, D = {args.width}, {args.dtype}\n| | MB above | core seconds | loss |\n|---|---|---|---|")
+    print(
+        f"M = {args.rows}, V = {args.vocab}, D = {args.width}, {args.dtype}\n"
+        "| | MB above | core seconds | loss |\n|---|---|---|---|"
+    )
     above = {}
     for name in CALLS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -1,4 +1,5 @@
-"""gelu(x W' + b), the first half of an MLP, its pre-activation kept for backward.  "gemm" is the bare x W', as a yardstick."""
+"""gelu(x W' + b), the first half of an MLP, its pre-activation kept for backward.  "gemm" is the bare x W', as a
+yardstick."""
 
 import torch.nn.functional as F
 

@@ -1,4 +1,5 @@
-"""The kernel between two GEMMs: h' = residual + dropout(sum_r parts + bias), n' = LayerNorm(h').  torch is what one writes with R = 1."""
+"""The kernel between two GEMMs: h' = residual + dropout(sum_r parts + bias), n' = LayerNorm(h').  torch is what one
+writes with R = 1."""
 
 import torch.nn.functional as F
 

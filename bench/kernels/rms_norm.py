@@ -1,4 +1,5 @@
-"""RMSNorm over D.  Liger Kernel has one; it may write the gradient over its input's, which repeated backwards cannot have."""
+"""RMSNorm over D.  Liger Kernel has one; it may write the gradient over its input's, which repeated backwards cannot
+have."""
 
 import torch.nn.functional as F
 

@@ -1,9 +1,10 @@
-"""silu(gate) up of gate and up side by side, [M, F, 2].  Liger Kernel wants two halves and would be timed copying them: left out."""
+"""silu(gate) up of gate and up side by side, [M, F, 2].  Liger Kernel wants two halves and would be timed copying them:
+left out."""
 
 import torch.nn.functional as F
 
 from bench.harness import Bench, Random
-from tpfuse.kernels.gated import swiglu
+from tpfuse.kernels.linear.gated import swiglu
 
 
 def inputs(random: Random, M: int, N: int) -> tuple:

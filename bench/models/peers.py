@@ -1,6 +1,7 @@
-"""The same pre-norm blocks in the words of the peers: plain torch, DTensor tensor + sequence parallel, megatron-core's TP layers.
+"""The same pre-norm blocks written by others: plain torch, DTensor tensor + sequence parallel, megatron-core's layers.
 
-Each takes the *full* weights of one layer (torch's [out, in], qkv in rows q, k, v) and x batch-first, [B, S, D] (DTensor: [B, S/R, D]).
+Each takes the *full* weights of one layer (torch's [out, in], qkv in rows q, k, v) and x batch-first, [B, S, D]
+(DTensor: [B, S/R, D]).
 """
 
 import warnings
@@ -41,12 +42,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """What one writes in plain torch."""
+    """A block as one writes it in plain torch."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp, self.dropout = Attention(width, heads, attention_dropout), MLP(width), nn.Dropout(dropout)
+        self.attention, self.mlp, self.dropout = (
+            Attention(width, heads, attention_dropout),
+            MLP(width),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
@@ -103,7 +108,9 @@ def dtensor_block(block: Block, mesh: DeviceMesh) -> Block:
     return parallelize_module(block, mesh, plan)
 
 
-def megatron_block(width: int, heads: int, dropout: float, attention_dropout: float, rank: int, size: int, dtype: torch.dtype) -> Block:
+def megatron_block(
+    width: int, heads: int, dropout: float, attention_dropout: float, rank: int, size: int, dtype: torch.dtype
+) -> Block:
     """megatron-core's column- and row-parallel layers in the plain block; ImportError where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,11 +134,15 @@ def megatron_block(width: int, heads: int, dropout: float, attention_dropout: fl
             return self.inner(x)[0]
 
     def column(n: int, k: int) -> nn.Module:
-        return Drop(ColumnParallelLinear(k, n, config=config, init_method=nn.init.zeros_, bias=True, gather_output=False))
+        return Drop(
+            ColumnParallelLinear(k, n, config=config, init_method=nn.init.zeros_, bias=True, gather_output=False)
+        )
 
     def row(n: int, k: int) -> nn.Module:
         return Drop(
-            RowParallelLinear(k, n, config=config, init_method=nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=False)
+            RowParallelLinear(
+                k, n, config=config, init_method=nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=False
+            )
         )
 
     block = Block(width, heads, dropout, attention_dropout).to(dtype)
@@ -140,7 +151,7 @@ def megatron_block(width: int, heads: int, dropout: float, attention_dropout: fl
     m.fc1, m.fc2 = column(4 * width, width), row(width, 4 * width)
 
     def load(full: dict[str, Tensor]) -> None:
-        mine = lambda t, dim: t.chunk(size, dim)[rank]  # noqa: E731
+        mine = lambda t, dim: t.chunk(size, dim)[rank]
         qkv = zip(full["qkv.weight"].chunk(3), full["qkv.bias"].chunk(3), strict=True)
         for linear, (w, b) in zip((a.q, a.k, a.v), qkv, strict=True):
             linear.inner.weight.data.copy_(mine(w, 0))

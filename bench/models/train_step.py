@@ -3,9 +3,10 @@
     python -m bench.models.train_step                      fp32 and bf16, attention dropout 0 and 0.1
     python -m bench.models.train_step --dtype bf16 --rounds 40 --json bench/results/train_step.json
 
-All providers run in the same processes, on the same weights, batch and threads, one step each in turn, so that what slows the machine
-down slows all of them; a row gives the median of the *ratios* of neighbouring steps, and their quartiles.  Outputs are compared first,
-with dropout off.  "one process" is rank 0 alone with the whole model on as many threads as there are ranks.
+All providers run in the same processes, on the same weights, batch and threads, one step each in turn, so that what
+slows the machine down slows all of them; a row gives the median of the *ratios* of neighbouring steps, and their
+quartiles.  Outputs are compared first, with dropout off.  "one process" is rank 0 alone with the whole model on as
+many threads as there are ranks.
 """
 
 import argparse
@@ -26,20 +27,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
 from tpfuse import TensorParallel
-from tpfuse.kernels._philox import make_rng
 from tpfuse.kernels.norm import norm_in
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import LayerNorm, Normed, TransformerBlock
-from tpfuse.layers._module import named_specs, replicated
-
-from .peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
+from tpfuse.layers.module import named_specs, replicated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.models.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.models.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--attention-dropout", type=float, action="append", help="default: 0 and 0.1")
@@ -60,7 +62,7 @@ def arguments() -> argparse.Namespace:
 def full_weights(args, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """One layer's weights as every provider gets them."""
     gen, D = torch.Generator().manual_seed(0), args.width
-    normal = lambda *shape, std: (torch.randn(*shape, generator=gen) * std).to(dtype)  # noqa: E731
+    normal = lambda *shape, std: (torch.randn(*shape, generator=gen) * std).to(dtype)
     shapes = {"qkv": (3 * D, D), "out": (D, D), "fc1": (4 * D, D), "fc2": (D, 4 * D)}
     layers = []
     for _ in range(args.layers):
@@ -78,16 +80,28 @@ class OurStack(torch.nn.Module):
     def __init__(self, args, tp: TensorParallel, dtype: torch.dtype, attention_dropout: float, saving: str):
         super().__init__()
         self.args, self.tp, self.saving, self.count = args, tp, saving, 0
-        options = dict(tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, norm_in=False, dtype=dtype)
+        options = dict(
+            tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, norm_in=False, dtype=dtype
+        )
         self.norm_in = LayerNorm(args.width, tp=tp, dtype=dtype)
-        self.blocks = torch.nn.ModuleList(TransformerBlock(args.width, args.heads, layer=i, **options) for i in range(args.layers))
+        self.blocks = torch.nn.ModuleList(
+            TransformerBlock(args.width, args.heads, layer=i, **options) for i in range(args.layers)
+        )
 
     def load(self, layers: list[dict[str, Tensor]]) -> None:
         D, H = self.args.width, self.args.heads
-        theirs = {"attention.out": "out", "mlp.fc1": "fc1", "mlp.fc2": "fc2", "attention.qkv": "qkv", "norm_attention": "norm2"}
+        theirs = {
+            "attention.out": "out",
+            "mlp.fc1": "fc1",
+            "mlp.fc2": "fc2",
+            "attention.qkv": "qkv",
+            "norm_attention": "norm2",
+        }
         for (name, spec, tp), p in zip(named_specs(self), self.parameters(), strict=True):
             path, leaf = name.rsplit(".", 1)
-            if path == "norm_in" or path.endswith("norm_mlp"):  # the first norm of the next block, or the final one, which is 1 and 0
+            if path == "norm_in" or path.endswith(
+                "norm_mlp"
+            ):  # the first norm of the next block, or the final one, which is 1 and 0
                 at = 0 if path == "norm_in" else int(path.split(".")[1]) + 1
                 if at < len(layers):
                     p.data.copy_(layers[at][f"norm1.{leaf}"])
@@ -102,25 +116,31 @@ class OurStack(torch.nn.Module):
         self.count += 1
         rng = make_rng(1, self.count)
         weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, remake = norm_in(x, weight, bias, eps=1e-5, ranks=self.tp.row_shards)
-        normed = Normed(n, remake if self.saving == "smallest" else None)
+        h, n, recompute = norm_in(x, weight, bias, eps=1e-5, ranks=self.tp.row_shards)
+        normed = Normed(n, recompute if self.saving == "smallest" else None)
         for block in self.blocks:
             h, normed = block(h, normed, batch=self.args.batch, rng=rng)
         return normed.n  # [R, m, D], as a head would take it; its gradient comes as R parts
 
 
-def providers(args, dtype: torch.dtype, attention_dropout: float, rank: int, mesh) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
-    """name -> (module, x, dy), each in the provider's own layout; None in place of the module on ranks that only wait."""
+def providers(
+    args, dtype: torch.dtype, attention_dropout: float, rank: int, mesh
+) -> dict[str, tuple[torch.nn.Module, Tensor, Tensor]]:
+    """name -> (module, x, dy), each in the provider's own layout; no module on ranks that only wait."""
     layers = full_weights(args, dtype)
     gen, R = torch.Generator().manual_seed(1), args.tp
     x, dy = (torch.randn(args.batch, args.seq, args.width, generator=gen).to(dtype) for _ in range(2))
-    shard = lambda t, dim: t.chunk(R, dim)[rank].contiguous()  # noqa: E731
-    rows = lambda t: shard(t.transpose(0, 1).reshape(-1, args.width), 0)  # noqa: E731
+    shard = lambda t, dim: t.chunk(R, dim)[rank].contiguous()
+    rows = lambda t: shard(t.transpose(0, 1).reshape(-1, args.width), 0)
     made = {}
     for saving in ("fastest", "smallest"):
         stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving)
         stack.load(layers)
-        made[f"tpfuse {saving}"] = stack, rows(x), torch.stack([rows(dy), *(torch.zeros_like(rows(dy)) for _ in range(R - 1))])
+        made[f"tpfuse {saving}"] = (
+            stack,
+            rows(x),
+            torch.stack([rows(dy), *(torch.zeros_like(rows(dy)) for _ in range(R - 1))]),
+        )
 
     def plain(wrap: Callable = lambda block: block, wrap_norm: Callable = lambda norm: norm) -> Stack:
         blocks = [Block(args.width, args.heads, args.dropout, attention_dropout).to(dtype) for _ in layers]
@@ -128,9 +148,15 @@ def providers(args, dtype: torch.dtype, attention_dropout: float, rank: int, mes
             block.load(layer)
         return Stack([wrap(block) for block in blocks], wrap_norm(torch.nn.LayerNorm(args.width).to(dtype)))
 
-    made["DTensor TP+SP"] = plain(lambda b: dtensor_block(b, mesh), lambda n: dtensor_norm(n, mesh)), shard(x, 1), shard(dy, 1)
+    made["DTensor TP+SP"] = (
+        plain(lambda b: dtensor_block(b, mesh), lambda n: dtensor_norm(n, mesh)),
+        shard(x, 1),
+        shard(dy, 1),
+    )
     try:
-        blocks = [megatron_block(args.width, args.heads, args.dropout, attention_dropout, rank, R, dtype) for _ in layers]
+        blocks = [
+            megatron_block(args.width, args.heads, args.dropout, attention_dropout, rank, R, dtype) for _ in layers
+        ]
         for block, layer in zip(blocks, layers, strict=True):
             block.load(layer)
         made["megatron-core TP"] = Stack(blocks, torch.nn.LayerNorm(args.width).to(dtype)), x.clone(), dy
@@ -163,7 +189,7 @@ def step(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) ->
 
 def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
     """Bytes kept for backward, each storage once, parameters not counted."""
-    plain = lambda t: t.to_local() if hasattr(t, "to_local") else t  # noqa: E731
+    plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
     ignore = {plain(p).untyped_storage().data_ptr() for p in module.parameters()}
     seen: dict[int, int] = {}
 
@@ -181,7 +207,10 @@ def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
 
 
 def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) -> float:
-    """MiB by which the largest rank's resident memory grows during a step, gradients included; nan where /proc does not tell."""
+    """Returns the MiB by which the largest rank's resident memory grows during a step, gradients included.
+
+    nan where /proc does not tell.
+    """
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed goes back, or it would be used unseen
@@ -253,7 +282,9 @@ def run(rank: int, args, port: int, results) -> None:
     dist.destroy_process_group()
 
 
-def summary(args, dtype: str, attention_dropout: float, times: dict, saved: dict, peak: dict, error: dict) -> list[dict]:
+def summary(
+    args, dtype: str, attention_dropout: float, times: dict, saved: dict, peak: dict, error: dict
+) -> list[dict]:
     sbh = args.seq * args.batch * args.width * args.layers
     rows = []
     for name, seconds in times.items():
@@ -291,8 +322,8 @@ def table(result: dict) -> str:
     for r in result["rows"]:
         low, mid, high = r["speed"]
         lines.append(
-            f"| {r['dtype']} | {r['attention_dropout']} | {r['provider']} | {mid:.2f} ({low:.2f} to {high:.2f}) | {r['seconds']:.3f} "
-            f"| {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
+            f"| {r['dtype']} | {r['attention_dropout']} | {r['provider']} | {mid:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {r['seconds']:.3f} | {r['saved_sbh']:.2f} | {r['peak_rss_mib']:.0f} | {r['max_error']:.1e} |"
         )
     return "\n".join(lines)
 

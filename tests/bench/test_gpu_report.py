@@ -1,4 +1,4 @@
-"""The report on a GPU, rehearsed on a CPU: every part runs, nothing is kept, and the README is made from what a report holds."""
+"""The report on a GPU, rehearsed on a CPU: every part runs, nothing is kept, and tables are made from a report."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from bench import gpu_report, readme
+from bench import documents, gpu_report, measured
 from bench.harness.bench import discover
 from bench.harness.roofline import Card
 
@@ -35,7 +35,11 @@ def test_tests_are_counted(tmp_path):
 
 
 def test_tests_that_take_too_long_are_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report.threading, "Timer", lambda seconds, kill: type("Now", (), dict(start=staticmethod(kill), cancel=int))())
+    monkeypatch.setattr(
+        gpu_report.threading,
+        "Timer",
+        lambda seconds, kill: type("Now", (), dict(start=staticmethod(kill), cancel=int))(),
+    )
     found, notes = gpu_report.run_tests(plan_with(tmp_path, 600), time.monotonic() + 60)
     assert notes == ["tests: not all of them ended in time"] and found["failed"] == 0
 
@@ -43,7 +47,7 @@ def test_tests_that_take_too_long_are_ended(tmp_path, monkeypatch):
 def test_a_rehearsal(tmp_path, monkeypatch, capsys):
     plan = plan_with(tmp_path, 0)
     monkeypatch.setattr(gpu_report, "tiny", lambda: plan)
-    monkeypatch.setattr(readme, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path / "results")
     assert gpu_report.main(["--device", "cpu", "--out", str(tmp_path / "out")]) == 1  # for a test failed
     made = json.loads((tmp_path / "out/rehearsal.json").read_text())
     assert made["dry_run"] is True and not (tmp_path / "results").exists()
@@ -67,16 +71,29 @@ def test_no_time_left_is_said():
         [],
         ["layer_norm 16x32: no time left", "reduce_bias_dropout_add_norm 2x8x32: no time left"],
     )
-    assert gpu_report.run_layers(plan, past, card, CPU) == ([], [f"{layer.name}: no time left" for layer in plan.layers])
+    assert gpu_report.run_layers(plan, past, card, CPU) == (
+        [],
+        [f"{layer.name}: no time left" for layer in plan.layers],
+    )
 
 
 def test_the_full_plan_sees_every_op_first():
     plan = gpu_report.full()
     assert {bench.name for bench, _ in plan.cases[: len(discover())]} == set(discover())
-    assert sum(len(bench.shapes) for bench in {bench.name: bench for bench, _ in plan.cases}.values()) == len(plan.cases)
+    assert sum(len(bench.shapes) for bench in {bench.name: bench for bench, _ in plan.cases}.values()) == len(
+        plan.cases
+    )
     assert plan.seconds <= 540 and max(plan.shares.values()) < 1
     bert, gpt = plan.layers
-    assert (bert.B, bert.S, bert.width, bert.dropout, gpt.width, gpt.heads, gpt.S) == (8, 512, 1024, 0.1, 2560, 32, 2048)
+    assert (bert.B, bert.S, bert.width, bert.dropout, gpt.width, gpt.heads, gpt.S) == (
+        8,
+        512,
+        1024,
+        0.1,
+        2560,
+        32,
+        2048,
+    )
     assert bert.flops == pytest.approx(335.007e9, rel=1e-3)
 
 
@@ -87,12 +104,23 @@ def test_it_needs_a_gpu(monkeypatch, tmp_path, capsys):
     assert error.count("\n") == 1 and "sees no GPU" in error and not (tmp_path / "out").exists()
 
 
-# ---- the README ----
+# ---- the tables ----
 
 
 def row(op, shape, mode, provider, p50, **others):
     return (
-        dict(op=op, shape=shape, mode=mode, provider=provider, p50_us=p50, gbs=900.0, roofline=0.9, error_ratio=1.0, peak_mib=1.0) | others
+        dict(
+            op=op,
+            shape=shape,
+            mode=mode,
+            provider=provider,
+            p50_us=p50,
+            gbs=900.0,
+            roofline=0.9,
+            error_ratio=1.0,
+            peak_mib=1.0,
+        )
+        | others
     )
 
 
@@ -122,7 +150,7 @@ REPORT = dict(
 
 
 def test_figures_come_from_the_report():
-    text = readme.summary([REPORT])
+    text = measured.summary([REPORT])
     cells = [line.split(" | ")[1].rstrip(" |") for line in text.splitlines()[2:]]
     assert cells == [
         "88 % to 91 % / 80 %",
@@ -134,39 +162,42 @@ def test_figures_come_from_the_report():
         "560 TFLOP/s, 70 % of the measured matrix rate",
         "18 us",
     ]
-    assert "| reduce_bias_dropout_add_norm | NVIDIA Pretend | 1x8192x4096 | fwd | 40.0 | 910 | 90 % | 2.50 |  | 1.00 |" in readme.ops(
-        [REPORT]
+    assert (
+        "| reduce_bias_dropout_add_norm | NVIDIA Pretend | 1x8192x4096 | fwd | 40.0 | 910 | 90 % | 2.50 |  | 1.00 |"
+        in measured.ops([REPORT])
     )
-    assert "| BERT-large layer | NVIDIA Pretend | compile | 1.20 | 0.90 |" in readme.layers([REPORT])
+    assert "| BERT-large layer | NVIDIA Pretend | compile | 1.20 | 0.90 |" in measured.layers([REPORT])
 
 
 def test_what_no_report_holds_is_not_measured_yet():
-    lines = readme.section([]).splitlines()
-    assert sum(line.endswith("| not measured yet |") for line in lines) == len(readme.FIGURES)
+    lines = measured.gpu([]).splitlines()
+    assert sum(line.endswith("| not measured yet |") for line in lines) == len(measured.FIGURES)
     assert f"Ops not measured yet: {', '.join(discover())}." in lines
-    assert "Ops not measured yet: attention," in readme.ops([REPORT])
+    assert "Ops not measured yet: attention," in measured.ops([REPORT])
 
 
 def test_rehearsals_and_other_results_are_no_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
     for name, content in dict(a=REPORT, b=REPORT | dict(dry_run=True), c=dict(rows=[])).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert readme.reports() == [REPORT]
+    assert measured.reports() == [REPORT]
 
 
-def test_only_what_lies_between_the_markers_changes(tmp_path, monkeypatch):
-    path = tmp_path / "README.md"
-    path.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    monkeypatch.setattr(readme, "README", path)
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert gpu_report.main(["--readme"]) == 0
+def test_only_what_lies_between_the_markers_changes(tmp_path):
+    path, (begin, end) = tmp_path / "page.md", documents.markers("bench.some", "gpu")
+    path.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    documents.write(path, "bench.some", {"gpu": measured.gpu([])})
     made = path.read_text()
-    assert made == f"before\n{readme.section([])}\nafter\n" and "old" not in made
-    with pytest.raises(ValueError, match="the README needs the lines"):
-        readme.replaced("no markers", "")
+    assert made == f"before\n{begin}\n\n{measured.gpu([])}\n\n{end}\nafter\n" and "old" not in made
+    documents.write(path, "bench.some", {"gpu": measured.gpu([])})
+    assert path.read_text() == made
+    for broken in ("no markers", begin, end):
+        with pytest.raises(ValueError, match="a document needs the lines"):
+            documents.replaced(broken, "bench.some", "gpu", "")
 
 
-def test_the_readme_is_what_the_reports_say():
-    """After a report: python -m bench.gpu_report --readme"""
-    text = readme.README.read_text()
-    assert readme.replaced(text, readme.section(readme.reports())) == text
+@pytest.mark.parametrize("part", measured.parts())
+def test_the_tables_are_what_the_results_say(part):
+    """After a new result: python -m bench.measured"""
+    text = measured.PAGE.read_text()
+    assert documents.replaced(text, measured.COMMAND, part, measured.parts()[part]) == text

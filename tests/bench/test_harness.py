@@ -11,8 +11,10 @@ from bench.harness.count import Call, Counted, Kernel, _Watched, count
 from bench.harness.measure import interleaved, peak_bytes, quantiles, sets_needed
 from bench.harness.roofline import Card, measure_card
 from bench.harness.run import COLUMNS, Errors, available, calls, measure, speed
-from tpfuse.kernels._op import Cost
-from tpfuse.kernels.norm import norm_bwd, norm_fwd
+from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.verbs import NORM
+from tpfuse.kernels.runtime.op import Cost
+from tpfuse.kernels.runtime.philox import Mask
 
 CPU = torch.device("cpu")
 CARD = Card("a card", 1000.0, {"bf16": 100.0, "fp32": 10.0})
@@ -31,9 +33,11 @@ def test_counted_bytes_are_the_declared_costs():
     with count() as counted:
         y = LAYER_NORM.providers["tpfuse"](x, weight, bias)
         torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
-    made = norm_fwd(x, weight, bias, 1e-5, False, x.dtype)
-    back = torch.ones(1, 8, 16), None, x, made[1], made[2], weight, True, False
-    costs = norm_fwd.cost((x, weight, bias, 1e-5, False, x.dtype), made), norm_bwd.cost(back, norm_bwd(*back))
+    args = x[None], Add(), Norm(weight, bias, 1e-5), Mask(), ALONE
+    made = NORM.fwd(*args)
+    saved, wanted = Saved(x, made[2], made[3], weight, "layer"), Wanted(False, True, None, x.dtype)
+    back = torch.ones(1, 8, 16), None, saved, Mask(), ALONE, wanted
+    costs = NORM.fwd.cost(args, made), NORM.bwd.cost(back, NORM.bwd(*back))
     assert [call.op for call in counted.calls] == ["norm_fwd", "norm_bwd"]
     assert counted.bytes == sum(cost.read + cost.written for cost in costs) > 0
     assert counted.flops == sum(cost.flops for cost in costs)
@@ -100,7 +104,9 @@ def test_the_floor_is_the_larger_of_two_times():
 
 def test_rates_count_the_useful_work():
     counted = Counted([Call("norm_fwd", Cost(3 * 10**9, 10**9, 10**11), [], "cpu")])
-    assert speed(counted, "bf16", 0.01, CARD) == pytest.approx(dict(tflops=10.0, gbs=400.0, roofline=0.4, bytes=4 * 10**9, flops=10**11))
+    assert speed(counted, "bf16", 0.01, CARD) == pytest.approx(
+        dict(tflops=10.0, gbs=400.0, roofline=0.4, bytes=4 * 10**9, flops=10**11)
+    )
     assert set(speed(None, "bf16", 0.01, CARD).values()) == {None}
 
 
@@ -153,7 +159,9 @@ def fails(*_):
 def test_a_provider_that_fails_costs_the_others_nothing():
     bench = dataclasses.replace(LAYER_NORM, providers=LAYER_NORM.providers | dict(broken=fails))
     rows, notes = measure(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"], CARD, CPU, 0.0)
-    assert [(row["mode"], row["provider"]) for row in rows] == [(m, p) for m in ("fwd", "bwd") for p in ("tpfuse", "torch")]
+    assert [(row["mode"], row["provider"]) for row in rows] == [
+        (m, p) for m in ("fwd", "bwd") for p in ("tpfuse", "torch")
+    ]
     assert "layer_norm 4x8 fp32 fwd: broken is left out: no such kernel" in notes
     assert all(set(row) == {*COLUMNS, "bytes", "flops"} for row in rows)
 
@@ -220,8 +228,13 @@ class Device:
                 device.capturing, self.graph.seconds = False, device.now - self.start
                 device.now = self.start
 
-        fakes = dict(Event=Event, CUDAGraph=Graph, graph=Capture, synchronize=lambda *_: None, current_stream=lambda: None)
-        fakes |= dict(_sleep=lambda ticks: self.log.append("wait"), get_device_properties=lambda _: SimpleNamespace(L2_cache_size=1 << 20))
+        fakes = dict(
+            Event=Event, CUDAGraph=Graph, graph=Capture, synchronize=lambda *_: None, current_stream=lambda: None
+        )
+        fakes |= dict(
+            _sleep=lambda ticks: self.log.append("wait"),
+            get_device_properties=lambda _: SimpleNamespace(L2_cache_size=1 << 20),
+        )
         for name, fake in fakes.items():
             monkeypatch.setattr(f"torch.cuda.{name}", fake)
 
@@ -268,7 +281,9 @@ def test_on_a_gpu(tmp_path):
     """The card's ceilings, graphs, registers and memory are there."""
     bench, device = load("reduce_bias_dropout_add_norm"), torch.device("cuda")
     card = measure_card(device, {"bf16": torch.bfloat16}, copy_mib=256, side=2048)
-    rows, notes = measure(bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"], card, device, 0.05)
+    rows, notes = measure(
+        bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"], card, device, 0.05
+    )
     assert notes == [] and len(rows) == 6 and {row["timed"] for row in rows if row["mode"] != "step"} == {"graph"}
     for row in rows:
         assert row["p50_us"] > 0 and row["peak_mib"] > 0 and row["roofline"] < 2

@@ -23,19 +23,43 @@ def test_the_list(capsys):
     out = capsys.readouterr().out
     for name in discover():
         assert f"{name}  {'x'.join(load(name).axes)}" in out
-    assert "8192x4096" in out and "tpfuse, torch, compile, liger" in out and set(discover()) >= {"layer_norm", "attention", "linear"}
+    assert (
+        "8192x4096" in out
+        and "tpfuse, torch, compile, liger" in out
+        and set(discover()) >= {"layer_norm", "attention", "linear"}
+    )
     assert "cpu" not in discover()  # a file without a BENCH
 
 
 def test_a_run_end_to_end(tmp_path, capsys, small_card):
     pytest.importorskip("matplotlib")
-    files = ["--csv", str(tmp_path / "rows.csv"), "--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plots")]
-    options = ["--dtype", "bf16", "--mode", "fwd,bwd", "--providers", "tpfuse,torch,liger", "--device", "cpu", "--seconds", "0"]
+    files = [
+        "--csv",
+        str(tmp_path / "rows.csv"),
+        "--json",
+        str(tmp_path / "rows.json"),
+        "--plot",
+        str(tmp_path / "plots"),
+    ]
+    options = [
+        "--dtype",
+        "bf16",
+        "--mode",
+        "fwd,bwd",
+        "--providers",
+        "tpfuse,torch,liger",
+        "--device",
+        "cpu",
+        "--seconds",
+        "0",
+    ]
     assert main(["layer_norm", "rms_norm", "--shape", "8x32,4x48", *options, *files]) == 0
     printed = capsys.readouterr()
     made = json.loads((tmp_path / "rows.json").read_text())
     rows = made["rows"]
-    assert len(rows) == 2 * 2 * 2 * 2 and made["card"]["copy_gbs"] > 0 and set(made["card"]["matrix_tflops"]) == {"bf16"}
+    assert (
+        len(rows) == 2 * 2 * 2 * 2 and made["card"]["copy_gbs"] > 0 and set(made["card"]["matrix_tflops"]) == {"bf16"}
+    )
     assert {(r["op"], r["shape"], r["dtype"], r["mode"], r["provider"]) for r in rows} == {
         (op, shape, "bf16", mode, provider)
         for op in ("layer_norm", "rms_norm")
@@ -68,11 +92,23 @@ def test_without_matplotlib_plots_are_left_out(monkeypatch, tmp_path, capsys):
 
 WRONG = {
     "an op": (["layer_nrom"], "there is no op 'layer_nrom'; there are attention, "),
-    "a provider": (["layer_norm", "--providers", "tpfuse,apex"], "there is no provider 'apex'; there are compile, liger, torch, tpfuse"),
-    "a word for a shape": (["layer_norm", "--shape", "8192*4096"], "a shape is MxD, 2 positive integers joined by x, such as 2048x768"),
+    "a provider": (
+        ["layer_norm", "--providers", "tpfuse,apex"],
+        "there is no provider 'apex'; there are compile, liger, torch, tpfuse",
+    ),
+    "a word for a shape": (
+        ["layer_norm", "--shape", "8192*4096"],
+        "a shape is MxD, 2 positive integers joined by x, such as 2048x768",
+    ),
     "a dimension": (["attention", "--shape", "8x512"], "a shape is BxSxHxGxE, 5 positive integers joined by x"),
-    "a size of 0": (["layer_norm", "--shape", "0x4096"], "2 positive integers joined by x, such as 2048x768; got '0x4096'"),
-    "heads": (["attention", "--shape", "1x8x6x4x8", "--providers", "torch"], "H = 6 query heads are not divisible by G = 4 kv heads"),
+    "a size of 0": (
+        ["layer_norm", "--shape", "0x4096"],
+        "2 positive integers joined by x, such as 2048x768; got '0x4096'",
+    ),
+    "heads": (
+        ["attention", "--shape", "1x8x6x4x8", "--providers", "torch"],
+        "H = 6 query heads are not divisible by G = 4 kv heads",
+    ),
     "a dtype": (["layer_norm", "--dtype", "fp8"], "there is no dtype 'fp8'; there are bf16, fp16, fp32"),
     "a mode": (["layer_norm", "--mode", "train"], "there is no mode 'train'; there are bwd, fwd, step"),
 }
@@ -96,4 +132,6 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     out = capsys.readouterr().out
-    assert stop.value.code == 0 and all(option in out for option in ("--shape", "--providers", "--csv", "--plot", "8192x4096", "roofline"))
+    assert stop.value.code == 0 and all(
+        option in out for option in ("--shape", "--providers", "--csv", "--plot", "8192x4096", "roofline")
+    )

@@ -10,7 +10,7 @@ import torch
 
 from bench import tune
 from bench.harness.measure import Timing
-from tpfuse.kernels import _tuning
+from tpfuse.kernels.runtime import tuning as _tuning
 
 BF16 = torch.bfloat16
 
@@ -65,7 +65,9 @@ def test_a_sweep_climbs_passes_over_what_is_wrong_and_stops():
 
 
 def test_a_default_that_is_best_stays():
-    assert tune.sweep(dict(A=256), lambda p: True, lambda field: {i: timing(1 + i) for i in range(len(field))}) == dict(A=256)
+    assert tune.sweep(dict(A=256), lambda p: True, lambda field: {i: timing(1 + i) for i in range(len(field))}) == dict(
+        A=256
+    )
     assert tune.sweep(dict(A=256), lambda p: False, None) == dict(A=256)  # nothing right: nothing is timed
 
 
@@ -104,7 +106,9 @@ def test_what_launchers_ask_is_heard(launcher):
 
 def test_a_trial_runs_under_its_parameters(launcher):
     calls = dict(call=lambda i: launcher.launch(8), results=lambda: (launcher.launch(8), [0.1])[1])
-    trial = tune.Trial(ask(), **calls, allowed=[0.2], table={}, sets=1, device=torch.device("cpu"), seconds=0.0, say=print)
+    trial = tune.Trial(
+        ask(), **calls, allowed=[0.2], table={}, sets=1, device=torch.device("cpu"), seconds=0.0, say=print
+    )
     assert trial.right(dict(A=256, num_warps=4)) and launcher.given == [dict(A=256, num_warps=4)]
     timings = trial.time([dict(A=128, num_warps=4), dict(A=64, num_warps=8)])
     assert launcher.given[-2:] == [dict(A=128, num_warps=4), dict(A=64, num_warps=8)] and set(timings) == {0, 1}
@@ -135,7 +139,7 @@ def test_an_op_is_tuned_end_to_end(launcher, monkeypatch):
         return plain(x, weight, bias)
 
     bench = dataclasses.replace(bench, providers=bench.providers | dict(tpfuse=provider))
-    clock = lambda self, field: {i: timing(1 if p["A"] == 256 else 2) for i, p in enumerate(field)}  # noqa: E731
+    clock = lambda self, field: {i: timing(1 if p["A"] == 256 else 2) for i, p in enumerate(field)}
     monkeypatch.setattr(tune.Trial, "time", clock)
     table = tune.tune(bench, (8, 8), "fp32", {"sm_80": {}}, torch.device("cpu"), 0.0)
     assert table == {"sm_80": {}, "sm_90": {"k": {"bf16 8x8": {"A": 256}}}}

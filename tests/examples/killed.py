@@ -1,4 +1,5 @@
-"""Runs an example in this process and ends it with SIGKILL at an exact point:  killed.py WHERE COUNT script.py arguments ...
+"""Runs an example in this process and ends it with SIGKILL at an exact point:  killed.py WHERE COUNT script.py
+arguments ...
 
 WHERE, in the COUNT-th step or the COUNT-th save:
     step    gradients are there, the optimizer has not run

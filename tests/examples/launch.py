@@ -1,13 +1,22 @@
-"""Runs the examples as a user does: real processes under torchrun, or plain python."""
+"""Runs the examples as a user does, in real processes under torchrun or plain python.
 
+``forked`` processes start at once (tests/forking.py) and torchrun runs in one of them, with its own options for it
+(--run-path, --start-method); without it the command is exactly a user's, and every process imports torch for itself.
+"""
+
+import contextlib
 import importlib
 import os
+import runpy
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.forking import START_METHOD, forking
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -23,28 +32,75 @@ def example(name: str):
         sys.path.remove(str(EXAMPLES))
 
 
-def command(script: str, *args, procs: int = 1, killed: tuple | None = None) -> list[str]:
-    """``procs`` 0 is plain python; ``killed`` (where, count): see killed.py."""
-    target = [str(EXAMPLES / script), *map(str, args)]
-    if killed:
-        target = [str(KILLED), *map(str, killed), *target]
-    if not procs:
-        return [sys.executable, *target]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    return [sys.executable, "-m", "torch.distributed.run", "--master-port", str(port), "--nproc-per-node", str(procs), *target]
+def arguments(script: str, *args, killed: tuple | None = None) -> list[str]:
+    """The script and its arguments; ``killed`` (where, count): see killed.py."""
+    before = (KILLED, *killed) if killed else ()
+    return [*map(str, before), str(EXAMPLES / script), *map(str, args)]
+
+
+def torchrun(procs: int) -> list[str]:
+    return ["--standalone", "--nproc-per-node", str(procs)]
 
 
 def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return env | dict(
-        OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", MPLCONFIGDIR="/tmp/matplotlib"
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=str(ROOT),
+        CUDA_VISIBLE_DEVICES="",
+        HF_HUB_OFFLINE="1",
+        MPLCONFIGDIR="/tmp/matplotlib",
     )
 
 
-def run(script: str, *args, timeout: float = 300, **how) -> subprocess.CompletedProcess:
-    return subprocess.run(command(script, *args, **how), env=environment(), capture_output=True, text=True, timeout=timeout)
+def _main(target: list[str], procs: int, env: dict[str, str], out: str, err: str) -> None:
+    """In the forked process: what ``python target`` does, or ``torchrun target``."""
+    os.setsid()
+    for path, descriptor in (out, 1), (err, 2):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path.insert(0, str(EXAMPLES))
+    if procs:
+        from torch.distributed.run import main
+
+        method = "fork" if START_METHOD == "forkserver" else START_METHOD
+        main([*torchrun(procs), "--run-path", "--start-method", method, *target])
+    else:
+        sys.argv = target
+        runpy.run_path(target[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def _started(target: list[str], procs: int, out: Path, err: Path) -> Iterator:
+    """The forked process; it and all that it started are gone afterwards."""
+    process = forking().Process(target=_main, args=(target, procs, environment(), str(out), str(err)))
+    process.start()
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def run(
+    script: str, *args, procs: int = 1, killed: tuple | None = None, forked: bool = True, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """``procs`` 0 is plain python."""
+    target = arguments(script, *args, killed=killed)
+    if not forked:
+        command = [sys.executable, *(("-m", "torch.distributed.run", *torchrun(procs)) if procs else ()), *target]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        with _started(target, procs, out, err) as process:
+            process.join(timeout)
+            code = process.exitcode
+        assert code is not None, f"not done in {timeout} s: {out.read_text()}{err.read_text()}"
+        return subprocess.CompletedProcess(target, code, out.read_text(), err.read_text())
 
 
 def ok(script: str, *args, **how) -> str:
@@ -54,23 +110,15 @@ def ok(script: str, *args, **how) -> str:
     return done.stdout
 
 
-def interrupted(script: str, *args, when, number: signal.Signals, timeout: float = 300, **how) -> tuple[int, str]:
+def interrupted(script: str, *args, procs: int, when, number: signal.Signals, timeout: float = 300) -> tuple[int, str]:
     """Starts it, sends the launcher a signal once ``when()`` holds -> (exit code, stdout and stderr)."""
-    process = subprocess.Popen(
-        command(script, *args, **how),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + timeout
-        while not when():
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-            time.sleep(0.01)
-        process.send_signal(number)
-        return process.wait(timeout), process.communicate()[0]
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        with _started(arguments(script, *args), procs, out, out) as process:
+            deadline = time.monotonic() + timeout
+            while not when():
+                assert process.is_alive() and time.monotonic() < deadline, out.read_text()
+                time.sleep(0.01)
+            os.kill(process.pid, number)
+            process.join(timeout)
+            return process.exitcode, out.read_text()

@@ -1,4 +1,5 @@
-"""The generating example: text as it comes, stop strings over token borders, every split alike, and errors in one line."""
+"""The generating example: text as it comes, stop strings over token borders, every split alike, and errors in one
+line."""
 
 import re
 
@@ -19,17 +20,25 @@ def trained(tmp_path_factory):
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64
+    )
     sizes |= dict(max_position_embeddings=64, initializer_range=0.5, bos_token_id=None, pad_token_id=None)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(["the quick brown fox and the lazy dog; the end, the fox"] * 3, trainer)
     plain, words = tmp_path_factory.mktemp("bytes"), tmp_path_factory.mktemp("words")
-    small = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
+    small = transformers.GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5
+    )
     transformers.GPT2LMHeadModel(small).save_pretrained(plain)
     vocab = tokenizer.get_vocab_size()
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, eos_token_id=7, **sizes)).save_pretrained(words)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, eos_token_id=7, **sizes)).save_pretrained(
+        words
+    )
     tokenizer.save(str(words / "tokenizer.json"))
     return plain, words
 
@@ -54,16 +63,22 @@ def test_every_split_gives_one_text_and_greedily_transformers(trained, capsys, m
     one = said(capsys, monkeypatch, "--model", trained[1], "--max-new-tokens", 8, *SAMPLED, *prompts)
     split = ok(SCRIPT, "--model", trained[1], "--max-new-tokens", 8, *SAMPLED, *prompts, procs=procs)
     assert texts(split) == texts(one) and len(texts(one)) == 2
-    assert f"llama, tp={procs} on cpu, torch.float32" in split and re.search(r"\d+ tokens in \d+\.\d+ s: \d+\.\d tokens/s", split)
+    assert f"llama, tp={procs} on cpu, torch.float32" in split and re.search(
+        r"\d+ tokens in \d+\.\d+ s: \d+\.\d tokens/s", split
+    )
     greedy = said(capsys, monkeypatch, "--model", trained[1], "--max-new-tokens", 8, prompts[0])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(trained[1])
     codec = generate.codec(trained[1], 300, {})
-    ids = theirs.generate(torch.tensor([codec.encode(prompts[0])]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    ids = theirs.generate(torch.tensor([codec.encode(prompts[0])]), max_new_tokens=8, do_sample=False, pad_token_id=0)[
+        0
+    ].tolist()
     assert texts(greedy) == [codec.decode([i for i in ids if i not in codec.ends])] != [prompts[0]]
 
 
 def test_compare(trained, capsys, monkeypatch):
-    out = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 6, "--compare", "--runs", 2, "def ", "class X")
+    out = said(
+        capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 6, "--compare", "--runs", 2, "def ", "class X"
+    )
     for name in ("tpfuse", "transformers"):
         assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s", out)
     assert re.search(r"ratio +\d+\.\d\d \(.*\); the tokens are the same", out)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernels._op import Op
-from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.runtime.op import Op, flatten
+from tpfuse.kernels.runtime.philox import make_rng
 
 RNG = make_rng(seed=1, step=3, first_sample=2)
 
@@ -15,7 +15,8 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def run(fn, inputs, non_contiguous: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Differentiable outputs of ``fn``, and the gradients of its differentiable inputs for fixed random output gradients."""
+    """Differentiable outputs of ``fn``, and the gradients of its differentiable inputs for fixed random output
+    gradients."""
     outputs = fn(*inputs)
     outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y.requires_grad]
     random = torch.Generator().manual_seed(1)
@@ -46,13 +47,19 @@ def assert_accurate(fn, oracle, *inputs, dtype: torch.dtype, keep: tuple[int, ..
 
 
 def assert_autocast(fn, oracle, *inputs: Tensor, size: int) -> None:
-    """Under autocast: output bf16, gradients fp32, values by the rule above, and nothing fp32 of ``size`` elements saved."""
+    """Under autocast: output bf16, gradients fp32, values by the rule above, and nothing fp32 of ``size`` elements
+    saved."""
     saved = []
     inputs = [x.detach().bfloat16().float().requires_grad_() for x in inputs]
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
         outputs, grads = run(fn, inputs)
     assert {y.dtype for y in outputs} == {torch.bfloat16} and {g.dtype for g in grads} == {torch.float32}
-    assert any(t.numel() >= size for t in saved) and not [t.shape for t in saved if t.dtype == torch.float32 and t.numel() >= size]
+    assert any(t.numel() >= size for t in saved) and not [
+        t.shape for t in saved if t.dtype == torch.float32 and t.numel() >= size
+    ]
 
     def under_autocast(*xs):
         with torch.autocast("cpu", torch.bfloat16):
@@ -62,7 +69,8 @@ def assert_autocast(fn, oracle, *inputs: Tensor, size: int) -> None:
 
 
 def assert_compiles(fn, *inputs, backend: str = "aot_eager") -> None:
-    """``torch.compile(fullgraph=True)``, forward and backward: bitwise the eager result (to rounding where inductor fuses)."""
+    """``torch.compile(fullgraph=True)``, forward and backward: bitwise the eager result (to rounding where inductor
+    fuses)."""
     torch._dynamo.reset()
     rtol = 0 if backend == "aot_eager" else 1e-6
     compiled = torch.compile(fn, fullgraph=True, backend=backend)
@@ -79,7 +87,7 @@ def opcheck(samples: list[tuple[Op, tuple]]):
 
     @pytest.mark.parametrize("op, args", samples, ids=[op.name for op, _ in samples])
     def test_opcheck(op, args):
-        torch.library.opcheck(op.overload, args)
+        torch.library.opcheck(op.overload, tuple(flatten(args)))
 
     return test_opcheck
 

@@ -1,7 +1,7 @@
 """Counts what a kernel moves while Triton's interpreter runs it: the distinct bytes that each launch loads and stores.
 
-An element that a launch reads again comes from a cache, one that a later launch reads comes from memory: so an address counts
-once a launch.  That is what an op declares as its cost (tpfuse/kernels/_op.py).
+An element that a launch reads again comes from a cache, one that a later launch reads comes from memory: so an
+address counts once a launch.  That is what an op declares as its cost (tpfuse/kernels/runtime/op.py).
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 from triton.runtime import interpreter
 
-from tpfuse.kernels import _launch
-from tpfuse.kernels._op import Op
+from tpfuse.kernels.runtime import launch as _launch
+from tpfuse.kernels.runtime.op import Op
 
 
 @dataclass
@@ -34,7 +34,9 @@ class _Recorder:
         return getattr(self.native, name)
 
     def _note(self, kind, pointers, mask, itemsize):
-        at = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))[np.broadcast_to(mask, pointers.shape)]
+        at = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))[
+            np.broadcast_to(mask, pointers.shape)
+        ]
         self.addresses[kind].append((at, itemsize))
 
     def load(self, pointers, mask, other, dtype):
@@ -62,8 +64,8 @@ def count_bytes() -> Iterator[Moved]:
     """``with count_bytes() as moved: launcher(...)``"""
     recorder, start = _Recorder(interpreter._interpreter), _launch._start
 
-    def counted(*args):
-        start(*args)
+    def counted(*args, **call):
+        start(*args, **call)
         recorder.end_launch()
 
     with mock.patch.object(interpreter, "_interpreter", recorder), mock.patch.object(_launch, "_start", counted):

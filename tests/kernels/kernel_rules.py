@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from tpfuse.kernels import _fused_norm, _fused_norm_bwd
-from tpfuse.kernels._op import Op
+from tpfuse.kernels.norm import triton_backward, triton_forward
+from tpfuse.kernels.runtime.op import Op, tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def narrow(monkeypatch, wide: bool) -> None:
-    """``wide``: rows of more than 64 columns take the way of wide rows, which at their true widths costs seconds here."""
+    """``wide``: rows of more than 64 columns take the path of wide rows, which at their true widths costs seconds."""
     if wide:
-        monkeypatch.setattr(_fused_norm, "FWD_ROW", 64)
-        monkeypatch.setattr(_fused_norm_bwd, "BWD_ROW", 64)
+        monkeypatch.setattr(triton_forward, "FWD_ROW", 64)
+        monkeypatch.setattr(triton_backward, "BWD_ROW", 64)
 
 
 def like(x: Tensor) -> Tensor:
@@ -21,7 +21,8 @@ def like(x: Tensor) -> Tensor:
 
 
 def far_apart(x: Tensor, stride: int) -> Tensor:
-    """x with ``stride`` elements and a few from one index of dimension 0 to the next, in memory that is never touched between."""
+    """x with ``stride`` elements and a few from one index of dimension 0 to the next, in memory that is never touched
+    between."""
     far = torch.empty(x.shape[0] * (stride + x[0].numel()), dtype=x.dtype, device=x.device)
     return far.as_strided(x.shape, (stride + 8, *x[0].contiguous().stride())).copy_(x)
 
@@ -40,7 +41,9 @@ def assert_same(got, want) -> None:
 
 
 def in_fp64(argument):
-    """Of an argument or of a dtype given as one."""
+    """Returns an argument, a dtype given as one or a record of them in fp64."""
+    if isinstance(argument, tuple):
+        return type(argument)._make(map(in_fp64, argument))
     if isinstance(argument, Tensor) and argument.is_floating_point():
         return argument.double()
     return torch.float64 if isinstance(argument, torch.dtype) else argument
@@ -49,7 +52,9 @@ def in_fp64(argument):
 def assert_accurate_launch(op: Op, arguments: tuple) -> None:
     """error(kernel, fp64) <= 2 error(reference in the same dtype, fp64) + 1e-6"""
     exact = op.reference(*map(in_fp64, arguments))
-    for got, theirs, truth in zip(outputs(op.launch(*arguments)), outputs(op.reference(*arguments)), outputs(exact), strict=True):
+    for got, theirs, truth in zip(
+        outputs(op.launch(*arguments)), outputs(op.reference(*arguments)), outputs(exact), strict=True
+    ):
         assert got.dtype == theirs.dtype and got.shape == theirs.shape
         if got.numel():
             error, allowed = (got.double() - truth).abs().max(), (theirs.double() - truth).abs().max()
@@ -58,7 +63,7 @@ def assert_accurate_launch(op: Op, arguments: tuple) -> None:
 
 def on_a_gpu(op: Op, arguments: tuple) -> None:
     """Compiled against the reference, in bf16 to a rounding or two; and twice the same bits."""
-    low = any(isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in arguments)
+    low = any(a.dtype == torch.bfloat16 for a in tensors(arguments))
     rounding = dict(rtol=2e-2, atol=2e-2) if low else dict(rtol=1e-4, atol=1e-4)
     first = outputs(op.launch(*arguments))
     torch.testing.assert_close(first, outputs(op.reference(*arguments)), **rounding)

@@ -1,14 +1,16 @@
-"""Every kernel as its launcher would launch it compiles for GPUs that are not here: no spills, and shared memory that they have.
+"""Every kernel as its launcher would launch it compiles for GPUs that are not here: no spills, and shared memory that
+they have.
 
-Every day: the first call of each op for sm_90.  Slow: all calls, for sm_80 and gfx942 too.  The table of what came out is checked in.
+Every day: the first call of each op for sm_90.  Slow: all calls, for sm_80 and gfx942 too.  The table of what came
+out is checked in.
 """
 
 import importlib
 import json
-import os
 import pkgutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -16,28 +18,32 @@ pytest.importorskip("triton")
 import triton
 
 import tpfuse.kernels
+from bench.compile.__main__ import line
 from bench.compile._compile import capture
-from bench.compile._pool import ARCHS, HERE, OPS, wanted
+from bench.compile._pool import ARCHS, HERE, OPS, compile_call, wanted
+from tests.forking import forking
 
 TABLE = HERE / "table.md"
 
 
-def compiled(*options: str) -> list[dict]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.compile", "--json", *options]
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.fixture(scope="module")
-def everyday() -> list[dict]:
-    return compiled("--default", "--arch", "sm_90")
+def compiler():
+    """One process beside this one, where kernels are not interpreted: each test has its own calls compiled there."""
+    with ProcessPoolExecutor(1, mp_context=forking()) as pool:
+        yield pool
 
 
-@pytest.fixture(scope="module")
-def everything() -> list[dict]:
-    return compiled()
+def compiled(compiler, op: str, arch: str, default: bool) -> list[dict]:
+    rows = compiler.map(compile_call, *zip(*wanted([op], [arch], default)))
+    return [row | dict(line=line(row)) for row in sum(rows, [])]
+
+
+def table(op: str, arch: str) -> list[str]:
+    """The table's lines of one op for one arch."""
+    text = TABLE.read_text()
+    if f"Triton {triton.__version__}:" not in text:
+        pytest.skip(f"the table was made by another Triton than {triton.__version__}")
+    return [row for row in text.splitlines() if row.startswith(f"| {op} |") and row.split(" | ")[2] == arch]
 
 
 def assert_sound(rows: list[dict]) -> None:
@@ -49,33 +55,43 @@ def assert_sound(rows: list[dict]) -> None:
         assert all(row["opcodes"][name] for name in row["uses"]), row
 
 
-def assert_in_table(rows: list[dict]) -> None:
-    table = TABLE.read_text()
-    if f"Triton {triton.__version__}:" not in table:
-        pytest.skip(f"the table was made by another Triton than {triton.__version__}")
-    missing = [row["line"] for row in rows if row["line"] not in table]
-    assert not missing, "no longer what the table says; look at the change, then python -m bench.compile --write:\n" + "\n".join(missing)
+def assert_in_table(rows: list[dict], lines: list[str]) -> None:
+    missing = [row["line"] for row in rows if row["line"] not in lines]
+    assert not missing, (
+        "no longer what the table says; look at the change, then python -m bench.compile --write:\n"
+        + "\n".join(missing)
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_default_calls(everyday, op):
-    rows = [row for row in everyday if row["op"] == op]
+def test_default_calls(compiler, op):
+    rows = compiled(compiler, op, "sm_90", default=True)
     assert_sound(rows)
-    assert_in_table(rows)
+    assert_in_table(rows, table(op, "sm_90"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", OPS)
-def test_all_calls_on_all_archs(everything, op):
-    rows = [row for row in everything if row["op"] == op]
-    assert {row["arch"] for row in rows} == set(ARCHS)
+def test_all_calls_on_all_archs(compiler, op, arch):
+    rows = compiled(compiler, op, arch, default=False)
+    assert {row["arch"] for row in rows} == {arch}
     assert_sound(rows)
-    assert_in_table(rows)
+    assert_in_table(rows, table(op, arch))
+    assert len(rows) == len(table(op, arch)), "the table holds nothing else"
+
+
+def test_the_table_holds_nothing_else():
+    assert TABLE.read_text().count("\n| ") == 1 + sum(len(table(op, arch)) for op in OPS for arch in ARCHS)
 
 
 @pytest.mark.slow
-def test_the_table_holds_nothing_else(everything):
-    assert TABLE.read_text().count("\n| ") == 1 + len(everything)
+def test_the_command_prints_the_same(compiler):
+    command = [sys.executable, "-m", "bench.compile", "dropout", "--default", "--arch", "sm_90", "--json"]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(json.dumps(compiled(compiler, "dropout", "sm_90", default=True)))  # as JSON has them: no tuples
+    assert [json.loads(row) for row in done.stdout.splitlines()] == rows
 
 
 def _name(kernel) -> str:
@@ -83,9 +99,18 @@ def _name(kernel) -> str:
 
 
 def test_every_kernel_is_compiled():
-    modules = [importlib.import_module(f"tpfuse.kernels.{m.name}") for m in pkgutil.iter_modules(tpfuse.kernels.__path__)]
-    found = (value for module in modules for name, value in vars(module).items() if name.endswith("_kernel") and hasattr(value, "fn"))
+    modules = [
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(tpfuse.kernels.__path__, "tpfuse.kernels.")
+    ]
+    found = (
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "fn")
+    )
     kernels = {_name(kernel) for kernel in found}
-    calls = [importlib.import_module(f"bench.compile.{op}").CALLS[label] for op, label, _ in wanted(OPS, ["sm_90"], False)]
+    calls = [
+        importlib.import_module(f"bench.compile.{op}").CALLS[label] for op, label, _ in wanted(OPS, ["sm_90"], False)
+    ]
     launched = {_name(launch.kernel) for call in calls for launch in capture(call.run, "sm_90")}
     assert kernels and kernels <= launched, f"no call compiles {sorted(kernels - launched)}"

@@ -3,8 +3,8 @@
 import torch
 
 from tests.kernels.interpreter_bytes import count_bytes
-from tpfuse.kernels._launch import launch
-from tpfuse.kernels._triton import tl, triton
+from tpfuse.kernels.runtime.launch import launch
+from tpfuse.kernels.runtime.triton import tl, triton
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf
 from tpfuse.kernels import rope, rope_table
-from tpfuse.kernels.rope import rope_fwd
+from tpfuse.kernels.rope import Rotation, rope_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -17,9 +17,9 @@ COS, SIN = rope_table(8, 6, theta=100.0)
 POSITIONS = torch.tensor([5, 0, 5, 2])
 X = torch.randn(4, 3, 10)
 SAMPLES = [
-    (rope_fwd, (X, COS, SIN, POSITIONS, False, False)),
-    (rope_fwd, (X.bfloat16(), COS, SIN, None, True, True)),
-    (rope_fwd, (X.transpose(0, 1), COS, SIN, None, False, True)),
+    (rope_fwd, (X, *Rotation(COS, SIN, POSITIONS, False), False)),
+    (rope_fwd, (X.bfloat16(), *Rotation(COS, SIN, None, True), True)),
+    (rope_fwd, (X.transpose(0, 1), *Rotation(COS, SIN, None, False), True)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
@@ -32,8 +32,8 @@ def by_complex_numbers(x, cos, sin, positions=None, interleaved=False):
     pairs = x[..., : 2 * F].unflatten(-1, (F, 2) if interleaved else (2, F))
     a, b = pairs.unbind(-1 if interleaved else -2)
     z = torch.complex(a.to(angles.real.dtype), b.to(angles.real.dtype)) * angles
-    turned = torch.stack([z.real, z.imag], -1 if interleaved else -2).flatten(-2)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * F :]], -1)
+    rotated = torch.stack([z.real, z.imag], -1 if interleaved else -2).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * F :]], -1)
 
 
 # ---- the op ----
@@ -44,7 +44,9 @@ def by_complex_numbers(x, cos, sin, positions=None, interleaved=False):
 @pytest.mark.parametrize("E", [8, 9, 14], ids=["whole", "odd", "partial"])
 def test_against_complex_numbers(E, positions, interleaved):
     cos, sin = COS.double(), SIN.double()
-    ours, oracle = (lambda x, f=f: f(x, cos, sin, positions=positions, interleaved=interleaved) for f in (rope, by_complex_numbers))
+    ours, oracle = (
+        lambda x, f=f: f(x, cos, sin, positions=positions, interleaved=interleaved) for f in (rope, by_complex_numbers)
+    )
     common.assert_same(ours, oracle, leaf(4, 3, E))
     common.assert_same(ours, oracle, leaf(3, 4, E).transpose(0, 1).detach().requires_grad_(), non_contiguous=True)
     gradcheck(ours, leaf(4, 2, E))
@@ -53,17 +55,25 @@ def test_against_complex_numbers(E, positions, interleaved):
 
 def test_leading_dimensions():
     x, positions = leaf(2, 3, 4, 8), torch.randint(6, (2, 3))
-    common.assert_same(lambda x: rope(x, COS, SIN, positions=positions), lambda x: by_complex_numbers(x, COS, SIN, positions), x, rtol=1e-6)
-    assert torch.equal(rope(x, COS, SIN).flatten(0, 1), rope(x.flatten(0, 1), COS, SIN))  # row i of the flattened takes table row i
+    common.assert_same(
+        lambda x: rope(x, COS, SIN, positions=positions),
+        lambda x: by_complex_numbers(x, COS, SIN, positions),
+        x,
+        rtol=1e-6,
+    )
+    assert torch.equal(
+        rope(x, COS, SIN).flatten(0, 1), rope(x.flatten(0, 1), COS, SIN)
+    )  # row i of the flattened takes table row i
     assert rope(torch.randn(0, 2, 8), COS, SIN).shape == (0, 2, 8)
 
 
 def test_the_way_back():
     """A rotation keeps lengths, and its adjoint undoes it; scores depend on the distance of positions alone."""
     x = torch.randn(4, 3, 8).double()
-    y = rope_fwd(x, COS, SIN, POSITIONS, False, False)
+    rotation = Rotation(COS, SIN, POSITIONS, interleaved=False)
+    y = rope_fwd(x, rotation, False)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(rope_fwd(y, COS, SIN, POSITIONS, False, True), x, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rope_fwd(y, rotation, True), x, rtol=1e-6, atol=1e-6)
     q, k = torch.randn(2, 1, 1, 8).double()
     scores = [(rope(q, COS[i:], SIN[i:]) * rope(k, COS[j:], SIN[j:])).sum().item() for i, j in ((2, 0), (5, 3), (4, 0))]
     assert math.isclose(scores[0], scores[1], rel_tol=1e-5) and not math.isclose(scores[0], scores[2], rel_tol=1e-2)
@@ -135,14 +145,22 @@ SCALINGS = [
     dict(rope_type="longrope", factor=4.0, **FACTORS, **LENGTHS),
     dict(rope_type="longrope", attention_factor=1.5, **FACTORS, **LENGTHS),
 ]
-SCALING = pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: ",".join(f"{v}" for v in s.values() if not isinstance(v, list)))
+SCALING = pytest.mark.parametrize(
+    "scaling", SCALINGS, ids=lambda s: ",".join(f"{v}" for v in s.values() if not isinstance(v, list))
+)
 HEAD, THETA, MAX = 8, 150.0, 64
 
 
 def config_of(scaling, new, **more):
     """A Llama configuration of one generation or the other; it changes the dict it is given."""
-    rope = dict(rope_parameters=dict(scaling, rope_theta=THETA)) if new else dict(rope_theta=THETA, rope_scaling=dict(scaling))
-    return LlamaConfig(hidden_size=2 * HEAD, num_attention_heads=2, head_dim=HEAD, max_position_embeddings=MAX, **rope, **more)
+    rope = (
+        dict(rope_parameters=dict(scaling, rope_theta=THETA))
+        if new
+        else dict(rope_theta=THETA, rope_scaling=dict(scaling))
+    )
+    return LlamaConfig(
+        hidden_size=2 * HEAD, num_attention_heads=2, head_dim=HEAD, max_position_embeddings=MAX, **rope, **more
+    )
 
 
 def table_of(scaling, new, length, **more):
@@ -155,12 +173,17 @@ def table_of(scaling, new, length, **more):
 @pytest.mark.parametrize("length", [12, MAX, 3 * MAX])
 @pytest.mark.parametrize("dtype", [FP32, torch.float64])
 def test_tables_are_those_of_transformers(scaling, new, length, dtype):
-    """Bitwise, but for a stretched dynamic base: transformers takes its power in fp32 there, from a length that is a tensor."""
-    theirs = LlamaRotaryEmbedding(config_of(scaling, new)).to(dtype)(torch.ones((), dtype=dtype), torch.arange(length)[None])
+    """Bitwise, but for a stretched dynamic base: transformers takes its power in fp32 there, from a length that is a
+    tensor."""
+    theirs = LlamaRotaryEmbedding(config_of(scaling, new)).to(dtype)(
+        torch.ones((), dtype=dtype), torch.arange(length)[None]
+    )
     stretched = scaling["rope_type"] == "dynamic" and length > MAX
     for ours, their in zip(table_of(scaling, new, length), theirs, strict=True):
         assert ours.dtype == FP32 and their.dtype == dtype
-        torch.testing.assert_close(ours.to(dtype), their[0, :, : HEAD // 2], rtol=0, atol=length * 2e-7 if stretched else 0)
+        torch.testing.assert_close(
+            ours.to(dtype), their[0, :, : HEAD // 2], rtol=0, atol=length * 2e-7 if stretched else 0
+        )
 
 
 @SCALING
@@ -173,10 +196,15 @@ def test_frequencies_are_those_of_transformers(scaling, partial, seq_len):
     scaling = {k: v[: int(4 * partial)] if isinstance(v, list) else v for k, v in scaling.items()}
     config = config_of(scaling | dict(partial_rotary_factor=partial), new=True)
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, seq_len=seq_len)
-    args = dict(scaling, rope_theta=THETA), dict(partial_rotary_factor=partial, seq_len=seq_len, max_position_embeddings=MAX)
+    args = (
+        dict(scaling, rope_theta=THETA),
+        dict(partial_rotary_factor=partial, seq_len=seq_len, max_position_embeddings=MAX),
+    )
     cos, sin = rope_table(HEAD, 2, scaling=args[0], **args[1])
     assert torch.equal(cos[1], frequencies.cos() * factor) and torch.equal(sin[1], frequencies.sin() * factor)
-    again = rope_table(HEAD, 2, scaling=args[0] | dict(partial_rotary_factor=partial), **args[1] | dict(partial_rotary_factor=0.3))
+    again = rope_table(
+        HEAD, 2, scaling=args[0] | dict(partial_rotary_factor=partial), **args[1] | dict(partial_rotary_factor=0.3)
+    )
     assert torch.equal(again[0], cos)  # what scaling says goes first
 
 
@@ -203,7 +231,9 @@ def test_rotation_is_that_of_transformers(scaling, dtype):
         return apply_rotary_pos_emb(t, t, *rotary(t, positions.T))[0].permute(2, 0, 1, 3)
 
     rtol = 1e-6 if dtype == FP32 else 1e-12
-    common.assert_same(lambda x: rope(x, cos, sin, positions=positions), theirs, leaf(S, B, H, HEAD, dtype=dtype), rtol=rtol)
+    common.assert_same(
+        lambda x: rope(x, cos, sin, positions=positions), theirs, leaf(S, B, H, HEAD, dtype=dtype), rtol=rtol
+    )
 
 
 def test_interleaved_is_that_of_gptj():
@@ -221,14 +251,23 @@ def test_an_odd_part_is_rounded_up():
     "options, match",
     [
         (dict(theta=None), "rope type 'default' needs rope_theta, which has no safe default"),
-        (dict(scaling=dict(type="su")), "rope type 'su' is not supported; use default, linear, dynamic, yarn, longrope, llama3"),
+        (
+            dict(scaling=dict(type="su")),
+            "rope type 'su' is not supported; use default, linear, dynamic, yarn, longrope, llama3",
+        ),
         (dict(scaling=dict(type="linear")), "rope type 'linear' needs factor"),
         (dict(scaling=dict(rope_type="dynamic", factor=2.0)), "rope type 'dynamic' needs max_position_embeddings"),
-        (dict(scaling=dict(rope_type="dynamic", factor=2.0), partial_rotary_factor=0.25), "more than 2 rotary columns, got 2"),
+        (
+            dict(scaling=dict(rope_type="dynamic", factor=2.0), partial_rotary_factor=0.25),
+            "more than 2 rotary columns, got 2",
+        ),
         (dict(scaling=dict(rope_type="yarn", factor=2.0)), "rope type 'yarn' needs original_max_position_embeddings"),
         (dict(scaling=dict(rope_type="yarn", **LENGTHS)), "rope type 'yarn' needs factor"),
         (dict(scaling=dict(rope_type="yarn"), max_position_embeddings=9), "rope type 'yarn' needs factor"),
-        (dict(scaling=dict(rope_type="llama3", factor=2.0, high_freq_factor=4.0, **LENGTHS)), "rope type 'llama3' needs low_freq_factor"),
+        (
+            dict(scaling=dict(rope_type="llama3", factor=2.0, high_freq_factor=4.0, **LENGTHS)),
+            "rope type 'llama3' needs low_freq_factor",
+        ),
         (dict(scaling=dict(rope_type="longrope", factor=2.0, **LENGTHS)), "rope type 'longrope' needs short_factor"),
         (
             dict(scaling=dict(rope_type="longrope", factor=2.0, short_factor=[1.0], **LENGTHS)),
@@ -247,17 +286,21 @@ def test_table_errors(options, match):
 
 def arguments(M, H, E, F, positions=False, interleaved=False, back=False, dtype=FP32):
     cos, sin = (t.to(DEVICE) for t in rope_table(2 * F, M + 3, theta=THETA))
-    at = torch.randint(M + 3, (M,), device=DEVICE) if positions else None
-    return torch.randn(M, H, E, device=DEVICE).to(dtype), cos, sin, at, interleaved, back
+    rows = torch.randint(M + 3, (M,), device=DEVICE) if positions else None
+    return torch.randn(M, H, E, device=DEVICE).to(dtype), Rotation(cos, sin, rows, interleaved), back
 
 
 def assert_equal(arguments):
     """To a rounding of fp32: a GPU contracts products and sums."""
-    torch.testing.assert_close(rope_fwd.launch(*arguments), rope_fwd.reference(*arguments), rtol=1e-6, atol=1e-6, check_stride=True)
+    torch.testing.assert_close(
+        rope_fwd.launch(*arguments), rope_fwd.reference(*arguments), rtol=1e-6, atol=1e-6, check_stride=True
+    )
 
 
 # no rows, one element a pair, ragged rows and heads, part of a head, more than one program of rows, of heads
-@pytest.mark.parametrize("M, H, E, F", [(0, 2, 8, 4), (1, 1, 2, 1), (5, 3, 12, 6), (3, 3, 13, 4), (70, 1, 64, 32), (2, 40, 128, 64)])
+@pytest.mark.parametrize(
+    "M, H, E, F", [(0, 2, 8, 4), (1, 1, 2, 1), (5, 3, 12, 6), (3, 3, 13, 4), (70, 1, 64, 32), (2, 40, 128, 64)]
+)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_kernel(poisoned, M, H, E, F, interleaved):
     for positions in (False, True):
@@ -276,7 +319,8 @@ def test_kernel_in_low_precision(poisoned, dtype, interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_kernel_strides(poisoned, interleaved):
-    """The q heads of a fused qkv, heads and rows swapped, columns apart, a gradient that is one row; rows beyond 2^31 elements."""
+    """The q heads of a fused qkv, heads and rows swapped, columns apart, a gradient that is one row; rows beyond 2^31
+    elements."""
     _, *rest = arguments(4, 2, 8, 4, interleaved=interleaved)
     for x in (
         torch.randn(4, 5, 8, device=DEVICE)[:, 1:3],
@@ -296,10 +340,11 @@ def test_declared_bytes(positions):
     """Each angle is read once though several programs share it; positions that repeat read less than declared."""
     from tests.kernels.interpreter_bytes import assert_declared
 
-    x, cos, sin, _, *flags = arguments(4, 40, 128, 32, dtype=BF16)
-    assert_declared(rope_fwd, (x, cos, sin, torch.tensor([6, 1, 0, 3]) if positions else None, *flags))
+    x, rotation, back = arguments(4, 40, 128, 32, dtype=BF16)
+    rows = torch.tensor([6, 1, 0, 3]) if positions else None
+    assert_declared(rope_fwd, (x, rotation._replace(positions=rows), back))
     with pytest.raises(AssertionError, match="declared"):
-        assert_declared(rope_fwd, (x, cos, sin, torch.zeros(4).long(), *flags))
+        assert_declared(rope_fwd, (x, rotation._replace(positions=torch.zeros(4).long()), back))
 
 
 @pytest.mark.gpu

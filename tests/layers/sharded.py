@@ -1,21 +1,27 @@
-"""A layer, sharded and whole: built from one seed, run forward and backward on the same rows, compared slice by slice."""
+"""A layer, sharded and whole: built from one seed, run forward and backward on the same rows, compared slice by
+slice.
 
+``test_sharded_is_whole = sharded_is_whole(CASES)`` is the test of every layer.
+"""
+
+import functools
 import zlib
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.common import TOLERANCE, error, make_tp
 from tpfuse import TensorParallel
-from tpfuse.kernels._philox import make_rng
-from tpfuse.layers._module import named_specs
+from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.layers.module import named_specs
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with its arguments, and how its input and output lie: "rows" (shards under sequence parallelism), "columns" (a slice of
-    the features), "all" (the same everywhere)."""
+    """A layer with its arguments, and how its input and output lie: "rows" (shards under sequence parallelism),
+    "columns" (a slice of the features), "all" (the same everywhere)."""
 
     layer: type
     args: tuple
@@ -39,7 +45,11 @@ def mine(t: Tensor, how: str, tp: TensorParallel) -> Tensor:
 
 
 def data(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randint(0, case.args[0], case.shape) if case.x_is == "all" else torch.randn(case.shape, dtype=torch.float64).to(dtype)
+    x = (
+        torch.randint(0, case.args[0], case.shape)
+        if case.x_is == "all"
+        else torch.randn(case.shape, dtype=torch.float64).to(dtype)
+    )
     dy = torch.randn(case.out, dtype=torch.float64).to(dtype)
     if case.valid is not None:
         x[case.valid :], dy[case.valid :] = 1e4 * torch.rand(x[case.valid :].shape), 0
@@ -53,7 +63,9 @@ def build(case: Case, tp: TensorParallel | None, dtype: torch.dtype):
     with torch.no_grad():
         for (name, spec, tp_), p in zip(named_specs(layer), layer.parameters()):
             if isinstance(spec.init, str):
-                whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
+                whole = torch.randn(
+                    spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64
+                )
                 p += 0.1 * whole[spec.local(tp_)].to(dtype)
     return layer
 
@@ -84,7 +96,8 @@ def whole(case: Case, dtype: torch.dtype, x: Tensor, dy: Tensor):
 
 
 def compare(case: Case, dtype: torch.dtype, one, many) -> None:
-    """Weights bitwise; values and gradients to the dtype's tolerance; an element that dropout made zero is zero everywhere."""
+    """Weights bitwise; values and gradients to the dtype's tolerance; an element that dropout made zero is zero
+    everywhere."""
     (values, weights), wrong = one, {}
     for tp, got, got_weights, slices in many:
         assert got.keys() == values.keys()
@@ -105,3 +118,22 @@ def compare(case: Case, dtype: torch.dtype, one, many) -> None:
 def check(ranks, case: Case, R: int, sp: bool, dtype: torch.dtype) -> None:
     x, dy = data(case, dtype)
     compare(case, dtype, whole(case, dtype, x, dy), ranks(R, run, case, sp, dtype, x, dy))
+
+
+def sharded_is_whole(cases: dict[str, Case]):
+    """A test of every case, over one, two and four ranks, with sequence parallelism and without, in fp64 and fp32."""
+
+    @functools.cache
+    def expected(name: str, dtype: torch.dtype):
+        x, dy = data(cases[name], dtype)
+        return x, dy, whole(cases[name], dtype, x, dy)
+
+    @pytest.mark.parametrize("name", cases)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+    @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+    @pytest.mark.parametrize("R", [1, 2, 4])
+    def test_sharded_is_whole(ranks, R, sp, dtype, name):
+        x, dy, one = expected(name, dtype)
+        compare(cases[name], dtype, one, ranks(R, run, cases[name], sp, dtype, x, dy))
+
+    return test_sharded_is_whole

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.common import TOLERANCE, error, fake_tp, make_tp
-from tests.layers.sharded import Case, build, check, compare, data, run, whole
-from tpfuse.kernels._philox import make_rng
+from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, whole
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import ParallelAttention
-from tpfuse.layers._cache import KVCache
+from tpfuse.layers.cache import KVCache
 
 B, S = 2, 6
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])
@@ -24,12 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype, case):
-    check(ranks, case, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(CASES)
 
 
 def _local_heads(world, *args):
@@ -55,7 +50,8 @@ def test_masks_of_local_heads_are_seen(ranks):
 
 
 def _probabilities(world):
-    """With values that are one-hot in the key's position (8 keys, head width 8), the output is the row of dropped probabilities."""
+    """With values that are one-hot in the key's position (8 keys, head width 8), the output is the row of dropped
+    probabilities."""
     layer = build(Case(ParallelAttention, (64, 8), (), (), dict(dropout=0.5)), make_tp(world, False), torch.float64)
     with torch.no_grad():
         for p in layer.qkv.parameters():
@@ -70,7 +66,11 @@ def _probabilities(world):
 def test_dropped_probabilities_are_bitwise_the_same(ranks):
     """[query, sample, head, key]: about half are dropped, and the same ones at every size."""
     (one,) = ranks(1, _probabilities)
-    assert 0.4 < one.double().mean() < 0.6 and not torch.equal(one[:, :, 0], one[:, :, 4]) and not torch.equal(one[:, 0], one[:, 1])
+    assert (
+        0.4 < one.double().mean() < 0.6
+        and not torch.equal(one[:, :, 0], one[:, :, 4])
+        and not torch.equal(one[:, 0], one[:, 1])
+    )
     for R in 2, 4:
         assert all(torch.equal(mask, one) for mask in ranks(R, _probabilities))
 
@@ -82,7 +82,9 @@ def test_equal_to_torch(name):
     layer = build(case, None, torch.float64)
     x, _ = data(case, torch.float64)
     bias = None if layer.qkv.bias is None else layer.qkv.bias.flatten()
-    qkv = F.linear(x, layer.qkv.weight.flatten(0, 2), bias).view(S, B, *layer.qkv.weight.shape[:3]).permute(1, 2, 3, 0, 4)
+    qkv = (
+        F.linear(x, layer.qkv.weight.flatten(0, 2), bias).view(S, B, *layer.qkv.weight.shape[:3]).permute(1, 2, 3, 0, 4)
+    )
     q, k, v = (t.flatten(1, 2) for t in (qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     mask = MASK.bool()[:, None, None] if name == "key mask" else None
@@ -92,7 +94,8 @@ def test_equal_to_torch(name):
 
 
 def _decoded(world, x, seq):
-    """A prompt of ``seq`` positions, then the rest one by one; every rank's rows are all rows, as generation has them."""
+    """A prompt of ``seq`` positions, then the rest one by one; every rank's rows are all rows, as generation has
+    them."""
     layer = build(CASE(num_kv_heads=4, causal=True), make_tp(world, False), torch.float64).eval()
     full = layer.parts(x, batch=B).sum(0)
     cache = KVCache(torch.ones(B, len(x) // B, dtype=torch.bool))
@@ -111,13 +114,18 @@ def test_decoding_with_a_cache(ranks, R):
 @pytest.mark.parametrize(
     "size, args, match",
     [
-        (8, (48, 12), "ParallelAttention: num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12"),
+        (
+            8,
+            (48, 12),
+            "ParallelAttention: num_heads=12 is not divisible by tensor-parallel size 8; use 1, 2, 3, 4, 6 or 12",
+        ),
         (1, (50, 12), "ParallelAttention: hidden_size=50 is not divisible by num_heads=12"),
         (1, (48, 12, 5), "ParallelAttention: num_heads=12 is not divisible by num_kv_heads=5"),
         (
             4,
             (48, 12, 6),
-            "ParallelAttention: num_kv_heads=6 and tensor-parallel size 4: one must divide the other; use size 1, 2, 3, 6, 12",
+            "ParallelAttention: num_kv_heads=6 and tensor-parallel size 4: one must divide the other; "
+            "use size 1, 2, 3, 6, 12",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""The block: sharded and whole, what it sends, what it saves, what runs between its ops, and against torch's DTensor."""
+"""The block: sharded and whole, what it sends, what it saves, what runs between its ops, and against torch's
+DTensor."""
 
 from dataclasses import replace
 
@@ -11,11 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import Recorder, assert_close, assert_equal, fake_tp, make_tp, my_rows, saved_bytes
-from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
-from tpfuse.kernels._philox import make_rng
+from tests.layers.sharded import Case, build, check, compare, data, run, sharded_is_whole, step, whole
 from tpfuse.kernels.norm import norm_in
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import LayerNorm, Normed, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, block
-from tpfuse.layers._module import ParallelModule, named_specs, replicated
+from tpfuse.layers.module import ParallelModule, named_specs, replicated
 
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 
@@ -27,12 +28,17 @@ class Stack(ParallelModule):
         super().__init__(tp)
         make = RMSNorm if options.get("norm") == "rms" else LayerNorm
         self.entry = make(hidden_size, 1e-5, tp=self.tp, dtype=dtype)
-        blocks = (TransformerBlock(hidden_size, *args, tp=self.tp, layer=i, norm_in=False, dtype=dtype, **options) for i in range(depth))
+        blocks = (
+            TransformerBlock(hidden_size, *args, tp=self.tp, layer=i, norm_in=False, dtype=dtype, **options)
+            for i in range(depth)
+        )
         self.blocks, self.between = nn.ModuleList(blocks), between
 
     def states(self, x, **call):
         entry = self.entry
-        h, *normed = norm_in(x, *replicated(self.tp, entry.weight, entry.bias), eps=entry.eps, rms=entry.rms, ranks=self.tp.row_shards)
+        h, *normed = norm_in(
+            x, *replicated(self.tp, entry.weight, entry.bias), eps=entry.eps, norm=entry.kind, ranks=self.tp.row_shards
+        )
         for b in self.blocks:
             h, normed = b(h, Normed(self.between(normed[0]), normed[1]), **call)
         return h, normed.n
@@ -43,7 +49,8 @@ class Stack(ParallelModule):
         return h + n[0]
 
 
-# 12 heads of width 4 divide by 1, 2, 3 and 4; 8 positions of 3 samples give 24 rows, where a shard of 4 ends in the middle of no sample
+# 12 heads of width 4 divide by 1, 2, 3 and 4; 8 positions of 3 samples give 24 rows, where a shard of 4 ends in the
+# middle of no sample
 BLOCK = Case(TransformerBlock, (48, 12, 96), (24, 48), (24, 48), DROPOUT, dict(batch=3), rng=True)
 STACK = Case(Stack, (48, 12, 96), (24, 48), (24, 48), DROPOUT, dict(batch=3), rng=True)
 CASES = {
@@ -60,12 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype, case):
-    check(ranks, case, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(CASES)
 
 
 @pytest.mark.slow
@@ -87,18 +89,15 @@ def test_saving_less_changes_no_bit(ranks, R, case):
 
 def _wrong(world, what, *args):
     """With a mistake planted."""
-    kept = block.replicated, TransformerBlock._fused
+    kept = block.replicated, block.reduce_bias_dropout_add_norm
     if what == "norm_attention.weight":  # replicated vectors whose gradients are not summed
         block.replicated = lambda tp, *vectors: list(vectors)
     else:  # masks that count rows from this rank's first
-        fused = block.reduce_bias_dropout_add_norm
-        TransformerBlock._fused = lambda self, parts, bias, h, w, b, site, batch, rng: fused(
-            parts, bias, h, w, b, p=self.dropout, rng=rng, site=site, batch=batch, ranks=self.tp.row_shards
-        )
+        block.reduce_bias_dropout_add_norm = lambda *tensors, first_row, **options: kept[1](*tensors, **options)
     try:
         return run(world, *args)
     finally:
-        block.replicated, TransformerBlock._fused = kept
+        block.replicated, block.reduce_bias_dropout_add_norm = kept
 
 
 @pytest.mark.parametrize("what", ["norm_attention.weight", "y"])
@@ -113,11 +112,14 @@ def test_a_planted_mistake_is_seen(ranks, what):
 
 
 def test_a_stack_of_norm_in_blocks_is_the_same():
-    """Block i owns its first norm, or block i - 1 does: renamed, the weights, the values and the gradients are the same."""
+    """Block i owns its first norm, or block i - 1 does: renamed, the weights, the values and the gradients are the
+    same."""
     stack = build(STACK, None, torch.float64)
     alone = nn.ModuleList(build(BLOCK(layer=i), None, torch.float64) for i in range(2))
     names = {"entry": "0.norm_in", "blocks.0.norm_mlp": "1.norm_in"}
-    rename = lambda name: next((name.replace(a, b) for a, b in names.items() if name.startswith(a)), name.removeprefix("blocks."))
+    rename = lambda name: next(
+        (name.replace(a, b) for a, b in names.items() if name.startswith(a)), name.removeprefix("blocks.")
+    )
     last = "blocks.1.norm_mlp"  # the model's final norm
     alone.load_state_dict({rename(name): p for name, p in stack.state_dict().items() if not name.startswith(last)})
     x, dy = data(STACK, torch.float64)
@@ -128,7 +130,11 @@ def test_a_stack_of_norm_in_blocks_is_the_same():
     assert torch.equal(h, y)
     h.backward(dy), y.backward(dy)
     expected = {rename(name): p.grad for name, p in stack.named_parameters() if not name.startswith(last)}
-    assert_close({"x": other.grad, **{n: p.grad for n, p in alone.named_parameters()}}, {"x": one.grad, **expected}, torch.float64)
+    assert_close(
+        {"x": other.grad, **{n: p.grad for n, p in alone.named_parameters()}},
+        {"x": one.grad, **expected},
+        torch.float64,
+    )
 
 
 # ---- masks ----
@@ -161,7 +167,8 @@ def test_masks_are_bitwise_the_same(ranks, R):
 @pytest.mark.parametrize("seq, batch", [(1, 1), (7, 1), (7, 3), (127, 1), pytest.param(127, 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("saving", ["fastest", "smallest"])
 def test_padding_adds_nothing(ranks, seq, batch, saving):
-    """seq * batch rows padded to a multiple of 4, the padding full of large numbers, equal the rows alone in one process."""
+    """seq * batch rows padded to a multiple of 4, the padding full of large numbers, equal the rows alone in one
+    process."""
     rows = seq * batch
     padded = -(-rows // 4) * 4
     size = padded, 16
@@ -178,18 +185,19 @@ def test_padding_adds_nothing(ranks, seq, batch, saving):
 
 
 def _account(world, saving, between):
-    """One block inside a stack, and two: messages of each direction, and what of torch's own ran over activations in backward."""
+    """One block inside a stack, and two: messages of each direction, and what of torch's own ran over activations in
+    backward."""
     tp, out = make_tp(world), {}
     D, rows = 16, 64 // world.size  # so that 6 D < m D: the packed vectors are no activation
     for depth in 1, 2:
         stack = Stack(D, 4, tp=tp, depth=depth, saving=saving, between=between, **DROPOUT)
         h = torch.randn(rows, D, requires_grad=True)
         n = torch.randn(rows, D).expand(tp.size, -1, -1).requires_grad_()
-        _, _, remake = norm_in(h.detach(), torch.ones(D), torch.zeros(D), eps=1e-5, ranks=tp.size)
-        normed, leaves = Normed(n, remake), [h, n, *stack.blocks.parameters()]
+        _, _, recompute = norm_in(h.detach(), torch.ones(D), torch.zeros(D), eps=1e-5, ranks=tp.size)
+        normed, leaves = Normed(n, recompute), [h, n, *stack.blocks.parameters()]
         with Recorder() as forward:
             for b in stack.blocks:
-                h, normed = b(h, Normed(between(normed.n), normed.remake), batch=4, rng=make_rng(7, 3))
+                h, normed = b(h, Normed(between(normed.n), normed.recompute), batch=4, rng=make_rng(7, 3))
         dh, dn = torch.randn(rows, D), torch.randn(rows, D).expand(tp.size, -1, -1)
         with Recorder() as backward:
             torch.autograd.grad([h, normed.n], leaves, [dh, dn])
@@ -221,7 +229,9 @@ def test_messages_of_a_block(ranks, R, saving):
         assert forward == [shard, parts] * 2
         assert backward == [shard, parts, shard] * 2 + [packed]
         assert out[2][0] == forward * 2 and sorted(out[2][1], key=str) == sorted(backward * 2, key=str)
-        assert sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in backward) == 4 * (4 * m * D + 2 * R * m * D + 6 * D)
+        assert sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in backward) == 4 * (
+            4 * m * D + 2 * R * m * D + 6 * D
+        )
 
 
 @pytest.mark.parametrize("saving", ["fastest", "smallest"])
@@ -275,7 +285,9 @@ def _again(world, case, dtype):
     forward = layer.forward
     for how in "plain", "plain", "recomputed":
         layer.zero_grad()
-        layer.forward = forward if how == "plain" else lambda x, **call: checkpoint(forward, x, use_reentrant=False, **call)
+        layer.forward = (
+            forward if how == "plain" else lambda x, **call: checkpoint(forward, x, use_reentrant=False, **call)
+        )
         out.append({name: t.clone() for name, t in step(layer, case, x, dy).items()})
     return out
 
@@ -320,12 +332,15 @@ def test_bf16_error_does_not_grow_with_the_ranks(ranks, case):
             for name, t in got.items():
                 where = slices[name] if name in slices else slice(tp.rank * 24 // R, (tp.rank + 1) * 24 // R)
                 whole[name][where] = t
-        worse = {name: (e, one[name]) for name, t in whole.items() if not (e := _rms(t, exact[name])) <= 1.6 * one[name]}
+        worse = {
+            name: (e, one[name]) for name, t in whole.items() if not (e := _rms(t, exact[name])) <= 1.6 * one[name]
+        }
         assert not worse, (R, worse)
 
 
 def _mixed(world, how):
-    """bf16 weights beside fp32 norms, or fp32 weights under autocast: each gradient in its parameter's dtype, beside fp64."""
+    """bf16 weights beside fp32 norms, or fp32 weights under autocast: each gradient in its parameter's dtype, beside
+    fp64."""
     layer = build(BLOCK, make_tp(world), torch.bfloat16 if how == "fp32 norms" else torch.float32)
     for module in layer.modules():
         if isinstance(module, LayerNorm):
@@ -346,7 +361,9 @@ def _mixed(world, how):
 def test_mixed_precision(ranks, R, how):
     for errors, dtype in ranks(R, _mixed, how):
         assert dtype == torch.bfloat16
-        assert all(e < 2e-2 for e in errors.values()), errors  # bf16 has 2**-8 = 4e-3 a rounding; a wrong gradient is off by 1
+        assert all(e < 2e-2 for e in errors.values()), (
+            errors
+        )  # bf16 has 2**-8 = 4e-3 a rounding; a wrong gradient is off by 1
 
 
 # ---- against DTensor ----
@@ -406,7 +423,9 @@ def _dtensor(world, kind):
     leaf = my_rows(x, tp).clone().requires_grad_()
     y = layer(norm(leaf), **({} if kind == "mlp" else dict(batch=1)))
     y.backward(my_rows(dy, tp))
-    grads = {prefix + n: p.grad for module, prefix in ((norm, "norm."), (layer, "")) for n, p in module.named_parameters()}
+    grads = {
+        prefix + n: p.grad for module, prefix in ((norm, "norm."), (layer, "")) for n, p in module.named_parameters()
+    }
     assert_close(dict(y=y.detach(), x=leaf.grad, **grads), expected, torch.float32)
     return True
 
@@ -453,7 +472,7 @@ def test_compiled_by_inductor(ranks, R, case):
     "options, call, match",
     [
         (dict(saving="least"), {}, "TransformerBlock: saving must be one of fastest, smallest, got 'least'"),
-        (dict(norm="batch"), {}, "TransformerBlock: norm must be layer or rms, got 'batch'"),
+        (dict(norm="batch"), {}, "TransformerBlock: norm must be one of layer, rms, got 'batch'"),
         ({}, dict(cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)), "attention: cu_seqlens needs batch = 1, got 2"),
         ({}, dict(normed=Normed(torch.zeros(1, 4, 8))), "a block with norm_in takes h alone"),
         (dict(norm_in=False), {}, r"without norm_in it takes \(h, normed\)"),

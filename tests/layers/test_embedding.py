@@ -1,20 +1,17 @@
-"""The embedding with its vocabulary split, sharded and whole; 997 is prime, so the last rank of 4 has 247 rows and the others 250."""
+"""The embedding with its vocabulary split, sharded and whole; 997 is prime, so the last rank of 4 has 247 rows and the
+others 250."""
 
 import pytest
 import torch
 
 from tests.common import error, fake_tp
-from tests.layers.sharded import Case, check
+from tests.layers.sharded import Case, sharded_is_whole
 from tpfuse.layers import VocabParallelEmbedding
 
 CASE = Case(VocabParallelEmbedding, (997, 6), (24,), (24, 6), x_is="all")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype):
-    check(ranks, CASE, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(dict(vocabulary=CASE))
 
 
 def test_equal_to_torch():

@@ -4,25 +4,22 @@ import pytest
 import torch
 
 from tests.common import assert_close, fake_tp
-from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
+from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, step, whole
 from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, linear
 
 # 12 and 24 divide by 4; the weight of a shape, as attention's, is split on its first dimension
 CASES = {
     "column": Case(ColumnParallelLinear, (10, 24), (8, 10), (8, 24), y_is="columns"),
-    "column, no bias, gelu": Case(ColumnParallelLinear, (10, 24, False), (8, 10), (8, 24), dict(activation="gelu"), y_is="columns"),
+    "column, no bias, gelu": Case(
+        ColumnParallelLinear, (10, 24, False), (8, 10), (8, 24), dict(activation="gelu"), y_is="columns"
+    ),
     "column, a shape": Case(ColumnParallelLinear, (10, (4, 3, 2)), (8, 10), (8, 24), y_is="columns"),
     "row": Case(RowParallelLinear, (12, 10), (8, 12), (8, 10), x_is="columns"),
     "row, no bias": Case(RowParallelLinear, (12, 10, False), (8, 12), (8, 10), x_is="columns"),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype, case):
-    check(ranks, case, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(CASES)
 
 
 def _without_the_sum(world, *args):

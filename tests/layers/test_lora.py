@@ -1,4 +1,5 @@
-"""Adapters beside parallel layers: sharded and whole, against torch on one process, what they cost, and training with them."""
+"""Adapters beside parallel layers: sharded and whole, against torch on one process, what they cost, and training with
+them."""
 
 import math
 from dataclasses import replace
@@ -13,7 +14,16 @@ from tests.layers.sharded import Case, build, check, compare, data, run, step, w
 from tests.models.common import GPT_CONFIG, batch, default_dtype
 from tests.models.common import whole as parameters
 from tests.models.test_llama import config_of
-from tpfuse import TensorParallel, add_lora, clip_grad_norm_, load_checkpoint, merge_lora, param_groups, save_checkpoint, unmerge_lora
+from tpfuse import (
+    TensorParallel,
+    add_lora,
+    clip_grad_norm_,
+    load_checkpoint,
+    merge_lora,
+    param_groups,
+    save_checkpoint,
+    unmerge_lora,
+)
 from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, TransformerBlock, lora
 from tpfuse.models import GPT
 
@@ -21,7 +31,8 @@ F64 = torch.float64
 
 
 def adapted(cls, *targets):
-    """``cls`` with adapters and nothing frozen, so that every gradient is there to compare; sharded.build gives B values."""
+    """``cls`` with adapters and nothing frozen, so that every gradient is there to compare; sharded.build gives B
+    values."""
 
     def init(self, *args, **options):
         cls.__init__(self, *args, **options)
@@ -30,12 +41,22 @@ def adapted(cls, *targets):
     return type(f"Adapted{cls.__name__}", (cls,), dict(__init__=init, __module__=__name__))
 
 
-Column, Row, Block = adapted(ColumnParallelLinear, ""), adapted(RowParallelLinear, ""), adapted(TransformerBlock, *lora.TARGETS)
-AdaptedColumnParallelLinear, AdaptedRowParallelLinear, AdaptedTransformerBlock = Column, Row, Block  # pickled by these names
+Column, Row, Block = (
+    adapted(ColumnParallelLinear, ""),
+    adapted(RowParallelLinear, ""),
+    adapted(TransformerBlock, *lora.TARGETS),
+)
+AdaptedColumnParallelLinear, AdaptedRowParallelLinear, AdaptedTransformerBlock = (
+    Column,
+    Row,
+    Block,
+)  # pickled by these names
 BLOCK = dict(num_kv_heads=4, norm="rms", gated=True, activation="silu", bias=False, saving="smallest")
 CASES = {  # 12, 24 and 4 kv heads divide by 4; a rank of 3 divides nothing
     "column": Case(Column, (10, 24), (8, 10), (8, 24), y_is="columns"),
-    "column, a shape, gelu": Case(Column, (10, (4, 3, 2), False), (8, 10), (8, 24), dict(activation="gelu"), y_is="columns"),
+    "column, a shape, gelu": Case(
+        Column, (10, (4, 3, 2), False), (8, 10), (8, 24), dict(activation="gelu"), y_is="columns"
+    ),
     "row": Case(Row, (12, 10), (8, 12), (8, 10), x_is="columns"),
     "block": Case(Block, (16, 8, 12), (8, 16), (8, 16), BLOCK, dict(batch=2)),
 }
@@ -104,7 +125,7 @@ def fresh(world, config, seed):
     start = {name: p for name, p in parameters(model).items() if ".lora.A" in name}
     with torch.no_grad():
         adapted = model(**call).loss
-        for _, layer in lora.adapted_layers(model):
+        for _, layer, _ in lora.adapted_layers(model):
             layer.lora = None
         return start, adapted, model(**call).loss
 
@@ -116,7 +137,9 @@ def test_a_fresh_adapter_changes_nothing_and_does_not_know_the_split(ranks, conf
     assert torch.equal(adapted, plain) and len(start) == 8
     stds = {name: a.std().item() * (3 * a.shape[-1]) ** 0.5 for name, a in start.items()}
     assert all(0.7 < s < 1.3 for s in stds.values()), stds
-    assert not any(torch.equal(a, b) for i, a in enumerate(start.values()) for b in list(start.values())[:i] if a.shape == b.shape)
+    assert not any(
+        torch.equal(a, b) for i, a in enumerate(start.values()) for b in list(start.values())[:i] if a.shape == b.shape
+    )
     for R in (2, 4):
         for got, adapted, plain in ranks(R, fresh, config, 5):
             assert_equal(got, start)
@@ -153,12 +176,15 @@ def spied(world, sp):
     with Recorder() as seen:
         model(**call).loss.backward()
     assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
-    return [tuple(c.outputs[0].shape) for c in seen.calls if c.name == "linear_wgrad"], [shape for _, shape, _ in seen.messages()]
+    return [tuple(c.outputs[0].shape) for c in seen.calls if c.name == "linear_wgrad"], [
+        shape for _, shape, _ in seen.messages()
+    ]
 
 
 def test_what_is_frozen_costs_nothing(ranks):
-    """Every wgrad is thin, and so is every message but the model's own: the embedding's exchange, 4 of whole rows a layer and way (but for
-    the gradient of the first layer's input), and the head's.  Gathers for a frozen weight's wgrad would come on top."""
+    """Every wgrad is thin, and so is every message but the model's own: the embedding's exchange, 4 of whole rows a
+    layer and way (but for the gradient of the first layer's input), and the head's.  Gathers for a frozen weight's
+    wgrad would come on top."""
     for wgrads, messages in ranks(2, spied, True):
         assert len(wgrads) == 2 * 4 * 2 and all(min(shape) == 3 for shape in wgrads), wgrads
         sizes = [math.prod(shape) for shape in messages]
@@ -290,7 +316,9 @@ def test_training_over_dp_and_tp_and_from_a_checkpoint(ranks, tmp_path):
 
 def test_errors_are_named():
     model = GPT(GPT_CONFIG)
-    with pytest.raises(ValueError, match="no layer is called q_proj; there are c_attn, c_fc, c_proj, fc1, fc2, out, qkv"):
+    with pytest.raises(
+        ValueError, match="no layer is called q_proj; there are c_attn, c_fc, c_proj, fc1, fc2, out, qkv"
+    ):
         add_lora(model, rank=2, alpha=4, targets=["qkv", "q_proj"])
     with pytest.raises(ValueError, match="dropout on an adapter's input is not built, got dropout=0.1"):
         add_lora(model, rank=2, alpha=4, dropout=0.1)

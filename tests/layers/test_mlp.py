@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from tests.common import assert_close, fake_tp
-from tests.layers.sharded import Case, build, check, data, step
+from tests.layers.sharded import Case, build, data, sharded_is_whole, step
 from tpfuse.layers import ParallelMLP
 
 CASE = Case(ParallelMLP, (10, 24), (8, 10), (8, 10))
@@ -15,16 +16,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype, case):
-    check(ranks, case, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(CASES)
 
 
 @pytest.mark.parametrize(
-    "name, activation", [("gelu", torch.nn.GELU()), ("tanh", torch.nn.GELU("tanh")), ("relu, no bias", torch.nn.ReLU())]
+    "name, activation",
+    [
+        ("gelu", torch.nn.GELU()),
+        ("tanh", torch.nn.GELU("tanh")),
+        ("relu, no bias", torch.nn.ReLU()),
+    ],
 )
 def test_equal_to_torch(name, activation):
     case = CASES[name]
@@ -41,7 +42,10 @@ def test_equal_to_torch(name, activation):
 
 
 def test_a_width_that_cannot_be_split():
-    with pytest.raises(ValueError, match="ParallelMLP: ffn_size=20 is not divisible by tensor-parallel size 8; use 1, 2, 4, 5, 10 or 20"):
+    with pytest.raises(
+        ValueError,
+        match="ParallelMLP: ffn_size=20 is not divisible by tensor-parallel size 8; use 1, 2, 4, 5, 10 or 20",
+    ):
         ParallelMLP(8, 20, tp=fake_tp(8))
 
 

@@ -1,4 +1,5 @@
-"""Parameters as plain shards: the same weights at every split, seeds that must agree, gradients of replicated vectors summed."""
+"""Parameters as plain shards: the same weights at every split, seeds that must agree, gradients of replicated vectors
+summed."""
 
 import copy
 import pickle
@@ -8,11 +9,20 @@ import pytest
 import torch
 
 from tests.common import Recorder, fake_tp, make_tp
-from tpfuse.kernels._philox import normal
-from tpfuse.layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, VocabParallelEmbedding, _module
-from tpfuse.layers._module import ParallelModule, initialize, named_specs, replicated
+from tpfuse.kernels.runtime.philox import normal
+from tpfuse.layers import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    module,
+)
+from tpfuse.layers.module import ParallelModule, initialize, named_specs, replicated
 
-# 997 is prime; 4 kv heads with 2 query heads each are sharded on a dimension that is not rows; the row layer is sharded on columns
+# 997 is prime; 4 kv heads with 2 query heads each are sharded on a dimension that is not rows; the row layer is
+# sharded on columns
 LAYERS = {
     "embedding": (VocabParallelEmbedding, (997, 6), {}),
     "attention": (ParallelAttention, (16, 8), dict(num_kv_heads=4)),
@@ -61,7 +71,7 @@ def test_initial_weights_are_normal_and_differ():
 def test_long_parameters_are_filled_in_pieces(monkeypatch):
     """By rows that end in the middle; the bits are those of one piece."""
     whole = _build("mlp", None)
-    monkeypatch.setattr(_module, "_CHUNK", 13)
+    monkeypatch.setattr(module, "_CHUNK", 13)
     for p, q in zip(_build("mlp", None).parameters(), whole.parameters()):
         assert torch.equal(p, q)
 
@@ -125,11 +135,17 @@ def test_a_plain_module_is_replicated():
 
 
 def _packed(world, sp, dtypes):
-    vectors = [None if d is None else torch.full((5,), float(i + 1), dtype=d, requires_grad=True) for i, d in enumerate(dtypes)]
+    vectors = [
+        None if d is None else torch.full((5,), float(i + 1), dtype=d, requires_grad=True) for i, d in enumerate(dtypes)
+    ]
     with Recorder() as seen:
         out = replicated(make_tp(world, sp), *vectors)
         sum(((world.rank + 1) * i * v).sum() for i, v in enumerate(out) if v is not None).backward()
-    return [None if v is None else (v.dtype, v.tolist()) for v in out], [None if v is None else v.grad for v in vectors], seen.messages()
+    return (
+        [None if v is None else (v.dtype, v.tolist()) for v in out],
+        [None if v is None else v.grad for v in vectors],
+        seen.messages(),
+    )
 
 
 @pytest.mark.parametrize("sp", [True, False])

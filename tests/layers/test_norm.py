@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.common import assert_close, make_tp
-from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
-from tpfuse.layers import LayerNorm, RMSNorm, norm
+from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, step, whole
+from tpfuse.layers import LayerNorm, RMSNorm, TransformerBlock, norm
 
 CASES = {
     "layer": Case(LayerNorm, (10,), (8, 10), (8, 10)),
@@ -15,12 +15,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-def test_sharded_is_whole(ranks, R, sp, dtype, case):
-    check(ranks, case, R, sp, dtype)
+test_sharded_is_whole = sharded_is_whole(CASES)
 
 
 def _without_the_sum(world, *args):
@@ -56,7 +51,9 @@ def test_equal_to_torch(name, theirs):
 def _summed_in_fp32(world):
     """Each rank's share of beta's gradient is 256 on rank 0 and 1 on the others, in bf16."""
     layer = LayerNorm(4, tp=make_tp(world), dtype=torch.bfloat16)
-    layer(torch.randn(1, 4, dtype=torch.bfloat16)).backward(torch.full((1, 4), 256.0 if world.rank == 0 else 1.0, dtype=torch.bfloat16))
+    layer(torch.randn(1, 4, dtype=torch.bfloat16)).backward(
+        torch.full((1, 4), 256.0 if world.rank == 0 else 1.0, dtype=torch.bfloat16)
+    )
     return layer.bias.grad
 
 

@@ -76,7 +76,9 @@ def test_many_layers_are_those_of_a_few():
 
 
 def test_sizes_that_do_not_fit_have_the_words_of_run_time():
-    with pytest.raises(ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3; use 1, 2, 4 or 8") as dry:
+    with pytest.raises(
+        ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3; use 1, 2, 4 or 8"
+    ) as dry:
         dry_run(SMALL, plan(tp=3))
     with fake_world(3) as mesh, torch.device("meta"), pytest.raises(ValueError) as real:
         TransformerBlock(64, 8, tp=TensorParallel(mesh["tp"]))
@@ -112,7 +114,15 @@ def test_peak_is_of_activations_alone():
 
 def test_sweep_from_one_rank_to_4096():
     points = sweep(load_config("gpt-530b"), Plan(seq=2048), [1, 8, 64], [1, 64, 4096])
-    assert [(p.plan.tp, p.ranks) for p in points] == [(1, 1), (1, 64), (1, 4096), (8, 64), (8, 4096), (64, 64), (64, 4096)]
+    assert [(p.plan.tp, p.ranks) for p in points] == [
+        (1, 1),
+        (1, 64),
+        (1, 4096),
+        (8, 64),
+        (8, 4096),
+        (64, 64),
+        (64, 4096),
+    ]
     by_tp = {p.plan.tp: p for p in points if p.ranks == 4096}
     assert by_tp[1].work.wire == 0 < by_tp[8].work.wire < by_tp[64].work.wire
     assert by_tp[64].held.parameters * 64 == pytest.approx(by_tp[1].held.parameters, rel=0.02)
@@ -129,5 +139,9 @@ def test_report_and_json():
     done = dry_run(SMALL, plan(tp=2, dp=2))
     text = report(done)
     assert all(word in text for word in ("tp 2 x dp 2 = 4 ranks", "FSDP", "all_to_all", "DDP buckets", "formula"))
-    values = as_json(SMALL, done.plan, done.held, done.work)
-    assert values["plan"]["ranks"] == 4 and values["work"]["flops"] == done.work.flops and values["held"]["state"]["total"] > 0
+    values = as_json(done.plan, done.held, done.work)
+    assert (
+        values["plan"]["ranks"] == 4
+        and values["work"]["flops"] == done.work.flops
+        and values["held"]["state"]["total"] > 0
+    )

@@ -1,10 +1,11 @@
-"""One BERT-large layer: the operator table's totals, plain torch against them, and what tpfuse's block may move at most."""
+"""One BERT-large layer: the operator table's totals, plain torch against them, and what tpfuse's block may move at
+most."""
 
 import pytest
 import torch
 
-from tpfuse.kernels import _gemm
-from tpfuse.kernels._launch import pretending
+from tpfuse.kernels.linear import gemm as _gemm
+from tpfuse.kernels.runtime.launch import pretending
 from tpfuse.ledger.aten import COMMUNICATION, GEMM
 from tpfuse.ledger.dryrun import fake_world
 from tpfuse.ledger.layer import PLAIN, TABLE, TABLE_FLASH, TABLE_FUSED, compare, take_block, trace
@@ -16,8 +17,9 @@ from tpfuse.parallel import TensorParallel
 
 BERT_LARGE = Sizes(B=8, S=512, D=1024, H=16, F=4096)
 AT_MOST = {"fastest": 835e6, "smallest": 905e6}  # bytes in and out of the ops, forward + backward at 16 bit
-# As launched, more: attention's backward reads its operands in three kernels and the norms' partial sums are added in a second (60 MB);
-# an activation in a pass of its own, which is the path until a GPU has measured otherwise, costs 102 MB on top.
+# As launched, more: attention's backward reads its operands in three kernels and the norms' partial sums are added in
+# a second (60 MB); an activation in a pass of its own, which is the path until a GPU has measured otherwise, costs
+# 102 MB on top.
 LAUNCHED = {"fused": {"fastest": 885e6, "smallest": 955e6}, "torch": {"fastest": 985e6, "smallest": 1055e6}}
 
 
@@ -81,7 +83,7 @@ def test_the_difference_is_explained_to_the_word(bert):
 @pytest.mark.parametrize("model", ["post-norm", "pre-norm"])
 def test_a_block_in_a_stack_moves_at_most(monkeypatch, model, saving, path):
     parameters = _gemm.parameters
-    monkeypatch.setattr(_gemm, "parameters", lambda *args: parameters(*args) | dict(path=path))
+    monkeypatch.setattr(_gemm, "parameters", lambda *args, **named: parameters(*args, **named) | dict(path=path))
     gpt = GPTConfig(vocab_size=1024, max_positions=512, hidden_size=1024, num_layers=2, num_heads=16)
     with pretending("sm_90"):
         config = load_config("bert-large") if model == "post-norm" else gpt
@@ -92,7 +94,8 @@ def test_a_block_in_a_stack_moves_at_most(monkeypatch, model, saving, path):
 
 
 def test_a_rank_sends_row_tiles():
-    """R = 4: each of ten crossings (and two more of nothing but 6 x D numbers) sends this rank's rows to three peers."""
+    """R = 4: each of ten crossings (and two more of nothing but 6 x D numbers) sends this rank's rows to three
+    peers."""
     config = GPTConfig(vocab_size=1024, max_positions=512, hidden_size=256, num_layers=2, num_heads=8)
     with fake_world(4) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=True)

@@ -1,4 +1,5 @@
-"""Closed forms of saved activations against what hooks measure: plain layers, tpfuse's blocks at several sizes; state bytes."""
+"""Closed forms of saved activations against what hooks measure: plain layers, tpfuse's blocks at several sizes; state
+bytes."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ WIDTH, HEADS, BATCH = 1024, 16, 4
 
 
 def config(seq=512, layers=2, **options):
-    return GPTConfig(vocab_size=512, max_positions=seq, hidden_size=WIDTH, num_layers=layers, num_heads=HEADS, **options)
+    return GPTConfig(
+        vocab_size=512, max_positions=seq, hidden_size=WIDTH, num_layers=layers, num_heads=HEADS, **options
+    )
 
 
 def sbh(seq):
@@ -74,7 +77,11 @@ def test_our_block(ranks, sequence_parallel, saving):
 
 
 def _measured(world, saving):
-    model = GPT(GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4), tp=make_tp(world), saving=saving)
+    model = GPT(
+        GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4),
+        tp=make_tp(world),
+        saving=saving,
+    )
     ids = torch.zeros(4, 256, dtype=torch.int64)
     with saved_bytes(model) as saved:
         model(ids, labels=ids, first_sample=0)
@@ -94,7 +101,9 @@ def test_real_ranks_save_what_meta_tensors_say(ranks, saving):
 
 
 def test_recompute_has_a_name():
-    with pytest.raises(ValueError, match="recompute must be one of none, selective, full, fastest, smallest, got 'most'"):
+    with pytest.raises(
+        ValueError, match="recompute must be one of none, selective, full, fastest, smallest, got 'most'"
+    ):
         activation_bytes(config(), recompute="most", seq=8, batch=1)
 
 
@@ -105,7 +114,9 @@ def test_parameters_in_closed_form(name, tp):
     with fake_world(tp) as mesh:
         model = build(on, tp=TensorParallel(mesh["tp"]), saving="fastest", dtype=torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
-    assert count == pytest.approx(parameter_count(on, tp), rel=0 if tp == 1 else 1e-4)  # an odd vocabulary is split unevenly
+    assert count == pytest.approx(
+        parameter_count(on, tp), rel=0 if tp == 1 else 1e-4
+    )  # an odd vocabulary is split unevenly
     if name.startswith("gpt") and tp == 1:
         V, h, s, L = on.vocab_size, on.hidden_size, on.max_positions, on.num_layers
         assert count == V * h + s * h + L * (12 * h * h + 13 * h) + 2 * h

@@ -21,11 +21,14 @@ def test_the_published_table(row):
 def test_the_papers_formula(row):
     B, s, L, h, V = row.batch, 2048, row.layers, row.width, 51200
     assert model_flops(row.config, s, B) == pytest.approx(72 * B * s * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)))
-    assert hardware_flops(row.config, s, B, "selective") == pytest.approx(72 * B * s * L * h * h * (1 + s / (3 * h) + V / (12 * L * h)))
+    assert hardware_flops(row.config, s, B, "selective") == pytest.approx(
+        72 * B * s * L * h * h * (1 + s / (3 * h) + V / (12 * L * h))
+    )
 
 
 def test_model_flops_are_those_that_run():
-    """GEMMs to the flop; attention's products are all keys here, while the causal kernel computes half, and its own S again backward."""
+    """GEMMs to the flop; attention's products are all keys here, while the causal kernel computes half, and its own S
+    again backward."""
     done = run(SMALL, Plan(seq=128, micro_batch=2, dtype=torch.float32))
     attention = 12 * 3 * 2 * 128 * 128 * 64
     assert done.work.gemm_flops == model_flops(SMALL, 128, 2) - attention

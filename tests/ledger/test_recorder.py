@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from tpfuse import TensorParallel
-from tpfuse.kernels._op import OPS, moved
-from tpfuse.kernels.attention import attention
-from tpfuse.kernels.linear import linear
+from tpfuse.kernels.attention.op import attention
+from tpfuse.kernels.linear.op import linear
+from tpfuse.kernels.runtime.op import OPS, moved
 from tpfuse.layers import TransformerBlock
 from tpfuse.ledger import Ledger, mue
 from tpfuse.ledger.aten import ATTENTION, ELEMENTWISE, GEMM, KINDS, NORM
@@ -33,7 +33,13 @@ def tensor(*shape, **options):
 SAME = tensor(M, K)
 ATEN = {  # what, bytes read, bytes written, flops, kind
     "mm": (lambda: tensor(M, K) @ tensor(K, N), 4 * (M * K + K * N), 4 * M * N, 2 * M * K * N, GEMM),
-    "addmm": (lambda: torch.addmm(tensor(N), tensor(M, K), tensor(K, N)), 4 * (N + M * K + K * N), 4 * M * N, 2 * M * K * N, GEMM),
+    "addmm": (
+        lambda: torch.addmm(tensor(N), tensor(M, K), tensor(K, N)),
+        4 * (N + M * K + K * N),
+        4 * M * N,
+        2 * M * K * N,
+        GEMM,
+    ),
     "bmm": (lambda: tensor(3, M, K) @ tensor(3, K, N), 12 * (M * K + K * N), 12 * M * N, 6 * M * K * N, GEMM),
     "add": (lambda: tensor(M, K) + tensor(M, K), 8 * M * K, 4 * M * K, 0, ELEMENTWISE),
     "add one": (lambda: tensor(M, K) + 1, 4 * M * K, 4 * M * K, 0, ELEMENTWISE),
@@ -125,7 +131,9 @@ def test_totals_and_table():
     assert ledger.total().moved == sum(ledger.total(kind=kind).moved for kind in KINDS)
     assert ledger.total().calls == ledger.total(phase="forward").calls + ledger.total(phase="backward").calls
     text = str(ledger).splitlines()
-    assert text[0].split() == ["kind", "calls", "read", "written", "at", "least", "sent", "computed"] and text[-1].startswith("total")
+    assert text[0].split() == ["kind", "calls", "read", "written", "at", "least", "sent", "computed"] and text[
+        -1
+    ].startswith("total")
 
 
 def test_seconds_are_measured_where_asked():
@@ -147,7 +155,9 @@ def _both_forms(world, sp, kind):
     for overlap in ("off", "pairwise"):
         tp = TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
         torch.manual_seed(0)
-        block = TransformerBlock(16, 4, 24, tp=tp, activation="silu" if kind == "gated" else "relu", gated=kind == "gated")
+        block = TransformerBlock(
+            16, 4, 24, tp=tp, activation="silu" if kind == "gated" else "relu", gated=kind == "gated"
+        )
         x = torch.randn(24 // tp.row_shards, 16, requires_grad=True)
         with Ledger() as ledger:
             block(x, batch=2).sum().backward()
@@ -160,4 +170,6 @@ def _both_forms(world, sp, kind):
 def test_overlapped_ops_declare_what_the_plain_ones_do(ranks, sp, kind):
     for off, on in ranks(2, _both_forms, sp, kind):
         assert on[0] == off[0] > 0
-        assert sp is False or on[1] == off[1] > 0  # without sequence parallelism small sums travel by another collective
+        assert (
+            sp is False or on[1] == off[1] > 0
+        )  # without sequence parallelism small sums travel by another collective

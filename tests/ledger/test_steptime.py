@@ -1,9 +1,13 @@
 """The step-time model, on a machine whose speed is given; what it says of a real one is measured by hand (--check)."""
 
+import functools
+
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
-from tpfuse.ledger import machine, steptime
+from tests.forking import START_METHOD, forking
+from tpfuse.ledger import machine, processes, steptime
 from tpfuse.ledger.dryrun import Plan, run
 from tpfuse.ledger.machine import Line, Machine, Table, fit
 from tpfuse.models import GPTConfig
@@ -23,7 +27,13 @@ def built(ops=(), messages=(), overhead=0.0, cores=4, worlds=(1, 2, 4)):
     return Machine(cores, {"float32": dict.fromkeys(worlds, table)})
 
 
-LINES = Line(1e-5, 1e-11, 0), Line(0, 2e-11, 1e-10), Line(3e-6, 0, 5e-10), Line(4e-6, 1e-11, 2e-10), Line(2e-6, 1e-11, 3e-10, 1e-9)
+LINES = (
+    Line(1e-5, 1e-11, 0),
+    Line(0, 2e-11, 1e-10),
+    Line(3e-6, 0, 5e-10),
+    Line(4e-6, 1e-11, 2e-10),
+    Line(2e-6, 1e-11, 3e-10, 1e-9),
+)
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -66,13 +76,24 @@ def test_collectives_over_tp_and_dp():
 
 def test_a_collective_of_more_ranks_than_were_measured():
     table = Table({}, {"all_gather of 2": Line(2.0, 0, 0), "all_gather of 4": Line(4.0, 0, 0)}, 0.0)
-    assert [getattr(table.message("all_gather", ranks), "alpha", None) for ranks in (1, 2, 3, 4, 64)] == [None, 2.0, 2.0, 4.0, 4.0]
+    assert [getattr(table.message("all_gather", ranks), "alpha", None) for ranks in (1, 2, 3, 4, 64)] == [
+        None,
+        2.0,
+        2.0,
+        4.0,
+        4.0,
+    ]
     assert table.message("all_to_all", 2) is None
 
 
 def test_more_ranks_than_cores_take_turns():
-    times = [steptime.predict(SMALL, plan(2, 2, 1), built(overhead=1e-3, cores=c, worlds=(1, 2)), batch=2).seconds for c in (4, 2, 1)]
-    assert times[1] == pytest.approx(2 * times[0]) and times[2] == pytest.approx(2 * times[0])  # at 1 core, 2 had shared it already
+    times = [
+        steptime.predict(SMALL, plan(2, 2, 1), built(overhead=1e-3, cores=c, worlds=(1, 2)), batch=2).seconds
+        for c in (4, 2, 1)
+    ]
+    assert times[1] == pytest.approx(2 * times[0]) and times[2] == pytest.approx(
+        2 * times[0]
+    )  # at 1 core, 2 had shared it already
 
 
 def test_a_machine_goes_to_a_file_and_back(tmp_path):
@@ -83,7 +104,8 @@ def test_a_machine_goes_to_a_file_and_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message", [(None, "does not exist"), ("{}", "is not what calibrate writes"), ('{"version": 0}', "of version 0")]
+    "text, message",
+    [(None, "does not exist"), ("{}", "is not what calibrate writes"), ('{"version": 0}', "of version 0")],
 )
 def test_a_file_that_is_no_machine(tmp_path, text, message):
     path = tmp_path / "machine.json"
@@ -114,9 +136,11 @@ def test_ranking_and_report():
     assert checked[0].error == pytest.approx(100 * (checked[0].prediction.seconds / 0.02 - 1))
 
 
-def test_a_machine_is_calibrated_and_steps_are_measured():
-    """The real thing at its smallest: real processes, real collectives; how exact it is depends on the machine's peace."""
-    found = machine.calibrate(worlds=(2,), seconds=1, sizes=[(32, 2, 32, 1), (64, 2, 64, 1)])
+def test_a_machine_is_calibrated_and_steps_are_measured(monkeypatch):
+    """Real processes and real collectives, at their smallest; how exact it is depends on how idle the machine is."""
+    forking()  # the server, from which processes start at once
+    monkeypatch.setattr(processes.mp, "spawn", functools.partial(start_processes, start_method=START_METHOD))
+    found = machine.calibrate(worlds=(2,), seconds=1, sizes=[machine.Size(32, 2, 32, 1), machine.Size(64, 2, 64, 1)])
     assert list(found.tables["float32"]) == [2]
     assert {"linear_fwd", "attention_bwd + dropout", "GEMM"} <= found.tables["float32"][2].ops.keys()
     assert found.tables["float32"][2].messages.keys() == MESSAGES.keys()

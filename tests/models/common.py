@@ -1,4 +1,5 @@
-"""What the models' tests share: small configurations, one forward and backward whose results are whole tensors, and curves."""
+"""What the models' tests share: small configurations, one forward and backward whose results are whole tensors, and
+curves."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.common import make_tp
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_, param_groups
-from tpfuse.layers._module import named_specs
+from tpfuse.interop.huggingface.write import full_tensor
+from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
-from tpfuse.models.huggingface import full_tensor
 
-# 12 heads and 84 = 3 * 28 columns split over 1, 2, 3 and 4 ranks; 97 words and 3 x 7 rows over none evenly; dropout in all three places
+# 12 heads and 84 = 3 * 28 columns split over 1, 2, 3 and 4 ranks; 97 words and 3 x 7 rows over none evenly; dropout
+# in all three places
 GPT_CONFIG = GPTConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=2, num_heads=12, ffn_size=84)
 BERT_CONFIG = BertConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=2, num_heads=12, ffn_size=84)
 
@@ -40,7 +42,9 @@ def batch(config, size: int = 3, seq: int = 7, pad: str | None = None, seed: int
     length = seq - torch.arange(size)[:, None] * 2
     mask = (torch.arange(seq) < length) if pad == "right" else (torch.arange(seq) >= seq - length)
     first = mask & (mask.cumsum(1) == 1)  # predicted from padding where that is on the left
-    return dict(input_ids=ids.masked_fill(~mask, 0), labels=labels.masked_fill(~mask | first, -100), attention_mask=mask.long())
+    return dict(
+        input_ids=ids.masked_fill(~mask, 0), labels=labels.masked_fill(~mask | first, -100), attention_mask=mask.long()
+    )
 
 
 def whole(model: torch.nn.Module, grad: bool = False) -> dict[str, Tensor]:
@@ -82,9 +86,16 @@ def results(model, call: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def run(
-    world, cls, config, call: dict[str, Any], sp: bool = True, dtype: torch.dtype = torch.float64, options: dict[str, Any] | None = None
+    world,
+    cls,
+    config,
+    call: dict[str, Any],
+    sp: bool = True,
+    dtype: torch.dtype = torch.float64,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """``results`` of a model made for this world, in training; ``options`` autocast, eval and perturb are for here, others the model's."""
+    """``results`` of a model made for this world, in training; ``options`` autocast, eval and perturb are for here,
+    others the model's."""
     options = dict(options or {})
     autocast, evaluate, perturb = (options.pop(key, False) for key in ("autocast", "eval", "perturb"))
     with default_dtype(dtype):
@@ -98,7 +109,8 @@ def run(
 
 @torch.no_grad()
 def scramble(model) -> None:
-    """Norms and biases away from one and zero, where a wrong gradient or a swapped pair could hide; the same at every split."""
+    """Norms and biases away from one and zero, where a wrong gradient or a swapped pair could hide; the same at every
+    split."""
     for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         if isinstance(spec.init, str):
             g = torch.Generator().manual_seed(len(spec.shape) + spec.shape[0])
@@ -108,13 +120,20 @@ def scramble(model) -> None:
 # ---- training on a (dp, tp) mesh ----
 
 STEP_CONFIG = replace(GPT_CONFIG, num_layers=1)
-SAMPLES, POSITIONS, MAX_NORM = 6, 8, 0.5  # 6 samples split over 1, 2 and 3 replicas or micro-batches; gradients are larger than 0.5
+SAMPLES, POSITIONS, MAX_NORM = (
+    6,
+    8,
+    0.5,
+)  # 6 samples split over 1, 2 and 3 replicas or micro-batches; gradients are larger than 0.5
 
 
 class Training:
-    """A GPT, its optimizer, and the wrapping that ``kind`` says: "ddp" (where dp > 1), "dtensor", or "fsdp" (over DTensors)."""
+    """A GPT, its optimizer, and the wrapping that ``kind`` says: "ddp" (where dp > 1), "dtensor", or "fsdp" (over
+    DTensors)."""
 
-    def __init__(self, world, dp: int = 1, sp: bool = True, kind: str = "ddp", dtype: torch.dtype = torch.float64, **options: Any):
+    def __init__(
+        self, world, dp: int = 1, sp: bool = True, kind: str = "ddp", dtype: torch.dtype = torch.float64, **options: Any
+    ):
         self.mesh = world.mesh(dp, world.size // dp)
         tp, self.dp = TensorParallel(self.mesh["tp"], sequence_parallel=sp), dp
         with default_dtype(dtype):
@@ -126,7 +145,9 @@ class Training:
             for module in (*self.model.blocks, self.model):
                 fully_shard(module, mesh=self.mesh["dp"])
         if kind == "ddp" and dp > 1:
-            self.replica = torch.nn.parallel.DistributedDataParallel(self.model, process_group=self.mesh["dp"].get_group())
+            self.replica = torch.nn.parallel.DistributedDataParallel(
+                self.model, process_group=self.mesh["dp"].get_group()
+            )
         self.optimizer = torch.optim.AdamW(param_groups(self.model, weight_decay=0.1), lr=3e-4)
 
     def backward(self, step: int, micro: int = 1) -> Tensor:
@@ -142,7 +163,9 @@ class Training:
             last = i == micro - 1
             with contextlib.nullcontext() if last or self.replica is self.model else self.replica.no_sync():
                 mine = slice(first, first + size)
-                loss = self.replica(ids[mine], labels=labels[mine], step=step, first_sample=first, loss_normalizer=normalizer).loss
+                loss = self.replica(
+                    ids[mine], labels=labels[mine], step=step, first_sample=first, loss_normalizer=normalizer
+                ).loss
                 loss.backward()
             total = total + loss.detach()
         every = [torch.empty_like(total) for _ in range(self.dp)]

@@ -7,11 +7,12 @@ import pytest
 
 @pytest.fixture
 def reached(record_property):
-    """``reached(config, R, errors, sp=, packed=)`` notes the largest relative error of each feature that a comparison with transformers is
-    of; ``errors`` by name: loss, logits, last_hidden_state, pooler_output, "d " + a parameter; or whole features by their own names."""
+    """``reached(config, R, errors, sp=, packed=)`` notes the largest relative error of each feature that a comparison
+    with transformers is of; ``errors`` by name: loss, logits, last_hidden_state, pooler_output, "d " + a parameter;
+    or whole features by their own names."""
 
     def note(config, R: int, errors: dict[str, float], *, sp: bool | None = None, packed: bool = False) -> None:
-        family = getattr(config, "family", None) or config.model_type
+        family = config.family
         cells: dict[str, float] = {}
         for name, error in errors.items():
             kind = "gradients" if name.startswith("d ") else OUTPUTS.get(name, name)

@@ -17,7 +17,8 @@ def small(**changes):
     return replace(BERT_CONFIG, max_positions=128, hidden_size=16, num_heads=4, num_layers=1, ffn_size=20, **changes)
 
 
-SHAPES = [  # vocabulary, batch, sequence, tied.  Rows: 1, 21 and 127 leave ranks of four with padding only, or some of it.
+# vocabulary, batch, sequence, tied.  Rows: 1, 21 and 127 leave ranks of four with padding only, or some of it.
+SHAPES = [
     (997, 1, 1, True),
     (997, 3, 7, False),
     (997, 1, 127, True),
@@ -26,7 +27,9 @@ MORE_SHAPES = [(v, b, s, tied) for v in (997, 50257) for b in (1, 2, 5) for s in
 
 
 @pytest.mark.parametrize("masked_lm", [True, False])
-@pytest.mark.parametrize("vocab, size, seq, tied", SHAPES + [pytest.param(*s, marks=pytest.mark.slow) for s in MORE_SHAPES])
+@pytest.mark.parametrize(
+    "vocab, size, seq, tied", SHAPES + [pytest.param(*s, marks=pytest.mark.slow) for s in MORE_SHAPES]
+)
 def test_sizes_that_do_not_divide(ranks, vocab, size, seq, tied, masked_lm):
     config = small(vocab_size=vocab, tie_embeddings=tied, type_vocab_size=3)
     call = batch(config, size, seq) | dict(token_type_ids=(torch.arange(size * seq).view(size, seq) + 1) % 3)
@@ -57,7 +60,9 @@ def test_what_stands_in_padding_does_not_show():
 def test_pooler_or_head():
     body, head = Bert(BERT_CONFIG), Bert(BERT_CONFIG, masked_lm=True)
     assert body.pooler is not None and body.head is None
-    assert head.pooler is None and head.head is not None  # which has no use for a pooler: DDP would wait for its gradient
+    assert (
+        head.pooler is None and head.head is not None
+    )  # which has no use for a pooler: DDP would wait for its gradient
     shared = body.state_dict().keys() - {"pooler.weight", "pooler.bias"}
     assert_equal({k: head.state_dict()[k] for k in shared}, {k: body.state_dict()[k] for k in shared})
     call = batch(BERT_CONFIG)
@@ -84,7 +89,10 @@ ERRORS = {
     "positions": (calls(position_ids=lambda ids: ids * 0 + 32), r"Bert: position_ids must lie in 0 to 31, got \[32\]"),
     "ids": (calls(input_ids=lambda ids: ids + 97), r"Bert: input_ids must lie in 0 to 96"),
     "packed": (calls(max_seqlen=lambda ids: 7), r"Bert: packed sequences .* not built"),
-    "length": (calls(input_ids=lambda ids: ids.repeat(1, 5)), r"Bert: 35 positions are more than the model's max_positions=32"),
+    "length": (
+        calls(input_ids=lambda ids: ids.repeat(1, 5)),
+        r"Bert: 35 positions are more than the model's max_positions=32",
+    ),
 }
 
 

@@ -9,7 +9,8 @@ from tests.models.common import MAX_NORM, Training, whole
 
 STEPS = 20
 F64 = torch.float64
-LAYOUTS = [  # ranks, dp, sequence parallel, saving, kind, micro-batches.  With DDP and micro-batches: under no_sync, but for the last
+# ranks, dp, sequence parallel, saving, kind, micro-batches.  With DDP and micro-batches: no_sync, but for the last
+LAYOUTS = [
     (1, 1, False, "fastest", "ddp", 2),
     (2, 1, True, "fastest", "ddp", 1),
     (4, 1, True, "smallest", "ddp", 1),
@@ -39,7 +40,9 @@ def reference(ranks):
     return functools.cache(lambda dtype: ranks(1, curve, 1, False, "fastest", "ddp", 1, dtype)[0])
 
 
-@pytest.mark.parametrize("R, dp, sp, saving, kind, micro", LAYOUTS + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE])
+@pytest.mark.parametrize(
+    "R, dp, sp, saving, kind, micro", LAYOUTS + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE]
+)
 def test_every_layout_gives_the_one_curve(ranks, reference, R, dp, sp, saving, kind, micro):
     exact, weights = reference(F64)
     assert all(norm > MAX_NORM for _, norm in exact)  # clipping acts

@@ -1,4 +1,5 @@
-"""Configurations that nobody chose: exact against transformers at every split, or refused with the reason; never a wrong number or a hang.
+"""Configurations that nobody chose: exact against transformers at every split, or refused with the reason; never a
+wrong number or a hang.
 
 Every refusal is foretold by ``reason``, so that what could be built and is refused fails too.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.common import make_tp
 from tests.models.test_llama import LLAMA3, ROPE, YARN, oracle, ours
 from tpfuse.models import GPT, GPTConfig
-from tpfuse.packing import packed_batch
+from tpfuse.training.packing import packed_batch
 
 F64 = torch.float64
 MAX, NEW = 24, 5
@@ -53,7 +54,11 @@ def cases(draw, family: str, R: int) -> Case:
     """Mostly what can be built: numbers that do not divide come now and then."""
     pick = lambda *values: draw(st.sampled_from(values))
     heads = pick(4, 8, 12, 4, 8, 12, 6)
-    kv_heads = heads if family == "gpt2" else pick(*(g for g in (1, 2, 4, 6, 8, 3) if heads % g == 0), pick(heads, heads, heads, 5))
+    kv_heads = (
+        heads
+        if family == "gpt2"
+        else pick(*(g for g in (1, 2, 4, 6, 8, 3) if heads % g == 0), pick(heads, heads, heads, 5))
+    )
     own_width = family not in ("gpt2", "qwen2")  # qwen2 has no key for it
     hidden = heads * pick(4, 6, 10)  # of 2, transformers' dynamic scaling divides by zero
     if family in ("mistral", "qwen3"):  # transformers' llama insists on a multiple
@@ -85,7 +90,9 @@ def their_config(c: Case):
         sizes = dict(n_positions=MAX, n_embd=c.hidden, n_layer=c.layers, n_head=c.heads, n_inner=c.ffn)
         rest = dict(activation_function="gelu_new", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     else:
-        sizes = dict(max_position_embeddings=MAX, hidden_size=c.hidden, num_hidden_layers=c.layers, intermediate_size=c.ffn)
+        sizes = dict(
+            max_position_embeddings=MAX, hidden_size=c.hidden, num_hidden_layers=c.layers, intermediate_size=c.ffn
+        )
         rest = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, rope_parameters=dict(c.rope))
         if c.head_width is not None:
             rest |= dict(head_dim=c.head_width)
@@ -96,7 +103,9 @@ def their_config(c: Case):
         if c.family == "mistral":
             rest |= dict(sliding_window=c.window)
         if c.family in ("qwen2", "qwen3") and c.window is not None:
-            rest |= dict(use_sliding_window=True, sliding_window=c.window, max_window_layers=min(c.full_layers, c.layers))
+            rest |= dict(
+                use_sliding_window=True, sliding_window=c.window, max_window_layers=min(c.full_layers, c.layers)
+            )
     shared = dict(vocab_size=c.vocab, tie_word_embeddings=c.tied, initializer_range=0.3)
     shared |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, attn_implementation="sdpa")
     return transformers.AutoConfig.for_model(c.family, **sizes, **rest, **shared)
@@ -137,7 +146,8 @@ def inputs(c: Case) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def of_transformers(model, texts: list[Tensor]) -> dict[str, Any]:
-    """Each text alone, so that what it takes for padding and packing is out of question: logits, loss, gradients, greedy tokens."""
+    """Each text alone, so that what it takes for padding and packing is out of question: logits, loss, gradients,
+    greedy tokens."""
     count = sum(len(text) - 1 for text in texts)
     total, logits, tokens = torch.zeros((), dtype=F64), [], []
     for text in texts:
@@ -159,7 +169,8 @@ def ours_with_tokens(world, path, call, sp, prompts):
 
 
 def close(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """-> relative errors, at most 1e-10; a gradient that cancels to zero (of a query that sees one key only, say) is measured by others."""
+    """-> relative errors, at most 1e-10; a gradient that cancels to zero (of a query that sees one key only, say) is
+    measured by others."""
     assert got.keys() == exact.keys()
     largest = max((g.abs().max().item() for k, g in exact.items() if k.startswith("d ")), default=0.0)
     errors = {}
@@ -196,11 +207,19 @@ def check(ranks, reached, c: Case) -> None:
             got["logits"] = got["logits"][0] if mask is None else got["logits"][mask.bool()]
             assert torch.equal(got.pop("tokens"), want["tokens"]), c
             errors = close(got, {k: v for k, v in want.items() if k != "tokens"})
-            reached(GPTConfig.from_hf(model.config.to_dict()), c.R, errors | {"generated tokens": 0.0}, sp=c.sp, packed=c.rows == "packed")
+            reached(
+                GPTConfig.from_hf(model.config.to_dict()),
+                c.R,
+                errors | {"generated tokens": 0.0},
+                sp=c.sp,
+                packed=c.rows == "packed",
+            )
 
 
 # A failing case is printed as it was drawn: making it smaller would take minutes.
-HOW = dict(deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+HOW = dict(
+    deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 
 
 def every(count: int, family: str, R: int, look) -> None:
@@ -222,7 +241,11 @@ def test_most_cases_can_be_built_and_every_refusal_comes():
             every(30, family, R, drawn.append)
     built = [c for c in drawn if reason(c) is None]
     assert 0.5 < len(built) / len(drawn) < 0.95
-    assert {why.split("=")[0] for why in map(reason, drawn) if why} == {"num_heads", "num_kv_heads", ""}  # "": the ffn has no one name
+    assert {why.split("=")[0] for why in map(reason, drawn) if why} == {
+        "num_heads",
+        "num_kv_heads",
+        "",
+    }  # "": the ffn has no one name
     for pair in ("family", "R"), ("R", "rows"), ("family", "rows"):
         came, could = ({tuple(getattr(c, key) for key in pair) for c in cases} for cases in (built, drawn))
         assert came == could and len(came) in (15, 9)

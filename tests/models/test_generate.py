@@ -1,4 +1,5 @@
-"""Greedy generation: transformers' tokens at every tensor-parallel size, prompts of any length, the cache against no cache."""
+"""Greedy generation: transformers' tokens at every tensor-parallel size, prompts of any length, the cache against no
+cache."""
 
 import re
 from dataclasses import replace
@@ -21,7 +22,14 @@ NEW = 9
 def theirs(tmp_path_factory):
     torch.manual_seed(2)
     config = GPT2Config(
-        vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=12, initializer_range=0.3, bos_token_id=None, eos_token_id=None
+        vocab_size=97,
+        n_positions=32,
+        n_embd=48,
+        n_layer=2,
+        n_head=12,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = GPT2LMHeadModel(config).eval()
     path = tmp_path_factory.mktemp("gpt2")
@@ -49,7 +57,9 @@ def sample(world, path, ids, mask, sp, options):
 
 
 def their_tokens(theirs, ids, mask, **options):
-    return theirs.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **{"pad_token_id": 0} | options)
+    return theirs.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **{"pad_token_id": 0} | options
+    )
 
 
 LENGTHS = [(8, 5, 1), (3,), (8, 8, 8, 2, 6)]  # a batch of one leaves three of four ranks with padding rows only
@@ -64,7 +74,9 @@ def test_the_tokens_are_those_of_transformers(ranks, theirs, reached, R, sp, len
     assert len(want.unique()) > 3  # not one token for ever
     for got in ranks(R, sample, path, ids, mask, sp, dict(pad_token_id=0)):
         assert torch.equal(got[:, 8:], want)
-        assert torch.equal(got[:, :8], torch.where(mask.bool(), ids, 0))  # padded with the pad token, whatever was there
+        assert torch.equal(
+            got[:, :8], torch.where(mask.bool(), ids, 0)
+        )  # padded with the pad token, whatever was there
     reached(GPT_CONFIG, R, {"generated tokens": 0.0})
 
 
@@ -94,7 +106,10 @@ def test_the_tokens_of_the_llama_family(ranks, llama, reached, R, sp):
     """Each prompt alone and without a cache there, as one batch here; kv heads more than ranks, as many, and fewer."""
     model, path = llama
     ids, mask = prompts((8, 5, 1))
-    alone = [model.generate(i[None, m.bool()], max_new_tokens=NEW, do_sample=False, use_cache=False)[0, -NEW:] for i, m in zip(ids, mask)]
+    alone = [
+        model.generate(i[None, m.bool()], max_new_tokens=NEW, do_sample=False, use_cache=False)[0, -NEW:]
+        for i, m in zip(ids, mask)
+    ]
     want = torch.stack(alone)
     assert len(want.unique()) > 3
     for got in ranks(R, continued_in_fp64, path, ids, mask, sp):
@@ -121,17 +136,22 @@ def test_eos_ends_a_sequence_and_padding_follows(ranks, theirs):
     want = their_tokens(model, ids, mask, eos_token_id=eos, pad_token_id=0)[:, 8:]
     assert (want[0] == 0).any() and want.shape[1] > 3
     for R in (1, 2, 4):
-        assert torch.equal(ranks(R, sample, path, ids, mask, True, dict(eos_token_id=eos, pad_token_id=0))[0][:, 8:], want)
+        assert torch.equal(
+            ranks(R, sample, path, ids, mask, True, dict(eos_token_id=eos, pad_token_id=0))[0][:, 8:], want
+        )
     # one sequence alone: all have ended, and generation stops; without a pad token eos is the padding
     alone = ranks(2, sample, path, ids[:1], mask[:1], True, dict(eos_token_id=eos))[0][:, 8:]
     end = int((free[0] == eos).nonzero()[0]) + 1
     assert torch.equal(alone, free[:1, :end])
-    out = ranks(2, sample, path, ids, mask, True, dict(eos_token_id=eos, pad_token_id=-1))[0]  # a pad token may be no token at all
+    out = ranks(2, sample, path, ids, mask, True, dict(eos_token_id=eos, pad_token_id=-1))[
+        0
+    ]  # a pad token may be no token at all
     assert (free != 0).all() and torch.equal(out[:, 8:], torch.where(want == 0, -1, want))
 
 
 def tied_logits(world):
-    """Every word has the logit of its two neighbours of a triple: 0, 1 and 2 are alike, 3, 4, 5, ... ; of the best three the first wins."""
+    """Every word has the logit of its two neighbours of a triple: 0, 1 and 2 are alike, 3, 4, 5, ... ; of the best
+    three the first wins."""
     model = GPT(replace(GPT_CONFIG, tie_embeddings=False), tp=make_tp(world)).eval()
     whole = torch.randn(33, 48, generator=torch.Generator().manual_seed(1)).repeat_interleave(3, 0)[:97]
     with torch.no_grad():

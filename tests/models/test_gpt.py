@@ -16,7 +16,8 @@ def small(**changes):
     return replace(GPT_CONFIG, max_positions=128, hidden_size=16, num_heads=4, num_layers=1, ffn_size=20, **changes)
 
 
-SHAPES = [  # vocabulary, batch, sequence, tied.  Rows: 1, 21 and 127 leave ranks of four with padding only, or some of it.
+# vocabulary, batch, sequence, tied.  Rows: 1, 21 and 127 leave ranks of four with padding only, or some of it.
+SHAPES = [
     (997, 1, 1, True),  # 997 = 250 + 250 + 250 + 247
     (997, 3, 7, False),
     (997, 1, 127, True),
@@ -26,7 +27,9 @@ MORE_SHAPES = [(v, b, s, tied) for v in (997, 50257) for b in (1, 2, 5) for s in
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("vocab, size, seq, tied", SHAPES + [pytest.param(*s, marks=pytest.mark.slow) for s in MORE_SHAPES])
+@pytest.mark.parametrize(
+    "vocab, size, seq, tied", SHAPES + [pytest.param(*s, marks=pytest.mark.slow) for s in MORE_SHAPES]
+)
 def test_sizes_that_do_not_divide(ranks, vocab, size, seq, tied, sp):
     config = small(vocab_size=vocab, tie_embeddings=tied)
     call = batch(config, size, seq, seed=3)
@@ -37,7 +40,9 @@ def test_sizes_that_do_not_divide(ranks, vocab, size, seq, tied, sp):
 
 def test_weights_start_as_transformers_starts_them():
     config = replace(GPT_CONFIG, hidden_size=96, vocab_size=997)
-    std = {name: p.std().item() for name, p in GPT(config).named_parameters() if p.dim() > 1 and name.endswith("weight")}
+    std = {
+        name: p.std().item() for name, p in GPT(config).named_parameters() if p.dim() > 1 and name.endswith("weight")
+    }
     for name, got in std.items():
         residual = name.endswith(("attention.out.weight", "mlp.fc2.weight"))
         assert got == pytest.approx(0.02 / 2 if residual else 0.02, rel=0.05), name  # 2 layers: sqrt(4)

@@ -19,8 +19,12 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertMo
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import MODELS, batch, body_loss, results, whole
 from tpfuse import TensorParallel
-from tpfuse.layers._module import named_specs
-from tpfuse.models import GPT, Bert, huggingface
+from tpfuse.interop.huggingface import disk as hf_disk
+from tpfuse.interop.huggingface import read as hf_read
+from tpfuse.interop.huggingface import source as hf_source
+from tpfuse.interop.huggingface import write as hf_write
+from tpfuse.layers.module import named_specs
+from tpfuse.models import GPT, Bert
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
@@ -28,16 +32,27 @@ SIZES = dict(vocab_size=97, initializer_range=0.2)
 THEIRS = {
     "gpt": (
         GPT2LMHeadModel,
-        lambda heads: GPT2Config(n_positions=32, n_embd=48, n_layer=2, n_head=heads, n_inner=84, bos_token_id=0, eos_token_id=0, **SIZES),
+        lambda heads: GPT2Config(
+            n_positions=32, n_embd=48, n_layer=2, n_head=heads, n_inner=84, bos_token_id=0, eos_token_id=0, **SIZES
+        ),
     ),
     **{
         name: (
             cls,
             lambda heads: BertConfig(
-                max_position_embeddings=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=heads, intermediate_size=84, **SIZES
+                max_position_embeddings=32,
+                hidden_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=heads,
+                intermediate_size=84,
+                **SIZES,
             ),
         )
-        for name, cls in {"bert": BertModel, "bert-mlm": BertForMaskedLM, "bert-pretraining": BertForPreTraining}.items()
+        for name, cls in {
+            "bert": BertModel,
+            "bert-mlm": BertForMaskedLM,
+            "bert-pretraining": BertForPreTraining,
+        }.items()
     },
 }
 OURS = {name: cls for name, (cls, *_) in MODELS.items()} | {"bert-pretraining": Bert}
@@ -80,7 +95,9 @@ def their_results(model, call, body):
             body_loss(out.last_hidden_state, out.pooler_output, call.get("attention_mask")),
         )
     else:
-        labels = F.pad(call["labels"][:, 1:], (0, 1), value=-100) if isinstance(model, GPT2LMHeadModel) else call["labels"]
+        labels = (
+            F.pad(call["labels"][:, 1:], (0, 1), value=-100) if isinstance(model, GPT2LMHeadModel) else call["labels"]
+        )
         loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
         assert abs(loss - model(**call).loss) < 1e-5
         found = dict(loss=loss, logits=out.logits)
@@ -108,10 +125,18 @@ CASES = [  # heads, ranks, sequence parallel, tied, padding
     (12, 4, True, True, "left"),
     (12, 4, True, False, "right"),
 ]
-MORE = [(6, R, sp, tie, pad) for R in (1, 2, 3) for sp in (True, False) for tie in (True, False) for pad in (None, "left", "right")]
+MORE = [
+    (6, R, sp, tie, pad)
+    for R in (1, 2, 3)
+    for sp in (True, False)
+    for tie in (True, False)
+    for pad in (None, "left", "right")
+]
 
 
-@pytest.mark.parametrize("heads, R, sp, tie, pad", CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE if c not in CASES])
+@pytest.mark.parametrize(
+    "heads, R, sp, tie, pad", CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE if c not in CASES]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, name, heads, R, sp, tie, pad):
     model, path = theirs(name, heads, tie)
@@ -126,7 +151,8 @@ def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, 
 
 
 def comparable(found, call, name):
-    """Without what means nothing: what a padding row of GPT attends to, and a key's bias alone, whose gradient is zero but for rounding."""
+    """Without what means nothing: what a padding row of GPT attends to, and a key's bias alone, whose gradient is zero
+    but for rounding."""
     if name == "gpt" and "attention_mask" in call:
         found["logits"] = found["logits"][call["attention_mask"].bool()]
     for key in [key for key in found if key.endswith("query.bias")]:
@@ -173,15 +199,24 @@ NEWER |= dict(activation_function="hidden_act", layer_norm_epsilon="layer_norm_e
 one = torch.ones(2)
 REWRITES = {
     "gpt without prefix": ("gpt", dict(names=lambda n: n.removeprefix("transformer."))),
-    "gpt with buffers": ("gpt", dict(extra={"transformer.h.0.attn.bias": one, "transformer.h.1.attn.masked_bias": one + 1})),
+    "gpt with buffers": (
+        "gpt",
+        dict(extra={"transformer.h.0.attn.bias": one, "transformer.h.1.attn.masked_bias": one + 1}),
+    ),
     "gpt with the tied head": ("gpt", dict(extra={"lm_head.weight": one})),
     "gpt with newer keys": ("gpt", dict(config=lambda c: {NEWER.get(k, k): v for k, v in c.items()})),
     "bert with prefix": ("bert", dict(names=lambda n: f"bert.{n}")),
     "bert gamma, beta": ("bert", dict(names=gamma_beta)),
     "bert with a buffer": ("bert", dict(extra={"embeddings.position_ids": torch.arange(32)[None]})),
     "mlm gamma, beta": ("bert-mlm", dict(names=gamma_beta)),
-    "mlm with copies": ("bert-mlm", dict(extra={"cls.predictions.decoder.weight": one, "cls.predictions.decoder.bias": one + 1})),
-    "mlm with a second head": ("bert-mlm", dict(extra={"cls.seq_relationship.weight": one, "cls.seq_relationship.bias": one + 1})),
+    "mlm with copies": (
+        "bert-mlm",
+        dict(extra={"cls.predictions.decoder.weight": one, "cls.predictions.decoder.bias": one + 1}),
+    ),
+    "mlm with a second head": (
+        "bert-mlm",
+        dict(extra={"cls.seq_relationship.weight": one, "cls.seq_relationship.bias": one + 1}),
+    ),
 }
 
 
@@ -254,10 +289,15 @@ class Spy:
 
 def spied(world, path, name):
     """-> elements read by name, elements of the parameters here, and the names that make sharded parameters"""
-    count, tensor = Counter(), huggingface.Files.tensor
-    with mock.patch.object(huggingface.Files, "tensor", lambda self, raw: Spy(tensor(self, raw), raw, count)):
+    count, tensor = Counter(), hf_read.Files.tensor
+    with mock.patch.object(hf_read.Files, "tensor", lambda self, raw: Spy(tensor(self, raw), raw, count)):
         model = OURS[name].from_pretrained(path, tp=make_tp(world))
-    sharded = {model.hf_name(n) for key, spec, _ in named_specs(model) if spec.dim is not None for n in model.sources()[key].names}
+    sharded = {
+        model.hf_name(n)
+        for key, spec, _ in named_specs(model)
+        if spec.dim is not None
+        for n in model.sources()[key].names
+    }
     return count, sum(p.numel() for p in model.parameters()), sharded
 
 
@@ -309,7 +349,7 @@ def truncate(path: Path):
 
 
 def shard_missing(path: Path):
-    with mock.patch.object(huggingface, "MAX_SHARD_BYTES", 30_000):
+    with mock.patch.object(hf_write, "MAX_SHARD_BYTES", 30_000):
         GPT.from_pretrained(path).save_pretrained(path)
     next(path.glob("model-00002-of-*.safetensors")).unlink()
 
@@ -333,7 +373,11 @@ ERRORS = {  # what is done to a good directory, and what is said
     "corrupt config": ("gpt", write("config.json", b'{"model_type": '), r"config.json is not valid JSON"),
     "binary config": ("gpt", write("config.json", b"\xff\xfe\x00"), r"config.json is not valid JSON"),
     "config not an object": ("gpt", write("config.json", b"[1]"), r"config.json must hold a JSON object, got list"),
-    "model type": ("gpt", config(model_type="mamba"), r"GPTConfig: model_type must be one of gpt2, llama, .*, got 'mamba'"),
+    "model type": (
+        "gpt",
+        config(model_type="mamba"),
+        r"GPTConfig: model_type must be one of gpt2, llama, .*, got 'mamba'",
+    ),
     "no model type": (
         "bert",
         edit("config.json", lambda c: {k: v for k, v in c.items() if k != "model_type"}),
@@ -346,7 +390,11 @@ ERRORS = {  # what is done to a good directory, and what is said
     ),
     "activation": ("gpt", config(activation_function="mish"), r"activation 'mish' is not built; one of .*gelu_new"),
     "scale": ("gpt", config(scale_attn_weights=False), r"GPTConfig: scale_attn_weights=False is not built"),
-    "layer scale": ("gpt", config(scale_attn_by_inverse_layer_idx=True), r"GPTConfig: scale_attn_by_inverse_layer_idx=True is not built"),
+    "layer scale": (
+        "gpt",
+        config(scale_attn_by_inverse_layer_idx=True),
+        r"GPTConfig: scale_attn_by_inverse_layer_idx=True is not built",
+    ),
     "upcast": ("gpt", config(reorder_and_upcast_attn=True), r"GPTConfig: reorder_and_upcast_attn=True is not built"),
     "cross": ("gpt", config(add_cross_attention=True), r"GPTConfig: add_cross_attention=True is not built"),
     "positions": (
@@ -367,7 +415,11 @@ ERRORS = {  # what is done to a good directory, and what is said
         tensors(lambda t: t.update({"transformer.h.0.adapter": one})),
         r"holds transformer.h.0.adapter, which GPT has no place for",
     ),
-    "extra layers": ("bert", config(num_hidden_layers=1), r"holds encoder.layer.1.* and \d+ more, which Bert has no place for"),
+    "extra layers": (
+        "bert",
+        config(num_hidden_layers=1),
+        r"holds encoder.layer.1.* and \d+ more, which Bert has no place for",
+    ),
     "twice": ("gpt", tensors(lambda t: t.update({"wte.weight": one})), r"holds wte.weight twice"),
     "mis-shaped": (
         "gpt",
@@ -380,10 +432,18 @@ ERRORS = {  # what is done to a good directory, and what is said
         r"c_fc.weight in .* must be \(48, 84\)",
     ),
     "other width": ("bert", config(intermediate_size=96), r"intermediate.dense.weight in .* must be \(96, 48\)"),
-    "quantized": ("gpt", tensors(lambda t: t.update({WTE: t[WTE].to(torch.int8)})), r"wte.weight in .* must be one of .*F32.* got I8"),
+    "quantized": (
+        "gpt",
+        tensors(lambda t: t.update({WTE: t[WTE].to(torch.int8)})),
+        r"wte.weight in .* must be one of .*F32.* got I8",
+    ),
     "truncated": ("gpt", truncate, r"model.safetensors cannot be read \(truncated or missing\?\)"),
     "not safetensors": ("gpt", write("model.safetensors", b"PK" * 100), r"model.safetensors cannot be read"),
-    "shard missing": ("gpt", shard_missing, r"model-00002-of-0000\d.safetensors cannot be read \(truncated or missing\?\)"),
+    "shard missing": (
+        "gpt",
+        shard_missing,
+        r"model-00002-of-0000\d.safetensors cannot be read \(truncated or missing\?\)",
+    ),
     "index": ("gpt", index_of({"weight_map": [1]}), r"index.json is not a valid index"),
     "empty index": ("gpt", index_of({}), r"index.json is not a valid index"),
 }
@@ -394,7 +454,7 @@ def refusal(world, path, name, only=None):
     path = Path(path)
     if only is not None:
         path = path.parent / ("bad" if world.rank == only else "good")
-    with mock.patch.object(huggingface, "_read_slice", None), pytest.raises(ValueError) as caught:
+    with mock.patch.object(hf_source, "read_slice", None), pytest.raises(ValueError) as caught:
         OURS[name].from_pretrained(path, tp=make_tp(world))
     dist.barrier()
     return str(caught.value)
@@ -422,12 +482,19 @@ def test_a_directory_that_is_bad_for_one_rank_is_refused_by_all(ranks, theirs, t
 
 
 def test_an_option_that_is_the_default_is_no_error(theirs, tmp_path):
-    path = rewritten(theirs("gpt")[1], tmp_path / "other", config=lambda c: c | dict(scale_attn_weights=True, add_cross_attention=None))
+    path = rewritten(
+        theirs("gpt")[1],
+        tmp_path / "other",
+        config=lambda c: c | dict(scale_attn_weights=True, add_cross_attention=None),
+    )
     assert GPT.from_pretrained(path).config.num_layers == 2
 
 
 def dtypes_differ(world, path):
-    with pytest.raises(ValueError, match="GPT: dtype must be the same .*float64.*float32|GPT: dtype must be the same .*float32.*float64"):
+    with pytest.raises(
+        ValueError,
+        match="GPT: dtype must be the same .*float64.*float32|GPT: dtype must be the same .*float32.*float64",
+    ):
         GPT.from_pretrained(path, tp=make_tp(world), dtype=(F64, torch.float32)[world.rank])
     dist.barrier()
 
@@ -443,19 +510,21 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in Path(path).iterdir()}
 
 
-def resaved(world, source, target, name, limit=huggingface.MAX_SHARD_BYTES):
+def resaved(world, source, target, name, limit=hf_write.MAX_SHARD_BYTES):
     """-> files written by this rank"""
-    calls = mock.Mock(wraps=huggingface.save_file)
+    calls = mock.Mock(wraps=hf_write.save_file)
     tp = TensorParallel(world.mesh(2, 2)["tp"]) if "2x2" in target else make_tp(world)
     dp = world.mesh(2, 2)["dp"] if "2x2" in target else None
-    with mock.patch.object(huggingface, "save_file", calls), mock.patch.object(huggingface, "MAX_SHARD_BYTES", limit):
+    with mock.patch.object(hf_write, "save_file", calls), mock.patch.object(hf_write, "MAX_SHARD_BYTES", limit):
         OURS[name].from_pretrained(source, tp=tp, dp=dp, dtype=F64).save_pretrained(target)
     return calls.call_count
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_saved_is_bytewise_the_same_at_every_size_and_loads_in_transformers(ranks, theirs, reached, tmp_path, name, tie):
+def test_what_is_saved_is_bytewise_the_same_at_every_size_and_loads_in_transformers(
+    ranks, theirs, reached, tmp_path, name, tie
+):
     for heads, sizes in ((12, (2, 4, "2x2")), (6, (3,))):
         model, path = theirs(name, heads, tie)
         one = tmp_path / f"{heads}"
@@ -481,7 +550,10 @@ def test_what_is_saved_is_bytewise_the_same_at_every_size_and_loads_in_transform
         call = {k: v for k, v in batch(model.config, pad="right").items() if k != "labels"}
         torch.testing.assert_close(again(**call)[0], model(**call)[0], rtol=1e-12, atol=1e-12)
         ignore = {"_name_or_path", "transformers_version", "torch_dtype"}
-        read = [{k: v for k, v in json.loads((p / "config.json").read_text()).items() if k not in ignore} for p in (one, path)]
+        read = [
+            {k: v for k, v in json.loads((p / "config.json").read_text()).items() if k not in ignore}
+            for p in (one, path)
+        ]
         assert read[0] == read[1]
 
 
@@ -494,7 +566,9 @@ def test_a_model_made_here_loads_in_transformers(tmp_path, name):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     call = {k: v for k, v in batch(config).items() if k != "labels"}
     ours, theirs = model(**call), again.eval()(**call)
-    torch.testing.assert_close(ours.last_hidden_state if name == "bert" else ours.logits, theirs[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.last_hidden_state if name == "bert" else ours.logits, theirs[0], rtol=1e-4, atol=1e-5
+    )
     assert cls.from_pretrained(tmp_path).config == config
 
 
@@ -507,11 +581,19 @@ def test_saving_again_leaves_nothing_of_before(ranks, theirs, tmp_path):
     found = content(tmp_path)
     count = len([name for name in found if name.startswith("model-0")])
     shards = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    assert count > 2 and set(found) == set(single) - {"model.safetensors"} | {*shards, "model.safetensors.index.json", "model-notes.txt"}
+    assert count > 2 and set(found) == set(single) - {"model.safetensors"} | {
+        *shards,
+        "model.safetensors.index.json",
+        "model-notes.txt",
+    }
     assert set(json.loads(found["model.safetensors.index.json"])["weight_map"].values()) == set(shards)
     assert_equal(whole(GPT.from_pretrained(tmp_path)), whole(GPT.from_pretrained(path)))
     assert GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)[1]["missing_keys"] == set()
-    for limit in (60_000, huggingface.MAX_SHARD_BYTES, huggingface.MAX_SHARD_BYTES):  # fewer shards, then one file, twice
+    for limit in (
+        60_000,
+        hf_write.MAX_SHARD_BYTES,
+        hf_write.MAX_SHARD_BYTES,
+    ):  # fewer shards, then one file, twice
         ranks(2, resaved, str(path), str(tmp_path), "gpt", limit)
     assert content(tmp_path) == single | {"model-notes.txt": b"mine"}
 
@@ -531,14 +613,18 @@ def cannot(world, source, target, broken):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
-    patch = mock.patch.object(huggingface, broken, full) if broken else mock.patch.object(huggingface, "INDEX", huggingface.INDEX)
+    patch = (
+        mock.patch.object(hf_disk if broken == "fsync" else hf_write, broken, full)
+        if broken
+        else mock.patch.object(hf_write, "INDEX", hf_write.INDEX)
+    )
     with patch, pytest.raises((OSError, RuntimeError)) as caught:
         model.save_pretrained(target)
     dist.barrier()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("broken", ["save_file", "_fsync", None], ids=["writing", "at the end", "no directory"])
+@pytest.mark.parametrize("broken", ["save_file", "fsync", None], ids=["writing", "at the end", "no directory"])
 def test_an_error_while_writing_is_every_ranks_and_leaves_the_old_files(ranks, theirs, tmp_path, broken):
     _, path = theirs("gpt", 12)
     target = tmp_path / "out"

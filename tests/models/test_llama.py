@@ -1,4 +1,5 @@
-"""The Llama family against transformers' own classes: values, gradients and files, with kv heads more and fewer than ranks."""
+"""The Llama family against transformers' own classes: values, gradients and files, with kv heads more and fewer than
+ranks."""
 
 import functools
 import json
@@ -17,8 +18,16 @@ from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
-# 28 columns split over 1, 2 and 4 ranks, 97 words over none; the head width is not hidden_size / num_heads where a family allows that
-SIZES = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, intermediate_size=28, num_attention_heads=8, max_position_embeddings=32)
+# 28 columns split over 1, 2 and 4 ranks, 97 words over none; the head width is not hidden_size / num_heads where a
+# family allows that
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=48,
+    num_hidden_layers=2,
+    intermediate_size=28,
+    num_attention_heads=8,
+    max_position_embeddings=32,
+)
 SIZES |= dict(initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -26,10 +35,16 @@ LLAMA3 |= dict(original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
 FAMILIES = {
     "llama": (LlamaConfig, dict(rope_parameters=LLAMA3)),
-    "llama-biased": (LlamaConfig, dict(rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=10)),
+    "llama-biased": (
+        LlamaConfig,
+        dict(rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=10),
+    ),
     "mistral": (MistralConfig, dict(rope_parameters=ROPE, sliding_window=4, head_dim=10)),
     "qwen2": (Qwen2Config, dict(rope_parameters=ROPE, use_sliding_window=True, sliding_window=3, max_window_layers=1)),
-    "qwen3": (Qwen3Config, dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True)),
+    "qwen3": (
+        Qwen3Config,
+        dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True),
+    ),
 }
 
 
@@ -39,14 +54,17 @@ def their_config(name, kv_heads, **options):
 
 
 def oracle(config):
-    """A model of transformers in fp64, its RMSNorm too (which would be fp32), in which no norm, bias or row is trivial."""
+    """A model of transformers in fp64, its RMSNorm too (which would be fp32), in which no norm, bias or row is
+    trivial."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
     for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):
-        norm.forward = functools.partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
+        norm.forward = functools.partial(
+            F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon
+        )
     return model
 
 
@@ -69,7 +87,9 @@ def their_results(model, call):
     out = model(**{k: v for k, v in call.items() if k != "labels"})
     loss = F.cross_entropy(out.logits.flatten(0, 1), F.pad(call["labels"][:, 1:], (0, 1), value=-100).flatten())
     loss.backward()
-    return dict(loss=loss.detach(), logits=out.logits.detach()) | {f"d {k}": p.grad for k, p in model.named_parameters()}
+    return dict(loss=loss.detach(), logits=out.logits.detach()) | {
+        f"d {k}": p.grad for k, p in model.named_parameters()
+    }
 
 
 def ours(world, path, call, sp):
@@ -215,7 +235,9 @@ def test_heads_that_do_not_fit_are_named(ranks):
     with pytest.raises(ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3; use 1, 2, 4 or 8"):
         ranks(3, built, config_of("llama", 2))
     config = replace(config_of("llama", 2), num_heads=12, num_kv_heads=3, hidden_size=48, head_width=4)
-    with pytest.raises(ValueError, match="num_kv_heads=3 and tensor-parallel size 2: one must divide the other; use size 1, 3, 6, 12"):
+    with pytest.raises(
+        ValueError, match="num_kv_heads=3 and tensor-parallel size 2: one must divide the other; use size 1, 3, 6, 12"
+    ):
         ranks(2, built, config)
 
 
@@ -226,7 +248,10 @@ def built(world, config):
 @pytest.mark.parametrize(
     "rope, message",
     [
-        (dict(ROPE, rope_type="longrope"), "rope_type='longrope' is not built; one of default, linear, dynamic, llama3, yarn is"),
+        (
+            dict(ROPE, rope_type="longrope"),
+            "rope_type='longrope' is not built; one of default, linear, dynamic, llama3, yarn is",
+        ),
         (dict(ROPE, partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not built; only 1 is"),
     ],
 )
@@ -238,4 +263,4 @@ def test_rotations_that_are_not_built_are_named(rope, message):
 def test_a_model_alone_is_the_same_path():
     assert TensorParallel().size == 1
     model = GPT(config_of("qwen3", 2))
-    assert model.positions is None and model.blocks[0].norm_mlp.rms
+    assert model.positions is None and model.blocks[0].norm_mlp.kind == "rms"

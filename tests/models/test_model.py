@@ -15,7 +15,7 @@ from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import GPT_CONFIG, MODELS, batch, default_dtype, results, run, scramble, whole
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, Bert
-from tpfuse.models import _model as model_file
+from tpfuse.models import model as model_file
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -38,7 +38,9 @@ def alone(name, dtype, pad="right", **options):
 def test_any_split_gives_the_same_values_and_gradients(ranks, name, dtype, R, sp, saving):
     """Dropout in all places, a padded batch; one wrong bit of a mask would show (see below)."""
     cls, config, options = MODELS[name]
-    every = ranks(R, run, cls, config, batch(config, pad="right"), sp, dtype, options | dict(perturb=True, saving=saving))
+    every = ranks(
+        R, run, cls, config, batch(config, pad="right"), sp, dtype, options | dict(perturb=True, saving=saving)
+    )
     for other in every[1:]:
         assert_equal(other, every[0])
     assert_close(every[0], alone(name, dtype), dtype)
@@ -65,7 +67,9 @@ def test_weights_start_bitwise_equal_at_every_size(ranks, name):
     for R in (1, 2, 4, 3):
         for got in ranks(R, initial, name, True):
             assert_equal(got, first)
-    assert not torch.equal(whole(cls(config, seed=6, **options))["blocks.0.mlp.fc1.weight"], first["blocks.0.mlp.fc1.weight"])
+    assert not torch.equal(
+        whole(cls(config, seed=6, **options))["blocks.0.mlp.fc1.weight"], first["blocks.0.mlp.fc1.weight"]
+    )
 
 
 # ---- precision ----
@@ -181,7 +185,9 @@ def test_torch_compile(name, backend):
         out = model(**call)
         out.loss.backward()
         second = model(**call).loss  # the counter goes on, in the same graph
-        found.append({"loss": out.loss.detach(), "second": second.detach(), "step": model.step.clone()} | whole(model, grad=True))
+        found.append(
+            {"loss": out.loss.detach(), "second": second.detach(), "step": model.step.clone()} | whole(model, grad=True)
+        )
     assert found[1]["loss"] != found[1]["second"] and found[1]["step"] == 2
     assert_close(found[1], found[0], F64)
 
@@ -244,35 +250,64 @@ def no_dp(world, call):
 
 def calls(**changes):
     """The errors of a call, by what is passed."""
-    return lambda world, call: GPT(GPT_CONFIG, tp=make_tp(world))(**(call | {k: f(call["input_ids"]) for k, f in changes.items()}))
+    return lambda world, call: GPT(GPT_CONFIG, tp=make_tp(world))(
+        **(call | {k: f(call["input_ids"]) for k, f in changes.items()})
+    )
 
 
 ERRORS = {
-    "split_heads": (split_heads, r"ParallelAttention: num_heads=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6"),
+    "split_heads": (
+        split_heads,
+        r"ParallelAttention: num_heads=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6",
+    ),
     "split_ffn": (split_ffn, r"ParallelMLP: ffn_size=82 is not divisible by tensor-parallel size 4; use 1 or 2"),
     "split_vocab": (split_vocab, r"VocabParallelEmbedding: num_embeddings=9 leaves a rank"),
-    "config_differs": (config_differs, r"GPT: config must be the same .* rank 0: GPTConfig\(.*dropout=0.1.* rank 1: .*dropout=0.2"),
+    "config_differs": (
+        config_differs,
+        r"GPT: config must be the same .* rank 0: GPTConfig\(.*dropout=0.1.* rank 1: .*dropout=0.2",
+    ),
     "seed_differs": (seed_differs, r"GPT: seed must be the same .* rank 0: 0; rank 1: 1"),
     "saving_differs": (saving_differs, r"GPT: saving must be the same .*smallest"),
     "dtype_differs": (dtype_differs, r"GPT: dtype must be the same .*float64"),
-    "sequence_parallel_differs": (sequence_parallel_differs, r"GPT: sequence_parallel must be the same .*True; rank 1: False"),
+    "sequence_parallel_differs": (
+        sequence_parallel_differs,
+        r"GPT: sequence_parallel must be the same .*True; rank 1: False",
+    ),
     "head_differs": (head_differs, r"Bert: (pooler|masked_lm) must be the same"),
     "unknown_saving": (unknown_saving, r"saving must be one of fastest, smallest, got 'none'"),
     "ids_differ": (ids_differ, r"GPT: input_ids must be the same .* sampler over the whole world"),
     "shape_differs": (shape_differs, r"GPT: input_ids must be the same"),
     "no_dp": (no_dp, r"GPT: dropout is on and the world is larger .* dp=, or the call first_sample="),
     "label": (calls(labels=lambda ids: ids.where(ids != ids[0, 1], 97)), r"labels must lie in 0 to 96, got \[97\]"),
-    "label below": (calls(labels=lambda ids: ids.where(ids != ids[0, 1], -1)), r"labels must lie in 0 to 96, got \[-1\]"),
+    "label below": (
+        calls(labels=lambda ids: ids.where(ids != ids[0, 1], -1)),
+        r"labels must lie in 0 to 96, got \[-1\]",
+    ),
     "id": (calls(input_ids=lambda ids: ids + 90), r"GPT: input_ids must lie in 0 to 96"),
     "id below": (calls(input_ids=lambda ids: ids - 97), r"GPT: input_ids must lie in 0 to 96"),
-    "position": (calls(position_ids=lambda ids: torch.full_like(ids, 32)), r"GPT: position_ids must lie in 0 to 31, got \[32\]"),
-    "length": (calls(input_ids=lambda ids: ids.repeat(1, 5)), r"GPT: 35 positions are more than the model's max_positions=32"),
-    "rank of ids": (calls(input_ids=lambda ids: ids[0]), r"GPT: input_ids must be int64 \[B, S\], got torch.int64 \(7,\)"),
+    "position": (
+        calls(position_ids=lambda ids: torch.full_like(ids, 32)),
+        r"GPT: position_ids must lie in 0 to 31, got \[32\]",
+    ),
+    "length": (
+        calls(input_ids=lambda ids: ids.repeat(1, 5)),
+        r"GPT: 35 positions are more than the model's max_positions=32",
+    ),
+    "rank of ids": (
+        calls(input_ids=lambda ids: ids[0]),
+        r"GPT: input_ids must be int64 \[B, S\], got torch.int64 \(7,\)",
+    ),
     "dtype of ids": (calls(input_ids=lambda ids: ids.int()), r"GPT: input_ids must be int64 \[B, S\], got torch.int32"),
-    "shape of labels": (calls(labels=lambda ids: ids[:, 1:]), r"GPT: labels must be int64 \(3, 7\) as input_ids, got torch.int64 \(3, 6\)"),
+    "shape of labels": (
+        calls(labels=lambda ids: ids[:, 1:]),
+        r"GPT: labels must be int64 \(3, 7\) as input_ids, got torch.int64 \(3, 6\)",
+    ),
     "dtype of labels": (calls(labels=lambda ids: ids.float()), r"GPT: labels must be int64"),
     "shape of the mask": (calls(attention_mask=lambda ids: ids[:2]), r"GPT: attention_mask must be .*\(2, 7\)"),
-    "packed": (calls(cu_seqlens=lambda ids: torch.tensor([0, 7])), r"GPT: packed documents .* one row of tokens, .*; got a batch of 3"),
+    "packed": (
+        calls(cu_seqlens=lambda ids: torch.tensor([0, 7])),
+        r"GPT: packed documents .* one row of tokens, .*; got a batch of 3",
+    ),
     "types": (calls(token_type_ids=torch.zeros_like), r"GPT: .* no token types"),
 }
 

@@ -1,4 +1,5 @@
-"""Sampled generation: the same tokens however the model is split, transformers' filters, and the distribution it claims."""
+"""Sampled generation: the same tokens however the model is split, transformers' filters, and the distribution it
+claims."""
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
 from tests.models.test_generate import prompts
 from tests.models.test_llama import config_of
-from tpfuse.kernels._philox import make_rng, philox_numpy, uniform
+from tpfuse.kernels.runtime.philox import make_rng, philox_numpy, uniform
 from tpfuse.models import GPT
-from tpfuse.models.generate import _Chooser, keep_likely
+from tpfuse.models.generate import Sampling, _Chooser, keep_likely
 
 transformers.utils.logging.disable_progress_bar()
 CONFIGS = {"gpt2": GPT_CONFIG, **{name: config_of(name, 2) for name in ("llama", "mistral", "qwen2", "qwen3")}}
@@ -53,7 +54,7 @@ def test_uniform_numbers_are_the_format():
     k0, k1 = 0xF422B57B, 0x780E92B0  # the golden key of this seed and step
     for i, (place, sample) in enumerate(((5, 3), (9, 7))):
         for token in (0, 1, 2, 3, 4, 50, 96):
-            word = philox_numpy(place, 65535 << 16, token // 4, sample, k0, k1)[token % 4]
+            word = philox_numpy((place, 65535 << 16, token // 4, sample), (k0, k1))[token % 4]
             assert got[i, token] == (float(word) + 0.5) / 2**32
 
 
@@ -63,7 +64,8 @@ def test_the_frequencies_are_the_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, 3.0, -4.0]])
     n = 20000
     model.config = type("Config", (), dict(vocab_size=7))
-    choose = _Chooser(model, torch.zeros(n, 1, dtype=torch.int64), torch.zeros(n, 1, dtype=torch.bool), True, 2.0, None, None, 1.0, 0)
+    ids, mask = torch.zeros(n, 1, dtype=torch.int64), torch.zeros(n, 1, dtype=torch.bool)
+    choose = _Chooser(model, ids, mask, Sampling(do_sample=True, temperature=2.0))
     counts = torch.bincount(choose(logits.expand(n, -1), torch.full((n,), 3)), minlength=7)
     p = torch.softmax(logits[0] / 2, -1)
     assert ((counts - n * p).abs() < 4 * (n * p * (1 - p)).sqrt()).all()
@@ -84,7 +86,8 @@ def test_the_penalty_is_that_of_transformers():
     ids, logits = torch.tensor([[3, 5, 7], [9, 9, 11]]), torch.randn(2, 97)
     logits[:, [3, 9]] = 4.0  # the most likely were there before
     want = RepetitionPenaltyLogitsProcessor(3.0)(ids, logits).argmax(-1)
-    choose = _Chooser(GPT(GPT_CONFIG), ids, torch.ones_like(ids, dtype=torch.bool), False, 1.0, None, None, 3.0, 0)
+    seen = torch.ones_like(ids, dtype=torch.bool)
+    choose = _Chooser(GPT(GPT_CONFIG), ids, seen, Sampling(repetition_penalty=3.0))
     assert torch.equal(choose(logits, torch.tensor([3, 3])), want) and not torch.equal(want, logits.argmax(-1))
     again = RepetitionPenaltyLogitsProcessor(3.0)(torch.cat([ids, want[:, None]], 1), logits).argmax(-1)
     assert torch.equal(choose(logits, torch.tensor([4, 4])), again)  # what it chose itself counts too
@@ -93,7 +96,9 @@ def test_the_penalty_is_that_of_transformers():
 def test_every_column_is_streamed_and_true_stops():
     model, (ids, mask) = GPT(GPT_CONFIG, seed=1), prompts((8, 5))
     columns = []
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=6, on_token=lambda t: columns.append(t) or len(columns) == 4)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, on_token=lambda t: columns.append(t) or len(columns) == 4
+    )
     assert out.shape == (2, 12) and torch.equal(torch.stack(columns, 1), out[:, 8:])
 
 
@@ -106,7 +111,9 @@ def test_any_of_several_ends():
     assert out.shape[1] == 8 + first + 1
 
 
-@pytest.mark.parametrize("option, value", [("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)])
+@pytest.mark.parametrize(
+    "option, value", [("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)]
+)
 def test_errors(option, value):
     with pytest.raises(ValueError, match=f"generate: {option} must .*, got {value}"):
         GPT(GPT_CONFIG).generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, **{option: value})

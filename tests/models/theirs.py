@@ -1,4 +1,5 @@
-"""Models of transformers in fp64, small and with nothing trivial in them: the oracles of parallelize and of the adapters."""
+"""Models of transformers in fp64, small and with nothing trivial in them: the oracles of parallelize and of the
+adapters."""
 
 import functools
 
@@ -10,8 +11,12 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT
 
 from tests.models.test_llama import FAMILIES, their_config
 
-SIZES = dict(vocab_size=97, initializer_range=0.2)  # 97 words split over no number of ranks, 12 heads over 1, 2, 3 and 4
-BERT = dict(max_position_embeddings=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=84)
+SIZES = dict(
+    vocab_size=97, initializer_range=0.2
+)  # 97 words split over no number of ranks, 12 heads over 1, 2, 3 and 4
+BERT = dict(
+    max_position_embeddings=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=84
+)
 GPT2 = dict(n_positions=32, n_embd=48, n_layer=2, n_head=12, n_inner=84, bos_token_id=None, eos_token_id=None)
 CLASSES = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),

@@ -9,15 +9,16 @@ import torch.distributed as dist
 from tests.common import assert_equal, error, fake_tp, my_rows
 from tests.sequence_parallel import test_overlap as overlap
 from tests.sequence_parallel.test_overlap import overlapping, restoring
-from tpfuse.kernels import _attention_cpu
-from tpfuse.kernels._op import OPS as ALL_OPS
-from tpfuse.kernels._philox import make_rng
-from tpfuse.kernels.attention import attention
+from tpfuse.kernels.attention import cpu as _attention_cpu
+from tpfuse.kernels.attention.op import attention
 from tpfuse.kernels.norm import norm_in
-from tpfuse.sequence_parallel import _flight, gather_linear, linear_exchange
-from tpfuse.sequence_parallel import attention as module
-from tpfuse.sequence_parallel._choice import sizes
+from tpfuse.kernels.runtime.op import OPS as ALL_OPS
+from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.sequence_parallel import flight, gather_linear, linear_exchange
 from tpfuse.sequence_parallel.attention import gather_attention_exchange
+from tpfuse.sequence_parallel.choice import sizes
+from tpfuse.sequence_parallel.overlap import attention as module
 
 D, E, G = 10, 6, 12  # G kv heads of Q queries each divide by 1, 2, 3 and 4
 S, B = 24, 2  # 48 rows: tiles of 12 to 48, of whole positions at every R
@@ -30,7 +31,9 @@ CASES = {
     "grouped, dropout": dict(causal=True, Q=2, p=0.3, site=4),
     "rope, padding mask": dict(causal=False, rope=True, key_mask=True),
     "padded rows": dict(causal=True, seq=S - 3),  # the last rank at R = 4 has no more than padding in places
-    "split positions": dict(causal=True, batch=3, seq=15),  # 48 rows, 45 of them used: a tile at R = 4 is 12 rows, 4 positions
+    "split positions": dict(
+        causal=True, batch=3, seq=15
+    ),  # 48 rows, 45 of them used: a tile at R = 4 is 12 rows, 4 positions
     "tiles that cut positions": dict(causal=True, batch=5, seq=9),  # attention as a whole
     "packed": dict(causal=True, batch=1, seq=48, cu_seqlens=(0, 7, 20, 48)),
 }
@@ -64,18 +67,18 @@ def _flat(w):
     return w["w"].flatten(0, 2), w["b"].flatten(), w["w_out"].flatten(1)
 
 
-def _call(n, w, options, tp, remake=None):
-    heads = dict(heads_a_group=w["w"].shape[1], head_width=w["w"].shape[2])
+def _call(n, w, options, tp, recompute=None):
+    heads = dict(heads_per_group=w["w"].shape[1], head_width=w["w"].shape[2])
     first = tp.rank * (w["w"].shape[0] * (w["w"].shape[1] - 2))
-    return gather_attention_exchange(n, *_flat(w), **heads, tp=tp, remake=remake, first_head=first, **options)
+    return gather_attention_exchange(n, *_flat(w), **heads, tp=tp, recompute=recompute, first_head=first, **options)
 
 
 def _run(tp, form, x, dy, weights, options, norm):
-    w, x, remake = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_(), None
+    w, x, recompute = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_(), None
     n = x
     if form != "plain":
-        _, n, remake = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
-    y = _call(n, w, options, tp, remake if form == "remade" else None)
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+    y = _call(n, w, options, tp, recompute if form == "recomputed" else None)
     (y * my_rows(dy, tp)).sum().backward()
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
 
@@ -100,7 +103,9 @@ EVERY = [(R, case) for R in (1, 2, 3, 4) for case in CASES]
 DAILY = [(R, case) for R, case in EVERY if R == 4 or case == "causal"]  # tiles are smallest at 4
 
 
-@pytest.mark.parametrize("R, case", [one if one in DAILY else pytest.param(*one, marks=pytest.mark.slow) for one in EVERY])
+@pytest.mark.parametrize(
+    "R, case", [one if one in DAILY else pytest.param(*one, marks=pytest.mark.slow) for one in EVERY]
+)
 def test_equal_to_plain(ranks, R, case):
     """fp64, all gradients, pieces of 2 rows and more."""
     for off, once, again in ranks(R, _forms, "plain", _data(case, torch.float64)):
@@ -109,7 +114,7 @@ def test_equal_to_plain(ranks, R, case):
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("form", ["normed", "remade"])
+@pytest.mark.parametrize("form", ["normed", "recomputed"])
 def test_from_a_norm(ranks, form):
     for off, once, _ in ranks(3, _forms, form, _data("causal", torch.float64)):
         assert all(error(once[name], off[name]) <= 1e-13 for name in off)
@@ -139,7 +144,8 @@ def test_is_the_three_ops(ranks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("R", [2, 4])
 def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, dtype):
-    """Forward, in tiles of 64 rows: 32 positions, two blocks of 16.  Of the gradients only k's and v's are added in another order."""
+    """Forward, in tiles of 64 rows: 32 positions, two blocks of 16.  Of the gradients only k's and v's are added in
+    another order."""
     for name, value in dict(D=32, E=16, G=R * 4, S=32 * R).items():
         monkeypatch.setattr(f"{__name__}.{name}", value)
     for off, on, again in ranks(R, _forms, "plain", _data("causal", dtype), 16, 16):
@@ -166,7 +172,8 @@ def _planted(world, data):
 
 
 def test_a_planted_mistake_is_seen(ranks):
-    """k's gradients get what a range's first position gives once more: the plain form has one range, the other several."""
+    """k's gradients get what a range's first position gives once more: the plain form has one range, the other
+    several."""
     for off, on, _ in ranks(2, _planted, _data("bidirectional", torch.float64)):
         assert error(on["dw"], off["dw"]) > 1e-3
 
@@ -177,7 +184,7 @@ def _whole(tiles):
     work = type("Work", (), {})()
     work.options, work.sample = type("Options", (), dict(batch=B, seq=S)), lambda b: b
     work.attend = lambda sample, first, last: made.append((sample, first, last))
-    return module._Tiles(work, S * B // tiles), made
+    return module.Tiles(work, S * B // tiles), made
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -185,13 +192,15 @@ def _whole(tiles):
 def test_a_tile_is_attended_once_and_to_its_end(monkeypatch, tiles, ahead):
     """In blocks, never beyond what has landed, never short of what leaves; B rows a position."""
     monkeypatch.setattr(module, "BLOCK", BLOCK)
-    monkeypatch.setattr(_flight, "LEAST_ROWS", 3)  # pieces that end within a position
+    monkeypatch.setattr(flight, "LEAST_ROWS", 3)  # pieces that end within a position
     order, made = _whole(tiles)
     for tile in reversed(range(tiles)):
         start, m = tile * S // tiles, S * B // tiles
-        for rows in _flight.pieces(m):
+        for rows in flight.pieces(m):
             order.attend(tile, rows.stop, ahead)
-            reached = max((last for _, first, last in made if first >= start and last <= start + S // tiles), default=start)
+            reached = max(
+                (last for _, first, last in made if first >= start and last <= start + S // tiles), default=start
+            )
             landed = start + rows.stop / B
             assert reached >= landed if ahead else reached <= landed
             assert reached == start + S // tiles or (reached - start) % BLOCK == 0
@@ -202,7 +211,7 @@ def test_a_tile_is_attended_once_and_to_its_end(monkeypatch, tiles, ahead):
 
 @restoring
 def _in_pairs(world, data):
-    _flight.in_pairs = lambda x: True
+    flight.in_pairs = lambda x: True
     return _forms(world, "plain", data)
 
 
@@ -240,7 +249,10 @@ def _sent(world, data):
     """(bytes, messages) sent forward, and backward."""
     x, dy, weights, options, _ = data
     tp, sent, send = overlapping(world), [], dist.isend
-    dist.isend = lambda x, group, group_dst: (sent.append(x.numel() * x.element_size()), send(x, group=group, group_dst=group_dst))[1]
+    dist.isend = lambda x, group, group_dst: (
+        sent.append(x.numel() * x.element_size()),
+        send(x, group=group, group_dst=group_dst),
+    )[1]
     y = _call(my_rows(x, tp).expand(tp.size, -1, -1).requires_grad_(), _mine(weights, tp), options, tp)
     forward = list(sent)
     y.backward(my_rows(dy, tp).expand(tp.size, -1, -1))
@@ -249,13 +261,21 @@ def _sent(world, data):
 
 @pytest.mark.parametrize("R", [2, 3, 4])
 def test_messages(ranks, monkeypatch, R):
-    """Two messages of m D elements to each peer forward and three backward, in pieces but for n's second; and the rule knows them."""
-    monkeypatch.setattr(_flight, "LEAST_ROWS", 2)
+    """Two messages of m D elements to each peer forward and three backward, in pieces but for n's second; and the rule
+    knows them."""
+    monkeypatch.setattr(flight, "LEAST_ROWS", 2)
     m = S * B // R
-    one, cut = (R - 1) * m * D * 8, (R - 1) * len(_flight.pieces(m))
+    one, cut = (R - 1) * m * D * 8, (R - 1) * len(flight.pieces(m))
     data = _data("causal", torch.float64)
     assert ranks(R, _sent, data) == [[(2 * one, 2 * cut), (3 * one, 2 * cut + R - 1)]] * R
-    known = sizes("gather_attention_exchange", S * B, (4 * E, D), torch.float64, torch.device("cpu"), fake_tp(R, 0, True))
+    known = sizes(
+        "gather_attention_exchange",
+        S * B,
+        (4 * E, D),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        tp=fake_tp(R, 0, True),
+    )
     assert known[:2] == (5 * one, 4 * cut + R - 1)
 
 
@@ -263,7 +283,9 @@ def test_messages(ranks, monkeypatch, R):
 def _opcheck(world, data):
     calls = {name: [] for name in ("gather_attention_exchange_fwd", "gather_attention_exchange_bwd")}
     for name in calls:
-        ALL_OPS[name].__class__ = type("Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: overlap._seen(calls, self, args)})
+        ALL_OPS[name].__class__ = type(
+            "Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: overlap._seen(calls, self, args)}
+        )
     try:
         _run(overlapping(world), "plain", *data)
     finally:
@@ -272,9 +294,9 @@ def _opcheck(world, data):
     costs = []
     for name, args in calls.items():
         (call,) = args
-        torch.library.opcheck(ALL_OPS[name].overload, call, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(ALL_OPS[name].overload, flatten(call), test_utils=("test_schema", "test_faketensor"))
         with torch.no_grad():
-            outputs = ALL_OPS[name].overload(*call)
+            outputs = ALL_OPS[name].overload(*flatten(call))
         costs.append(ALL_OPS[name].cost(call, outputs))
     return costs
 
@@ -299,7 +321,9 @@ def _peak(world, how):
     x = torch.randn(rows // tp.size, width).expand(tp.size, -1, -1).requires_grad_()
     for _ in range(2):  # the first warms up
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
-            y = gather_attention_exchange(x, w, None, out, heads_a_group=3, head_width=8, tp=tp, batch=16, causal=True)
+            y = gather_attention_exchange(
+                x, w, None, out, heads_per_group=3, head_width=8, tp=tp, batch=16, causal=True
+            )
         dy = torch.randn(y.shape[1:]).expand(y.shape)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
             y.backward(dy)
@@ -309,8 +333,8 @@ def _peak(world, how):
 
 
 def test_memory(ranks):
-    """Beyond the plain form's peak: forward k and v of all samples, half of a gathered tensor each at R = 2; backward also their
-    gradients in fp32, n, which lands meanwhile, and dn with what leaves of it."""
+    """Beyond the plain form's peak: forward k and v of all samples, half of a gathered tensor each at R = 2; backward
+    also their gradients in fp32, n, which lands meanwhile, and dn with what leaves of it."""
     for (off, gathered), (on, _) in zip(ranks(2, _peak, "off"), ranks(2, _peak, "pairwise")):
         assert on[0] <= off[0] + 1.5 * gathered and on[1] <= off[1] + 5 * gathered, (off, on, gathered)
 
@@ -318,13 +342,13 @@ def test_memory(ranks):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(heads_a_group=2), "qkv_weight must have a multiple of 12 rows, got 36"),
+        (dict(heads_per_group=2), "qkv_weight must have a multiple of 12 rows, got 36"),
         (dict(head_width=7), "qkv_weight must have a multiple of 21 rows, got 36"),
         (dict(out_weight=torch.zeros(D, 5)), r"out_weight must be \(10, 12\), got \(10, 5\)"),
         (dict(batch=0), "batch must be at least 1, got 0"),
     ],
 )
 def test_bad_input(change, message):
-    given = dict(out_weight=torch.zeros(D, 12), heads_a_group=3, head_width=E, batch=2) | change
+    given = dict(out_weight=torch.zeros(D, 12), heads_per_group=3, head_width=E, batch=2) | change
     with pytest.raises(ValueError, match=message):
         gather_attention_exchange(torch.zeros(8, D), torch.zeros(36, D), None, **given, causal=True, tp=fake_tp(1))

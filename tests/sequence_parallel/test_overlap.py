@@ -1,4 +1,5 @@
-"""The overlapped forms: the plain forms' bits, the same messages in pieces, nothing gathered twice, and errors instead of hangs."""
+"""The overlapped forms: the plain forms' bits, the same messages in pieces, nothing gathered twice, and errors instead
+of hangs."""
 
 import contextlib
 import functools
@@ -19,23 +20,32 @@ from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
 from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
 from tpfuse import TensorParallel, parallel
-from tpfuse.kernels._op import OPS as ALL_OPS
-from tpfuse.kernels._philox import make_rng
+from tpfuse.kernels.runtime.op import OPS as ALL_OPS
+from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
-from tpfuse.sequence_parallel import _choice, _flight, gather_attention_exchange, gather_linear, gather_mlp_exchange, linear_exchange
-from tpfuse.sequence_parallel._choice import sizes
-from tpfuse.sequence_parallel._flight import pieces
+from tpfuse.sequence_parallel import (
+    choice,
+    flight,
+    gather_attention_exchange,
+    gather_linear,
+    gather_mlp_exchange,
+    linear_exchange,
+)
+from tpfuse.sequence_parallel.choice import sizes
+from tpfuse.sequence_parallel.flight import pieces
+from tpfuse.sequence_parallel.forms import overlapped
 
 CASES = [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" or form == "plain"]
 
 
 PATCHED = [
-    (_flight, "LEAST_ROWS"),
-    (_flight.Flight, "post"),
-    (_flight.Flight, "arrived"),
-    (_flight, "in_pairs"),
-    (_choice, "measured"),
-    (_choice, "_measured"),
+    (flight, "LEAST_ROWS"),
+    (flight.Flight, "post"),
+    (flight.Flight, "arrived"),
+    (flight, "in_pairs"),
+    (choice, "measured"),
+    (choice, "_measured"),
     (plain, "make_tp"),
     (parallel, "host"),
     (dist, "isend"),
@@ -57,8 +67,8 @@ def restoring(fn):
 
 
 def overlapping(world, sp=True, overlap="pairwise", least=2):
-    """This world's TensorParallel, as if every rank had its own machine, and pieces as small as the tests' sizes ask for."""
-    _flight.LEAST_ROWS, parallel.host = least, lambda: world.rank
+    """This world's TensorParallel, as if every rank had its own machine, in pieces small enough for the tests."""
+    flight.LEAST_ROWS, parallel.host = least, lambda: world.rank
     return TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
 
 
@@ -68,9 +78,9 @@ def test_pieces_halve(rows):
     lengths = [piece.stop - piece.start for piece in cut]
     assert sum(lengths) == rows and [piece.start for piece in cut] == [sum(lengths[:i]) for i in range(len(cut))]
     assert lengths == sorted(lengths, reverse=True) and all(lengths)
-    assert all(length % _flight.LEAST_ROWS == 0 for length in lengths[:-1])
-    if rows >= 2 * _flight.LEAST_ROWS:
-        assert lengths[0] <= rows / 2 + _flight.LEAST_ROWS and lengths[-1] < 2 * _flight.LEAST_ROWS
+    assert all(length % flight.LEAST_ROWS == 0 for length in lengths[:-1])
+    if rows >= 2 * flight.LEAST_ROWS:
+        assert lengths[0] <= rows / 2 + flight.LEAST_ROWS and lengths[-1] < 2 * flight.LEAST_ROWS
 
 
 # ---- equal ----
@@ -90,7 +100,8 @@ def _forms(world, sp, op, form, data, least=2):
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 @pytest.mark.parametrize("R", [1, 2, 3, 4])
 def test_equal_to_plain(ranks, R, sp, op, form):
-    """fp64, all gradients; pieces of 2 rows and more, so that a tile of 24 / R is cut, and one of 7 rows a rank halves into 4 and 3."""
+    """fp64, all gradients; pieces of 2 rows and more, so that a tile of 24 / R is cut, and one of 7 rows a rank halves
+    into 4 and 3."""
     for rows in (M, 7 * R) if form == "plain" else (M,):
         x, dy, *others = plain._data(op, torch.float64)
         data = *(torch.cat([t, t])[:rows] for t in (x, dy)), *others
@@ -109,7 +120,8 @@ def _aligned(world, op, dtype, data):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("R", [2, 4])
 def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
-    """Tiles of 64 rows in pieces of 32, 16 and 16, columns in multiples of 16. The MLP's bias gradient alone is added in pieces."""
+    """Tiles of 64 rows in pieces of 32, 16 and 16, columns in multiples of 16.  The MLP's bias gradient alone is added
+    in pieces."""
     for name, value in dict(M=64 * R, D=32, N=64 * R).items():
         monkeypatch.setattr(plain, name, value)
     for off, on in ranks(R, _aligned, op, dtype, plain._data(op, dtype)):
@@ -121,8 +133,8 @@ def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
 @restoring
 def _planted(world, op, data):
     """A tile whose rows land in one another's place."""
-    arrived = _flight.Flight.arrived
-    _flight.Flight.arrived = lambda self, source, rows: arrived(self, source, rows).flip(0)
+    arrived = flight.Flight.arrived
+    flight.Flight.arrived = lambda self, source, rows: arrived(self, source, rows).flip(0)
     return _forms(world, True, op, "plain", data)
 
 
@@ -136,7 +148,7 @@ def test_a_planted_mistake_is_seen(ranks, op):
 def _in_pairs(world, op, data):
     """As on NCCL, where a receive is posted with its send."""
     post, posted = dist.batch_isend_irecv, []
-    _flight.in_pairs = lambda x: True
+    flight.in_pairs = lambda x: True
     dist.batch_isend_irecv = lambda ops: (posted.append(len(ops)), post(ops))[1]
     return _forms(world, True, op, "plain", data), posted
 
@@ -167,7 +179,11 @@ def _block(world, overlap, sp, saving, compiled):
 
 @pytest.mark.parametrize(
     "sp, saving",
-    [(True, "smallest"), (False, "fastest"), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(True, "fastest"), (False, "smallest")])],
+    [
+        (True, "smallest"),
+        (False, "fastest"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in [(True, "fastest"), (False, "smallest")]),
+    ],
 )
 def test_a_block_compiled_in_one_graph(ranks, sp, saving):
     off = ranks(2, _block, "off", sp, saving, False)
@@ -183,7 +199,9 @@ def _opcheck(world, op, data):
     calls = {}
     for name in [name for name in ALL_OPS if name.startswith(("gather_", "linear_exchange", "linear_reduce"))]:
         calls[name] = []
-        ALL_OPS[name].__class__ = type("Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: _seen(calls, self, args)})
+        ALL_OPS[name].__class__ = type(
+            "Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: _seen(calls, self, args)}
+        )
     try:
         for sp in True, False:
             plain._sharded(world, sp, op, "normed", *data)
@@ -193,13 +211,13 @@ def _opcheck(world, op, data):
     ran = {name: args for name, args in calls.items() if args}
     for name, args in ran.items():
         for call in args:
-            torch.library.opcheck(ALL_OPS[name].overload, call, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(ALL_OPS[name].overload, flatten(call), test_utils=("test_schema", "test_faketensor"))
     return sorted(ran)
 
 
 def _seen(calls, op, args):
     calls[op.name].append(args)
-    return op.overload(*args)
+    return op.overload(*flatten(args))
 
 
 @pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange"])
@@ -240,7 +258,7 @@ def _sent(world, op, sp):
 @pytest.mark.parametrize("R", [2, 3, 4])
 def test_messages(ranks, monkeypatch, R, op):
     """(R - 1) m D elements a gather and an exchange; a message a piece and peer, n's second gather in one."""
-    monkeypatch.setattr(_flight, "LEAST_ROWS", 2)
+    monkeypatch.setattr(flight, "LEAST_ROWS", 2)
     m = M // R
     one, cut = (R - 1) * m * D * 4, (R - 1) * len(pieces(m))
     assert cut >= 2 * (R - 1)
@@ -249,7 +267,8 @@ def test_messages(ranks, monkeypatch, R, op):
         "gather_mlp_exchange": [(2 * one, 2 * cut), (3 * one, 2 * cut + R - 1)],
     }.get(op.removesuffix("_gated"), [(one, cut), (2 * one, cut + R - 1)])
     assert ranks(R, _sent, op, True) == [expected] * R
-    # without sequence parallelism: a small sum is one gather of everything; of dx's, an all-to-all (not counted here) and a gather of sums
+    # without sequence parallelism: a small sum is one gather of everything; of dx's, an all-to-all (not counted here)
+    # and a gather of sums
     none, everything, sums = (0, 0), (R * one, R - 1), (one, R - 1)
     expected = {"linear_exchange": [everything, none], "gather_mlp_exchange": [everything, sums]}.get(
         op.removesuffix("_gated"), [none, sums]
@@ -262,12 +281,17 @@ def test_messages(ranks, monkeypatch, R, op):
 
 @restoring
 def _peak(world, op, overlap):
-    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its allocations."""
+    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its
+    allocations."""
     plain.make_tp = lambda world, sp: overlapping(world, sp, overlap, 64)
     M, D, F = 2048, 64, 128
     tp = overlapping(world, overlap=overlap, least=64)
     w1, w2 = torch.randn(F // tp.size, D), torch.randn(D, F // tp.size)
-    x = torch.randn(M, F // tp.size) if op == "linear_exchange" else torch.randn(M // tp.size, D).expand(tp.size, -1, -1)
+    x = (
+        torch.randn(M, F // tp.size)
+        if op == "linear_exchange"
+        else torch.randn(M // tp.size, D).expand(tp.size, -1, -1)
+    )
     weights = [w.requires_grad_() for w in (w1, w2)]
     x.requires_grad_()
     peaks = []
@@ -300,7 +324,8 @@ def _highest(profile):
 
 @pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
 def test_nothing_is_gathered_twice(ranks, op):
-    """The peak is the plain form's: a hidden piece more forward, and backward one tensor, as n lands while dn leaves, and a piece of dz."""
+    """The peak is the plain form's: a hidden piece more forward, and backward one tensor, as n lands while dn leaves,
+    and a piece of dz."""
     for (off, gathered), (on, _) in zip(ranks(2, _peak, op, "off"), ranks(2, _peak, op, "pairwise")):
         assert on[0] <= off[0] + gathered / 2 and on[1] <= off[1] + gathered * 9 / 8, (off, on, gathered)
         assert min(off) > gathered  # or nothing would have been measured
@@ -314,8 +339,8 @@ def _late(world, op, data):
     """Rank 1 is late, in forward and, by its GEMMs, within the pieces."""
     if world.rank == 1:
         time.sleep(0.3)
-        arrived = _flight.Flight.arrived
-        _flight.Flight.arrived = lambda self, *args: (time.sleep(0.05), arrived(self, *args))[1]
+        arrived = flight.Flight.arrived
+        flight.Flight.arrived = lambda self, *args: (time.sleep(0.05), arrived(self, *args))[1]
     return _forms(world, True, op, "plain", data)
 
 
@@ -331,7 +356,8 @@ LIMIT = 3  # seconds
 
 @restoring
 def _leaves_in_the_middle(world, op, backward, dies):
-    """The last rank, its first message of the direction posted, dies or stays away; -> what the others' error says, and after how long."""
+    """The last rank, its first message of the direction posted, dies or stays away; -> what the others' error says, and
+    after how long."""
     overlapping(world)
     group = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=LIMIT))
     tp = TensorParallel(group, sequence_parallel=True, overlap="pairwise")
@@ -345,7 +371,9 @@ def _leaves_in_the_middle(world, op, backward, dies):
         if op == "linear_exchange":
             return linear_exchange(x, w2, tp=tp)
         if op == "gather_attention_exchange":
-            return gather_attention_exchange(x, w1[:12], None, w2[:, :4], heads_a_group=3, head_width=4, tp=tp, batch=2, causal=True)
+            return gather_attention_exchange(
+                x, w1[:12], None, w2[:, :4], heads_per_group=3, head_width=4, tp=tp, batch=2, causal=True
+            )
         return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
 
     y = forward() if backward else None
@@ -402,22 +430,22 @@ def test_a_rank_that_stays_away_is_an_error_within_the_time_limit(ranks, op, bac
 
 @restoring
 def _trained(world, overlap, steps):
-    """Weights after some steps of SGD, each rank of a 2 x 2 mesh as slow as it likes wherever messages are about to go."""
+    """Weights after some steps of SGD; each rank of a 2 x 2 mesh is late at random wherever messages are to go."""
     mesh = world.mesh(2, 2)
-    _flight.LEAST_ROWS = 2
+    flight.LEAST_ROWS = 2
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap=overlap)
     torch.manual_seed(1)
     block = TransformerBlock(16, 4, 32, tp=tp, dtype=torch.float64)
     model = DistributedDataParallel(block, process_group=mesh["dp"].get_group(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    uneven, post = random.Random(world.rank), _flight.Flight.post
+    uneven, post = random.Random(world.rank), flight.Flight.post
 
     def late(self, *args):
         if uneven.random() < 0.2:
             time.sleep(uneven.random() * 0.004)
         post(self, *args)
 
-    _flight.Flight.post = late
+    flight.Flight.post = late
     for step in range(steps):
         x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         model(my_rows(x[world.rank // 2], tp), batch=2).square().mean().backward()
@@ -428,7 +456,8 @@ def _trained(world, overlap, steps):
 
 @pytest.mark.slow
 def test_two_hundred_steps_beside_ddp(ranks):
-    """dp x tp = 2 x 2: DDP's buckets go over one group while tiles go over the other; no deadlock, and the weights of the plain form."""
+    """dp x tp = 2 x 2: DDP's buckets go over one group while tiles go over the other; no deadlock, and the weights of
+    the plain form."""
     off, on, again = (ranks(4, _trained, overlap, 200) for overlap in ("off", "pairwise", "pairwise"))
     for a, b, c in zip(off, on, again):
         assert_equal(b, c)
@@ -444,9 +473,9 @@ FAST = 1e12, 1e9, 1e-4  # flop/s, bytes/s, seconds a message
 
 def test_auto_is_a_rule_of_sizes(monkeypatch):
     """Little to hide, or little to hide it under, is not worth a message; nor is what nobody measured."""
-    monkeypatch.setattr(_choice, "measured", lambda device, dtype, ranks: FAST if dtype == torch.float32 else None)
+    monkeypatch.setattr(choice, "measured", lambda device, dtype, ranks: FAST if dtype == torch.float32 else None)
     wins = lambda rows, weight, sp=True, dtype=torch.float32, op="gather_linear": (
-        sizes(op, rows, weight, dtype, torch.device("cpu"), fake_tp(2, 0, sp)).wins
+        sizes(op, rows, weight, dtype=dtype, device=torch.device("cpu"), tp=fake_tp(2, 0, sp)).wins
     )
     assert [wins(rows, (1024, 1024)) for rows in (2, 16, 4096, 65536)] == [False, False, True, True]
     assert not wins(4096, (1, 1024))  # no GEMM to hide under
@@ -456,7 +485,11 @@ def test_auto_is_a_rule_of_sizes(monkeypatch):
 
 def test_sizes_are_what_is_sent(ranks):
     """The rule's bytes and messages are those that a call sends, forward and backward."""
-    for op, weight in ("gather_linear", (N // 2, D)), ("linear_exchange", (D, N // 2)), ("gather_mlp_exchange", (N // 2, D)):
+    for op, weight in (
+        ("gather_linear", (N // 2, D)),
+        ("linear_exchange", (D, N // 2)),
+        ("gather_mlp_exchange", (N // 2, D)),
+    ):
         sent = ranks(2, _sent, op, True)[0]
         expected = ranks(2, _expected, op, weight)[0]
         assert tuple(map(sum, zip(*sent))) == expected
@@ -465,15 +498,15 @@ def test_sizes_are_what_is_sent(ranks):
 @restoring
 def _expected(world, op, weight):
     tp = overlapping(world)
-    return sizes(op, M, weight, torch.float32, torch.device("cpu"), tp)[:2]
+    return sizes(op, M, weight, dtype=torch.float32, device=torch.device("cpu"), tp=tp)[:2]
 
 
 @restoring
 def _paths(world, rows):
     """Whether a call in auto overlaps."""
-    _choice.measured = lambda device, dtype, ranks: FAST
-    tp, posted, post = overlapping(world, overlap="auto", least=64), [], _flight.Flight.post
-    _flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
+    choice.measured = lambda device, dtype, ranks: FAST
+    tp, posted, post = overlapping(world, overlap="auto", least=64), [], flight.Flight.post
+    flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
     gather_linear(torch.zeros(rows // tp.size, 256), torch.zeros(1024, 256), tp=tp)
     return bool(posted)
 
@@ -484,11 +517,12 @@ def test_auto_follows_the_rule(ranks):
 
 @restoring
 def _on_machines(world, machines):
-    _choice.measured = lambda device, dtype, ranks: FAST
+    choice.measured = lambda device, dtype, ranks: FAST
     parallel.host = lambda: machines[world.rank]
     tp = TensorParallel(world.group, sequence_parallel=True)
-    on_gpu = sizes("gather_linear", 4096, (1024, 256), torch.float32, torch.device("cuda"), tp)
-    return tp.one_machine, _choice.pairwise("gather_linear", torch.zeros(4096, 256), torch.zeros(1024, 256), tp), on_gpu.wins
+    on_gpu = sizes("gather_linear", 4096, (1024, 256), dtype=torch.float32, device=torch.device("cuda"), tp=tp)
+    form = choice.choose("gather_linear", torch.zeros(4096, 256), torch.zeros(1024, 256), tp=tp)
+    return tp.one_machine, form is overlapped, on_gpu.wins
 
 
 def test_on_cpus_of_one_machine_nothing_hides(ranks):
@@ -508,9 +542,9 @@ def _host(world):
 @restoring
 def _dynamic(world):
     """One compiled function, many numbers of rows -> whether each call overlapped; values as in eager."""
-    _choice._measured = lambda device, dtype: [(2, FAST)]
-    tp, posted, post = overlapping(world, overlap="auto", least=64), [], _flight.Flight.post
-    _flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
+    choice._measured = lambda device, dtype: [(2, FAST)]
+    tp, posted, post = overlapping(world, overlap="auto", least=64), [], flight.Flight.post
+    flight.Flight.post = lambda self, *args: (posted.append(args), post(self, *args))
     weight, overlapped = torch.randn(1024, 256), []
     call = torch.compile(lambda x: gather_linear(x, weight, tp=tp), fullgraph=True, backend="aot_eager", dynamic=True)
     for m in 512, 8, 520, 1024:

@@ -8,11 +8,16 @@ import torch.nn.functional as F
 from tests.common import TOLERANCE, Recorder, assert_close, assert_equal, error, fake_tp, make_tp, my_rows
 from tpfuse.kernels.norm import norm_in
 from tpfuse.sequence_parallel import exchange, gather_linear, gather_mlp_exchange, leave_parts, linear_exchange
-from tpfuse.sequence_parallel.plain import reduce_parts
+from tpfuse.sequence_parallel.crossings import reduce_parts
 
 M, D, N = 24, 10, 36  # rows and columns divide by 1, 2, 3 and 4; no two sizes are equal, nor any slice of one another's
 OPS = "gather_linear", "gather_linear_act", "linear_exchange", "gather_mlp_exchange", "gather_mlp_exchange_gated"
-FORMS = "plain", "expanded", "normed", "remade"  # x [m, D]; x [R, m, D] with stride 0; from a norm; from a norm, and made again
+FORMS = (
+    "plain",
+    "expanded",
+    "normed",
+    "recomputed",
+)  # x [m, D]; x [R, m, D] with stride 0; from a norm; from a norm, and made again
 
 
 def _data(op, dtype):
@@ -20,7 +25,10 @@ def _data(op, dtype):
     r = lambda *shape: torch.randn(*shape, dtype=torch.float64).to(dtype)
     x, dy = (r(M, N), r(M, D)) if op == "linear_exchange" else (r(M, D), r(M, D if "mlp" in op else N))
     rows = 2 * N if op.endswith("gated") else N
-    w2, w = dict(w2=r(D, N)) if "exchange" in op else {}, {} if op == "linear_exchange" else dict(w=r(rows, D), b=r(rows))
+    w2, w = (
+        dict(w2=r(D, N)) if "exchange" in op else {},
+        {} if op == "linear_exchange" else dict(w=r(rows, D), b=r(rows)),
+    )
     return x, dy, w | w2, (r(D), r(D))
 
 
@@ -33,7 +41,7 @@ def _dense(op, form, x, dy, weights, norm):
     """Values and gradients in one process, by torch alone."""
     x, *norm = (t.clone().requires_grad_() for t in (x, *norm))
     w = {name: t.clone().requires_grad_() for name, t in weights.items()}
-    n = F.layer_norm(x, (D,), *norm) if form in ("normed", "remade") else x
+    n = F.layer_norm(x, (D,), *norm) if form in ("normed", "recomputed") else x
     if op == "linear_exchange":
         y = n @ w["w2"].t()
     else:
@@ -47,13 +55,15 @@ def _dense(op, form, x, dy, weights, norm):
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
 
 
-def _call(op, n, w, tp, remake=None):
+def _call(op, n, w, tp, recompute=None):
     if op == "linear_exchange":
         return linear_exchange(n, w["w2"], tp=tp)
     if "mlp" in op:
         activation = "swiglu" if op.endswith("gated") else "gelu_tanh"
-        return gather_mlp_exchange(n, w["w"], w["b"], w["w2"], activation=activation, tp=tp, remake=remake)
-    return gather_linear(n, w["w"], w["b"], tp=tp, activation="gelu_tanh" if op.endswith("act") else "none", remake=remake)
+        return gather_mlp_exchange(n, w["w"], w["b"], w["w2"], activation=activation, tp=tp, recompute=recompute)
+    return gather_linear(
+        n, w["w"], w["b"], tp=tp, activation="gelu_tanh" if op.endswith("act") else "none", recompute=recompute
+    )
 
 
 def _loss(op, y, dy, tp):
@@ -65,13 +75,13 @@ def _sharded(world, sp, op, form, x, dy, weights, norm):
     tp = make_tp(world, sp)
     w = {name: _columns(t, name, tp.rank, tp.size).clone().requires_grad_() for name, t in weights.items()}
     x = x.chunk(tp.size, 1)[tp.rank] if op == "linear_exchange" else my_rows(x, tp)
-    x, remake = x.clone().requires_grad_(), None
+    x, recompute = x.clone().requires_grad_(), None
     n = x
     if form == "expanded":
         n = x = x.detach().expand(tp.row_shards, -1, -1).requires_grad_()
-    elif form in ("normed", "remade"):
-        _, n, remake = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
-    y = _call(op, n, w, tp, remake if form == "remade" else None)
+    elif form in ("normed", "recomputed"):
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+    y = _call(op, n, w, tp, recompute if form == "recomputed" else None)
     _loss(op, y, dy, tp).backward()
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
 
@@ -104,7 +114,9 @@ def _check(ranks, R, sp, op, form, dtype):
     return every
 
 
-@pytest.mark.parametrize("op, form", [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" or form == "plain"])
+@pytest.mark.parametrize(
+    "op, form", [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" or form == "plain"]
+)
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 @pytest.mark.parametrize("R", [1, 2, 3, 4])
 def test_equal_to_one_process(ranks, R, sp, op, form):
@@ -120,10 +132,10 @@ def test_equal_to_one_process_in_fp32(ranks, R, op):
 @pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange", "gather_mlp_exchange_gated"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("R", [2, 4])
-def test_a_remade_input_changes_no_bit(ranks, R, dtype, op):
+def test_a_recomputed_input_changes_no_bit(ranks, R, dtype, op):
     data = _data(op, dtype)
-    for kept, remade in zip(*(ranks(R, _sharded, True, op, form, *data) for form in ("normed", "remade"))):
-        assert_equal(remade, kept)
+    for kept, recomputed in zip(*(ranks(R, _sharded, True, op, form, *data) for form in ("normed", "recomputed"))):
+        assert_equal(recomputed, kept)
 
 
 @pytest.mark.parametrize("R", [2, 4])
@@ -213,15 +225,17 @@ def _compiled(world, op, sp, x, dy, weights, norm):
             return _call(op, x, w, tp)
         if op == "exchange":
             return exchange(x.view(tp.size, -1, D), tp)
-        _, n, remake = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
-        return _call(op, n, w, tp, remake) + _call(op, x, w, tp)
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+        return _call(op, n, w, tp, recompute) + _call(op, x, w, tp)
 
     for call in fn, torch.compile(fn, fullgraph=True, backend="aot_eager"):
         leaf = (x.chunk(tp.size, 1)[tp.rank] if op == "linear_exchange" else my_rows(x, tp)).clone().requires_grad_()
         w = {name: _columns(t, name, tp.rank, tp.size).clone().requires_grad_() for name, t in weights.items()}
         y = call(leaf, w)
         (y.sin() * torch.arange(y.numel()).view_as(y)).sum().backward()
-        out.append(dict(y=y.detach(), dx=leaf.grad, **({} if op == "exchange" else {name: t.grad for name, t in w.items()})))
+        out.append(
+            dict(y=y.detach(), dx=leaf.grad, **({} if op == "exchange" else {name: t.grad for name, t in w.items()}))
+        )
     return out
 
 
@@ -271,11 +285,26 @@ def test_opcheck(ranks):
     "match, call",
     [
         (r"exchange: x must be \[4, m, D\], got \(2, 3, 5\)", lambda tp: exchange(torch.zeros(2, 3, 5), tp)),
-        (r"leave_parts: M=7 rows are not divisible by tensor-parallel size 4", lambda tp: leave_parts(torch.zeros(7, 5), tp)),
-        (r"linear_exchange: .*M divisible by 4, got \(7, 5\)", lambda tp: linear_exchange(torch.zeros(7, 5), torch.zeros(6, 5), tp=tp)),
-        (r"gather_linear: weight must be \[N, 5\]", lambda tp: gather_linear(torch.zeros(7, 5), torch.zeros(5, 6), tp=tp)),
-        (r"gather_linear: x must be .* \[4, m, D\]", lambda tp: gather_linear(torch.zeros(2, 7, 5), torch.zeros(6, 5), tp=tp)),
-        (r"gather_linear: bias must be \[6\]", lambda tp: gather_linear(torch.zeros(8, 5), torch.zeros(6, 5), torch.zeros(5), tp=tp)),
+        (
+            r"leave_parts: M=7 rows are not divisible by tensor-parallel size 4",
+            lambda tp: leave_parts(torch.zeros(7, 5), tp),
+        ),
+        (
+            r"linear_exchange: .*M divisible by 4, got \(7, 5\)",
+            lambda tp: linear_exchange(torch.zeros(7, 5), torch.zeros(6, 5), tp=tp),
+        ),
+        (
+            r"gather_linear: weight must be \[N, 5\]",
+            lambda tp: gather_linear(torch.zeros(7, 5), torch.zeros(5, 6), tp=tp),
+        ),
+        (
+            r"gather_linear: x must be .* \[4, m, D\]",
+            lambda tp: gather_linear(torch.zeros(2, 7, 5), torch.zeros(6, 5), tp=tp),
+        ),
+        (
+            r"gather_linear: bias must be \[6\]",
+            lambda tp: gather_linear(torch.zeros(8, 5), torch.zeros(6, 5), torch.zeros(5), tp=tp),
+        ),
         (r"one dtype outside autocast", lambda tp: gather_linear(torch.zeros(8, 5), torch.zeros(6, 5).double(), tp=tp)),
     ],
 )

@@ -1,14 +1,12 @@
 """Fused kernels: plain functions on tensors, with gradients, that know nothing of ranks."""
 
-from .attention import attention
-from .cross_entropy import cross_entropy
-from .dropout import dropout
-from .embedding import embed_finish, embedding
-from .gated import swiglu
-from .linear import linear
-from .linear_cross_entropy import linear_cross_entropy
-from .norm import layer_norm, rms_norm
-from .reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from .attention.op import attention
+from .cross_entropy.linear import linear_cross_entropy
+from .cross_entropy.op import cross_entropy
+from .embedding.op import embedding
+from .linear.gated import swiglu
+from .linear.op import linear
+from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_norm, rms_norm
 from .rope import rope, rope_table
 
 __all__ = [

@@ -4,34 +4,45 @@
     forward   ya = a cos - b sin       yb = b cos + a sin
     backward  the same with -sin: a rotation's adjoint is the rotation back, so x is not saved
 
-Shapes: x, y [M, H, E], cos, sin [P, F] with 2F <= E, positions [M]: row i takes table row positions[i], without positions row i.
-Rotate-half (transformers' Llama) pairs column j with j + F, interleaved 2j with 2j + 1; columns from 2F on pass through.  The arithmetic is
-fp32 (fp64 for fp64), y is rounded once to x's dtype.
+Shapes: x, y [M, H, E], cos, sin [P, F] with 2F <= E, positions [M]: row i takes table row positions[i], without
+positions row i. Rotate-half (transformers' Llama) pairs column j with j + F, interleaved 2j with 2j + 1; columns from
+2F on pass through.  The arithmetic is fp32 (fp64 for fp64), y is rounded once to x's dtype.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._device import load
-from ._launch import launch, next_power_of_2, target
-from ._op import Cost, acc_dtype, autocast, check, moved, op
-from ._triton import tl, triton
-from ._tuning import tuned
+from .runtime.device import load
+from .runtime.errors import check
+from .runtime.launch import launch, next_power_of_2, target
+from .runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
+from .runtime.triton import tl, triton
+from .runtime.tuning import tuned
+
+
+class Rotation(NamedTuple):
+    cos: Tensor  # [P, F]
+    sin: Tensor
+    positions: Tensor | None  # int64 [M]
+    interleaved: bool
+
 
 # ---- reference ----
 
 
-def rope_fwd_ref(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, back: bool) -> Tensor:
-    cos, sin = (t[: len(x)] if positions is None else t[positions] for t in (cos, sin))
+def rope_fwd_ref(x: Tensor, rotation: Rotation, back: bool) -> Tensor:
+    positions, interleaved = rotation.positions, rotation.interleaved
+    cos, sin = (t[: len(x)] if positions is None else t[positions] for t in rotation[:2])
     cos, sin = (t[:, None].to(acc_dtype(x)) for t in (cos, -sin if back else sin))
-    turned, rest = x.to(cos.dtype).tensor_split([2 * cos.shape[-1]], -1)
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
+    rotated, rest = x.to(cos.dtype).tensor_split([2 * cos.shape[-1]], -1)
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
     pair = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned, rest], -1).to(x.dtype)
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([rotated, rest], -1).to(x.dtype)
 
 
 # ---- Triton ----
@@ -44,19 +55,21 @@ def _rope_kernel(
     positions_ptr,  # [M] in
     y_ptr,  # [M, H, E] out
     M, H, E, F, stride_m, stride_h,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     heads = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     live = (rows < M)[:, None, None] & (heads < H)[None, :, None]
     x_ptr += rows[:, None, None] * stride_m + heads[None, :, None] * stride_h
     y_ptr += (rows[:, None, None] * H + heads[None, :, None]) * E
-    at = rows
+    positions = rows
     if positions_ptr is not None:
-        at = tl.load(positions_ptr + rows, mask=rows < M, other=0)
+        positions = tl.load(positions_ptr + rows, mask=rows < M, other=0)
     pairs = tl.arange(0, PAIRS)
-    angles, wanted = (at[:, None] * F + pairs[None, :])[:, None, :], (rows < M)[:, None, None] & (pairs < F)[None, None, :]
-    cos, sin = load(cos_ptr, angles, wanted), load(sin_ptr, angles, wanted)
+    angles = (positions[:, None] * F + pairs[None, :])[:, None, :]
+    has_angle = (rows < M)[:, None, None] & (pairs < F)[None, None, :]
+    cos, sin = load(cos_ptr, angles, has_angle), load(sin_ptr, angles, has_angle)
     if BACK:
         sin = -sin
     if INTERLEAVED:
@@ -78,34 +91,42 @@ def _rope_kernel(
 
 
 def fwd_config(H: int, E: int) -> dict[str, int]:
-    """All heads of a row, so that its angles are read once, as far as 4096 elements go; then more rows."""
+    """Returns launch parameters: all heads of a row, so that its angles are read once, as far as 4096 elements go; then
+    more rows."""
     width = next_power_of_2(E)
     heads = min(next_power_of_2(H), max(4096 // width, 1))
     return dict(ROWS=max(4096 // (heads * width), 1), HEADS=heads, num_warps=4)
 
 
-def fwd_launch(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, back: bool) -> Tensor:
-    """The launcher of rope_fwd."""
+def fwd_launch(x: Tensor, rotation: Rotation, back: bool) -> Tensor:
+    """Launches rope_fwd."""
     M, H, E = x.shape
-    F = cos.shape[1]
+    F = rotation.cos.shape[1]
     if x.stride(2) != 1:
         x = x.contiguous()
-    cos, sin, positions = (None if t is None else t.contiguous() for t in (cos, sin, positions))
+    tables = (None if t is None else t.contiguous() for t in rotation[:3])
     y = x.new_empty(M, H, E)
-    config = tuned("rope", target(x.device).arch, x.dtype, (M, H, E), fwd_config(H, E))
-    config |= dict(PAIRS=next_power_of_2(F), REST=next_power_of_2(E - 2 * F) if E > 2 * F else 0, INTERLEAVED=interleaved, BACK=back)
+    config = tuned("rope", target(x.device).arch, x.dtype, (M, H, E), default=fwd_config(H, E))
+    config |= dict(
+        PAIRS=next_power_of_2(F),
+        REST=next_power_of_2(E - 2 * F) if E > 2 * F else 0,
+        INTERLEAVED=rotation.interleaved,
+        BACK=back,
+    )
     grid = -(-M // config["ROWS"]), -(-H // config["HEADS"])
-    launch(_rope_kernel, grid, x.device, x, cos, sin, positions, y, M, H, E, F, x.stride(0), x.stride(1), **config)
+    sizes = M, H, E, F, *x.stride()[:2]
+    launch(_rope_kernel, grid, x.device, x, *tables, y, *sizes, **config)
     return y
 
 
-def fwd_cost(args: tuple, outputs: tuple) -> Cost:
-    """At most: positions as different as they can be."""
-    x, cos, sin, positions, *_ = args
-    return Cost(moved(x, cos[: len(x)], sin[: len(x)], positions), moved(*outputs), 6 * len(x) * x.shape[1] * cos.shape[1])
+def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """Counts positions as different as they can be."""
+    x, (cos, sin, positions, _), _ = args
+    (M, H, _), F = x.shape, cos.shape[1]
+    return Cost(moved(x, cos[:M], sin[:M], positions), moved(*outputs), 6 * M * H * F)
 
 
-rope_fwd = op(rope_fwd_ref, launch=fwd_launch, fake=lambda x, *_: x.new_empty(x.shape), cost=fwd_cost)
+rope_fwd = op(rope_fwd_ref, kind=ELEMENTWISE, launch=fwd_launch, fake=lambda x, *_: x.new_empty(x.shape), cost=fwd_cost)
 
 
 # ---- autograd ----
@@ -113,15 +134,16 @@ rope_fwd = op(rope_fwd_ref, launch=fwd_launch, fake=lambda x, *_: x.new_empty(x.
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, positions, interleaved):
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved = interleaved
-        return rope_fwd(x, cos, sin, positions, interleaved, False)
+    def forward(ctx: Any, x: Tensor, rotation: Rotation) -> Tensor:
+        ctx.save_for_backward(*rotation[:3])
+        ctx.interleaved = rotation.interleaved
+        return rope_fwd(x, rotation, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        return rope_fwd(dy, *ctx.saved_tensors, ctx.interleaved, True), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, positions = ctx.saved_tensors
+        return rope_fwd(dy, Rotation(cos, sin, positions, ctx.interleaved), True), None
 
 
 # ---- public ----
@@ -130,10 +152,13 @@ class _Rope(torch.autograd.Function):
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False) -> Tensor:
     """Rotates pairs of columns of every head by the angles of its row's position.
 
-    x [..., H, E], read in place where its last stride is 1; its leading dimensions, flattened, are the rows.  cos, sin [P, F] in fp32 or
-    fp64, of :func:`rope_table`, not differentiated, turn the first 2F <= E columns; the rest passes.  ``positions`` int64 in the leading
-    dimensions' shape, each in [0, P): the table row of every row of x; None: row i takes table row i, so an [S, B, H, E] needs them.
-    Returns x's shape and dtype; under autocast x is cast.  ValueError for shapes that do not fit.
+    x [..., H, E], read in place where its last stride is 1; its leading dimensions, flattened, are the rows.  cos,
+    sin [P, F] in fp32 or fp64, of :func:`rope_table`, not differentiated, rotate the first 2F <= E columns; the rest
+    passes.  ``positions`` int64 in the leading dimensions' shape, each in [0, P): the table row of every row of x;
+    None: row i takes table row i, so an [S, B, H, E] needs them.
+
+    Returns x's shape and dtype; under autocast x is cast.  Raises ValueError for shapes and dtypes that break these
+    rules.
     """
     check(x.dim() >= 3, f"rope: x must be [..., H, E], got {tuple(x.shape)}")
     *leading, H, E = x.shape
@@ -147,7 +172,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
         f"rope: cos and sin must be both float32 or both float64, got {cos.dtype} and {sin.dtype}",
     )
     if positions is None:
-        check(rows <= len(cos), f"rope: without positions a table of {len(cos)} rows serves as many rows of x, got {rows}")
+        check(
+            rows <= len(cos), f"rope: without positions a table of {len(cos)} rows serves as many rows of x, got {rows}"
+        )
     else:
         check(
             list(positions.shape) == leading and positions.dtype == torch.int64,
@@ -155,7 +182,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
         )
         positions = positions.reshape(-1)
     (x,) = autocast(x)
-    return _Rope.apply(x.reshape(rows, H, E), cos, sin, positions, interleaved).view(*leading, H, E)
+    rotation = Rotation(cos, sin, positions, interleaved)
+    return _Rope.apply(x.reshape(rows, H, E), rotation).view(*leading, H, E)
 
 
 def rope_table(
@@ -163,22 +191,25 @@ def rope_table(
     length: int,
     *,
     theta: float | None = None,
-    scaling: dict | None = None,
+    scaling: dict[str, Any] | None = None,
     partial_rotary_factor: float = 1.0,
     max_position_embeddings: int | None = None,
     seq_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin fp32 [length, F] of positions 0 to length - 1 as transformers 5 computes them, times its attention factor.
+    """Returns cos, sin fp32 [length, F] of positions 0 to length - 1 as transformers 5 computes them, times its
+    attention factor.
 
-    Takes both generations of a model's config: its rope_theta as ``theta`` and its rope_scaling, or its rope_parameters, as ``scaling``;
-    a rope_theta or partial_rotary_factor in there goes before the argument.  Its rope_type (or type) is default, linear, dynamic, yarn,
-    longrope or llama3.  ``max_position_embeddings`` is needed by dynamic, and stands in for a missing original_max_position_embeddings.
-    ``seq_len`` (``length`` unless given) is the length that dynamic stretches to and by which longrope chooses its factors.
-    F is half of int(head_width * partial_rotary_factor), rounded up.
+    Takes both generations of a model's config: its rope_theta as ``theta`` and its rope_scaling, or its
+    rope_parameters, as ``scaling``; a rope_theta or partial_rotary_factor in there goes before the argument.  Its
+    rope_type (or type) is default, linear, dynamic, yarn, longrope or llama3.  ``max_position_embeddings`` is needed
+    by dynamic, and stands in for a missing original_max_position_embeddings. ``seq_len`` (``length`` unless given) is
+    the length that dynamic stretches to and by which longrope chooses its factors. F is half of int(head_width *
+    partial_rotary_factor), rounded up.
 
-    Computed in fp32 on the CPU, whatever the device: the same bits on every rank, and those that models were trained with.
-    ValueError for an unknown type, for widths that do not fit, and for a key that has no safe default, by its name.
+    Computed in fp32 on the CPU, whatever the device: the same bits on every rank, and those that models were trained
+    with.  Raises ValueError for an unknown type, for widths that do not fit, and for a missing key that has no safe
+    default, by its name.
     """
     scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
     scaling.setdefault("rope_type", scaling.get("type", "default"))
@@ -189,9 +220,11 @@ def rope_table(
     kind = scaling["rope_type"]
     check(kind in _FREQUENCIES, f"rope_table: rope type {kind!r} is not supported; use {', '.join(_FREQUENCIES)}")
     rotary = int(head_width * scaling.get("partial_rotary_factor", partial_rotary_factor))
-    fits = 1 <= rotary and rotary + rotary % 2 <= head_width
-    check(fits, f"rope_table: {rotary} rotary columns, in pairs, do not fit head_width={head_width}")
-    frequencies, factor = _FREQUENCIES[kind](scaling, rotary, _need(scaling, "rope_theta"), length if seq_len is None else seq_len)
+    enough = 1 <= rotary and rotary + rotary % 2 <= head_width
+    check(enough, f"rope_table: {rotary} rotary columns, in pairs, do not fit head_width={head_width}")
+    frequencies, factor = _FREQUENCIES[kind](
+        scaling, rotary, _need(scaling, "rope_theta"), length if seq_len is None else seq_len
+    )
     angles = torch.arange(length, device="cpu").float()[:, None] * frequencies
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
@@ -199,19 +232,22 @@ def rope_table(
 # ---- frequencies [F] and the attention factor of each type ----
 
 
-def _need(scaling: dict, key: str, *instead: str):
-    """scaling[key], or what may stand in for it."""
-    found = [scaling[k] for k in (key, *instead) if k in scaling]
-    check(bool(found), f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {scaling}")
-    return found[0]
+def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
+    """Returns scaling[key], or else what may stand in for it."""
+    values = [scaling[k] for k in (key, *instead) if k in scaling]
+    check(
+        bool(values),
+        f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {scaling}",
+    )
+    return values[0]
 
 
-def _original(scaling: dict) -> int:
+def _original(scaling: dict[str, Any]) -> int:
     return _need(scaling, "original_max_position_embeddings", "max_position_embeddings")
 
 
-def _factor(scaling: dict) -> float:
-    """factor, or the ratio of the two lengths where both are there."""
+def _factor(scaling: dict[str, Any]) -> float:
+    """Returns factor, or the ratio of the two lengths where it is missing and both are there."""
     if "factor" not in scaling and {"original_max_position_embeddings", "max_position_embeddings"} <= scaling.keys():
         return scaling["max_position_embeddings"] / scaling["original_max_position_embeddings"]
     return _need(scaling, "factor")
@@ -221,26 +257,26 @@ def _powers(theta: float, rotary: int) -> Tensor:
     return theta ** (torch.arange(0, rotary, 2, device="cpu").float() / rotary)
 
 
-def _default(scaling, rotary, theta, seq_len):
+def _default(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     return 1.0 / _powers(theta, rotary), 1.0
 
 
-def _linear(scaling, rotary, theta, seq_len):
+def _linear(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     return 1.0 / _powers(theta, rotary) / _need(scaling, "factor"), 1.0
 
 
-def _dynamic(scaling, rotary, theta, seq_len):
-    """NTK: a larger base, once the sequence is longer than the model was trained for."""
+def _dynamic(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+    """Uses a larger base (NTK), once the sequence is longer than the model was trained for."""
     check(rotary > 2, f"rope_table: rope type 'dynamic' needs more than 2 rotary columns, got {rotary}")
     factor, trained = _need(scaling, "factor"), _need(scaling, "max_position_embeddings")
     stretch = factor * max(seq_len, trained) / trained - (factor - 1)
     return 1.0 / _powers(theta * stretch ** (rotary / (rotary - 2)), rotary), 1.0
 
 
-def _yarn(scaling, rotary, theta, seq_len):
+def _yarn(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Peng et al. 2023 (arXiv:2309.00071): fast pairs stay, slow ones are stretched, a ramp between."""
     factor, original = _factor(scaling), _original(scaling)
-    pair = lambda turns: rotary * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    pair = lambda rotations: rotary * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -254,24 +290,30 @@ def _yarn(scaling, rotary, theta, seq_len):
     return 1.0 / (factor * fast) * (1 - keep) + 1.0 / fast * keep, attention
 
 
-def _longrope(scaling, rotary, theta, seq_len):
-    """Ding et al. 2024 (arXiv:2402.13753): a searched factor for every pair, one list for short and one for long sequences."""
+def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+    """Ding et al. 2024 (arXiv:2402.13753): a searched factor for every pair, one list for short and one for long
+    sequences."""
     factor, original = _factor(scaling), _original(scaling)
     name = "long_factor" if seq_len > original else "short_factor"
     each = torch.tensor(_need(scaling, name), dtype=torch.float32, device="cpu")
-    check(len(each) == -(-rotary // 2), f"rope_table: {name} must have {-(-rotary // 2)} numbers, one a pair, got {len(each)}")
+    check(
+        len(each) == -(-rotary // 2),
+        f"rope_table: {name} must have {-(-rotary // 2)} numbers, one a pair, got {len(each)}",
+    )
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return 1.0 / (each * _powers(theta, rotary)), scaling.get("attention_factor", attention)
 
 
-def _llama3(scaling, rotary, theta, seq_len):
+def _llama3(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones stay, a blend between."""
     factor, low, high = (_need(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original, frequencies = _original(scaling), 1.0 / _powers(theta, rotary)
     wave = 2 * math.pi / frequencies
     blend = (original / wave - low) / (high - low)
     between = (1 - blend) * frequencies / factor + blend * frequencies
-    return torch.where(wave > original / low, frequencies / factor, torch.where(wave < original / high, frequencies, between)), 1.0
+    return torch.where(
+        wave > original / low, frequencies / factor, torch.where(wave < original / high, frequencies, between)
+    ), 1.0
 
 
 _FREQUENCIES = dict(default=_default, linear=_linear, dynamic=_dynamic, yarn=_yarn, longrope=_longrope, llama3=_llama3)

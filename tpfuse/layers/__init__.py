@@ -1,19 +1,24 @@
 """Parallel layers: nn.Modules that hold this rank's shards and choose kernels and collectives."""
 
-from .attention import ParallelAttention
+from .attention import ParallelAttention, Rope
 from .block import Normed, TransformerBlock
+from .cache import KVCache
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
+from .module import ParallelModule
 from .norm import LayerNorm, RMSNorm
 
 __all__ = [
     "ColumnParallelLinear",
+    "KVCache",
     "LayerNorm",
     "Normed",
     "ParallelAttention",
     "ParallelMLP",
+    "ParallelModule",
     "RMSNorm",
+    "Rope",
     "RowParallelLinear",
     "TransformerBlock",
     "VocabParallelEmbedding",

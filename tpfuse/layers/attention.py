@@ -2,32 +2,35 @@
 
 x [m, D] -> qkv [M, G/R, Q + 2, E] -> o [M, H/R E] -> parts [R, m, D] -> sum + bias [m, D]
 
-Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv head beside query heads of their own, and its gradient is
-summed over them.
+Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv head beside query heads of their own,
+and its gradient is summed over them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import copy_within
-from ..kernels._op import check
-from ..kernels.attention import attention
-from ..kernels.norm import Remake
-from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from ..kernels.attention.op import attention
+from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rope import rope as rotate
+from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
-from ._cache import KVCache
-from ._module import Origin, ParallelModule, local, replicated
+from .cache import KVCache
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
+from .module import Origin, ParallelModule, local, replicated
 from .norm import HeadNorm
+from .sites import sites
 
 
 class Rope(NamedTuple):
-    """Rotary positions: tables ``cos`` and ``sin`` [P, E/2 or less] fp32, and which of their rows each row s * batch + b has (int64
-    [seq * batch]; None: s)."""
+    """Rotary positions: tables ``cos`` and ``sin`` [P, E/2 or less] fp32, and the row of theirs that each row has.
+
+    ``positions`` is int64 [seq * batch], for rows s * batch + b; None: s.  ``interleaved``: the pairs that are rotated
+    together are neighbours, not half a head apart.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -36,12 +39,30 @@ class Rope(NamedTuple):
 
 
 class CopiedKV(ColumnProjection):
-    """The qkv projection where ``copies`` ranks in a row share a kv head: q [H, E, D] and kv [G, 2, E, D], with their biases.
+    """The qkv projection where ``copies`` ranks in a row share a kv head: q [H, E, D], kv [G, 2, E, D] and biases.
 
-    Initial values are those of qkv [G, Q + 2, E, D], the layout for fewer ranks.
+    ``heads`` query heads share each of ``groups`` kv heads.  Initial values are those of qkv [G, Q + 2, E, D], the
+    layout for fewer ranks.
     """
 
-    def __init__(self, width: int, groups: int, heads: int, head_width: int, copies: int, *, bias: bool, tp, init_std: float, **factory):
+    q: nn.Parameter
+    kv: nn.Parameter
+    q_bias: nn.Parameter | None
+    kv_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        groups: int,
+        heads: int,
+        head_width: int,
+        copies: int,
+        bias: bool,
+        tp: TensorParallel,
+        init_std: float,
+        **factory: Any,
+    ):
         super().__init__(tp)
         self.copies, per_group, head = copies, heads + 2, head_width * width
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
@@ -57,21 +78,27 @@ class CopiedKV(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        """weight [(H/R + 2) E, D] of this rank's query heads, k and v, and bias"""
+        """Returns weight [(H/R + 2) E, D] of this rank's query heads, k and v, and its bias."""
         kv = copy_within(local(self.kv), self.tp, self.copies)
         weight = torch.cat([local(self.q).flatten(0, 1), kv.flatten(0, 2)])
-        if self.q_bias is None:
+        if self.q_bias is None or self.kv_bias is None:
             return weight, None
-        return weight, torch.cat([local(self.q_bias).flatten(), copy_within(local(self.kv_bias), self.tp, self.copies).flatten()])
+        kv_bias = copy_within(local(self.kv_bias), self.tp, self.copies)
+        return weight, torch.cat([local(self.q_bias).flatten(), kv_bias.flatten()])
 
 
 class ParallelAttention(ParallelModule):
-    """Multi-head (or, with fewer ``num_kv_heads``, grouped-query) attention on rows s * batch + b.
+    """Multi-head attention, or grouped-query attention with fewer ``num_kv_heads``, on rows s * batch + b.
 
-    ``head_width`` is hidden_size / num_heads unless given; ``window`` the number of keys a query sees, itself included; ``qk_norm`` an
-    RMSNorm (``eps``) on every query and key head.  ``bias`` is that of the qkv projection and, unless ``out_bias`` is given, of the other.
-    ``dropout`` is on the probabilities; ``layer`` numbers its masks.  ValueError where heads cannot be split over the ranks.
+    ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included.
+    ``qk_norm`` puts an RMSNorm (``eps``) on every query and key head.  ``bias`` is that of the qkv projection and,
+    unless ``out_bias`` is given, of the output projection.  ``dropout`` is on the probabilities; ``layer`` numbers its
+    masks.  ValueError where heads cannot be split over the ranks.
     """
+
+    qkv: ColumnProjection
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
 
     def __init__(
         self,
@@ -91,30 +118,35 @@ class ParallelAttention(ParallelModule):
         layer: int = 0,
         init_std: float = 0.02,
         out_init_std: float | None = None,
-        **factory,
+        **factory: Any,
     ):
         super().__init__(tp)
         groups = num_heads if num_kv_heads is None else num_kv_heads
-        fits = head_width is not None or hidden_size % num_heads == 0
-        check(fits, f"ParallelAttention: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
-        check(num_heads % groups == 0, f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
+        check(
+            head_width is not None or hidden_size % num_heads == 0,
+            f"ParallelAttention: hidden_size={hidden_size} is not divisible by num_heads={num_heads}",
+        )
+        check(
+            num_heads % groups == 0,
+            f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}",
+        )
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
-        self.causal, self.window, self.dropout, self.site = causal, window, dropout, 3 * layer + 1
-        heads, shared = num_heads // groups, dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
+        self.causal, self.window, self.dropout, self.site = causal, window, dropout, sites(layer).probabilities
+        heads = num_heads // groups
+        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
         if groups % self.tp.size == 0:
-            self.heads_a_group = heads + 2  # of each group here: query heads, k and v
+            self.heads_per_group = heads + 2  # of each group here: query heads, k and v
             self.qkv = ColumnParallelLinear(hidden_size, (groups, heads + 2, E), **shared)
         else:
-            check(self.tp.size % groups == 0, _kv_heads_do_not_fit(num_heads, groups, self.tp.size))
+            check(self.tp.size % groups == 0, _kv_heads_error(num_heads, groups, self.tp.size))
             copies = self.tp.size // groups
-            self.heads_a_group = heads // copies + 2
-            self.qkv = CopiedKV(hidden_size, groups, heads, E, copies, **shared)
+            self.heads_per_group = heads // copies + 2
+            self.qkv = CopiedKV(hidden_size, groups=groups, heads=heads, head_width=E, copies=copies, **shared)
         self.q_norm, self.k_norm = (HeadNorm(E, eps, tp=self.tp, **factory) if qk_norm else None for _ in range(2))
-        out_std = init_std if out_init_std is None else out_init_std
-        self.out = RowParallelLinear(
-            num_heads * E, hidden_size, bias=bias if out_bias is None else out_bias, tp=self.tp, init_std=out_std, **factory
-        )
+        shared["bias"] = bias if out_bias is None else out_bias
+        shared["init_std"] = init_std if out_init_std is None else out_init_std
+        self.out = RowParallelLinear(num_heads * E, hidden_size, **shared)
 
     @property
     def in_one(self) -> bool:
@@ -132,11 +164,14 @@ class ParallelAttention(ParallelModule):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         rope: Rope | None = None,
-        remake: Remake | None = None,
+        recompute: Recompute | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
-        options = dict(
+        """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias.
+
+        ``key_mask`` bool [batch, seq]; the rest as in :meth:`forward`.
+        """
+        options: dict[str, Any] = dict(
             batch=batch,
             seq=seq,
             causal=self.causal,
@@ -150,18 +185,19 @@ class ParallelAttention(ParallelModule):
             first_head=self.first_head,
         )
         if self.in_one and cache is None:
-            heads = dict(heads_a_group=self.heads_a_group, head_width=self.head_width)
-            turns = {} if rope is None else rope._asdict()
+            options |= dict(heads_per_group=self.heads_per_group, head_width=self.head_width)
+            options |= {} if rope is None else rope._asdict()
             weights = *self.qkv.flat(), local(self.out.weight)
-            return gather_attention_exchange(n, *weights, tp=self.tp, remake=remake, **heads, **options, **turns)
-        qkv = self.qkv.project(n, remake)
-        qkv = qkv.view(len(qkv), -1, self.heads_a_group, self.head_width)
-        if self.q_norm is not None:
-            q, k, v = qkv.split([self.heads_a_group - 2, 1, 1], 2)
+            return gather_attention_exchange(n, *weights, tp=self.tp, recompute=recompute, **options)
+        qkv = self.qkv.project(n, recompute)
+        qkv = qkv.view(len(qkv), -1, self.heads_per_group, self.head_width)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
-        if cache is not None and rope is not None:  # the cache holds keys that are turned already
-            check(rope.positions is not None, "ParallelAttention: with a cache, rope needs positions")
-            qkv, rope = _turned(qkv, rope), None
+        if cache is not None and rope is not None:  # the cache holds keys that are rotated already
+            if rope.positions is None:
+                raise ValueError("ParallelAttention: with a cache, rope needs positions")
+            qkv, rope = _rotated(qkv, rope, rope.positions), None
         if cache is not None and cache.length > 0:
             o = cache.attend(qkv, batch, self.window)
         else:
@@ -184,26 +220,37 @@ class ParallelAttention(ParallelModule):
     ) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]) -> [m, D].
 
-        ``seq`` positions: M // batch unless given; rows beyond seq * batch are padding.  ``attention_mask`` [batch, seq], nonzero where a
-        key may be seen; ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1).  ``rng`` where dropout is on.
+        ``seq`` positions: M // batch unless given; rows beyond seq * batch are padding.  ``attention_mask`` [batch,
+        seq], nonzero where a key may be seen; ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1).
+        ``rng`` where dropout is on.
         """
-        mask = None if attention_mask is None else attention_mask.bool()
-        packed = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        parts = self.parts(x, batch=batch, seq=seq, rng=rng, key_mask=mask, rope=rope, **packed)
-        return reduce_bias_dropout_add_norm(parts, *replicated(self.tp, self.out.bias))[0]
+        parts = self.parts(
+            x,
+            batch=batch,
+            seq=seq,
+            rng=rng,
+            key_mask=None if attention_mask is None else attention_mask.bool(),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            rope=rope,
+        )
+        (bias,) = replicated(self.tp, self.out.bias)
+        return reduce_bias_dropout_add_norm(parts, bias)[0]
 
 
-def _turned(qkv: Tensor, rope: Rope) -> Tensor:
-    """q and k by their positions, without a gradient; rows beyond those are padding."""
-    rows = len(rope.positions)
+def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Rotates q and k by their positions, without a gradient; rows beyond the positions are padding."""
+    rows = len(positions)
     heads = qkv[:rows, :, :-1]
-    turned = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=rope.positions, interleaved=rope.interleaved)
+    rotated = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=positions, interleaved=rope.interleaved)
     out = qkv.clone()
-    out[:rows, :, :-1] = turned.view(heads.shape)
+    out[:rows, :, :-1] = rotated.view(heads.shape)
     return out
 
 
-def _kv_heads_do_not_fit(heads: int, groups: int, size: int) -> str:
+def _kv_heads_error(heads: int, groups: int, size: int) -> str:
     works = [r for r in range(1, heads + 1) if heads % r == 0 and (groups % r == 0 or r % groups == 0)]
-    sizes = ", ".join(map(str, works))
-    return f"ParallelAttention: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other; use size {sizes}"
+    return (
+        f"ParallelAttention: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other;"
+        f" use size {', '.join(map(str, works))}"
+    )

@@ -1,6 +1,7 @@
 """A transformer block: two GEMM pairs, and one kernel after each.
 
-    h [m, D]                       residual stream, this rank's rows;  n = norm(h) from the kernel before, [R, m, D] with stride 0
+    h [m, D]                       residual stream, this rank's rows
+    n = norm(h)                    from the kernel before, [R, m, D] with stride 0
     gather_linear(n)               all-gather, GEMM + bias             -> qkv [M, G/R, Q + 2, E]
     attention(qkv)                                                     -> [M, H/R E]
     linear_exchange                GEMM, send each peer its rows       -> parts [R, m, D]
@@ -10,40 +11,45 @@
 
 Where messages overlap, the first three are one op, gather_attention_exchange.
 
-A block owns the norm *after* each of its GEMM pairs, so every parameter a kernel touches belongs to the module that runs it.  Its six
-vectors travel as one packed fp32 message, whose gradients are summed over the ranks.
+A block owns the norm *after* each of its GEMM pairs, so every parameter a kernel touches belongs to the module that
+runs it.  Its six vectors travel as one packed fp32 message, whose gradients are summed over the ranks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels._op import check
-from ..kernels.norm import Remake, norm_in
-from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from ..kernels.norm import Recompute, check_kind, norm_in, reduce_bias_dropout_add_norm
+from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
-from ._cache import KVCache
-from ._module import ParallelModule, replicated
 from .attention import ParallelAttention, Rope
+from .cache import KVCache
 from .mlp import ParallelMLP
-from .norm import LayerNorm, RMSNorm
+from .module import ParallelModule, replicated
+from .norm import LayerNorm, norm_layer
+from .sites import sites
 
 SAVING = "fastest", "smallest"
 
 
 class Normed(NamedTuple):
-    """n [m, D] or [R, m, D] with stride 0, and how to make it again where it is not to be saved."""
+    """n [m, D] or [R, m, D] with stride 0, and how to recompute it where it is not saved."""
 
     n: Tensor
-    remake: Remake | None = None
+    recompute: Recompute | None = None
 
 
 class TransformerBlock(ParallelModule):
-    """One block, pre-norm (``norm_in=True``: x -> x, in anybody's model; else (h, n) -> (h, n), in a stack of blocks) or ``post_norm``.
+    """One block: attention and MLP with their norms and residuals, pre-norm or ``post_norm``.
 
-    ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32 bytes a row and width over R in
-    16 bit), "smallest" makes them again (20).  ``dropout`` after attention and MLP, ``attention_dropout`` on the probabilities.
+    With ``norm_in=True`` it maps x to x and can stand in any model; without, it maps (h, n) to (h, n) in a stack of
+    blocks.  ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
+    bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
+    MLP, ``attention_dropout`` on the probabilities.
     """
+
+    norm_in: LayerNorm | None
+    norm_mlp: LayerNorm | None
 
     def __init__(
         self,
@@ -73,14 +79,13 @@ class TransformerBlock(ParallelModule):
         saving: str = "fastest",
         init_std: float = 0.02,
         out_init_std: float | None = None,
-        **factory,
+        **factory: Any,
     ):
         super().__init__(tp)
         check(saving in SAVING, f"TransformerBlock: saving must be one of {', '.join(SAVING)}, got {saving!r}")
-        check(norm in ("layer", "rms"), f"TransformerBlock: norm must be layer or rms, got {norm!r}")
-        self.dropout, self.saving, self.post_norm, self.layer = dropout, saving, post_norm, layer
-        shared = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
-        qkv_bias, out_bias, mlp_bias = (bias if b is None else b for b in (qkv_bias, out_bias, mlp_bias))
+        check_kind("TransformerBlock", norm)
+        self.dropout, self.saving, self.post_norm, self.sites = dropout, saving, post_norm, sites(layer)
+        shared: dict[str, Any] = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
         self.attention = ParallelAttention(
             hidden_size,
             num_heads,
@@ -91,18 +96,19 @@ class TransformerBlock(ParallelModule):
             qk_norm=qk_norm,
             eps=eps,
             dropout=attention_dropout,
-            bias=qkv_bias,
-            out_bias=out_bias,
+            bias=bias if qkv_bias is None else qkv_bias,
+            out_bias=bias if out_bias is None else out_bias,
             layer=layer,
             **shared,
         )
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
-        self.mlp = ParallelMLP(hidden_size, ffn_size, activation=activation, gated=gated, bias=mlp_bias, **shared)
-        make_norm = lambda: (RMSNorm if norm == "rms" else LayerNorm)(hidden_size, eps, tp=self.tp, **factory)  # noqa: E731
-        first, second = (False, True) if post_norm or not norm_in else (True, False)
-        self.norm_in = make_norm() if first else None
-        self.norm_attention = make_norm()
-        self.norm_mlp = make_norm() if second else None
+        shared["bias"] = bias if mlp_bias is None else mlp_bias
+        self.mlp = ParallelMLP(hidden_size, ffn_size, activation=activation, gated=gated, **shared)
+        make_norm = lambda: norm_layer(norm, hidden_size, eps, tp=self.tp, **factory)
+        enters = norm_in and not post_norm
+        self.norm_in = make_norm() if enters else None
+        self.norm_attention = make_norm()  # the norm after attention; its name is part of the checkpoint format
+        self.norm_mlp = None if enters else make_norm()
 
     def forward(
         self,
@@ -120,49 +126,56 @@ class TransformerBlock(ParallelModule):
     ) -> Tensor | tuple[Tensor, Normed]:
         """h [m, D], rows s * batch + b (without sequence parallelism [M, D]) -> [m, D]; with ``normed`` -> (h, normed).
 
-        ``attention_mask`` [batch, seq], nonzero where a key may be seen; ``seq`` where rows beyond seq * batch are padding;
-        ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), the longest of ``max_seqlen``; ``rope`` rotary positions;
-        ``rng`` int64 [3] = (seed, step, first_sample) where dropout is on.
+        ``attention_mask`` [batch, seq], nonzero where a key may be seen.  ``seq``: rows beyond seq * batch are padding.
+        ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), of which the longest has ``max_seqlen``
+        positions.  ``rope``: rotary positions.  ``rng`` int64 [3] = (seed, step, first_sample), needed where dropout is
+        on.
         """
         alone = normed is None
         check(alone or self.norm_in is None, "TransformerBlock: a block with norm_in takes h alone")
-        check(not alone or self.norm_in is not None or self.post_norm, "TransformerBlock: without norm_in it takes (h, normed)")
+        check(
+            not alone or self.norm_in is not None or self.post_norm,
+            "TransformerBlock: without norm_in it takes (h, normed)",
+        )
         a, m = self.norm_attention, self.norm_mlp
-        names = [self.attention.out.bias, a.weight, a.bias, self.mlp.fc2.bias]
-        names += [None, None] if m is None else [m.weight, m.bias]
+        vectors = [self.attention.out.bias, a.weight, a.bias, self.mlp.fc2.bias]
+        vectors += [None, None] if m is None else [m.weight, m.bias]
         if self.norm_in is not None:
-            names += [self.norm_in.weight, self.norm_in.bias]
-        out_bias, wa, ba, fc2_bias, wm, bm, *first = replicated(self.tp, *names)
-        if first:
-            h, *normed = norm_in(h, *first, eps=self.norm_in.eps, rms=self.norm_in.rms, ranks=self.tp.row_shards)
-        elif alone:
-            normed = Normed(h)
-        n, remake = normed
-        mask = None if attention_mask is None else attention_mask.bool()
-        masked = dict(key_mask=mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rope=rope, cache=cache)
-        parts = self.attention.parts(n, batch=batch, seq=seq, rng=rng, remake=self._keep(remake), **masked)
-        h, n, remake = self._fused(parts, out_bias, h, wa, ba, 2, batch, rng)
-        parts = self.mlp.parts(n, self._keep(remake))
-        h, n, remake = self._fused(parts, fc2_bias, h, wm, bm, 3, batch, rng)
-        return h if alone else (h, Normed(n, self._keep(remake)))
-
-    def _keep(self, remake: Remake | None) -> Remake | None:
-        return remake if self.saving == "smallest" else None
-
-    def _fused(self, parts, bias, h, weight, norm_bias, site, batch, rng):
-        return reduce_bias_dropout_add_norm(
-            parts,
-            bias,
-            h,
-            weight,
-            norm_bias,
+            vectors += [self.norm_in.weight, self.norm_in.bias]
+        out_bias, wa, ba, fc2_bias, wm, bm, *first = replicated(self.tp, *vectors)
+        if normed is not None:
+            n, recompute = normed
+        elif self.norm_in is not None:
+            h, n, recompute = norm_in(h, *first, eps=self.norm_in.eps, norm=self.norm_in.kind, ranks=self.tp.row_shards)
+        else:
+            n, recompute = h, None
+        parts = self.attention.parts(
+            n,
+            batch=batch,
+            seq=seq,
+            rng=rng,
+            key_mask=None if attention_mask is None else attention_mask.bool(),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            rope=rope,
+            recompute=self._keep(recompute),
+            cache=cache,
+        )
+        add: dict[str, Any] = dict(
             p=self.dropout if self.training else 0.0,
             rng=rng,
-            site=3 * self.layer + site,
             first_row=self.tp.row_rank * len(h),
             batch=batch,
-            eps=self.norm_attention.eps,
-            rms=self.norm_attention.rms,
+            eps=a.eps,
+            norm=a.kind,
             post_norm=self.post_norm,
             ranks=self.tp.row_shards,
         )
+        site = self.sites.after_attention
+        h, n, recompute = reduce_bias_dropout_add_norm(parts, out_bias, h, wa, norm_bias=ba, site=site, **add)
+        parts, site = self.mlp.parts(n, self._keep(recompute)), self.sites.after_mlp
+        h, n, recompute = reduce_bias_dropout_add_norm(parts, fc2_bias, h, wm, norm_bias=bm, site=site, **add)
+        return h if alone else (h, Normed(n, self._keep(recompute)))
+
+    def _keep(self, recompute: Recompute | None) -> Recompute | None:
+        return recompute if self.saving == "smallest" else None

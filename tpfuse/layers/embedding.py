@@ -3,20 +3,35 @@
 ids [M], the same on every rank  ->  masked local lookup [M, D]  ->  exchange  ->  parts [R, m, D]
 """
 
-from torch import Tensor
+from typing import Any
 
-from ..kernels.cross_entropy import check_ids
-from ..kernels.embedding import embedding
-from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from torch import Tensor, nn
+
+from ..kernels.cross_entropy.op import check_ids
+from ..kernels.embedding.op import embedding
+from ..kernels.norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
 from ..sequence_parallel import leave_parts
-from ._module import ParallelModule, local
+from .module import ParallelModule, local
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """torch.nn.Embedding with its rows split: ids [M] (or [S, B]; any id below 0 gives a zero row) -> this rank's rows [m, D]."""
+    """torch.nn.Embedding with its rows split over the ranks.
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, tp: TensorParallel | None = None, init_std: float = 0.02, **factory):
+    ids int64 [M] or [S, B] -> this rank's rows [m, D]; an id below 0 gives a row of zeros.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: TensorParallel | None = None,
+        init_std: float = 0.02,
+        **factory: Any,
+    ):
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.first, _ = self.tp.chunk(num_embeddings, "VocabParallelEmbedding: num_embeddings")
@@ -24,9 +39,10 @@ class VocabParallelEmbedding(ParallelModule):
         self.initialize_alone()
 
     def parts(self, ids: Tensor) -> Tensor:
-        """-> parts [R, m, D], to be summed over R"""
+        """Returns parts [R, m, D], to be summed over R."""
         return leave_parts(embedding(local(self.weight), ids.reshape(-1), first=self.first), self.tp)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Returns rows [m, D]; ValueError for an id beyond the vocabulary."""
         check_ids("VocabParallelEmbedding: ids", ids.clamp(min=0), self.num_embeddings)
         return reduce_bias_dropout_add_norm(self.parts(ids))[0]

@@ -1,55 +1,89 @@
 """Megatron's two linear layers (Shoeybi et al. 2019, arXiv:1909.08053), with the rows sharded between them.
 
-                            x                weight           out              forward            dx                dW
-    ColumnParallelLinear    [m, K]           [N/R, K]         [M, N/R]         all-gather, GEMM   GEMM, exchange    re-gather, GEMM
-    RowParallelLinear       [M, K/R]         [N, K/R]         [m, N]           GEMM, exchange     all-gather, GEMM  GEMM
+                          x         weight    out       forward           dx                dW
+    ColumnParallelLinear  [m, K]    [N/R, K]  [M, N/R]  all-gather, GEMM  GEMM, exchange    re-gather, GEMM
+    RowParallelLinear     [M, K/R]  [N, K/R]  [m, N]    GEMM, exchange    all-gather, GEMM  GEMM
 
 M = R m rows, sequence-major.  Without sequence parallelism m = M: no gather, an all-reduce for each exchange.
 """
 
 import math
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..kernels._op import check
-from ..kernels.gated import activate
-from ..kernels.linear import ACTIVATIONS, linear
-from ..kernels.norm import Remake
-from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from ..kernels.linear.activation import PLAIN
+from ..kernels.linear.gated import activate
+from ..kernels.linear.op import linear
+from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
+from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, leave_parts, linear_exchange
-from ._module import ParallelModule, local, replicated
+from .module import ParallelModule, local, replicated
+
+# Of a layer: weight -> (indices of its dimension 1, name) of each projection that it holds.
+Parts = dict[str, list[tuple[int, str]]]
+
+
+class Adapter(ParallelModule):
+    """A low-rank adapter beside a weight (lora.py): its call returns what is added to the weight's product.
+
+    ``adapted`` names the projections that it adapts, ``parts`` all of the layer's; ``merged`` says whether the weight
+    holds it already.
+    """
+
+    merged = False
+    scale: float
+    A: nn.Parameter
+    adapted: list[str]
+    parts: Parts
+
+    def deltas(self) -> dict[str, Tensor]:
+        """Returns s B A for each of the layer's weights, this rank's slice."""
+        raise NotImplementedError
 
 
 class Adaptable(ParallelModule):
     """A projection that may have an adapter beside its weight (lora.py)."""
+
+    lora: Adapter | None
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__(tp)
         self.register_module("lora", None)
 
     @property
-    def adapter(self):
-        """None too where it is merged into the weight."""
+    def adapter(self) -> Adapter | None:
+        """The adapter to be added to the product; None where there is none or it is merged into the weight."""
         return None if self.lora is None or self.lora.merged else self.lora
 
 
 class ColumnProjection(Adaptable):
-    """What can be used as one weight [N/R, K] and bias [N/R], its ``flat()``."""
+    """A projection that can be used as one weight [N/R, K] and bias [N/R], its :meth:`flat`."""
 
-    def project(self, n: Tensor, remake: Remake | None = None, activation: str = "none") -> Tensor:
+    def flat(self) -> tuple[Tensor, Tensor | None]:
+        """Returns weight [N/R, K] and bias [N/R]."""
+        raise NotImplementedError
+
+    def project(self, n: Tensor, recompute: Recompute | None = None, activation: str = "none") -> Tensor:
         """n [m, K] or expanded [R, m, K] -> [M, N/R]"""
+        weight, bias = self.flat()
         if self.adapter is None:
-            return gather_linear(n, *self.flat(), tp=self.tp, activation=activation, remake=remake)
-        return activate(gather_linear(n, *self.flat(), tp=self.tp, remake=remake) + self.adapter(n, remake), activation)
+            return gather_linear(n, weight, bias, tp=self.tp, activation=activation, recompute=recompute)
+        return activate(
+            gather_linear(n, weight, bias, tp=self.tp, recompute=recompute) + self.adapter(n, recompute), activation
+        )
 
 
 class ColumnParallelLinear(ColumnProjection):
-    """act(x W' + b) with W split by rows over the ranks.
+    """act(x W' + b) with W split by rows over the ranks: x [..., K] -> [M, N/R].
 
-    ``out_features`` may be a shape: the weight is then [*shape, K], split on its first dimension.  x [..., K], of which all but the
-    last dimension are rows -> [M, N/R].
+    All dimensions of x but the last are rows.  ``out_features`` may be a shape: the weight is then [*shape, K], split
+    on its first dimension.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -60,10 +94,13 @@ class ColumnParallelLinear(ColumnProjection):
         tp: TensorParallel | None = None,
         activation: str = "none",
         init_std: float = 0.02,
-        **factory,
+        **factory: Any,
     ):
         super().__init__(tp)
-        check(activation in ACTIVATIONS, f"{type(self).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        check(
+            activation in PLAIN,
+            f"{type(self).__name__}: activation must be one of {', '.join(PLAIN)}, got {activation!r}",
+        )
         shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.tp.divide(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation
@@ -75,19 +112,29 @@ class ColumnParallelLinear(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        """weight [N/R, K], bias [N/R]"""
         bias = local(self.bias)
         return local(self.weight).reshape(-1, self.in_features), None if bias is None else bias.reshape(-1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [M, N/R]"""
         return self.project(x.reshape(-1, self.in_features), activation=self.activation)
 
 
 class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, tp: TensorParallel | None = None, init_std: float = 0.02, **factory
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        tp: TensorParallel | None = None,
+        init_std: float = 0.02,
+        **factory: Any,
     ):
         super().__init__(tp)
         self.tp.divide(in_features, "RowParallelLinear: in_features")
@@ -100,11 +147,12 @@ class RowParallelLinear(Adaptable):
         self.initialize_alone()
 
     def parts(self, x: Tensor) -> Tensor:
-        """x [M, K/R] -> parts [R, m, N], to be summed over R and given the bias"""
+        """x [M, K/R] -> parts [R, m, N], to be summed over R and given the bias."""
         if self.adapter is None:
             return linear_exchange(x, local(self.weight), tp=self.tp)
         return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.parts(x.reshape(-1, x.shape[-1]))
-        return reduce_bias_dropout_add_norm(parts, *replicated(self.tp, self.bias))[0]
+        """x [..., K/R] -> [m, N]"""
+        (bias,) = replicated(self.tp, self.bias)
+        return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias)[0]

@@ -3,24 +3,24 @@
 x [m, D] -> z [M, F/R] -> act -> parts [R, m, D] -> sum + bias [m, D]
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from ..kernels._op import check
-from ..kernels.linear import ACTIVATIONS
-from ..kernels.norm import Remake
-from ..kernels.reduce_bias_dropout_add_norm import reduce_bias_dropout_add_norm
+from ..kernels.linear.activation import ACTIVATIONS, GATED
+from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
+from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_mlp_exchange
-from ._module import ParallelModule, local, replicated
 from .linear import ColumnParallelLinear, RowParallelLinear
-
-GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+from .module import ParallelModule, local, replicated
 
 
 class ParallelMLP(ParallelModule):
-    """fc2(act(fc1(x))), or fc2(act(gate) * up) where ``gated``: fc1 is then [F, 2, D], gate and up side by side.
+    """fc2(act(fc1(x))), or with ``gated`` fc2(act(gate) * up), whose fc1 is [F, 2, D], gate and up side by side.
 
-    ``activation``: "gelu" (erf), "gelu_tanh", "relu" or "silu".  ValueError where ``ffn_size`` cannot be split, or the gate is not built.
+    ``activation``: one of kernels.linear.activation.ACTIVATIONS; with ``gated``, one that has a gated form.  ValueError
+    for another, or where ``ffn_size`` cannot be split.
     """
 
     def __init__(
@@ -34,24 +34,30 @@ class ParallelMLP(ParallelModule):
         bias: bool = True,
         init_std: float = 0.02,
         out_init_std: float | None = None,
-        **factory,
+        **factory: Any,
     ):
         super().__init__(tp)
         self.tp.divide(ffn_size, "ParallelMLP: ffn_size")
-        kinds = GATED if gated else ACTIVATIONS
-        check(activation in kinds, f"ParallelMLP: {'a gated ' * gated}activation must be one of {', '.join(kinds)}, got {activation!r}")
-        self.activation = GATED[activation] if gated else activation
-        shared = dict(bias=bias, tp=self.tp, **factory)
+        known = list(GATED.values() if gated else ACTIVATIONS)
+        check(
+            activation in known,
+            f"ParallelMLP: {'a gated ' * gated}activation must be one of {', '.join(known)}, got {activation!r}",
+        )
+        gated_name = ACTIVATIONS[activation].gated
+        self.activation = gated_name if gated and gated_name is not None else activation
+        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, **factory)
         self.fc1 = ColumnParallelLinear(hidden_size, (ffn_size, 2) if gated else ffn_size, init_std=init_std, **shared)
-        self.fc2 = RowParallelLinear(ffn_size, hidden_size, init_std=init_std if out_init_std is None else out_init_std, **shared)
+        out_std = init_std if out_init_std is None else out_init_std
+        self.fc2 = RowParallelLinear(ffn_size, hidden_size, init_std=out_std, **shared)
 
-    def parts(self, n: Tensor, remake: Remake | None = None) -> Tensor:
+    def parts(self, n: Tensor, recompute: Recompute | None = None) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
         if self.fc1.adapter is None and self.fc2.adapter is None:
-            return gather_mlp_exchange(n, *self.fc1.flat(), local(self.fc2.weight), activation=self.activation, tp=self.tp, remake=remake)
-        return self.fc2.parts(self.fc1.project(n, remake, self.activation))
+            options: dict[str, Any] = dict(activation=self.activation, tp=self.tp, recompute=recompute)
+            return gather_mlp_exchange(n, *self.fc1.flat(), local(self.fc2.weight), **options)
+        return self.fc2.parts(self.fc1.project(n, recompute, self.activation))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D], rows [m] (without sequence parallelism [M]) -> [m, D]"""
-        parts = self.parts(x.reshape(-1, x.shape[-1]))
-        return reduce_bias_dropout_add_norm(parts, *replicated(self.tp, self.fc2.bias))[0]
+        (bias,) = replicated(self.tp, self.fc2.bias)
+        return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias)[0]

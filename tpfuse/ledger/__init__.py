@@ -1,10 +1,15 @@
-"""Everything accounted: bytes and flops of what runs, memory, any model at any scale, how near the limit, how long a step takes.
+"""Accounting: bytes and flops of what runs, memory, any model at any scale, utilisation, step times.
 
-recorder     every op under a dispatch mode: bytes, least bytes, flops          aten        costs of ops that are not tpfuse's
-operators    the operator table of 2020                                         layer       one layer, side by side
-memory       saved activations, state; closed forms and measured                dryrun      a rank of any world, on meta tensors
-mfu          MFU, HFU, ThroughputMeter                                          machine     what this machine can do, calibrated
-steptime     predicted step times                                               plots       pictures
+recorder     every op under a dispatch mode: bytes, least bytes, flops
+aten         costs of ops that are not tpfuse's
+operators    the operator table of 2020
+layer        one layer, side by side with plain torch and that table
+memory       saved activations, state; closed forms and measured
+dryrun       a rank of any world, on meta tensors
+mfu          MFU, HFU, ThroughputMeter
+machine      what this machine can do, calibrated
+steptime     predicted step times
+plots        pictures
 """
 
 from .dryrun import Plan, fake_world

@@ -1,18 +1,20 @@
-"""Any model at any scale, in one process: the real model on meta tensors, over a process group that is not there.
+"""Any model at any scale, in one process: the real model on meta tensors, over a process group that does not exist.
 
-Forward and backward of one rank run under the ledger; nothing is allocated, computed or sent.  What is counted stands beside the closed
-form that it should be.
+Forward and backward of one rank run under the ledger; nothing is allocated, computed or sent.  Counted numbers stand
+beside their closed forms.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..models.config import ModelConfig
+from ..models.model import Model
 from ..parallel import TensorParallel
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .layer import build, token_ids, with_layers
@@ -26,27 +28,29 @@ _BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
 
 
 @contextlib.contextmanager
-def fake_world(tp: int, dp: int = 1) -> Iterator[dist.DeviceMesh]:
-    """A mesh ("dp", "tp") of tp x dp ranks of which this process is rank 0 and the others do not exist.
+def fake_world(tp: int, dp: int = 1) -> Iterator[DeviceMesh]:
+    """Makes a mesh ("dp", "tp") of tp x dp ranks, of which this process is rank 0 and the others do not exist.
 
-    ValueError for sizes below 1 or where a process group is there already.
+    ValueError for sizes below 1 or where a process group exists already.
     """
     for name, n in (("tp", tp), ("dp", dp)):
         if n < 1:
             raise ValueError(f"fake_world: {name} must be at least 1, got {n}")
     if dist.is_initialized():
-        raise ValueError("fake_world: this process is in a process group already; run the dry run in a process of its own")
+        raise ValueError(
+            "fake_world: this process is in a process group already; run the dry run in a process of its own"
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * dp)
     try:
-        yield dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        yield init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     finally:
         dist.destroy_process_group()
 
 
 class Plan(NamedTuple):
-    """What is to be run.  ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
+    """What is run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
 
     tp: int = 1
     dp: int = 1
@@ -59,10 +63,10 @@ class Plan(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one rank holds, and sends over dp once a step.
+    """What one rank holds, and sends over dp once per step.
 
-    ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them); ``sharded_wire``: what
-    FSDP sends instead (two all-gathers, a reduce-scatter).
+    ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
+    ``sharded_wire``: what FSDP sends instead (two all-gathers, a reduce-scatter).
     """
 
     parameters: int
@@ -75,8 +79,9 @@ class Held(NamedTuple):
 class Work(NamedTuple):
     """What a micro-batch, forward and backward, costs one rank.
 
-    ``saved`` bytes at the end of forward; ``peak``, the most alive at once, parameters and their gradients apart; ``moved`` read and
-    written; ``wire`` sent over tp, of which ``messages``: (collective, phase) -> (calls, bytes sent).
+    ``saved``: bytes at the end of forward.  ``peak``: the most alive at once, parameters and their gradients apart.
+    ``moved``: bytes read and written.  ``wire``: bytes sent over tp, by ``messages``: (collective, phase) -> (calls,
+    bytes sent).
     """
 
     saved: int
@@ -89,10 +94,13 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> int:
+        """All of them."""
         return self.gemm_flops + self.attention_flops
 
 
 class DryRun(NamedTuple):
+    """A dry run's results."""
+
     config: ModelConfig
     plan: Plan
     held: Held
@@ -101,61 +109,79 @@ class DryRun(NamedTuple):
 
 
 def run(config: ModelConfig, plan: Plan) -> DryRun:
-    """Forward and backward of rank 0.  ValueError, with the same words as at run time, for sizes that do not fit."""
+    """Runs forward and backward of rank 0.  ValueError, as at run time, for sizes that cannot be split."""
     with fake_world(plan.tp, plan.dp) as mesh:
-        model = _model(config, plan, mesh)
-        return DryRun(config, plan, _held(model, plan), *_work(model, plan))
+        model = planned_model(config, plan, mesh)
+        return DryRun(config, plan, held_by(model, plan), *_work(model, plan))
 
 
-def _model(config: ModelConfig, plan: Plan, mesh: dist.DeviceMesh) -> nn.Module:
+def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
+    """Returns the model of a plan, on the meta device."""
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
     return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype)
 
 
-def _held(model: nn.Module, plan: Plan) -> Held:
-    parameters = list(model.parameters())
+def held_by(model: Model, plan: Plan) -> Held:
+    """Returns what this rank holds of a model."""
+    parameters: list[Tensor] = list(model.parameters())
     ring = (plan.dp - 1) / plan.dp
     buckets = dist._compute_bucket_assignment_by_size(parameters[::-1], _BUCKETS)[0] if plan.dp > 1 else []
     gradients = sum(p.numel() * p.element_size() for p in parameters)
-    states = (state_bytes(model, dp=plan.dp, sharded=sharded, optimizer=plan.optimizer) for sharded in (False, True))
-    return Held(sum(p.numel() for p in parameters), *states, (len(buckets), int(2 * ring * gradients)), int(3 * ring * gradients))
+    return Held(
+        parameters=sum(p.numel() for p in parameters),
+        state=state_bytes(model, dp=plan.dp, sharded=False, optimizer=plan.optimizer),
+        sharded=state_bytes(model, dp=plan.dp, sharded=True, optimizer=plan.optimizer),
+        reduced=(len(buckets), int(2 * ring * gradients)),
+        sharded_wire=int(3 * ring * gradients),
+    )
 
 
-def _work(model: nn.Module, plan: Plan) -> tuple[Work, Ledger]:
+def _work(model: Model, plan: Plan) -> tuple[Work, Ledger]:
     ids = token_ids(plan.micro_batch, plan.seq)
-    said, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
+    shown, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
 
-    def forget_gradient(p: nn.Parameter) -> None:
+    def forget_gradient(p: Tensor) -> None:
         nonlocal left
         left -= 1
-        said.say(f"dry run: backward, {left} gradients to go")
+        shown.show(f"dry run: backward, {left} gradients to go")
         p.grad = None
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(forget_gradient)
     for i, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, i=i: said.say(f"dry run: forward, layer {i + 1} of {count}"))
+        block.register_forward_pre_hook(lambda *_, i=i: shown.show(f"dry run: forward, layer {i + 1} of {count}"))
     with Ledger() as ledger:
         with saved_bytes(model) as saved:
             loss = model(ids, labels=ids).loss
         loss.backward()
-    said.done()
+    shown.done()
     total = ledger.total()
     messages = {
-        (op, phase): (row.calls, row.wire) for (op, phase, kind), row in ledger.by("op", "phase", "kind").items() if kind == COMMUNICATION
+        (op, phase): (row.calls, row.wire)
+        for (op, phase, kind), row in ledger.by("op", "phase", "kind").items()
+        if kind == COMMUNICATION
     }
-    flops = ledger.total(kind=GEMM).flops, ledger.total(kind=ATTENTION).flops
-    return Work(saved(), ledger.peak, *flops, total.moved, total.wire, messages), ledger
+    work = Work(
+        saved=saved(),
+        peak=ledger.peak,
+        gemm_flops=ledger.total(kind=GEMM).flops,
+        attention_flops=ledger.total(kind=ATTENTION).flops,
+        moved=total.moved,
+        wire=total.wire,
+        messages=messages,
+    )
+    return work, ledger
 
 
 # ---- against the formulas ----
 
 
 def expected_wire(config: ModelConfig, plan: Plan) -> int:
-    """Bytes that a rank sends a micro-batch, row tiles only (vectors, statistics of the loss and tables of positions are small).
+    """Returns the bytes that a rank sends per micro-batch, of row tiles only.
 
-    With sequence parallelism: a layer gathers its rows twice and exchanges twice, each way, and gathers two again for the weights'
-    gradients; embedding and head add an exchange and a gather each way, and one more gather.  Without: four all-reduces a layer, each an
+    Vectors, statistics of the loss and tables of positions are small.  With sequence parallelism a layer gathers its
+    rows twice and exchanges twice, each way, and gathers two again for the weights' gradients; embedding and head add
+    an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, each an
     exchange and a gather, and one at either end.
     """
     s, R = Shape.of(config), plan.tp
@@ -165,33 +191,36 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
 
 
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
-    """(what, counted, formula, unit), of one rank."""
+    """Returns (what, counted, formula, unit), of one rank."""
     c, plan, work = r.config, r.plan, r.work
     s = Shape.of(c)
-    saved = s.L * activation_bytes(
-        c, plan.tp, plan.sequence_parallel, plan.saving, seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize
-    )
+    size: dict[str, int] = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
+    saved = s.L * activation_bytes(c, plan.tp, plan.sequence_parallel, plan.saving, **size)
+    flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
     return [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
         ("saved activations (formula: of the layers)", work.saved, saved, "B"),
-        ("flops (formula: of the model, all keys)", work.flops, model_flops(c, plan.seq, plan.micro_batch) / plan.tp, "flop"),
+        ("flops (formula: of the model, all keys)", work.flops, flops, "flop"),
         ("sent over tp (formula: of row tiles)", work.wire, expected_wire(c, plan), "B"),
     ]
 
 
 def memory_table(r: DryRun) -> str:
-    """What one rank holds, under DDP and under FSDP."""
+    """Returns a table of what one rank holds, under DDP and under FSDP."""
     held, work, plan = r.held, r.work, r.plan
     parts = "parameters", "gradients", "optimizer", "buckets", "gathered"
     names = "parameters", "gradients", f"optimizer ({plan.optimizer})", "DDP buckets", "FSDP, whole blocks"
-    rows = [(name, *(quantity(getattr(state, part), "B") for state in (held.state, held.sharded))) for name, part in zip(names, parts)]
+    rows = [
+        (name, *(quantity(getattr(state, part), "B") for state in (held.state, held.sharded)))
+        for name, part in zip(names, parts)
+    ]
     rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 2))
     rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in (held.state, held.sharded))))
     return table(("memory a rank", "DDP", "FSDP"), rows)
 
 
 def report(r: DryRun) -> str:
-    """For people."""
+    """Returns a dry run as text."""
     c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
     mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -200,12 +229,14 @@ def report(r: DryRun) -> str:
         f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {plan.saving}, {dtype};"
         f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
     )
-    rows = [
+    numbers = [
         (what, quantity(n, unit), quantity(formula, unit), f"{n / formula:.3f}" if formula else "-")
         for what, n, formula, unit in against_formulas(r)
     ]
-    counted = table(("a rank's", "counted", "formula", "ratio"), rows)
-    rows = [("tp", op, phase, calls, quantity(wire, "B")) for (op, phase), (calls, wire) in work.messages.items()]
+    counted = table(("a rank's", "counted", "formula", "ratio"), numbers)
+    rows: list[tuple[object, ...]] = [
+        ("tp", op, phase, calls, quantity(wire, "B")) for (op, phase), (calls, wire) in work.messages.items()
+    ]
     if plan.dp > 1:
         rows.append(("dp", "all_reduce (DDP buckets)", "a step", held.reduced[0], quantity(held.reduced[1], "B")))
         rows.append(("dp", "or FSDP: 2 all_gather, 1 reduce_scatter", "a step", None, quantity(held.sharded_wire, "B")))
@@ -220,18 +251,24 @@ def report(r: DryRun) -> str:
     return "\n\n".join([head, counted, memory_table(r), messages, kinds])
 
 
-def as_json(config: ModelConfig, plan: Plan, held: Held, work: Work) -> dict:
-    """Plain numbers, of one rank."""
+def as_json(plan: Plan, held: Held, work: Work) -> dict[str, Any]:
+    """Returns plain numbers, of one rank."""
     messages = [dict(op=op, phase=phase, calls=n, bytes=wire) for (op, phase), (n, wire) in work.messages.items()]
-    states = {name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total) for name in ("state", "sharded")}
-    plan = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.tp * plan.dp)
-    return dict(plan=plan, held=held._asdict() | states, work=work._asdict() | dict(messages=messages, flops=work.flops))
+    states = {
+        name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total) for name in ("state", "sharded")
+    }
+    planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.tp * plan.dp)
+    return dict(
+        plan=planned, held=held._asdict() | states, work=work._asdict() | dict(messages=messages, flops=work.flops)
+    )
 
 
 # ---- how each cost grows ----
 
 
 class Point(NamedTuple):
+    """One size of a sweep: its costs, or the error."""
+
     plan: Plan
     held: Held | None = None
     work: Work | None = None
@@ -239,24 +276,28 @@ class Point(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return self.plan.tp * self.plan.dp
 
 
 def point(config: ModelConfig, plan: Plan) -> Point:
-    """The costs of a model of many layers from a run of two and one of three, since every layer adds the same."""
+    """Returns the costs of a model of many layers, from a run of two and one of three: every layer adds the same."""
     L = config.num_layers
     with fake_world(plan.tp, plan.dp) as mesh:
-        held = _held(_model(config, plan, mesh), plan)
+        held = held_by(planned_model(config, plan, mesh), plan)
         if L <= 3:
-            return Point(plan, held, _work(_model(config, plan, mesh), plan)[0])
-        two, three = (_work(_model(with_layers(config, n), plan, mesh), plan)[0] for n in (2, 3))
-    line = lambda a, b: a + (L - 2) * (b - a)  # noqa: E731
-    messages = {key: tuple(map(line, two.messages[key], three.messages[key])) for key in two.messages}
-    return Point(plan, held, Work(*map(line, two[:-1], three[:-1]), messages))
+            return Point(plan, held, _work(planned_model(config, plan, mesh), plan)[0])
+        two, three = (_work(planned_model(with_layers(config, n), plan, mesh), plan)[0] for n in (2, 3))
+    line = lambda a, b: a + (L - 2) * (b - a)
+    messages = {}
+    for key, (calls, wire) in two.messages.items():
+        messages[key] = line(calls, three.messages[key][0]), line(wire, three.messages[key][1])
+    numbers = {name: line(getattr(two, name), getattr(three, name)) for name in Work._fields if name != "messages"}
+    return Point(plan, held, Work(**numbers, messages=messages))
 
 
 def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[int]) -> list[Point]:
-    """Every tp at every number of ranks it divides; sizes that do not fit are points with the error."""
+    """Runs every tp at every number of ranks it divides; sizes that cannot be split are points with the error."""
     points: list[Point] = []
     plans = [plan._replace(tp=tp, dp=n // tp) for tp in tps for n in ranks if n % tp == 0]
     for each in progress(plans, "dry run"):
@@ -268,11 +309,24 @@ def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[i
 
 
 def sweep_table(points: list[Point]) -> str:
-    header = ("tp", "dp", "ranks", "parameters", "DDP state", "FSDP state", "saved", "peak", "flops", "sent over tp", "sent over dp")
-    rows = []
+    """Returns a sweep as a table."""
+    header = (
+        "tp",
+        "dp",
+        "ranks",
+        "parameters",
+        "DDP state",
+        "FSDP state",
+        "saved",
+        "peak",
+        "flops",
+        "sent over tp",
+        "sent over dp",
+    )
+    rows: list[tuple[object, ...]] = []
     for p in points:
         sizes = p.plan.tp, p.plan.dp, p.ranks
-        if p.held is None:
+        if p.held is None or p.work is None:
             rows.append((*sizes, *[None] * 8))
             continue
         h, w = p.held, p.work

@@ -1,32 +1,35 @@
-"""One layer of a model, counted: tpfuse's block inside its stack, and beside it a plain torch layer and the 2020 operator table.
+"""One layer of a model, counted: tpfuse's block inside its stack, beside a plain torch layer and the 2020 table.
 
-A block is taken out of the real model with the arguments that the model calls it with, so what is counted is what a stack runs: the norm
-that enters it and the embedding's are not in it, the norms after its two GEMM pairs are.
+A block is taken out of the real model with the arguments that the model calls it with, so what is counted is what a
+stack runs: the norm that enters it and the embedding's are not in it, the norms after its two GEMM pairs are.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..layers.block import SAVING
-from ..models import GPT, Bert
+from ..models import with_head
 from ..models.config import ModelConfig
+from ..models.model import Model
 from ..parallel import TensorParallel
 from .aten import ATTENTION, GEMM, KINDS
-from .operators import BIAS, COPIES, DROPOUT, FUSED, NORMS, OTHER, PRODUCTS, SOFTMAX, UNFUSED, Sizes, flash
+from .operators import BIAS, COPIES, DROPOUT, FUSED, NORMS, OTHER, PRODUCTS, SOFTMAX, UNFUSED, Operator, Sizes, flash
 from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
-from .shapes import Shape, is_bert
+from .shapes import Shape
 from .text import quantity, table
 
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes ``dtype`` torch's default dtype for a while."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -35,43 +38,54 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(config: ModelConfig, *, tp: TensorParallel | None = None, dp=None, saving: str, dtype: torch.dtype, device="meta") -> nn.Module:
-    """The real model (BERT with its masked-LM head).  The same named errors as anywhere for sizes that do not fit."""
-    options = dict(masked_lm=True) if is_bert(config) else {}
+def build(
+    config: ModelConfig,
+    *,
+    tp: TensorParallel | None = None,
+    dp: DeviceMesh | None = None,
+    saving: str,
+    dtype: torch.dtype,
+    device: str = "meta",
+) -> Model:
+    """Returns the real model, with its language-model head; ValueError for sizes that cannot be split."""
     with default_dtype(dtype), torch.device(device):
-        return (Bert if is_bert(config) else GPT)(config, tp=tp, dp=dp, saving=saving, **options)
+        return with_head(config, tp=tp, dp=dp, saving=saving)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:
+    """Returns token ids [batch, seq] on the meta device."""
     return torch.zeros(batch, seq, dtype=torch.int64, device="meta")
 
 
 def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    kept = getattr(config, "layer_types", None)
-    return replace(config, num_layers=layers, **({} if kept is None else dict(layer_types=kept[:layers])))
+    """Returns the config of the same model with fewer layers."""
+    types = getattr(config, "layer_types", None)
+    return replace(config, num_layers=layers, **({} if types is None else dict(layer_types=types[:layers])))
 
 
 class _Taken(Exception):
     pass
 
 
-def take_block(config: ModelConfig, *, batch: int, seq: int, saving: str, dtype: torch.dtype, tp=None) -> Callable[[], None]:
-    """-> a function that runs forward and backward of the model's first block on meta tensors."""
+def take_block(
+    config: ModelConfig, *, batch: int, seq: int, saving: str, dtype: torch.dtype, tp: TensorParallel | None = None
+) -> Callable[[], None]:
+    """Returns a function that runs forward and backward of the model's first block on meta tensors."""
     model = build(with_layers(config, 1), tp=tp, saving=saving, dtype=dtype)
-    taken = []
+    taken: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def note(block, args, kwargs):
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         taken.append((args, kwargs))
         raise _Taken
 
-    hook = model.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    block = model.blocks[0]
+    hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with contextlib.suppress(_Taken):
         ids = token_ids(batch, seq)
         model(ids, labels=ids, first_sample=0)
     hook.remove()
-    leaf = lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t  # noqa: E731
-    (args, kwargs) = tree_map(leaf, taken[0])
-    block = model.blocks[0]
+    leaf = lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+    args, kwargs = tree_map(leaf, taken[0])
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
 
     def run() -> None:
@@ -83,19 +97,30 @@ def take_block(config: ModelConfig, *, batch: int, seq: int, saving: str, dtype:
 
 
 def trace(run: Callable[[], None]) -> Ledger:
-    with Ledger() as ledger:
+    """Returns the ledger of a call."""
+    ledger = Ledger()
+    with ledger:
         run()
     return ledger
 
 
-def plain_layer(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype, activation_dropout: float = 0.0) -> Callable[[], None]:
-    """-> a function that runs forward and backward of a plain torch layer of the same sizes on meta tensors."""
+def plain_layer(
+    config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype, activation_dropout: float = 0.0
+) -> Callable[[], None]:
+    """Returns a function that runs forward and backward of a plain torch layer of the same sizes on meta tensors."""
     s = Shape.of(config)
-    factory = dict(device="meta", dtype=dtype)
-    activation = nn.ReLU if config.activation == "relu" else nn.GELU
-    options = dict(post_norm=is_bert(config), activation=activation, activation_dropout=activation_dropout)
-    layer = PlainLayer(s.D, s.H, s.F, config.dropout, **options, **factory)
-    x = torch.empty(batch, seq, s.D, **factory).requires_grad_()
+    layer = PlainLayer(
+        s.D,
+        s.H,
+        s.F,
+        config.dropout,
+        post_norm=config.post_norm,
+        activation=nn.ReLU if config.activation == "relu" else nn.GELU,
+        activation_dropout=activation_dropout,
+        device="meta",
+        dtype=dtype,
+    )
+    x = torch.empty(batch, seq, s.D, device="meta", dtype=dtype).requires_grad_()
 
     def run() -> None:
         torch.autograd.grad(layer(x), [x, *layer.parameters()], torch.empty_like(x))
@@ -107,18 +132,31 @@ def plain_layer(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype
 
 
 class Column(NamedTuple):
-    """A way to run the layer: its title, and (part of the layer, entry) of all it does; entries of the operator table have no storages."""
+    """A way to run the layer: its title, and (part of the layer, entry) of all it does.
+
+    Entries of the operator table have no storages.
+    """
 
     title: str
     entries: list[tuple[str, Entry]]
 
     def total(self, test: Callable[[str, Entry], bool] = lambda part, e: True) -> Row:
+        """Returns the sum of the entries that pass ``test``."""
         return add_up(e for part, e in self.entries if test(part, e))
 
 
-def _of_table(title: str, operators: list, sizes: Sizes, element_size: int) -> Column:
-    rows = [(o, sizes.row(o, element_size)) for o in operators]
-    return Column(title, [(o.part, Entry(o.name, o.kind, o.phase, r.read, r.written, r.least, r.flops)) for o, r in rows])
+def _of(column: Column, key: str) -> Row:
+    """Returns the sum of the entries of a kind or a phase."""
+    return column.total(lambda _, e: key in (e.kind, e.phase))
+
+
+def _of_table(title: str, operators: list[Operator], sizes: Sizes, element_size: int) -> Column:
+    entries = []
+    for o in operators:
+        r = sizes.row(o, element_size)
+        entry = Entry(o.name, o.kind, o.phase, read=r.read, written=r.written, least=r.least, flops=r.flops)
+        entries.append((o.part, entry))
+    return Column(title, entries)
 
 
 _PARTS = {  # of ATen's ops in PlainLayer
@@ -136,7 +174,10 @@ _PARTS = {  # of ATen's ops in PlainLayer
 
 
 def _part(e: Entry, scores: int) -> str:
-    """``scores`` bytes: what the attention scores take; dropout and scaling of these belong to the softmax."""
+    """Returns the part of the layer that an entry belongs to.
+
+    Dropout and scaling of the attention scores, which take ``scores`` bytes, belong to the softmax.
+    """
     if e.op in _PARTS:
         return _PARTS[e.op]
     if max(size for _, size in e.outputs) >= scores:
@@ -166,11 +207,9 @@ class Comparison(NamedTuple):
     def __str__(self) -> str:
         s = Shape.of(self.config)
         head = f"B={self.batch}, S={self.seq}, D={s.D}, H={s.H}, F={s.F}, {8 * self.element_size} bit"
-        rows = []
-        for kind in KINDS:
-            rows.append((kind, *(quantity(c.total(lambda _, e, kind=kind: e.kind == kind).moved, "B") for c in self.columns)))
-        for phase in PHASES:
-            rows.append((phase, *(quantity(c.total(lambda _, e, phase=phase: e.phase == phase).moved, "B") for c in self.columns)))
+        rows: list[tuple[str, ...]] = []
+        for key in (*KINDS, *PHASES):
+            rows.append((key, *(quantity(_of(c, key).moved, "B") for c in self.columns)))
         totals = [c.total() for c in self.columns]
         rows.append(("bytes", *(f"{t.moved / 1e6:.1f} MB" for t in totals)))
         rows.append(("words", *(f"{t.moved / self.element_size / 1e6:.1f} M" for t in totals)))
@@ -179,26 +218,40 @@ class Comparison(NamedTuple):
         rows.append(("at least, op by op", *(f"{t.least / 1e6:.1f} MB" for t in totals)))
         rows.append(("sent to other ranks", *(quantity(t.wire, "B") for t in totals)))
         rows.append(("flops", *(f"{t.flops / 1e9:.3f} G" for t in totals)))
-        text = [f"One layer inside its stack, forward + backward: {head}", table(("", *(c.title for c in self.columns)), rows)]
+        text = [
+            f"One layer inside its stack, forward + backward: {head}",
+            table(("", *(c.title for c in self.columns)), rows),
+        ]
         if len(self.columns) > len(SAVING):
             text += ["", "plain torch against the unfused operators, in Mwords:", self._difference()]
         return "\n".join(text)
 
     def difference(self) -> list[tuple[str, float, float, str]]:
-        """(part, words of plain torch, words of the unfused table, why they differ)"""
-        words = lambda c, part: c.total(lambda p, _: p == part).moved / self.element_size  # noqa: E731
-        return [(part, *(words(c, part) for c in self.columns[:2]), why) for part, why in _WHY.items()]
+        """Returns (part, words of plain torch, words of the unfused table, why they differ) for every part."""
+        words = lambda c, part: c.total(lambda p, _: p == part).moved / self.element_size
+        torch_, table_ = self.columns[:2]
+        return [(part, words(torch_, part), words(table_, part), why) for part, why in _WHY.items()]
 
     def _difference(self) -> str:
-        rows = [(part, f"{a / 1e6:.1f}", f"{b / 1e6:.1f}", f"{(a - b) / 1e6:+.1f}", why) for part, a, b, why in self.difference()]
+        rows = [
+            (part, f"{a / 1e6:.1f}", f"{b / 1e6:.1f}", f"{(a - b) / 1e6:+.1f}", why)
+            for part, a, b, why in self.difference()
+        ]
         a, b = (c.total().moved / self.element_size / 1e6 for c in self.columns[:2])
         rows.append(("total", f"{a:.1f}", f"{b:.1f}", f"{a - b:+.1f}", ""))
         return table(("", "torch", "table", "differ", ""), rows)
 
-    def json(self) -> dict:
-        def column(c: Column) -> dict:
-            kinds = {kind: c.total(lambda _, e, kind=kind: e.kind == kind)._asdict() for kind in KINDS}
-            return dict(total=c.total()._asdict(), bytes=c.total().moved, words=c.total().moved // self.element_size, by_kind=kinds)
+    def json(self) -> dict[str, Any]:
+        """Returns plain numbers, by column."""
+
+        def column(c: Column) -> dict[str, Any]:
+            kinds = {kind: _of(c, kind)._asdict() for kind in KINDS}
+            return dict(
+                total=c.total()._asdict(),
+                bytes=c.total().moved,
+                words=c.total().moved // self.element_size,
+                by_kind=kinds,
+            )
 
         return {c.title: column(c) for c in self.columns}
 
@@ -209,19 +262,23 @@ PLAIN, TABLE, TABLE_FUSED, TABLE_FLASH = "plain torch", "table unfused", "table 
 def compare(
     config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None
 ) -> Comparison:
-    """Every way to run one layer.  Grouped heads and gated MLPs have no row in the table of 2020: then tpfuse's columns alone."""
+    """Counts every way to run one layer.
+
+    Grouped heads and gated MLPs have no row in the table of 2020, so for them there are tpfuse's columns alone.
+    """
     s, element_size = Shape.of(config), dtype.itemsize
-    columns, traces = [], {}
+    columns: list[Column] = []
+    traces: dict[str, Ledger] = {}
     one_process = tp is None or tp.size == 1
     if one_process and not s.gated and s.G == s.H and s.H * s.E == s.D:
         traces[PLAIN] = trace(plain_layer(config, batch=batch, seq=seq, dtype=dtype, activation_dropout=config.dropout))
         scores = batch * s.H * seq * seq * element_size
         columns.append(Column(PLAIN, [(_part(e, scores), e) for e in traces[PLAIN].entries]))
-        sizes = Sizes(batch, seq, s.D, s.H, s.F)
+        sizes = Sizes(B=batch, S=seq, D=s.D, H=s.H, F=s.F)
         for title, operators in ((TABLE, UNFUSED), (TABLE_FUSED, FUSED), (TABLE_FLASH, flash(FUSED))):
             columns.append(_of_table(title, operators, sizes, element_size))
     for saving in SAVING:
         title = f"tpfuse {saving}"
         traces[title] = trace(take_block(config, batch=batch, seq=seq, saving=saving, dtype=dtype, tp=tp))
         columns.append(Column(title, [("", e) for e in traces[title].entries]))
-    return Comparison(config, batch, seq, element_size, columns, traces)
+    return Comparison(config, batch, seq, element_size, columns=columns, traces=traces)

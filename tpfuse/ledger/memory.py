@@ -1,10 +1,10 @@
-"""What training keeps in memory: activations saved for backward, in closed form and measured, and the state that goes with parameters.
+"""What training keeps in memory: activations saved for backward, in closed form and measured, and parameters' state.
 
-Saved bytes a layer at 16 bit with dropout on (s positions, b micro-batch, h width, a heads, t tensor-parallel size):
+Saved bytes per layer at 16 bit with dropout on (s positions, b micro-batch, h width, a heads, t tensor-parallel size):
 
-    Korthikanti et al. 2022 (arXiv:2205.05198)                               tpfuse (softmax statistics and vectors apart)
-    no parallelism          sbh (34 + 5as/h)                                 fastest    sbh (8 + 24/t)     with SP  32 sbh/t
-    TP                      sbh (10 + 24/t + 5as/ht)                         smallest   sbh (4 + 16/t)     with SP  20 sbh/t
+    Korthikanti et al. 2022 (arXiv:2205.05198)         tpfuse (softmax statistics and vectors apart)
+    no parallelism          sbh (34 + 5as/h)           fastest    sbh (8 + 24/t)     with SP  32 sbh/t
+    TP                      sbh (10 + 24/t + 5as/ht)   smallest   sbh (4 + 16/t)     with SP  20 sbh/t
     TP + SP                 sbh/t (34 + 5as/h)
     TP, selective           sbh (10 + 24/t)
     TP + SP, selective      34 sbh/t
@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.norm import KINDS
 from ..models.config import ModelConfig
 from ..parallel import TensorParallel
 from .layer import build, token_ids, with_layers
-from .shapes import Shape, is_bert
+from .shapes import Shape
 
 RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
 
@@ -39,10 +40,10 @@ def activation_bytes(
     batch: int,
     element_size: int = 2,
 ) -> float:
-    """Bytes that one layer saves on one rank.
+    """Returns the bytes that one layer saves on one rank.
 
-    ``recompute``: "none", "selective" (attention's probabilities) or "full" of a plain layer with dropout on; "fastest" or "smallest" of
-    tpfuse's.  ValueError for another.
+    ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
+    "fastest" or "smallest" for tpfuse's.  ValueError for another.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
@@ -52,10 +53,10 @@ def activation_bytes(
     if recompute == "full":
         return e * rows * s.D
     if recompute in ("fastest", "smallest"):
-        kept = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not made again
+        streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
-        statistics = 2 * (4 if getattr(config, "norm", "layer") == "rms" else 8)
-        between = 2 * kept * e * s.D + statistics
+        statistics = 2 * (8 if KINDS[config.norm].centred else 4)
+        between = 2 * streams * e * s.D + statistics
         inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H
         return rows * (between / shards + inside / t)
     between = 2 * (2 * e + 1) * s.D  # each norm's input and output, and the masks of dropout
@@ -75,21 +76,23 @@ def saved_bytes(model: nn.Module | None = None) -> Iterator[Callable[[], int]]:
     Meta tensors will do.
     """
     own = set() if model is None else {_storage(p)._cdata for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+    total: int | None = None
 
     def pack(t: Tensor) -> Tensor:
         storage = _storage(t)
-        kept[storage._cdata] = storage
+        storages[storage._cdata] = storage
         return t
 
+    def count() -> int:
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        total = None
-        count = lambda: sum(storage.nbytes() for key, storage in kept.items() if key not in own)  # noqa: E731
         try:
             yield lambda: count() if total is None else total
         finally:
             total = count()
-            kept.clear()  # backward may free them
+            storages.clear()  # backward may free them
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage:
@@ -97,9 +100,15 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
 
 
 def measured_layer(
-    config: ModelConfig, *, tp: TensorParallel | None = None, seq: int, batch: int, saving: str, dtype: torch.dtype = torch.bfloat16
+    config: ModelConfig,
+    *,
+    tp: TensorParallel | None = None,
+    seq: int,
+    batch: int,
+    saving: str,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Bytes that one more layer of the real model saves on this rank, on meta tensors."""
+    """Returns the bytes that one more layer of the real model saves on this rank, on meta tensors."""
 
     def saved_with(layers: int) -> int:
         model = build(with_layers(config, layers), tp=tp, saving=saving, dtype=dtype)
@@ -115,7 +124,7 @@ def measured_layer(
 # ---- what goes with the parameters ----
 
 
-OPTIMIZERS = {  # bytes an element, from the parameter's own
+OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the parameter's own
     "sgd": lambda size: 0,
     "adamw": lambda size: 2 * size,  # torch's: both moments in the parameter's dtype
     "adamw-fp32": lambda size: 8 + (4 if size < 4 else 0),  # both moments and a master copy in fp32
@@ -123,8 +132,10 @@ OPTIMIZERS = {  # bytes an element, from the parameter's own
 
 
 class State(NamedTuple):
-    """Bytes a rank holds apart from activations.  ``buckets``: DDP's copies of the gradients; ``gathered``: the two largest units that
-    FSDP has whole at a time."""
+    """Bytes that a rank holds apart from activations.
+
+    ``buckets``: DDP's copies of the gradients; ``gathered``: the two largest units that FSDP has whole at a time.
+    """
 
     parameters: int
     gradients: int
@@ -134,40 +145,49 @@ class State(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum."""
         return sum(self)
 
 
 def state_bytes(model: nn.Module, *, dp: int = 1, sharded: bool = False, optimizer: str = "adamw") -> State:
-    """Of this rank's shard of a model: replicated under DDP or, ``sharded``, split by FSDP2 (each parameter by its first dimension).
+    """Returns the bytes of this rank's shard of a model.
 
-    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master copy).
+    The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
+    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
+    copy).
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     parameters = list(model.parameters())
-    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()  # noqa: E731
-    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)  # noqa: E731
+    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()
+    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
     weights = bytes_of(lambda size: size)
     whole = sum(p.numel() * p.element_size() for p in parameters)
     units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in getattr(model, "blocks", [])]
     ends = whole - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
-    return State(weights, weights, bytes_of(OPTIMIZERS[optimizer]), whole if dp > 1 and not sharded else 0, gathered)
+    return State(
+        parameters=weights,
+        gradients=weights,
+        optimizer=bytes_of(OPTIMIZERS[optimizer]),
+        buckets=whole if dp > 1 and not sharded else 0,
+        gathered=gathered,
+    )
 
 
 def parameter_count(config: ModelConfig, tp: int = 1) -> float:
-    """In closed form, of one rank: matrices, their biases before the split, and the embedding are divided by tp, the rest replicated.
+    """Returns the parameters of one rank, with a language-model head, in closed form.
 
-    For GPT-2 at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
+    Matrices, their biases before the split, and the embedding are divided by tp, the rest is replicated.  For GPT-2 at
+    tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
-    s = Shape.of(config)
-    norm = s.D if getattr(config, "norm", "layer") == "rms" else 2 * s.D
-    has = lambda name: getattr(config, name, True)  # noqa: E731
-    inside = s.weights + has("qkv_bias") * s.qkv + has("mlp_bias") * s.ffn_in
-    beside = 2 * norm + has("out_bias") * s.D + has("mlp_bias") * s.D + (2 * s.E if getattr(config, "qk_norm", False) else 0)
-    vocabulary = s.V * s.D * (1 if config.tie_embeddings else 2)
-    replicated = s.P * s.D + norm
-    if is_bert(config):
-        vocabulary += s.V  # the head's bias
-        replicated += config.type_vocab_size * s.D + s.D * s.D + s.D + norm  # token types, transform and its norm
+    c, s = config, Shape.of(config)
+    norm = 2 * s.D if KINDS[c.norm].centred else s.D
+    inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
+    beside = 2 * norm + c.out_bias * s.D + c.mlp_bias * s.D + c.qk_norm * 2 * s.E
+    vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
+    replicated = (s.P + c.type_vocab_size) * s.D + norm
+    if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
+        vocabulary += s.V
+        replicated += s.D * s.D + s.D + norm
     return (vocabulary + s.L * inside) / tp + s.L * beside + replicated

@@ -1,10 +1,11 @@
-"""The operators of one transformer encoder layer, in words in and out: unfused, and with the kernels of Ivanov et al. 2020
-("Data Movement Is All You Need", arXiv:2007.00072).
+"""The operators of one transformer encoder layer, in words in and out: unfused, and with the kernels of 2020.
+
+Ivanov et al. 2020 ("Data Movement Is All You Need", arXiv:2007.00072).
 
     T = B S D    Q = 3 T    P = B H S^2    U = B S F    Wq = 3 D^2    Wo = D^2    Wf = D F
 
-"2T+Wf -> U" reads 2T + Wf words and writes U.  A dropout mask counts one word an element.  This is a reading of the paper's operator
-list, GEMMs at 2 M N K flops; the paper's own totals are not claimed.
+"2T+Wf -> U" reads 2T + Wf words and writes U.  A dropout mask counts one word an element.  This is a reading of the
+paper's operator list, GEMMs at 2 M N K flops; the paper's own totals are not claimed.
 """
 
 import re
@@ -26,6 +27,8 @@ PRODUCTS, BIAS, SOFTMAX, DROPOUT, NORMS, OTHER, COPIES = (
 
 
 class Operator(NamedTuple):
+    """A row of the table; ``words`` is as "2T+Wf -> U"."""
+
     name: str
     words: str
     part: str
@@ -38,7 +41,7 @@ def _rows(phase: str, text: str) -> list[Operator]:
     rows = []
     for line in text.strip().splitlines():
         name, words, part = (cell.strip() for cell in line.split("|"))
-        rows.append(Operator(name, words, part, phase, kinds.get(part, ELEMENTWISE)))
+        rows.append(Operator(name, words, part, phase, kind=kinds.get(part, ELEMENTWISE)))
     return rows
 
 
@@ -142,8 +145,8 @@ FUSED = (
 
 
 def flash(operators: list[Operator]) -> list[Operator]:
-    """The same without what moves the scores: P is never written or read (14 P words less)."""
-    without = lambda side: "+".join(term for term in side.split("+") if not term.strip().endswith("P")) or "0"  # noqa: E731
+    """Returns the same operators without the words of the scores: P is never written or read (14 P words less)."""
+    without = lambda side: "+".join(term for term in side.split("+") if not term.strip().endswith("P")) or "0"
     return [o._replace(words=" -> ".join(without(side.strip()) for side in o.words.split("->"))) for o in operators]
 
 
@@ -157,22 +160,25 @@ class Sizes(NamedTuple):
     F: int
 
     def symbols(self) -> dict[str, int]:
+        """Returns the words of each symbol."""
         B, S, D, H, F = self
         return dict(T=B * S * D, Q=3 * B * S * D, P=B * H * S * S, U=B * S * F, Wq=3 * D * D, Wo=D * D, Wf=D * F)
 
     def words(self, side: str) -> int:
-        """ "2T+Wf" -> a number"""
+        """Returns the number of words of "2T+Wf"."""
         total = 0
         for term in side.split("+"):
-            count, symbol = re.fullmatch(r"\s*(\d*)([A-Z]?[a-z]?)\s*", term).groups()
+            count, symbol = re.sub(r"[A-Za-z\s]", "", term), re.sub(r"[\d\s]", "", term)
             total += int(count or 1) * self.symbols()[symbol] if symbol else int(count)
         return total
 
     def row(self, operator: Operator, element_size: int) -> Row:
+        """Returns what an operator moves and computes."""
         read, written = (element_size * self.words(side) for side in operator.words.split("->"))
-        return Row(1, read, written, read + written, self.flops(operator))
+        return Row(calls=1, read=read, written=written, least=read + written, flops=self.flops(operator))
 
     def flops(self, operator: Operator) -> int:
+        """Returns 2 M N K of a GEMM; 0 for other operators."""
         if operator.kind != GEMM:
             return 0
         scores = "K'" in operator.name or "PV" in operator.name

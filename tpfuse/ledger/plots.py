@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import aten
+from .dryrun import Point
 from .layer import Comparison
 from .recorder import FORWARD, Entry, Ledger
 from .text import quantity
@@ -18,7 +20,10 @@ COLOURS = {
 _MAX_WIDTH = 14.0  # points, of the widest edge
 
 
-def _figure(path: Path, size: tuple[float, float], draw: Callable, columns: int = 1) -> None:
+Draw = Callable[[Any, Any], None]  # of a figure and its axes
+
+
+def _figure(path: Path, size: tuple[float, float], draw: Draw, columns: int = 1) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -37,27 +42,40 @@ def _figure(path: Path, size: tuple[float, float], draw: Callable, columns: int 
 
 
 def edges(entries: Sequence[Entry]) -> list[tuple[int | None, int | None, int]]:
-    """(from, to, bytes): which entry's output another reads.  None: from outside (weights, inputs), or to outside (gradients, outputs)."""
+    """Returns (from, to, bytes): which entry's output another reads.
+
+    None: from outside (weights, inputs), or to outside (gradients, outputs).
+    """
     made: dict[int, int] = {}  # storage -> the entry that wrote it last
     read: set[int] = set()
-    found = []
+    inside: list[tuple[int | None, int | None, int]] = []
     for i, e in enumerate(entries):
         for storage, size in e.inputs:
-            found.append((made.get(storage), i, size))
+            inside.append((made.get(storage), i, size))
             read.add(storage)
         for storage, _ in e.outputs:
             made[storage] = i
-    left = [(i, None, size) for i, e in enumerate(entries) for storage, size in e.outputs if made[storage] == i and storage not in read]
-    return found + left
+    leaving: list[tuple[int | None, int | None, int]] = [
+        (i, None, size)
+        for i, e in enumerate(entries)
+        for storage, size in e.outputs
+        if made[storage] == i and storage not in read
+    ]
+    return inside + leaving
 
 
 def layer_map(comparison: Comparison, path: Path) -> None:
-    """Every traced column: forward down on the left, backward up on the right; an edge is as wide as its bytes, on one scale."""
+    """Draws every traced column: forward down on the left, backward up on the right.
+
+    An edge is as wide as its bytes, on one scale.
+    """
     shown = {title: _without_crumbs(ledger) for title, ledger in comparison.traces.items()}
     widest = max(size for entries in shown.values() for *_, size in edges(entries))
-    tallest = max(sum(e.phase == phase for e in entries) for entries in shown.values() for phase in ("forward", "backward"))
+    tallest = max(
+        sum(e.phase == phase for e in entries) for entries in shown.values() for phase in ("forward", "backward")
+    )
 
-    def draw(fig, axes):
+    def draw(fig: Any, axes: Any) -> None:
         for ax, (title, entries) in zip(axes, shown.items()):
             moved = comparison.traces[title].total().moved
             ax.set_title(f"{title}: {quantity(moved, 'B')}")
@@ -69,47 +87,68 @@ def layer_map(comparison: Comparison, path: Path) -> None:
 
 
 def _without_crumbs(ledger: Ledger) -> list[Entry]:
-    """Entries that move at least a thousandth of all."""
+    """Returns the entries that move at least a thousandth of all bytes."""
     least = ledger.total().moved / 1000
     return [e for e in ledger.entries if e.moved >= least]
 
 
-def _draw_map(ax, entries: list[Entry], widest: int) -> None:
+def _draw_map(ax: Any, entries: list[Entry], widest: int) -> None:
     forward = [i for i, e in enumerate(entries) if e.phase == FORWARD]
     backward = [i for i, e in enumerate(entries) if e.phase != FORWARD]
     rows = max(len(forward), len(backward))
-    place = {i: (0.0, -k * rows / len(forward)) for k, i in enumerate(forward)}
-    place |= {i: (2.0, (k + 1) * rows / len(backward) - rows - 1) for k, i in enumerate(backward)}
+    points = {i: (0.0, -k * rows / len(forward)) for k, i in enumerate(forward)}
+    points |= {i: (2.0, (k + 1) * rows / len(backward) - rows - 1) for k, i in enumerate(backward)}
     for start, end, size in edges(entries):
-        if start is None and end is None:
+        bend = 0.0
+        if start is not None and end is not None:
+            a, b = points[start], points[end]
+            bend = 0.25 if a[0] == b[0] else 0.0
+        elif end is not None:
+            b = points[end]
+            a = _beside(b, end in forward)
+        elif start is not None:
+            a = points[start]
+            b = _beside(a, start in forward)
+        else:
             continue
-        outside = -0.85 if (end if start is None else start) in forward else 0.85
-        a = place[start] if start is not None else (place[end][0] + outside, place[end][1])
-        b = place[end] if end is not None else (place[start][0] + outside, place[start][1])
-        bend = 0.25 if start is not None and end is not None and a[0] == b[0] else 0.0
-        style = dict(lw=max(0.3, _MAX_WIDTH * size / widest), color="#7f7f7f", alpha=0.45, shrinkA=0, shrinkB=0)
+        style: dict[str, Any] = dict(
+            lw=max(0.3, _MAX_WIDTH * size / widest), color="#7f7f7f", alpha=0.45, shrinkA=0, shrinkB=0
+        )
         ax.annotate("", b, a, arrowprops=dict(arrowstyle="-", connectionstyle=f"arc3,rad={bend}", **style))
     for i, e in enumerate(entries):
         name = e.op.replace("reduce_bias_dropout_add_norm", "reduce bias dropout\nadd norm")
         box = dict(boxstyle="round,pad=0.25", fc=COLOURS[e.kind], ec="none")
-        ax.text(*place[i], f"{name}  {quantity(e.moved, 'B')}", ha="center", va="center", fontsize=7, color="white", bbox=box)
+        ax.text(
+            *points[i],
+            f"{name}  {quantity(e.moved, 'B')}",
+            ha="center",
+            va="center",
+            fontsize=7,
+            color="white",
+            bbox=box,
+        )
     ax.text(0, 1.2, "forward, down", ha="center", fontsize=9)
     ax.text(2, 1.2, "backward, up", ha="center", fontsize=9)
     ax.set(xlim=(-1, 3), ylim=(-rows - 0.8, 1.8))
     ax.axis("off")
 
 
+def _beside(point: tuple[float, float], forward: bool) -> tuple[float, float]:
+    """Returns the point where an edge from or to outside ends."""
+    return point[0] + (-0.85 if forward else 0.85), point[1]
+
+
 # ---- how costs grow ----
 
 
-def growth(points: Sequence, path: Path) -> None:
-    """Of a sweep: a rank's costs over tp at the most ranks, and over ranks at the largest tp that fits."""
-    fits = [p for p in points if p.held is not None]
-    if not fits:
-        raise ValueError("--plot: no size of the sweep fits")
-    most = max(p.ranks for p in fits)
-    tp = max(p.plan.tp for p in fits)
-    costs = {
+def growth(points: Sequence[Point], path: Path) -> None:
+    """Draws a sweep: a rank's costs over tp at the most ranks, and over ranks at the largest tp that was run."""
+    done: list[Any] = [p for p in points if p.held is not None]
+    if not done:
+        raise ValueError("--plot: no size of the sweep can be split")
+    most = max(p.ranks for p in done)
+    tp = max(p.plan.tp for p in done)
+    costs: dict[str, Callable[[Any], float]] = {
         "DDP state, B": lambda p: p.held.state.total,
         "FSDP state, B": lambda p: p.held.sharded.total,
         "saved activations, B": lambda p: p.work.saved,
@@ -118,27 +157,27 @@ def growth(points: Sequence, path: Path) -> None:
         "flops": lambda p: p.work.flops,
     }
 
-    def draw(fig, axes):
-        sides = (
-            (axes[0], "tensor-parallel size", lambda p: p.plan.tp, [p for p in fits if p.ranks == most], f"{most} ranks"),
-            (axes[1], "ranks", lambda p: p.ranks, [p for p in fits if p.plan.tp == tp], f"tp = {tp}"),
-        )
-        for ax, label, x, chosen, title in sides:
-            for name, cost in costs.items():
-                values = [(x(p), cost(p)) for p in sorted(chosen, key=x) if cost(p)]
-                if values:
-                    ax.plot(*zip(*values), marker="o", label=name)
-            ax.set(xscale="log", yscale="log", xlabel=label, ylabel="of one rank", title=title)
-            ax.set_xscale("log", base=2)
+    def side(ax: Any, chosen: list[Any], x: Callable[[Any], int], labels: dict[str, str]) -> None:
+        for name, cost in costs.items():
+            values = [(x(p), cost(p)) for p in sorted(chosen, key=x) if cost(p)]
+            if values:
+                ax.plot(*zip(*values), marker="o", label=name)
+        ax.set(xscale="log", yscale="log", ylabel="of one rank", **labels)
+        ax.set_xscale("log", base=2)
+
+    def draw(fig: Any, axes: Any) -> None:
+        over_tp, over_ranks = [p for p in done if p.ranks == most], [p for p in done if p.plan.tp == tp]
+        side(axes[0], over_tp, lambda p: p.plan.tp, dict(xlabel="tensor-parallel size", title=f"{most} ranks"))
+        side(axes[1], over_ranks, lambda p: p.ranks, dict(xlabel="ranks", title=f"tp = {tp}"))
         axes[0].legend(fontsize=8)
 
     _figure(path, (12, 5), draw, 2)
 
 
 def bars(rows: dict[str, dict[str, float]], unit: str, path: Path) -> None:
-    """Stacked bars: name -> part -> number."""
+    """Draws stacked bars: name -> part -> number."""
 
-    def draw(fig, axes):
+    def draw(fig: Any, axes: Any) -> None:
         ax = axes[0]
         left = dict.fromkeys(rows, 0.0)
         for part in dict.fromkeys(part for values in rows.values() for part in values):

@@ -2,18 +2,35 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from ..models.config import BertConfig, GPTConfig, ModelConfig
+from ..models import config_from_hf
+from ..models.config import ModelConfig
 
 
-def _gpt(width: int, layers: int, heads: int, positions: int = 2048, vocab: int = 51200) -> dict:
-    return dict(model_type="gpt2", vocab_size=vocab, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads) | dict(
-        activation_function="gelu_new", layer_norm_epsilon=1e-5, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1
+def _gpt(width: int, layers: int, heads: int, *, positions: int = 2048, vocab: int = 51200) -> dict[str, Any]:
+    return dict(
+        model_type="gpt2",
+        vocab_size=vocab,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        resid_pdrop=0.1,
+        attn_pdrop=0.1,
+        embd_pdrop=0.1,
     )
 
 
-def _bert(width: int, layers: int, heads: int) -> dict:
-    return dict(model_type="bert", vocab_size=30522, max_position_embeddings=512, hidden_size=width, num_hidden_layers=layers) | dict(
+def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return dict(
+        model_type="bert",
+        vocab_size=30522,
+        max_position_embeddings=512,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=4 * width,
         hidden_act="gelu",
@@ -24,8 +41,13 @@ def _bert(width: int, layers: int, heads: int) -> dict:
     )
 
 
-def _llama(width: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict:
-    return dict(model_type="llama", vocab_size=128256, max_position_embeddings=8192, hidden_size=width, num_hidden_layers=layers) | dict(
+def _llama(width: int, layers: int, heads: int, *, kv_heads: int, ffn: int) -> dict[str, Any]:
+    return dict(
+        model_type="llama",
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         intermediate_size=ffn,
@@ -40,23 +62,26 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict
 
 # As a config.json has them.
 PRESETS = {
-    "gpt-3m": _gpt(256, 4, 8, 512, 256),
-    "gpt-10m": _gpt(384, 6, 12, 512, 256),
+    "gpt-3m": _gpt(256, 4, 8, positions=512, vocab=256),
+    "gpt-10m": _gpt(384, 6, 12, positions=512, vocab=256),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
-    "gpt2": _gpt(768, 12, 12, 1024, 50257),
-    "gpt2-xl": _gpt(1600, 48, 25, 1024, 50257),
+    "gpt2": _gpt(768, 12, 12, positions=1024, vocab=50257),
+    "gpt2-xl": _gpt(1600, 48, 25, positions=1024, vocab=50257),
     "gpt3-175b": _gpt(12288, 96, 96),
     "gpt-22b": _gpt(6144, 48, 64),
     "gpt-530b": _gpt(20480, 105, 128),
     "gpt-1t": _gpt(25600, 128, 160),
-    "llama3-8b": _llama(4096, 32, 32, 8, 14336),
-    "llama3-70b": _llama(8192, 80, 64, 8, 28672),
+    "llama3-8b": _llama(4096, 32, 32, kv_heads=8, ffn=14336),
+    "llama3-70b": _llama(8192, 80, 64, kv_heads=8, ffn=28672),
 }
 
 
 def load_config(name: str) -> ModelConfig:
-    """A preset's name, a Hugging Face directory or its config.json -> the config.  ValueError for what is none of them or is not built."""
+    """Returns the config for a preset's name, a Hugging Face directory or its config.json.
+
+    ValueError for a name that is none of them, or a model that is not built.
+    """
     path = Path(name)
     if name in PRESETS:
         values = PRESETS[name]
@@ -70,4 +95,4 @@ def load_config(name: str) -> ModelConfig:
             raise ValueError(f"model {name!r}: {path} is not JSON: {error}") from None
     else:
         raise ValueError(f"model {name!r} is neither a local config.json nor one of {', '.join(PRESETS)}")
-    return (BertConfig if values.get("model_type") == "bert" else GPTConfig).from_hf(values)
+    return config_from_hf(values)

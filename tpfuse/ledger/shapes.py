@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
-from ..models.config import BertConfig, ModelConfig
+from ..models.config import ModelConfig
 
 
 class Shape(NamedTuple):
-    """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions; ``gated``: the MLP has
-    two matrices in and one out."""
+    """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions.
+
+    ``gated``: the MLP has two matrices in and one out.
+    """
 
     D: int
     L: int
@@ -21,10 +23,18 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, c: ModelConfig) -> "Shape":
-        """GPT-2, BERT or one of the Llama family (rotary positions are not learned)."""
-        learned = 0 if getattr(c, "rope", None) is not None else c.max_positions
-        heads = getattr(c, "kv_heads", c.num_heads), getattr(c, "head_size", c.hidden_size // c.num_heads)
-        return cls(c.hidden_size, c.num_layers, c.num_heads, *heads, c.ffn_size, c.vocab_size, learned, getattr(c, "gated", False))
+        """Returns the sizes of any model's config; rotary positions are not learned."""
+        return cls(
+            D=c.hidden_size,
+            L=c.num_layers,
+            H=c.num_heads,
+            G=c.kv_heads,
+            E=c.head_size,
+            F=c.ffn_width,
+            V=c.vocab_size,
+            P=c.learned_positions,
+            gated=c.gated,
+        )
 
     @property
     def ffn_in(self) -> int:
@@ -40,7 +50,3 @@ class Shape(NamedTuple):
     def weights(self) -> int:
         """Elements of a layer's matrices."""
         return self.D * (self.qkv + self.H * self.E + self.ffn_in + self.F)
-
-
-def is_bert(config: ModelConfig) -> bool:
-    return isinstance(config, BertConfig)

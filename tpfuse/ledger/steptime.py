@@ -1,24 +1,26 @@
-"""How long a training step will take: every op and collective of the dry run, at the speed this machine was calibrated to.
+"""How long a training step will take: every op and collective of the dry run, at this machine's calibrated speed.
 
-A step is k micro-batches forward and backward, DDP's all-reduce of the gradients and AdamW.  Nothing is taken to overlap: on CPUs gloo and
-GEMMs want the same cores.
+A step is k micro-batches forward and backward, DDP's all-reduce of the gradients and AdamW.  Nothing is taken to
+overlap: on CPUs gloo and GEMMs want the same cores.
 """
 
+import functools
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..models.config import ModelConfig
 from ..parallel import TensorParallel
-from ._processes import on_ranks
 from .aten import COMMUNICATION, KINDS
-from .dryrun import Plan, _held, _model, fake_world
+from .dryrun import Plan, fake_world, held_by, planned_model
 from .layer import build, token_ids
 from .machine import Machine, key
+from .processes import on_ranks
 from .recorder import Entry, Ledger
 from .text import duration, progress, table
 
@@ -37,19 +39,22 @@ class Prediction(NamedTuple):
 
 
 def micro_batches(plan: Plan, batch: int) -> int:
-    """How many of them a replica runs; ValueError where the batch does not divide."""
+    """Returns how many micro-batches a replica runs; ValueError where the batch is not divisible."""
     if batch % (plan.dp * plan.micro_batch):
         raise ValueError(f"predict: batch={batch} is not divisible by dp {plan.dp} x micro_batch {plan.micro_batch}")
     return batch // (plan.dp * plan.micro_batch)
 
 
 def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) -> Prediction:
-    """Of a step over ``batch`` sequences.  ValueError for sizes that do not fit, or a dtype that the machine was not calibrated for."""
+    """Returns the time of a step over ``batch`` sequences.
+
+    ValueError for sizes that cannot be split, or a dtype that the machine was not calibrated for.
+    """
     k = micro_batches(plan, batch)
     speeds, shared = machine.table(plan.dtype, plan.tp * plan.dp)
     with fake_world(plan.tp, plan.dp) as mesh:
-        model = _model(config, plan, mesh)
-        buckets, sent = _held(model, plan).reduced
+        model = planned_model(config, plan, mesh)
+        buckets, sent = held_by(model, plan).reduced
         optimizer = torch.optim.AdamW(model.parameters())
         ids = token_ids(plan.micro_batch, plan.seq)
         with Ledger() as micro:
@@ -61,7 +66,10 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
         communication = e.kind == COMMUNICATION
         line = speeds.message(e.op, plan.tp) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
         if line is None:
-            raise ValueError(f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate --ranks {plan.tp}")
+            raise ValueError(
+                f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate"
+                f" --ranks {plan.tp}"
+            )
         return line.seconds(e.flops, e.wire if communication else e.moved, e.scores)
 
     parts = {kind: k * sum(seconds(e) for e in micro.entries if e.kind == kind) for kind in KINDS}
@@ -69,6 +77,8 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
     parts["overhead"] = speeds.overhead * (k * len(micro.entries) + len(update.entries))
     if plan.dp > 1:
         line = speeds.message("all_reduce", plan.tp * plan.dp)
+        if line is None:
+            raise ValueError(f"machine: all_reduce over {plan.tp * plan.dp} ranks was not calibrated")
         parts["dp"] = buckets * line.alpha + sent * line.per_byte
     parts = {name: shared * value for name, value in parts.items() if value}
     return Prediction(plan, batch, sum(parts.values()), parts)
@@ -78,16 +88,20 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
 
 
 def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> float:
-    """Seconds of a step, the median of ``steps``, on tp x dp processes of this machine, one thread each; overlap off, as predicted."""
+    """Returns the seconds of a step, the median of ``steps``, on tp x dp processes of this machine.
+
+    Each has one thread, and overlap is off, as predicted.
+    """
     micro_batches(plan, batch)
-    return on_ranks(plan.tp * plan.dp, _train, config, plan, batch, steps)
+    train = functools.partial(_train, config, plan, batch=batch, steps=steps)
+    return on_ranks(plan.tp * plan.dp, train)
 
 
-def _train(config: ModelConfig, plan: Plan, batch: int, steps: int) -> float:
-    mesh = dist.init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
+def _train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
+    mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
     model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype, device="cpu")
-    replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
+    replica: Any = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
     k, times = micro_batches(plan, batch), []
@@ -107,39 +121,46 @@ def _train(config: ModelConfig, plan: Plan, batch: int, steps: int) -> float:
 
 
 class Checked(NamedTuple):
+    """A prediction, and what was measured, in seconds."""
+
     prediction: Prediction
     measured: float | None = None
 
     @property
     def error(self) -> float | None:
-        """%"""
+        """How far off the prediction is, in %."""
         return None if self.measured is None else 100 * (self.prediction.seconds / self.measured - 1)
 
 
 def check(config: ModelConfig, plans: list[Plan], machine: Machine, *, batch: int, steps: int = 8) -> list[Checked]:
-    """Predicted and then measured."""
+    """Predicts the steps and then measures them."""
     predicted = [predict(config, plan, machine, batch=batch) for plan in plans]
-    return [Checked(p, measure(config, p.plan, batch=batch, steps=steps)) for p in progress(predicted, "measuring", long=True)]
+    return [
+        Checked(p, measure(config, p.plan, batch=batch, steps=steps))
+        for p in progress(predicted, "measuring", long=True)
+    ]
 
 
 def ranking_is_right(checked: list[Checked]) -> bool:
     """Whether the choices, from fastest to slowest, are in the same order."""
-    by = lambda which: [c.prediction.plan for c in sorted(checked, key=which)]  # noqa: E731
+    by = lambda which: [c.prediction.plan for c in sorted(checked, key=which)]
     return by(lambda c: c.prediction.seconds) == by(lambda c: c.measured)
 
 
 def report(checked: list[Checked]) -> str:
+    """Returns predictions as text."""
     names = [n for n in (*KINDS, "optimizer", "dp", "overhead") if any(n in c.prediction.parts for c in checked)]
-    measured = any(c.measured is not None for c in checked)
-    header = ["tp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if measured else []), *names]
-    rows = []
+    errors = [c.error for c in checked if c.error is not None]
+    header = ["tp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if errors else []), *names]
+    rows: list[list[object]] = []
     for c in checked:
         p = c.prediction
-        row = [p.plan.tp, p.plan.dp, p.plan.micro_batch, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
-        row += [duration(c.measured), f"{c.error:+.1f} %"] if measured else []
+        row: list[object] = [p.plan.tp, p.plan.dp, p.plan.micro_batch, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
+        if c.measured is not None:
+            row += [duration(c.measured), f"{c.error:+.1f} %"]
         rows.append([*row, *(duration(p.parts[n]) if n in p.parts else "-" for n in names)])
     text = table(header, rows)
-    if measured:
-        worst = max(abs(c.error) for c in checked)
-        text += f"\nlargest error {worst:.1f} %; ranking of the choices {'right' if ranking_is_right(checked) else 'wrong'}"
+    if errors:
+        ranking = "right" if ranking_is_right(checked) else "wrong"
+        text += f"\nlargest error {max(map(abs, errors)):.1f} %; ranking of the choices {ranking}"
     return text

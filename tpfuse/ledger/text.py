@@ -3,6 +3,9 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -18,6 +21,7 @@ def quantity(n: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
+    """0.0125 -> "12.5 ms": three digits, in s, ms or us."""
     for scale, unit in ((1, "s"), (1e-3, "ms")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -25,38 +29,49 @@ def duration(seconds: float) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as what is in them: the first (and any of words) to the left, numbers to the right; None is empty."""
+    """Returns rows as text, columns as wide as their widest cell.
+
+    The first column, and any of words, stands to the left, numbers to the right; None is empty.
+    """
     cells = [["" if value is None else str(value) for value in row] for row in rows]
-    columns = list(zip(header, *cells)) if cells else [(h,) for h in header]
+    columns: list[tuple[str, ...]] = list(zip(header, *cells)) if cells else [(h,) for h in header]
     widths = [max(map(len, column)) for column in columns]
-    words = [i == 0 or not any(c[:1].isdigit() or c[:1] in "-+<" for c in column[1:] if c) for i, column in enumerate(columns)]
-    line = lambda row: "  ".join(c.ljust(w) if word else c.rjust(w) for c, w, word in zip(row, widths, words)).rstrip()  # noqa: E731
+    words = [
+        i == 0 or not any(c[:1].isdigit() or c[:1] in "-+<" for c in column[1:] if c)
+        for i, column in enumerate(columns)
+    ]
+    line = lambda row: "  ".join(c.ljust(w) if word else c.rjust(w) for c, w, word in zip(row, widths, words)).rstrip()
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 
 
 class Progress:
-    """How far something is, on stderr: silent for two seconds (unless ``long``), then to a terminal one line over and over, to anything
-    else a line every ten seconds."""
+    """Shows on stderr how far something is.
+
+    Silent for two seconds (unless ``long``); then to a terminal one line over and over, to anything else a line every
+    ten seconds.
+    """
 
     def __init__(self, *, long: bool = False):
         self.due = time.monotonic() + (0 if long else 2)
         self.shown = False
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
+        """Shows a line, where one is due."""
         now, terminal = time.monotonic(), sys.stderr.isatty()
         if now >= self.due:
             self.due, self.shown = now + (0.1 if terminal else 10), terminal
             print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     def done(self) -> None:
+        """Clears the line."""
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def progress(items: Sequence, what: str, *, long: bool = False) -> Iterator:
-    """Goes through ``items`` and says how far it is; ``long``: each takes more than two seconds."""
-    said = Progress(long=long)
+def progress(items: Sequence[T], what: str, *, long: bool = False) -> Iterator[T]:
+    """Yields ``items`` and shows how far it is; ``long``: each takes more than two seconds."""
+    shown = Progress(long=long)
     for i, item in enumerate(items):
-        said.say(f"{what} {i + 1} of {len(items)}")
+        shown.show(f"{what} {i + 1} of {len(items)}")
         yield item
-    said.done()
+    shown.done()

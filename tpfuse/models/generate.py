@@ -1,28 +1,46 @@
-"""Generation with a KV cache: the prompt in one pass, then one token of every prompt at a time, the most likely or a sampled one.
+"""Generation with a KV cache: the prompt in one pass, then one token of every prompt at a time, greedy or sampled.
 
-Decoding runs on the same path as training: a batch's rows are padded to a multiple of the row shards, so each new token costs the same two
-messages a GEMM pair, with or without sequence parallelism.
+Decoding runs on the same path as training: a batch's rows are padded to a multiple of the row shards, so each new
+token costs the same two messages a GEMM pair, with or without sequence parallelism.
 
-Sampling is Gumbel-max: argmax_v x_v / T - log(-log u_v), with u_v by Philox of (seed, the token's place in its sequence, the prompt's
-number, global vocabulary id v), so no random state is kept, and the split, padding and batch do not matter.
+Sampling is Gumbel-max: argmax_v x_v / T - log(-log u_v), with u_v by Philox of (seed, the token's place in its
+sequence, the prompt's number, global vocabulary id v), so no random state is kept, and the split, padding and batch
+do not matter.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..collectives import all_gather
-from ..kernels._op import check
-from ..kernels._philox import make_rng, uniform
-from ..kernels.cross_entropy import check_ids
-from ..layers._cache import KVCache
-from ._model import Rows
+from ..kernels.cross_entropy.op import check_ids
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.philox import make_rng, uniform
+from ..layers.cache import KVCache
+from .model import Inputs, Rows
+
+if TYPE_CHECKING:
+    from .gpt import GPT
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen; as in :func:`generate`."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
 
 
 @torch.no_grad()
 def generate(
-    model,
+    model: GPT,
     input_ids: Tensor,
     *,
     max_new_tokens: int,
@@ -37,23 +55,30 @@ def generate(
     seed: int = 0,
     on_token: Callable[[Tensor], bool | None] | None = None,
 ) -> Tensor:
-    """A continuation of every prompt, token by token; ties go to the lowest id, so in fp32 every tensor-parallel size gives the same.
+    """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
 
-    input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.  Returns
-    [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  A sequence ends at an
-    ``eos_token_id`` and goes on as ``pad_token_id`` (default: the first eos); generation stops when all have ended.  Dropout is off.
+    input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.
+    Returns [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  A
+    sequence ends at an ``eos_token_id`` and goes on as ``pad_token_id`` (default: the first eos); generation stops when
+    all have ended.  Dropout is off.
 
-    ``do_sample`` draws from softmax(logits / ``temperature``), of the ``top_k`` most likely tokens, and of the fewest whose probability is
-    at least ``top_p`` together.  ``repetition_penalty`` divides the logit of a token that was there before, or multiplies a negative one
-    (Keskar et al. 2019, arXiv:1909.05858).  ``on_token(tokens [B])`` is called with every new column; true stops.
+    ``do_sample`` draws from softmax(logits / ``temperature``), of the ``top_k`` most likely tokens, and of the fewest
+    whose probability is at least ``top_p`` together.  ``repetition_penalty`` divides the logit of a token that was
+    there before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858).  ``on_token(tokens [B])`` is
+    called with every new column; true stops.
     """
-    model._check_inputs(input_ids, attention_mask=attention_mask)
+    model._check_inputs(Inputs(input_ids, attention_mask=attention_mask))
     B, S = input_ids.shape
     most, vocab = model.config.max_positions, model.config.vocab_size
     check(max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
-    check(S + max_new_tokens <= most, f"generate: {S} + {max_new_tokens} tokens are more than the model's max_positions={most}")
+    check(
+        S + max_new_tokens <= most,
+        f"generate: {S} + {max_new_tokens} tokens are more than the model's max_positions={most}",
+    )
     check(S > 0, "generate: the prompt is empty")
-    check(temperature > 0, f"generate: temperature must be positive, got {temperature}; without do_sample it is not used")
+    check(
+        temperature > 0, f"generate: temperature must be positive, got {temperature}; without do_sample it is not used"
+    )
     check(top_k is None or top_k >= 1, f"generate: top_k must be at least 1, got {top_k}")
     check(top_p is None or 0 < top_p <= 1, f"generate: top_p must lie in (0, 1], got {top_p}")
     check(repetition_penalty > 0, f"generate: repetition_penalty must be positive, got {repetition_penalty}")
@@ -65,7 +90,15 @@ def generate(
     ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     check_ids("generate: input_ids", ids[mask], vocab)
     ids = ids.masked_fill(~mask, pad)
-    choose = _Chooser(model, ids, mask, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    sampling = Sampling(
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    choose = _Chooser(model, ids, mask, sampling)
 
     training = model.training
     model.eval()
@@ -76,7 +109,8 @@ def generate(
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
         for _ in range(max_new_tokens):
-            token = choose(_logits(model, tokens, positions, mask, caches), positions[:, -1] + 1).masked_fill(done, pad)
+            logits = _logits(model, tokens, positions, mask=mask, caches=caches)
+            token = choose(logits, positions[:, -1] + 1).masked_fill(done, pad)
             out.append(token[:, None])
             stop = on_token is not None and on_token(token)
             if ends:
@@ -89,37 +123,40 @@ def generate(
         model.train(training)
 
 
-def _logits(model, ids: Tensor, positions: Tensor, mask: Tensor, caches: list[KVCache]) -> Tensor:
-    """One pass over ids [B, S] -> this rank's logits of the last position [B, V/R]."""
-    rows = Rows(*ids.shape, model.tp)
-    h, normed = model._embed(rows, ids.clamp(0, model.config.vocab_size - 1), positions, None)  # a pad token may be any number
+def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches: list[KVCache]) -> Tensor:
+    """Runs one pass over ids [B, S]; returns this rank's logits of the last position [B, V/R]."""
+    rows = Rows(ids.shape, model.tp)
+    valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
+    h, normed = model._embed(rows, valid, positions, None)
     rope = model._rope(rows, positions, ids.device)
-    mask = None if ids.shape[1] == 1 and caches[0].length else mask
+    prompt = ids.shape[1] > 1 or caches[0].length == 0
+    seen = dict(batch=rows.batch, seq=rows.seq, attention_mask=mask if prompt else None, rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):
-        h, normed = block(h, normed, batch=rows.batch, seq=rows.seq, attention_mask=mask, rope=rope, cache=cache)
+        h, normed = block(h, normed, cache=cache, **seen)
     return rows.back(model.head(normed, model._tied()))[:, -1]
 
 
 class _Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
-    def __init__(self, model, ids, mask, do_sample, temperature, top_k, top_p, penalty, seed):
+    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
         self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
-        self.do_sample, self.temperature, self.top_k, self.top_p, self.penalty = do_sample, temperature, top_k, top_p, penalty
-        self.rng = make_rng(seed, 0, 0, ids.device)
+        self.sampling = sampling
+        self.rng = make_rng(sampling.seed, 0, 0, ids.device)
         self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
         self.seen[rows[mask], ids[mask]] = True
 
-    def __call__(self, logits: Tensor, place: Tensor) -> Tensor:
-        if not self.do_sample and self.penalty == 1:
+    def __call__(self, logits: Tensor, position: Tensor) -> Tensor:
+        s = self.sampling
+        if not s.do_sample and s.repetition_penalty == 1:
             return self._most_likely(logits)
-        scores = self._whole(logits).double()
-        scores = torch.where(self.seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores)
-        if self.do_sample:
-            scores = keep_likely(scores / self.temperature, self.top_k, self.top_p)
+        scores, penalty = self._whole(logits).double(), s.repetition_penalty
+        scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        if s.do_sample:
+            scores = keep_likely(scores / s.temperature, s.top_k, s.top_p)
             sample = torch.arange(len(scores), device=scores.device)
-            scores = scores - uniform(self.rng, place, sample, self.vocab).log_().neg_().log_()
+            scores = scores - uniform(self.rng, position, sample, self.vocab).log_().neg_().log_()
         token = scores.argmax(-1)  # the first of equals
         self.seen[torch.arange(len(token), device=token.device), token] = True
         return token
@@ -130,10 +167,11 @@ class _Chooser:
             return logits
         width = -(-self.vocab // self.tp.size)  # the last rank may have fewer
         padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
-        return all_gather(padded, self.tp.size, self.tp.group_name).permute(1, 0, 2).flatten(1)[:, : self.vocab]
+        every: Tensor = all_gather(padded, self.tp.size, self.tp.group_name)
+        return every.permute(1, 0, 2).flatten(1)[:, : self.vocab]
 
     def _most_likely(self, logits: Tensor) -> Tensor:
-        """Two numbers a prompt travel."""
+        """Returns the most likely token; two numbers per prompt travel."""
         value, index = logits.max(-1)  # the first of equals
         best = torch.stack([value.double(), (index + self.head.first).double()])
         every = best[None] if self.tp.size == 1 else all_gather(best, self.tp.size, self.tp.group_name)
@@ -142,8 +180,11 @@ class _Chooser:
 
 
 def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """scores [B, V]: -inf but for the ``top_k`` highest, and of these the fewest whose probability is at least ``top_p`` together (the
-    highest always stays).  Equals of the last that stays do too."""
+    """Returns scores [B, V] with -inf where a token is not to be drawn.
+
+    The ``top_k`` highest stay, and of these the fewest whose probability is at least ``top_p`` together; the highest
+    always stays, and so do scores equal to the last that stays.
+    """
     if top_k is not None and top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
     if top_p is not None and top_p < 1:

@@ -1,11 +1,13 @@
 """What the models put below and above their blocks: tables of replicated rows, and the head over a split vocabulary."""
 
-from torch import Tensor
+from typing import Any
 
-from ..kernels._op import check
-from ..kernels.cross_entropy import cross_entropy
-from ..layers._module import ParallelModule, local
+from torch import Tensor, nn
+
+from ..kernels.cross_entropy.op import cross_entropy
+from ..kernels.runtime.errors import check
 from ..layers.block import Normed
+from ..layers.module import ParallelModule, local
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
@@ -14,13 +16,18 @@ from ..sequence_parallel.loss import gather_stats
 class Table(ParallelModule):
     """Learned rows [P, D], replicated: positions, token types."""
 
+    weight: nn.Parameter
+
     def __init__(self, count: int, width: int, tp: TensorParallel, init_std: float):
         super().__init__(tp)
         self.add_parameter("weight", (count, width), None, init_std)
 
 
 class LMHead(ParallelModule):
-    """logits = n W' (+ b), the vocabulary split over the ranks; W is its own, or the embedding's where that is tied."""
+    """logits = n W' (+ b), the vocabulary split over the ranks; W is its own, or the embedding's where it is tied."""
+
+    weight: nn.Parameter  # where it is not tied
+    bias: nn.Parameter | None
 
     def __init__(self, vocab_size: int, width: int, *, tp: TensorParallel, bias: bool, tied: bool, init_std: float):
         super().__init__(tp)
@@ -36,26 +43,51 @@ class LMHead(ParallelModule):
 
     def forward(self, normed: Normed, weight: Tensor | None = None) -> Tensor:
         """n [R, m, D], the tied weight [V/R, D] or None -> logits [M, V/R]"""
-        weight = local(self.weight) if weight is None else weight
-        return gather_linear(normed.n, weight, local(self.bias), tp=self.tp, remake=normed.remake, columns=self.columns)
+        options: dict[str, Any] = dict(tp=self.tp, recompute=normed.recompute, columns=self.columns)
+        return gather_linear(normed.n, self._weight(weight), local(self.bias), **options)
 
     def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
         """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""
         columns = self.last - self.first
-        check(logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}")
-        options = dict(first_token=self.first, vocab_size=self.vocab_size, gather=lambda stats: gather_stats(stats, self.tp))
-        return cross_entropy(logits, labels, normalizer=normalizer, **options)
+        check(
+            logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}"
+        )
+        return cross_entropy(
+            logits,
+            labels,
+            normalizer=normalizer,
+            first_token=self.first,
+            vocab_size=self.vocab_size,
+            gather=lambda stats: gather_stats(stats, self.tp),
+        )
 
     def loss_and_logits(
-        self, normed: Normed, weight: Tensor | None, labels: Tensor | None, normalizer: float | Tensor | None, keep: bool, small: bool
+        self,
+        normed: Normed,
+        labels: Tensor | None,
+        *,
+        weight: Tensor | None,
+        normalizer: float | Tensor | None,
+        keep: bool,
+        small: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """n [R, m, D] -> the loss where there are labels, and logits [M, V/R] where they are to be kept.
+        """n [R, m, D], labels [M] or None -> the loss where there are labels, logits [M, V/R] where ``keep``.
 
-        ``small``: a loss alone is made from logits that exist in chunks only and are made again in backward, for one GEMM more.
+        ``weight`` [V/R, D] is the tied one.  ``small``: a loss alone is made from logits that exist in chunks only and
+        are recomputed in backward, for one GEMM more.
         """
         if labels is None or keep or not small:
             logits = self(normed, weight)
             return None if labels is None else self.loss(logits, labels, normalizer), logits if keep else None
-        weight = local(self.weight) if weight is None else weight
-        options = dict(tp=self.tp, first_token=self.first, vocab_size=self.vocab_size, normalizer=normalizer, remake=normed.remake)
-        return gather_linear_cross_entropy(normed.n, weight, labels, local(self.bias), **options), None
+        options: dict[str, Any] = dict(
+            tp=self.tp,
+            first_token=self.first,
+            vocab_size=self.vocab_size,
+            normalizer=normalizer,
+            recompute=normed.recompute,
+        )
+        loss = gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options)
+        return loss, None
+
+    def _weight(self, tied: Tensor | None) -> Tensor:
+        return local(self.weight) if tied is None else tied

@@ -1,24 +1,28 @@
 """The loss over a split vocabulary from row shards, without logits: gather_linear and cross_entropy as one op.
 
-    forward     x = enter(n);  [M, 4] of this rank's columns, gathered, give lse and the loss
-    backward    dlogits made again in chunks;  dn = leave(dlogits W),  dW = dlogits' x
+    forward     x = gather(n);  [M, 4] of this rank's columns, gathered, give lse and the loss
+    backward    dlogits made again in chunks;  dn = scatter(dlogits W),  dW = dlogits' x
 
-What travels beside the rows is four numbers a row and rank.  Saved are n's shard (or how to make it again) and lse: neither logits nor
-gathered rows.  It costs one GEMM more than the logits kept would (four for three).
+Beside the rows, four numbers a row and rank travel.  Saved are n's shard (or how to make it again) and lse: neither
+logits nor gathered rows.  It costs one GEMM more than saved logits would (four for three).
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather
-from ..kernels._op import autocast
-from ..kernels.cross_entropy import IGNORE, checked_rows, mean_loss
-from ..kernels.linear import check_linear
-from ..kernels.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_stats
-from ..kernels.norm import Remake
+from ..kernels.cross_entropy.linear import linear_cross_entropy_bwd, linear_cross_entropy_stats
+from ..kernels.cross_entropy.op import checked_rows, mean_loss
+from ..kernels.cross_entropy.options import Linear, Loss, Rows
+from ..kernels.linear.op import check_linear
+from ..kernels.norm import Recompute
+from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
-from .plain import _expanded, _restored, _saved, enter, leave
+from .crossings import expanded, gather_rows, scatter_rows
+from .records import Saved, restore, save
 
 
 def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
@@ -31,22 +35,30 @@ def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
 
 class _GatherLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, n, w, b, labels, normalizer, first, vocab, tp, remake):
-        stats = gather_stats(linear_cross_entropy_stats(enter(n, tp), w, b, labels, first, False), tp)
-        loss, lse, normalizer = mean_loss(stats, labels, normalizer, vocab, IGNORE, 0.0, 0.0)
-        ctx.save_for_backward(w, b, labels, lse, normalizer, *_saved(n, remake))
-        ctx.args = first, vocab, tp, None if remake is None else remake[5:]
-        return loss
+    def forward(
+        ctx: Any,
+        n: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        labels: Tensor,
+        normalizer: Tensor | None,
+        loss: Loss,
+        tp: TensorParallel,
+        recompute: Recompute | None,
+    ) -> Tensor:
+        stats = linear_cross_entropy_stats(Linear(gather_rows(n, tp), w, b), labels, loss)
+        mean, lse, normalizer = mean_loss(gather_stats(stats, tp), labels, normalizer, loss)
+        save(ctx, (w, b, labels, lse, normalizer), Saved.of(n, recompute, tp))
+        ctx.loss, ctx.tp = loss, tp
+        return mean
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
-        w, b, labels, lse, normalizer, *saved = ctx.saved_tensors
-        first, vocab, tp, constants = ctx.args
-        rows = (dloss / normalizer).expand(len(labels))
-        x = enter(_restored(tuple(saved), constants, tp), tp)
-        dx, dw, db = linear_cross_entropy_bwd(x, w, b, labels, lse, rows, first, vocab, IGNORE, 0.0, 0.0)
-        return leave(dx, tp), dw, None if b is None else db, *[None] * 6
+    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
+        (w, b, labels, lse, normalizer), n = restore(ctx)
+        rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(labels)))
+        dx, dw, db = linear_cross_entropy_bwd(Linear(n.rows(), w, b), rows, ctx.loss)
+        return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 5
 
 
 # ---- public ----
@@ -62,18 +74,20 @@ def gather_linear_cross_entropy(
     vocab_size: int,
     first_token: int,
     normalizer: float | Tensor | None = None,
-    remake: Remake | None = None,
+    recompute: Recompute | None = None,
 ) -> Tensor:
     """Mean cross-entropy of linear(x, weight, bias), a scalar in fp32 (fp64 for fp64), the same on every rank.
 
-    x as in gather_linear, weight [V/R, D] and bias [V/R] this rank's rows of the vocabulary, from ``first_token`` on; labels int64 [M]
-    global ids, -100 ignored; ``normalizer`` divides the sum (default: the valid labels, at least 1).  ``remake`` is saved in place of x.
-    ValueError for shapes or dtypes that do not fit or, on CPU, a label outside 0 to V - 1.
+    x as in gather_linear, weight [V/R, D] and bias [V/R] this rank's rows of the vocabulary, from ``first_token`` on;
+    labels int64 [M] global ids, -100 ignored; ``normalizer`` divides the sum (default: the valid labels, at least 1).
+    ``recompute`` is saved in place of x. ValueError for shapes or dtypes that do not fit or, on CPU, a label outside 0
+    to V - 1.
     """
     name = "gather_linear_cross_entropy"
-    check_linear(name, x, weight, bias, "none")
+    check_linear(name, x, weight, bias, activation="none")
     x, weight, bias = autocast(x, weight, bias)
-    x = _expanded(name, x, tp)
+    x = expanded(name, x, tp)
     rows = x[..., :1].flatten(0, 1)  # of all ranks
-    _, labels, normalizer = checked_rows(name, rows, labels, vocab_size, IGNORE, 0.0, normalizer)
-    return _GatherLinearCrossEntropy.apply(x, weight, bias, labels, normalizer, first_token, vocab_size, tp, remake)
+    loss = Loss(vocab_size, first_token)
+    _, labels, normalizer = checked_rows(name, rows, labels, loss=loss, normalizer=normalizer)
+    return _GatherLinearCrossEntropy.apply(x, weight, bias, labels, normalizer, loss, tp, recompute)

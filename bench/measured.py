@@ -1,0 +1,233 @@
+"""The tables of docs/measured.md, made from the results in bench/results/; a figure without a result says so.
+
+python -m bench.measured
+"""
+
+import json
+import pathlib
+
+from bench import documents
+from bench.harness.bench import discover
+
+PAGE = documents.DOCS / "measured.md"
+RESULTS = pathlib.Path(__file__).with_name("results")
+COMMAND = "bench.measured"
+NOT_YET = "not measured yet"
+HOW = dict(events="launched from Python", graph="as a CUDA graph")
+
+
+def reports() -> list[dict]:
+    """One for every GPU; other results lie in the same folder."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    return [report for report in found if "layers" in report and not report["dry_run"]]
+
+
+# ---- figures: each takes a report and returns text, or None where the report has nothing to say ----
+
+
+def pick(report: dict, op: str, mode: str, provider: str, fits=lambda shape: True) -> dict[str, dict]:
+    """Shape -> row."""
+    rows = [row for row in report["rows"] if (row["op"], row["mode"], row["provider"]) == (op, mode, provider)]
+    return {row["shape"]: row for row in rows if fits(tuple(map(int, row["shape"].split("x"))))}
+
+
+def span(values: list[float], form: str) -> str | None:
+    if not values:
+        return None
+    low, high = (form.format(value) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def ratios(
+    report: dict, op: str, mode: str, over: str, under: str, key: str = "p50_us", fits=lambda shape: True
+) -> list[float]:
+    """One provider's figure over another's, at every shape that has both."""
+    above, below = pick(report, op, mode, over, fits), pick(report, op, mode, under, fits)
+    return [above[shape][key] / below[shape][key] for shape in above if shape in below]
+
+
+def norm_bandwidth(report: dict, fits) -> str | None:
+    name = "reduce_bias_dropout_add_norm"
+    shares = [
+        [row["gbs"] / report["card"]["copy_gbs"] for row in pick(report, name, m, "tpfuse", fits).values()]
+        for m in ("fwd", "bwd")
+    ]
+    return " / ".join(span([100 * share for share in mode], "{:.0f} %") for mode in shares) if all(shares) else None
+
+
+def gelu_gemm(report: dict) -> str | None:
+    return span(ratios(report, "linear_gelu", "fwd", "tpfuse", "gemm", fits=lambda shape: shape[2] >= 4096), "{:.2f}x")
+
+
+def attention_flash(report: dict) -> str | None:
+    made = [
+        span(ratios(report, "attention", mode, "flash", "tpfuse", fits=lambda shape: shape[4] == 128), "{:.2f}x")
+        for mode in ("fwd", "bwd")
+    ]
+    return " / ".join(made) if all(made) else None
+
+
+def loss_head(report: dict) -> str | None:
+    keys = "p50_us", "peak_mib"
+    made = [
+        span(
+            ratios(report, "linear_cross_entropy", "step", "tpfuse", "torch", key, lambda s: s[-1] >= 128000), "{:.2f}x"
+        )
+        for key in keys
+    ]
+    return " / ".join(made) if all(made) else None
+
+
+def layer_times(report: dict, layer: str) -> dict[tuple[str, str], dict]:
+    """(provider, how it was timed) -> row"""
+    return {(row["provider"], row["timed"]): row for row in report["layers"] if row["layer"] == layer}
+
+
+def bert_layer(report: dict) -> str | None:
+    times = layer_times(report, "BERT-large layer")
+    both = [how for how in HOW if {("compile", how), ("tpfuse", how)} <= set(times)]
+    made = [f"{times['compile', how]['p50_ms'] / times['tpfuse', how]['p50_ms']:.2f}x {HOW[how]}" for how in both]
+    return f"{', '.join(made)}; {min(times['tpfuse', how]['p50_ms'] for how in both):.2f} ms" if made else None
+
+
+def gpt_block(report: dict) -> str | None:
+    rows = [row for (name, _), row in layer_times(report, "GPT 2.7B block").items() if name == "tpfuse"]
+    best = max(rows, key=lambda row: row["tflops"], default=None)
+    return best and f"{best['tflops']:.0f} TFLOP/s, {100 * best['matrix_share']:.0f} % of the measured matrix rate"
+
+
+def host_time(report: dict) -> str | None:
+    return f"{report['host_us']['tpfuse']:.0f} us" if report["host_us"] else None
+
+
+FLASH = "attention with dropout, causal, head width 128: speed over SDPA's flash backend, forward / backward"
+FIGURES = {
+    "fused norm, forward / backward, D 1K to 16K, of measured copy bandwidth": lambda r: norm_bandwidth(
+        r, lambda s: s[2] <= 16384
+    ),
+    "the same at 32K": lambda r: norm_bandwidth(r, lambda s: s[2] > 16384),
+    "GEMM + bias + gelu + pre-activation, K >= 4096: time over the bare GEMM's": gelu_gemm,
+    FLASH: attention_flash,
+    "linear_cross_entropy, V = 128K: time / peak memory over torch's": loss_head,
+    "BERT-large layer (B = 8, S = 512, dropout 0.1), forward + backward: speed over torch.compile": bert_layer,
+    "GPT block of 2.7B class (width 2560, S = 2048), forward + backward: model FLOPs": gpt_block,
+    "host time of a fused op, forward, launch included": host_time,
+}
+
+
+# ---- text ----
+
+
+def summary(found: list[dict]) -> str:
+    """A row a figure, a column a GPU."""
+    heads = [report["card"]["name"] for report in found] or ["GPU"]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for name, figure in FIGURES.items():
+        cells = [figure(report) or NOT_YET for report in found] or [NOT_YET]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ops(found: list[dict]) -> str:
+    """Every op at its shapes: tpfuse's time and share of the roofline, and how much faster it is than the others."""
+    rows = {op: [(report, row) for report in found for row in report["rows"] if row["op"] == op] for op in discover()}
+    lines = {
+        op: [_line(report, row) for report, row in pairs if row["provider"] == "tpfuse"] for op, pairs in rows.items()
+    }
+    heads = (
+        "op",
+        "GPU",
+        "shape",
+        "mode",
+        "p50 us",
+        "GB/s",
+        "of the roofline",
+        "torch / tpfuse",
+        "compile / tpfuse",
+        "error over torch's",
+    )
+    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line for some in lines.values() for line in some)]
+    absent = [op for op, some in lines.items() if not some]
+    parts = ["\n".join(table)] if len(table) > 2 else []
+    return "\n\n".join([*parts, *([f"Ops {NOT_YET}: {', '.join(absent)}."] if absent else [])])
+
+
+def _line(report: dict, row: dict) -> str:
+    here = lambda shape: "x".join(map(str, shape)) == row["shape"]
+    faster = [
+        span(ratios(report, row["op"], row["mode"], peer, "tpfuse", fits=here), "{:.2f}") or ""
+        for peer in ("torch", "compile")
+    ]
+    number = lambda key, form, times=1: "" if row[key] is None else form.format(times * row[key])
+    cells = [
+        row["op"],
+        report["card"]["name"],
+        row["shape"],
+        row["mode"],
+        number("p50_us", "{:.1f}"),
+        number("gbs", "{:.0f}"),
+    ]
+    return f"| {' | '.join([*cells, number('roofline', '{:.0f} %', 100), *faster, number('error_ratio', '{:.2f}')])} |"
+
+
+def layers(found: list[dict]) -> str:
+    heads = "layer, forward + backward", "GPU", "", *(f"{how}, ms" for how in HOW.values())
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for report in found:
+        for layer in dict.fromkeys(row["layer"] for row in report["layers"]):
+            times = layer_times(report, layer)
+            for name in dict.fromkeys(name for name, _ in times):
+                cells = [f"{times[name, how]['p50_ms']:.2f}" if (name, how) in times else "" for how in HOW]
+                lines.append(f"| {layer} | {report['card']['name']} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gpu(found: list[dict]) -> str:
+    return "\n\n".join([summary(found), *([layers(found)] if found else []), ops(found)])
+
+
+# ---- CPU: one training step, and messages behind GEMMs ----
+
+
+def results(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def train_step(rows: list[dict]) -> str:
+    heads = (
+        "dtype", "attention dropout", "", "tokens/s relative to DTensor (quartiles)",
+        "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        low, mid, high = row["speed"]
+        cells = row["dtype"], f"{row['attention_dropout']:g}", row["provider"], f"{mid:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {' | '.join(cells)} | {row['saved_sbh']:.1f} | {row['peak_rss_mib']:.0f} |")
+    return "\n".join(lines)
+
+
+def overlap(rows: list[dict]) -> str:
+    """Milliseconds; within one machine there is no link whose share could be hidden."""
+    times = "off", "on", "auto", "DTensor", "compute", "communication"
+    heads = "Gbit/s", "", *times, "hidden", "limit", "auto / off", "auto / DTensor"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        whole_step, direction = row["part"] == "train step", "forward + backward" if row["backward"] else "forward"
+        share = [f"{100 * row['hidden']:.0f} %", f"{row['limit']:.2f}"] if row["gbit"] else ["–", "–"]
+        cells = [
+            f"{row['gbit']:g}" if row["gbit"] else "one machine",
+            row["part"] if whole_step else f"{row['part']}, {direction}",
+        ]
+        cells += [f"{1e3 * row['seconds'][name]:.0f}" for name in times] + share
+        lines.append(f"| {' | '.join(cells)} | {row['auto_over_off']:.2f} | {row['over_dtensor']:.2f} |")
+    return "\n".join(lines)
+
+
+def parts() -> dict[str, str]:
+    """The name of each table of the page -> its text."""
+    made = {"train_step": train_step(results("train_step")), "gpu": gpu(reports())}
+    return made | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
+
+
+if __name__ == "__main__":
+    documents.write(PAGE, COMMAND, parts())

@@ -1,0 +1,371 @@
+"""parallelize against the very module of transformers that it was given, before."""
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.common import assert_close, assert_equal, error, make_tp
+from tests.models.common import batch, body_loss, whole
+from tests.models.theirs import NAMES, loss_of, make
+from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
+from tpfuse import parallelize as function
+from tpfuse.collectives import gather
+from tpfuse.models import GPT
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+F64 = torch.float64
+PARALLELIZE = inspect.getmodule(function)
+
+
+def call_of(name, model):
+    call = batch(model.config, pad="right")
+    if name == "bert":
+        del call["labels"]
+    return call
+
+
+def outputs(name, model, call, shift):
+    """What the module returns, by name, and a loss made of it: its own (where that is fp64), and twice one that the
+    caller makes."""
+    out = model(**call)
+    found = {key: value for key, value in out.items() if key != "past_key_values"}
+    if name == "bert":
+        return found, body_loss(out.last_hidden_state, out.pooler_output, call["attention_mask"]), type(out).__name__
+    own = loss_of(out.logits, call["labels"], shift)
+    found["logits"] = out.logits[call["attention_mask"].bool()]
+    if out.loss.dtype == F64:
+        return found, out.loss + 2 * own, type(out).__name__
+    assert abs(out.loss - own) < 1e-5  # theirs is fp32
+    return found | dict(loss=own), 3 * own, type(out).__name__
+
+
+def exact(name):
+    model = make(name)
+    found, loss, kind = outputs(name, model, call_of(name, model), "bert" not in name)
+    loss.backward()
+    grads = {f"d {key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return {key: x.detach() for key, x in found.items()} | grads, kind
+
+
+def ours(world, name, sp):
+    model = make(name)
+    call = call_of(name, model)
+    module = parallelize(model, make_tp(world, sp))
+    assert module is model
+    found, loss, kind = outputs(name, model, call, "bert" not in name)
+    loss.backward()
+    sources = model.parallel.sources()
+    for key, g in whole(model.parallel, grad=True).items():
+        found |= {f"d {model.parallel.hf_name(n)}": t for n, t in sources[key].write(g)}
+    return {key: x.detach() for key, x in found.items()}, kind
+
+
+LAYOUTS = [
+    (1, False),
+    (2, True),
+    (4, True),
+    (2, False),
+]  # llama takes all; another family one, by turns: what is split is the block's
+CASES = [(name, *LAYOUTS[i % 4]) for i, name in enumerate(NAMES, 1)]
+CASES += [("llama", *layout) for layout in LAYOUTS if ("llama", *layout) not in CASES]
+
+
+@pytest.mark.parametrize("name, R, sp", CASES)
+def test_outputs_and_gradients_stay(ranks, name, R, sp):
+    """The module's own loss and one that every rank makes of the whole logits."""
+    want, kind = exact(name)
+    keys = [
+        key for key in want if key.endswith("query.bias") or key.endswith("key.bias")
+    ]  # a key's bias has no gradient but rounding
+    for got, got_kind in ranks(R, ours, name, sp):
+        assert got_kind == kind
+        for key in keys:
+            assert error(got.pop(key) + 1, want[key] + 1) < 1e-10
+        assert_close(got, {key: x for key, x in want.items() if key not in keys}, F64)
+
+
+def with_gather(world, name, sp):
+    kept, PARALLELIZE.collect = PARALLELIZE.collect, gather
+    try:
+        return ours(world, name, sp)
+    finally:
+        PARALLELIZE.collect = kept
+
+
+def test_gather_in_place_of_collect_would_be_wrong(ranks):
+    """The part of the gradient that comes through the logits is then counted once a rank: 1 + 2 * 2 for 1 + 2."""
+    want, _ = exact("llama")
+    for got, _ in ranks(2, with_gather, "llama", True):
+        assert error(got["logits"], want["logits"]) < 1e-10
+        key = "d model.layers.0.mlp.down_proj.weight"
+        assert error(got[key], want[key] * 5 / 3) < 1e-10
+
+
+# ---- a training script changes by one line ----
+
+
+def trained(name, line, steps=3):
+    """A plain loop over transformers' signature, as its Trainer makes the calls; micro-batches share one count of
+    labels."""
+    model = make(name, torch.float32)
+    line(model)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        micros = [batch(model.config, size=2, pad="right", seed=2 * step + i) for i in range(2)]
+        items = sum((m["labels"][:, 1:] != -100).sum() for m in micros)
+        for call in micros:
+            loss = model(**call, num_items_in_batch=items, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_training_loop_at_one_rank_changes_by_one_line(name):
+    before, after = trained(name, lambda model: None), trained(name, parallelize)
+    assert before == pytest.approx(after, rel=1e-4) and before[0] != pytest.approx(before[-2], rel=1e-2)
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    ids = torch.randint(1, 97, (8, 7), generator=torch.Generator().manual_seed(0))
+    rows = [dict(input_ids=row, labels=row) for row in ids]
+
+    def losses(line):
+        model = make("llama", torch.float32)
+        line(model)
+        options = dict(
+            max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+        )
+        trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(str(tmp_path), **options), train_dataset=rows
+        )
+        trainer.train()
+        trainer.save_model(str(tmp_path / "out"))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses(lambda model: None) == pytest.approx(losses(parallelize), rel=1e-3)
+
+
+DROPOUT = dict(attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
+
+
+def dropped(world, seed, dtype=F64):
+    model = parallelize(make("gpt2", dtype, **DROPOUT).train(), None if world is None else make_tp(world), seed=seed)
+    call = batch(model.config)
+    return torch.stack(
+        [model(**call).loss.detach(), model(**call).loss.detach(), model(**call, step=1, first_sample=0).loss.detach()]
+    )
+
+
+def test_dropout_is_by_seed_and_position(ranks):
+    want = dropped(None, 3)
+    assert want[0] != want[1] and torch.equal(want[1], want[2])  # the counter goes on, and may be said
+    assert not torch.equal(want, dropped(None, 4))
+    for got in ranks(2, dropped, 3):
+        assert error(got, want) < 1e-10
+
+
+# ---- still the module it was ----
+
+
+def test_it_is_still_that_module():
+    model = make("llama", torch.float32).train()
+    cls, signature, call = type(model), inspect.signature(type(model).forward), batch(model.config)
+    with torch.no_grad():
+        want = model(**call)
+    old = [weakref.ref(p) for p in model.parameters()]
+    numel = sum(p.numel() for p in model.parameters())
+    parallelize(model)
+    gc.collect()
+    assert not any(ref() is not None for ref in old)  # no second copy is kept
+    assert sum(p.numel() for p in model.parameters()) == numel and model.num_parameters() == numel
+    assert (
+        isinstance(model, cls)
+        and type(model).__name__ == cls.__name__
+        and inspect.signature(type(model).forward) == signature
+    )
+    assert model.training and model.parallel.training and not model.eval().parallel.training
+    assert model.dtype == torch.float32 and model.device.type == "cpu"
+    out = model(
+        call["input_ids"], call["attention_mask"] if "attention_mask" in call else None, labels=call["labels"]
+    )  # by position
+    assert error(out.logits, want.logits) < 1e-5 and out.past_key_values is None and out["loss"] is out.loss
+    as_tuple = model(**call, return_dict=False)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[1], out.logits)
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert type(other) is type(model) and torch.equal(other(**call).logits, out.logits)
+    fresh = parallelize(make("llama", torch.float32, seed=2))
+    assert not torch.equal(fresh(**call).logits, out.logits)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(**call).logits, out.logits)
+
+
+def split(world, path, sp):
+    model = parallelize(make("llama"), make_tp(world, sp))
+    model.save_pretrained(path)
+    tokens = model.generate(batch(model.config)["input_ids"], max_new_tokens=6, do_sample=False)
+    return tokens, sum(p.numel() for p in model.parameters())
+
+
+def test_what_it_saves_and_generates_is_transformers_own(ranks, tmp_path):
+    theirs = make("llama")
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = theirs.generate(batch(theirs.config)["input_ids"], max_new_tokens=6, do_sample=False)
+    for R in (1, 4):
+        got = ranks(R, split, str(tmp_path / f"ours{R}"), True)
+        assert all(torch.equal(t, tokens) for t, _ in got)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"ours{R}", dtype=F64)
+        assert type(again) is type(theirs) and (tmp_path / f"ours{R}" / "generation_config.json").is_file()
+        assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
+        if R == 4:
+            assert all(n < 0.6 * theirs.num_parameters() for _, n in got)  # shards; 2 kv heads are held twice
+
+
+def test_the_generation_config_is_followed():
+    model = make("llama")
+    ids = batch(model.config, size=2)["input_ids"]
+    model.generation_config.eos_token_id = int(model.generate(ids, max_new_tokens=2, do_sample=False)[0, -1])
+    want = model.generate(ids, max_length=12, do_sample=False)
+    parallelize(model)
+    assert torch.equal(model.generate(ids, max_length=12), want)
+    sampled = model.generate(ids, max_new_tokens=4, do_sample=True, top_k=0, temperature=1.5, seed=1)
+    assert torch.equal(
+        sampled, model.parallel.generate(ids, max_new_tokens=4, do_sample=True, temperature=1.5, seed=1, **ends(model))
+    )
+
+
+def ends(model):
+    return dict(eos_token_id=model.generation_config.eos_token_id)
+
+
+def test_on_the_meta_device(tmp_path):
+    full = parallelize(make("llama", torch.float32))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(make("llama").config)
+    parallelize(model)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu").load_state_dict(full.state_dict())
+    call = batch(model.config)
+    assert torch.equal(model.eval()(**call).logits, full(**call).logits)
+
+
+def test_frozen_parameters_stay_frozen():
+    model = make("llama")
+    for key, p in model.named_parameters():
+        p.requires_grad_("mlp" in key)
+    parallelize(model)
+    assert {key.split(".")[3] for key, p in model.named_parameters() if p.requires_grad} == {"mlp"}
+    model(**batch(model.config)).loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    model = make("llama")
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
+    with pytest.raises(
+        ValueError,
+        match=r"q_proj.weight, .*k_proj.weight, .*v_proj.weight are one parameter here; freeze all of them or",
+    ):
+        parallelize(model)
+
+
+def test_checkpoints_and_adapters_take_it(tmp_path):
+    model = parallelize(make("gpt2", torch.float32, **DROPOUT).train(), seed=5)
+    add_lora(model, rank=2, alpha=4, targets=["c_attn"])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    call = batch(model.config)
+    model(**call).loss.backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    again = add_lora(
+        parallelize(make("gpt2", torch.float32, seed=9, **DROPOUT).train()), rank=2, alpha=4, targets=["c_attn"]
+    )
+    assert load_checkpoint(tmp_path, again)[0] == 1 and again.seed == 5 and again.step == 1
+    assert torch.equal(again(**call).loss, model(**call).loss)  # the same masks too
+
+
+# ---- errors ----
+
+
+def test_what_is_not_supported_is_named():
+    with pytest.raises(
+        ValueError,
+        match=r"must be transformers' own .*GPT2LMHeadModel.*BertModel.*, got torch.nn.modules.linear.Linear",
+    ):
+        parallelize(nn.Linear(2, 2))
+    own = type("LlamaForCausalLM", (type(make("llama")),), {})  # somebody's subclass may do anything
+    model = make("llama")
+    model.__class__ = own
+    with pytest.raises(ValueError, match="module must be transformers' own"):
+        parallelize(model)
+    model = parallelize(make("llama"))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is parallelized already"):
+        parallelize(model)
+    mixed = make("llama")
+    mixed.model.norm.half()
+    with pytest.raises(ValueError, match="one dtype and one device, got .*float64.*float16"):
+        parallelize(mixed)
+    untied = make("gpt2")
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match="tie_word_embeddings=True, and the module's embeddings are not tied"):
+        parallelize(untied)
+    more = make("llama")
+    more.model.layers[0].register_parameter("extra", nn.Parameter(torch.ones(2, dtype=F64)))
+    with pytest.raises(
+        ValueError, match="parallelize: LlamaForCausalLM holds model.layers.0.extra, which GPT has no place for"
+    ):
+        parallelize(more)
+    assert more(**batch(more.config)).loss > 0  # nothing has happened to it
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True is not built"):
+        parallelize(make("gpt2", scale_attn_by_inverse_layer_idx=True))
+
+
+ASKED = dict(use_cache=True), dict(output_attentions=True), dict(logits_to_keep=1), dict(inputs_embeds=torch.ones(1))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_call_asks_for_is_named(asked):
+    model = parallelize(make("llama"))
+    with pytest.raises(NotImplementedError, match=f"LlamaForCausalLM, parallelized: {next(iter(asked))} is not built"):
+        model(**batch(model.config), **asked)
+
+
+def test_what_else_is_named():
+    model, bert = parallelize(make("llama")), parallelize(make("bert"))
+    ids = batch(model.config)["input_ids"]
+    with pytest.raises(NotImplementedError, match="num_beams is not built"):
+        model.generate(ids, max_new_tokens=2, num_beams=2)
+    with pytest.raises(ValueError, match="give max_new_tokens or max_length"):
+        model.generate(ids)
+    with pytest.raises(NotImplementedError, match="BertModel is not a causal model"):
+        bert.generate(ids)
+    with pytest.raises(NotImplementedError, match="saving='smallest'"):
+        model.gradient_checkpointing_enable()
+
+
+def seeded(world, seeds):
+    parallelize(make("llama", seed=seeds[world.rank]), make_tp(world))
+
+
+def test_what_the_ranks_do_not_agree_on(ranks):
+    with pytest.raises(
+        ValueError, match=r"a checksum of the weights \(call torch.manual_seed .* must be the same on every"
+    ):
+        ranks(2, seeded, [0, 1])
+    with pytest.raises(ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3"):
+        ranks(3, seeded, [0, 0, 0])
+
+
+def test_a_model_of_ours_is_inside():
+    assert isinstance(parallelize(make("mistral")).parallel, GPT)

@@ -1,0 +1,407 @@
+"""The Triton side of attention: launcher == reference under the interpreter, feature by feature and together."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.interpreter_bytes import assert_declared
+from tpfuse.kernels.attention import triton_forward
+from tpfuse.kernels.attention.decode import splits_of
+from tpfuse.kernels.attention.op import attention_bwd as bwd
+from tpfuse.kernels.attention.op import attention_decode as decode
+from tpfuse.kernels.attention.op import attention_fwd as fwd
+from tpfuse.kernels.attention.options import DecodeOptions, Options
+from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key, scale
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, BF16 = torch.float32, torch.bfloat16
+SITE, FIRST = 7, 5
+
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def random(*shape, dtype=FP32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def tables(S, half):
+    angle = torch.rand(S + 3, half, device=DEVICE) * 6
+    return dict(cos=angle.cos() * 1.1, sin=angle.sin() * 1.1)
+
+
+def features(names: str, batch: int, S: int, H: int, E: int, dtype=FP32) -> Options:
+    """ "causal+rope" -> what attention_fwd takes after qkv"""
+    has, options = names.split("+"), dict(batch=batch, seq=S, scale=0.3)
+    if "causal" in has:
+        options |= dict(causal=True)
+    if "window" in has:
+        options |= dict(causal=True, window=max(S // 3, 1))
+    if "key_mask" in has:  # one sample sees nothing, another neither its first nor its last key
+        mask = torch.ones(batch, S, dtype=torch.bool, device=DEVICE)
+        mask[0], mask[-1, :1], mask[-1, -1:] = batch == 1, False, S == 1
+        options |= dict(key_mask=mask)
+    if (
+        "packed" in has
+    ):  # an empty document, one of one position, one that begins inside a tile, rows before and after all
+        ends = torch.tensor([1, 1, S // 2 + 3, S // 2 + 4, S - 2], dtype=torch.int32, device=DEVICE)
+        options |= dict(cu_seqlens=ends)
+    if "bias" in has:
+        bias = random(H, S, S, dtype=dtype)
+        bias[0, S // 2] = -torch.inf  # one row of one head sees nothing
+        options |= dict(bias=bias)
+    if "bias1" in has:
+        options |= dict(bias=random(1, S, S))
+    if "softcap" in has:
+        options |= dict(softcap=1.5)
+    if "rope" in has:
+        options |= tables(S, E // 2)
+    if "interleaved" in has:
+        options |= dict(**tables(S, E // 2), interleaved=True)
+    if "partial" in has:
+        options |= tables(S, E // 4)
+    if "positions" in has:
+        options |= dict(positions=torch.randint(0, S + 3, (S * batch,), device=DEVICE))
+    if "dropout" in has:
+        options |= dict(rng=make_rng(3, 2, 5, DEVICE), p=0.3, site=SITE, first_head=FIRST)
+    return Options(**options)
+
+
+def arguments(names, batch=2, S=40, G=1, Q=2, E=16, padding=0, dtype=FP32):
+    rows = S * batch + padding
+    qkv, do = random(rows, G, Q + 2, E, dtype=dtype), random(rows, G * Q * E, dtype=dtype)
+    return qkv, do, features(names, batch, S, G * Q, E, dtype)
+
+
+def both(arguments):
+    """[(launcher's, reference's)] of o, lse and dqkv, both backwards given the reference's o and lse"""
+    qkv, do, options = arguments
+    o, lse = fwd.reference(qkv, options)
+    pairs = [*zip(fwd.launch(qkv, options), (o, lse), strict=True)]
+    return [*pairs, (bwd.launch(do, qkv, o, lse, options), bwd.reference(do, qkv, o, lse, options))]
+
+
+def assert_same(arguments):
+    for got, want in both(arguments):
+        assert got.dtype == want.dtype and got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+ALONE = ["", "causal", "window", "key_mask", "bias", "bias1", "softcap", "rope", "interleaved", "partial", "dropout"]
+slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
+TOGETHER = ["key_mask+bias1", "causal+bias+dropout+interleaved", "window+softcap+partial+positions"]
+
+
+@pytest.mark.parametrize("names", [*map(slow, ALONE), *TOGETHER])
+def test_features(names):
+    """A whole tile and a ragged one; two samples, grouped heads."""
+    assert_same(arguments(names))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*map(slow, ("packed", "packed+causal", "packed+key_mask+causal+bias")), "packed+window+dropout+rope+positions"],
+)
+def test_packed(names):
+    qkv, do, options = arguments(names, batch=1, S=43, padding=2)
+    qkv[-2:], do[-2:] = torch.nan, torch.nan
+    o, _ = fwd.launch(qkv, options)
+    outside = [0, 41, 42, 43, 44]
+    assert not o[outside].any() and ("dropout" in names or o[1:41].any(1).all())
+    pairs = both((qkv[:43], do[:43], options))
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert not pairs[2][0][[0, 41, 42]].any() and (pairs[1][0][..., [0, 41, 42]] == torch.inf).all()
+
+
+def test_documents_alone_and_packed():
+    """Each document of a packed row gives what it gives on its own; with a window too."""
+    lengths = [33, 1, 10]
+    ends = torch.tensor([0, 33, 34, 44], dtype=torch.int32, device=DEVICE)
+    qkv = random(44, 1, 3, 16)
+    for more in (dict(), dict(causal=True), dict(causal=True, window=9)):
+        packed, _ = fwd.launch(qkv, Options(cu_seqlens=ends, seq=44, scale=0.3, **more))
+        alone = [fwd.launch(part, Options(seq=len(part), scale=0.3, **more))[0] for part in qkv.split(lengths)]
+        torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+# widths that fill no tile, a table of odd width, one column
+@pytest.mark.parametrize("E, half", [(80, 20), slow(96, 12), slow(13, 3), slow(1, 0), slow(7, 0)])
+@pytest.mark.parametrize("interleaved", [False, slow(True)])
+def test_head_widths(E, half, interleaved):
+    qkv, do, options = arguments("causal+dropout", batch=1, S=34, G=2, Q=1, E=E)
+    if half:
+        options = options._replace(**tables(34, half), interleaved=interleaved)
+    assert_same((qkv, do, options))
+
+
+@pytest.mark.parametrize("S", [0, 1, *map(slow, (31, 32, 33, 97))])
+def test_lengths(S):
+    assert_same(arguments("causal", batch=1, S=S, G=2, Q=1))
+    assert_same(arguments("dropout+key_mask", batch=2, S=S, Q=1))
+
+
+@pytest.mark.parametrize("G, Q", [slow(3, 1), slow(1, 5), (2, 3)])
+def test_groups(G, Q):
+    assert_same(arguments("causal+dropout+rope", batch=1, S=9, G=G, Q=Q))
+
+
+def test_padding_rows():
+    """Zero, whatever lies in them."""
+    qkv, do, options = arguments("causal", S=9, padding=3)
+    qkv[-3:], do[-3:] = torch.nan, torch.nan
+    o, lse = fwd.launch(qkv, options)
+    dqkv = bwd.launch(do, qkv, o, lse, options)
+    assert not o[-3:].any() and not dqkv[-3:].any() and o.isfinite().all() and dqkv.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("names", [slow("causal+dropout"), "rope+key_mask+softcap+dropout"])
+def test_low_precision(names, dtype):
+    """error(kernel, fp64) <= 2 error(reference in the same dtype, fp64) + 1e-6"""
+    qkv, do, options = arguments(names, S=34, Q=1, E=32, dtype=dtype)
+    exact = both_exact(qkv, do, options)
+    for (got, theirs), truth in zip(both((qkv, do, options)), exact, strict=True):
+        finite = truth.isfinite()
+        assert (got.isfinite() == finite).all()
+        error, allowed = ((x.double() - truth)[finite].abs().max() for x in (got, theirs))
+        # the reference keeps fp32 where a kernel feeds 16-bit operands to its products, as torch's own attention does
+        rounding = torch.finfo(dtype).eps * truth[finite].abs().max()
+        assert error <= 2 * allowed + rounding + 1e-6, (error, allowed)
+
+
+def both_exact(qkv, do, options):
+    qkv, do = qkv.double(), do.double()
+    o, lse = fwd.reference(qkv, options)
+    return o, lse, bwd.reference(do, qkv, o, lse, options)
+
+
+# ---- masks ----
+
+
+def mask_of(options, S, H):
+    """What the kernel dropped, read off its output: uniform probabilities, and v the unit matrix."""
+    qkv = torch.zeros(S, H, 3, S, device=DEVICE)
+    qkv[:, :, 2] = torch.eye(S, device=DEVICE)[:, None]
+    return fwd.launch(qkv, options)[0].view(S, H, S).transpose(0, 1) > 0
+
+
+def test_masks_are_the_format():
+    """Bitwise the torch twin's, over tiles and heads; and of a shard of heads, and of a packed row."""
+    S, H, rng = 40, 2, make_rng(3, 2, 5, DEVICE)
+    options = Options(rng=rng, seq=S, p=0.4, site=SITE, first_head=FIRST, scale=1.0)
+    *key, sample = mask_key(rng)
+    rows, word = torch.arange(S, device=DEVICE)[:, None], lambda n: torch.tensor(n, device=DEVICE)
+    twin = torch.stack(
+        [keep(key, rows, word(SITE << 16 | FIRST + h), S, word(sample), 0.4, torch.bool) for h in range(H)]
+    )
+    mask = mask_of(options, S, H)
+    assert torch.equal(mask, twin) and 0.5 < twin.float().mean() < 0.7
+    assert torch.equal(mask_of(options._replace(first_head=FIRST + 1), S, 1)[0], twin[1])
+    assert not torch.equal(mask_of(options._replace(site=SITE + 1), S, 1)[0], twin[0])
+    packed = mask_of(options._replace(cu_seqlens=torch.tensor([0, 37, S], dtype=torch.int32, device=DEVICE)), S, 1)[0]
+    for a, b in ((0, 37), (37, S)):
+        assert torch.equal(packed[a:b, a:b], twin[0, a:b, a:b]) and not packed[a:b, b:].any()
+
+
+def test_backward_draws_forwards_mask():
+    """dv of uniform probabilities and do = 1 counts exactly what was kept of every key: a dropped one gives nothing."""
+    S, H = 40, 2
+    options = Options(rng=make_rng(3, 2, 5, DEVICE), seq=S, p=0.4, site=SITE, first_head=FIRST, scale=1.0)
+    qkv, do = torch.zeros(S, H, 3, 16, device=DEVICE), torch.ones(S, H * 16, device=DEVICE)
+    o, lse = fwd.launch(qkv, options)
+    dv = bwd.launch(do, qkv, o, lse, options)[:, :, 2, 0].T * S / scale(0.4)
+    torch.testing.assert_close(dv, mask_of(options, S, H).sum(1).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_shards_of_heads_and_samples():
+    """Groups by first_head, a batch by first_sample: bitwise the whole's, forward and backward."""
+    qkv, do, options = arguments("causal+dropout+rope", batch=2, S=10, G=2, Q=2)
+    o, lse = fwd.launch(qkv, options)
+    dqkv = bwd.launch(do, qkv, o, lse, options)
+    half = do.shape[1] // 2
+    for g in range(2):
+        own, mine = slice(g * half, (g + 1) * half), options._replace(first_head=FIRST + 2 * g)
+        part = qkv[:, g : g + 1].contiguous()
+        o_g, lse_g = fwd.launch(part, mine)
+        assert torch.equal(o_g, o[:, own]) and torch.equal(lse_g, lse[:, 2 * g : 2 * g + 2])
+        assert torch.equal(bwd.launch(do[:, own].contiguous(), part, o_g, lse_g, mine), dqkv[:, g : g + 1])
+    alone = options._replace(batch=1, rng=options.rng + torch.tensor([0, 0, 1], device=DEVICE))
+    assert torch.equal(fwd.launch(qkv[1::2].contiguous(), alone)[0], o[1::2])
+
+
+# ---- strides, bytes, paths ----
+
+
+def test_strides():
+    """A slice of wider heads, a transposed qkv, offsets beyond 2^31 elements."""
+    _, do, options = arguments("causal", batch=2, S=5, G=2, Q=1, E=8)
+    wide, rotated = random(10, 4, 3, 8)[:, 1:3], random(2, 10, 3, 8).transpose(0, 1)
+    for qkv in (wide, rotated, random(10, 2, 3, 16)[..., :8]):
+        assert not qkv.is_contiguous()
+        assert_same((qkv, do, options))
+    far = torch.empty((1 << 31) + 512, dtype=torch.float16, device=DEVICE).as_strided(
+        (10, 2, 3, 8), ((1 << 31) // 9, 24, 8, 1)
+    )
+    far.copy_(random(10, 2, 3, 8))
+    near, half = far.contiguous(), do.half()
+    o, lse = fwd.launch(far, options)
+    assert torch.equal(o, fwd.launch(near, options)[0])
+    assert torch.equal(bwd.launch(half, far, o, lse, options), bwd.launch(half, near, o, lse, options))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+@pytest.mark.parametrize("names", [slow(""), "causal+dropout+rope", "key_mask+bias+softcap", slow("packed+causal")])
+def test_declared_bytes(names):
+    S = 64
+    qkv, do, options = arguments(names, batch=1 if "packed" in names else 2, S=S, E=16)
+    if options.cos is not None:
+        options = options._replace(cos=options.cos[:S], sin=options.sin[:S])
+    if options.cu_seqlens is not None:
+        options = options._replace(cu_seqlens=torch.tensor([0, 20, 64], dtype=torch.int32))
+    assert_declared(fwd, (qkv, options))
+    o, lse = fwd.reference(qkv, options)
+    assert_declared(bwd, (do, qkv, o, lse, options))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+def test_wide_heads_rotate_ahead():
+    """Wider than 128 columns, forward reads rotated copies of q and k; so does every backward."""
+    qkv, do, options = arguments("causal+rope", batch=1, S=32, Q=1, E=144)
+    options = options._replace(cos=options.cos[:32], sin=options.sin[:32])
+    assert_same((qkv, do, options))
+    moved = assert_declared(fwd, (qkv, options))
+    assert moved.written == 32 * 4 * (144 + 1 + 2 * 256)
+
+
+def test_flops():
+    qkv = torch.empty(64, 2, 3, 16, device="meta")
+    whole = 4 * 2 * 64 * 64 * 16
+    for more, share in (
+        (dict(), 1),
+        (dict(causal=True), 1 / 2),
+        (dict(causal=True, window=16), (16 * 112 / 2) / 64**2),
+    ):
+        options = Options(seq=64, **more)
+        assert fwd.cost((qkv, options), ()).flops == whole * share
+        assert bwd.cost((qkv, qkv, qkv, qkv, options), (qkv,)).flops == 2.5 * whole * share
+
+
+def test_path(monkeypatch):
+    """tpfuse's own unless the measured table says otherwise, and never where torch's lacks what was asked for."""
+    qkv, plain = random(8, 2, 3, 16, dtype=BF16), Options(seq=8, causal=True)
+    assert triton_forward.path(qkv, plain) == "tpfuse"
+    monkeypatch.setattr(
+        triton_forward, "tuned", lambda kernel, arch, dtype, shape, default: default | dict(path="sdpa")
+    )
+    assert triton_forward.path(qkv, plain) == "sdpa"
+    lacking = [
+        dict(window=3),
+        dict(softcap=2.0),
+        dict(rng=make_rng(1, 2), p=0.1),
+        dict(cu_seqlens=torch.zeros(2)),
+        dict(bias=qkv),
+    ]
+    assert {triton_forward.path(qkv, plain._replace(**more)) for more in lacking} == {"tpfuse"}
+    assert (
+        triton_forward.path(qkv.float(), plain)
+        == triton_forward.path(random(8, 2, 4, 16, dtype=BF16), plain)
+        == "tpfuse"
+    )
+
+
+# ---- decode ----
+
+
+def decode_arguments(B=2, L=70, G=2, Q=3, E=16, dtype=FP32, lengths=False, masked=False, window=None, softcap=None):
+    cache = random(B, L, G, 2, E, dtype=dtype)
+    mask = torch.rand(B, L, device=DEVICE) < 0.7 if masked else None
+    if masked:
+        mask[0] = False
+    length = torch.tensor([L, 37, 1, 0][:B], dtype=torch.int32, device=DEVICE) if lengths else None
+    options = DecodeOptions(mask, length, window, scale=0.3, softcap=softcap)
+    return random(B, G, Q, E, dtype=dtype), cache[..., 0, :], cache[..., 1, :], options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(lengths=True, B=4),
+        dict(masked=True),
+        dict(window=9, lengths=True, B=4),
+        dict(softcap=1.5, masked=True),
+        dict(L=1, Q=1),
+    ],
+    ids=str,
+)
+def test_decode(options):
+    given = decode_arguments(**options)
+    torch.testing.assert_close(decode.launch(*given), decode.reference(*given), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("E", [80, 5])
+def test_decode_widths(E):
+    given = decode_arguments(E=E)
+    torch.testing.assert_close(decode.launch(*given), decode.reference(*given), rtol=2e-5, atol=2e-5)
+
+
+def test_decode_low_precision():
+    given = decode_arguments(dtype=BF16)
+    exact = decode.reference(*(t.double() for t in given[:3]), given[3])
+    error, allowed = ((x.double() - exact).abs().max() for x in (decode.launch(*given), decode.reference(*given)))
+    assert error <= 2 * allowed + torch.finfo(BF16).eps * exact.abs().max()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+def test_decode_declared_bytes():
+    assert_declared(decode, decode_arguments(L=64))
+    assert_declared(decode, decode_arguments(L=64, window=32))
+    q, k, v, options = decode_arguments(L=64)
+    assert_declared(decode, (q, k, v, options._replace(key_mask=torch.ones(2, 64, dtype=torch.bool))))
+
+
+def test_splits():
+    assert (
+        splits_of(8, 100, 132) == 33
+        and splits_of(8, 4, 132) == 4
+        and splits_of(1000, 100, 132) == 1
+        and splits_of(0, 0, 132) == 1
+    )
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "names", ["", "causal", "causal+dropout", "causal+dropout+rope", "window+rope+softcap", "key_mask+bias+dropout"]
+)
+@pytest.mark.parametrize("E", [32, 64, 96, 128, 256])
+def test_on_a_gpu(E, names):
+    """Compiled, bf16, several tiles; twice the same bits."""
+    qkv, do, options = arguments(names, S=300, G=2, Q=2, E=E, dtype=BF16)
+    options = options._replace(scale=E**-0.5)
+    for got, want in both((qkv, do, options)):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    o, lse = fwd.launch(qkv, options)
+    assert torch.equal(bwd.launch(do, qkv, o, lse, options), bwd.launch(do, qkv, o, lse, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_packed_and_decode_on_a_gpu(dtype):
+    close = dict(rtol=2e-2, atol=2e-2) if dtype == BF16 else dict(rtol=1e-4, atol=1e-4)
+    for got, want in both(arguments("packed+causal+dropout+rope+positions", batch=1, S=400, E=64, dtype=dtype)):
+        torch.testing.assert_close(got, want, **close)
+    given = decode_arguments(L=1000, E=128, dtype=dtype, lengths=True)
+    torch.testing.assert_close(decode.launch(*given), decode.reference(*given), **close)
+
+
+@pytest.mark.gpu
+def test_sdpa_on_a_gpu(monkeypatch):
+    """torch's flash attention hands o and lse to tpfuse's backward."""
+    monkeypatch.setattr(triton_forward, "path", lambda *_: "sdpa")
+    for got, want in both(arguments("causal", S=300, G=2, Q=1, E=64, padding=1, dtype=BF16)):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,222 @@
+"""The Triton side of reduce_bias_dropout_add_norm: launcher == reference under the interpreter, or compiled on a
+GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.kernels.interpreter_bytes import assert_declared
+from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
+from tpfuse.kernels.norm import triton_forward as F
+from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
+from tpfuse.kernels.runtime.philox import Mask, make_rng
+from tpfuse.sequence_parallel.crossings import reduce_parts
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+fwd, bwd = REDUCE_BIAS_DROPOUT_ADD_NORM
+
+ALL = dict(bias=True, residual=True, norm=True, beta=True, dropout=True, rms=False)
+LEFT_OUT = [
+    {},
+    *({k: not v} for k, v in ALL.items() if k != "norm"),
+    dict(norm=False, beta=False),
+    dict(rms=True, beta=False),
+]
+# Several rows a program, the last program ragged; two tiles (768 = 512 + 256) and more rows than programs; a ragged
+# tile.
+SHAPES = [(1, 3, 5), (3, 35, 100), (2, 5, 768), (2, 2, 1000)]
+WIDE = [(2, 2, 9000), (2, 2, 17000)]  # two-pass backward; chunked forward
+PARTS = [{}, dict(rms=True, beta=False), dict(norm=False, beta=False)]
+MASK = Mask(make_rng(3, 2, 5, DEVICE), 0.3, site=7, first_row=11, batch=3)
+
+
+def forward_arguments(R, m, D, dtype=torch.float32, **left_out):
+    has = ALL | left_out
+    parts, residual = torch.randn(R, m, D, device=DEVICE).to(dtype), torch.randn(m, D, device=DEVICE).to(dtype)
+    bias, gamma, beta = torch.randn(3, D, device=DEVICE).unbind(0)
+    some = dict(bias=bias, residual=residual, norm=gamma, beta=beta)
+    bias, residual, gamma, beta = (t if has[k] else None for k, t in some.items())
+    norm = Norm(gamma, beta, 1e-5, "rms" if has["rms"] else "layer")
+    return parts, Add(bias=bias, residual=residual), norm, MASK if has["dropout"] else Mask(), PRE
+
+
+def backward_arguments(arguments, post=False, dn=True, dh=True):
+    parts, add, norm, mask, _ = arguments
+    h, _, mean, rstd = fwd.reference(*arguments)
+    saved = (h, mean, rstd, norm.gamma) if norm.gamma is not None else (None,) * 4
+    incoming = (like(parts) if dn else None, like(h) if dh else None)
+    residual = None if add.residual is None else add.residual.dtype
+    wanted = Wanted(add.bias is not None, norm.beta is not None, residual, parts.dtype)
+    return *incoming, Saved(*saved, norm.kind), mask, POST if post else PRE, wanted
+
+
+def assert_both(arguments):
+    """Forward, and backward pre-norm and post-norm."""
+    assert_same(fwd.launch(*arguments), fwd.reference(*arguments))
+    for post in (False, True)[: 2 if arguments[2].gamma is not None else 1]:
+        both = backward_arguments(arguments, post)
+        assert_same(bwd.launch(*both), bwd.reference(*both))
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward(shape, left_out):
+    arguments = forward_arguments(*shape, **left_out)
+    assert_same(fwd.launch(*arguments), fwd.reference(*arguments))
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_backward(shape, left_out):
+    arguments = forward_arguments(*shape, **left_out)
+    for post, (dn, dh) in itertools.product((False, True), ((True, True), (True, False), (False, True))):
+        if arguments[2].gamma is not None or not post:
+            both = backward_arguments(arguments, post, dn, dh)
+            assert_same(bwd.launch(*both), bwd.reference(*both))
+
+
+@pytest.mark.parametrize("left_out", PARTS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 768), (2, 2, 1000)], ids=str)
+def test_tiles_of_a_row(shape, left_out):
+    assert_both(forward_arguments(*shape, **left_out))
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+def test_wide_rows(shape):
+    assert_both(forward_arguments(*shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", PARTS, ids=str)
+@pytest.mark.parametrize("D", [5120, 9000, 12288, 16384, 17000, 32768, 65537])
+def test_widths(D, left_out):
+    assert_both(forward_arguments(2, 2, D, **left_out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 768), (1, 3, 100), pytest.param((2, 2, 17000), marks=pytest.mark.slow)], ids=str
+)
+def test_low_precision(shape, dtype):
+    arguments = forward_arguments(*shape, dtype=dtype)
+    assert_accurate_launch(fwd, arguments)
+    assert_accurate_launch(bwd, backward_arguments(arguments))
+
+
+def test_no_rows():
+    assert_both(forward_arguments(2, 0, 8))
+
+
+def test_one_element():
+    """Its x_hat is 0, where the reference has the rounding error of x rstd - mean rstd."""
+    arguments = forward_arguments(1, 1, 1)
+    assert_accurate_launch(fwd, arguments)
+    assert_accurate_launch(bwd, backward_arguments(arguments))
+
+
+def test_strides():
+    """One shard expanded with stride 0; transposed parts and gradients; offsets beyond 2^31 elements, forward and
+    backward."""
+    arguments = list(forward_arguments(3, 4, 16, dtype=torch.float16))
+    both = list(backward_arguments(arguments))
+    for strided in (lambda x: x[:1].expand(3, -1, -1), lambda x: x.mT.contiguous().mT, lambda x: far_apart(x, 1 << 30)):
+        for op, given in ((fwd, arguments), (bwd, both)):
+            given[0] = strided(given[0])
+            for a, b in zip(op.launch(*given), op.launch(given[0].contiguous(), *given[1:]), strict=True):
+                assert torch.equal(a, b)
+    saved, turned = both[2], lambda x: x.mT.contiguous().mT
+    both[1], both[2] = turned(both[1]), saved._replace(h=turned(saved.h))
+    near = both[0].contiguous(), both[1].contiguous(), saved._replace(h=both[2].h.contiguous())
+    for a, b in zip(bwd.launch(*both), bwd.launch(*near, *both[3:]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_huge_rows():
+    """A row offset beyond 2^31 elements within one part."""
+    arguments = list(forward_arguments(1, 3, 16, dtype=torch.float16))
+    near = arguments[0]
+    arguments[0] = far_apart(near.movedim(0, 1), 1 << 30).movedim(0, 1)
+    assert arguments[0].stride(1) * 2 >= 1 << 31
+    for a, b in zip(fwd.launch(*arguments), fwd.launch(near, *arguments[1:]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_masks_do_not_depend_on_the_shard(shards):
+    """Shards of rows, put together, are bitwise the whole, and the whole's mask is the reference's; another site's is
+    not."""
+    whole = parts, add, norm, _, order = forward_arguments(1, 8, 100)
+    h, n, *_ = fwd.launch(*whole)
+    cut = []
+    for rows in torch.arange(8).chunk(shards):
+        part, mask = add._replace(residual=add.residual[rows]), MASK._replace(first_row=MASK.first_row + int(rows[0]))
+        cut.append(fwd.launch(parts[:, rows], part, norm, mask, order)[:2])
+    assert torch.equal(torch.cat([a for a, _ in cut]), h) and torch.equal(torch.cat([b for _, b in cut]), n)
+    dropped = h == add.residual
+    assert torch.equal(dropped, fwd.reference(*whole)[0] == add.residual) and 0.2 < dropped.float().mean() < 0.4
+    other = MASK._replace(site=MASK.site + 1)
+    assert not torch.equal(fwd.launch(parts, add, norm, other, order)[0], h)
+
+
+@pytest.mark.parametrize("D", [100, pytest.param(9000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", ["launch", "cpu", "reference", "__call__"])
+def test_out(D, call):
+    """dparts goes into rows of a given buffer, and nothing beside them is touched."""
+    arguments = backward_arguments(forward_arguments(2, 3, D))
+    buffer = torch.full((3, D + 8), 7.0, device=DEVICE)
+    run = getattr(bwd, call)
+    want, (none, *rest) = run(*arguments), run(*arguments, buffer[:, :D])
+    assert none.numel() == 0 and torch.equal(buffer[:, :D], want[0]) and (buffer[:, D:] == 7).all()
+    assert all(torch.equal(a, b) for a, b in zip(rest, want[1:], strict=True))
+
+
+def test_out_of_other_columns():
+    with pytest.raises(ValueError, match="columns of out must lie side by side"):
+        bwd.launch(*backward_arguments(forward_arguments(1, 3, 8)), torch.empty(8, 3, device=DEVICE).T)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 100), (2, 3, 9000), (2, 2, 17000)], ids=str)
+def test_reduce_parts(shape):
+    parts = torch.randn(shape, device=DEVICE)
+    assert torch.equal(reduce_parts.launch(parts), reduce_parts.reference(parts))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("left_out", [{}, dict(norm=False, beta=False, bias=False)], ids=str)
+def test_declared_bytes(monkeypatch, wide, left_out):
+    """A wide row's h is read twice forward, and what enters its norm's backward twice backward."""
+    narrow(monkeypatch, wide)
+    D = 768
+    arguments = forward_arguments(2, 4, D, dtype=torch.bfloat16, **left_out)
+    assert_declared(fwd, arguments)
+    assert_declared(reduce_parts, arguments[:1])
+    both = backward_arguments(arguments)
+    assert_declared(bwd, both)
+    assert_declared(bwd, (*both, torch.empty(4, D, dtype=torch.bfloat16, device=DEVICE)))
+    if arguments[2].gamma is not None:
+        assert_declared(bwd, backward_arguments(arguments, post=True))
+        assert_declared(bwd, backward_arguments(arguments, dn=False))
+        assert_declared(bwd, backward_arguments(arguments, post=True, dn=False))
+
+
+@pytest.mark.parametrize("D", [1, 127, 128, 129, 768, 1000, 1024, 1536, 5120, 8192, 8193, 12288, 16384])
+def test_tiles_cover_a_row(D):
+    A, b = F.tiles(D)
+    assert A + b >= D and 8192 >= A >= b and A & (A - 1) == 0 and b & (b - 1) == 0
+    assert A + b < 2 * D or D < 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 768, 1000, 1024, 4096, 5120, 8192, 12288, 16384, 32768, 65537])
+def test_on_a_gpu(D, dtype):
+    """Compiled, at the widths that have launch parameters of their own; the masks bitwise."""
+    arguments = forward_arguments(2, 67, D, dtype=dtype)
+    on_a_gpu(fwd, arguments)
+    on_a_gpu(bwd, backward_arguments(arguments))
+    on_a_gpu(reduce_parts, arguments[:1])
+    h, residual = fwd.launch(*arguments)[0], arguments[1].residual
+    assert torch.equal(h == residual, fwd.reference(*arguments)[0] == residual)

@@ -1,0 +1,102 @@
+"""The norm of the whole gradient and the groups of an optimizer, against torch's own on one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.common import assert_close, error, make_tp
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, Training, batch, whole
+from tpfuse import clip_grad_norm_, param_groups
+from tpfuse.layers import RMSNorm
+from tpfuse.models import GPT, Bert
+
+F64, F32 = torch.float64, torch.float32
+
+
+def clipped(world, dp, sp, kind, dtype, max_norm, theirs=False):
+    """-> the norm, and the full gradients after clipping"""
+    training = Training(world, dp, sp, kind, dtype)
+    training.backward(0)
+    parameters = training.model.parameters()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm) if theirs else clip_grad_norm_(training.replica, max_norm)
+    return norm, whole(training.model, grad=True)
+
+
+LAYOUTS = [  # ranks, dp, kind, sequence parallel
+    (1, 1, "ddp", False),
+    (2, 1, "ddp", True),
+    (4, 1, "ddp", False),
+    (4, 2, "ddp", True),
+    (2, 1, "dtensor", True),
+    (4, 2, "fsdp", True),
+    (2, 2, "fsdp", False),
+]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+@pytest.mark.parametrize("R, dp, kind, sp", LAYOUTS)
+def test_the_norm_is_torchs_on_one_process(ranks, R, dp, kind, sp, max_norm):
+    for dtype in (F64, F32) if max_norm < 1 else (F64,):
+        norm, exact = ranks(1, clipped, 1, False, "ddp", dtype, max_norm, True)[0]
+        every = ranks(R, clipped, dp, sp, kind, dtype, max_norm)
+        for got, grads in every:
+            assert (
+                got.dim() == 0 and got.dtype == dtype and torch.equal(got, every[0][0])
+            )  # the same bits on every rank
+            assert error(got, norm) < (1e-12 if dtype == F64 else 1e-6)
+            assert_close(grads, exact, dtype)
+
+
+def local_norm(world):
+    """What torch's own gives on shards, and what counting replicated parameters on every rank would."""
+    model = GPT(GPT_CONFIG, tp=make_tp(world)).double()
+    model(**batch(GPT_CONFIG)).loss.backward()
+    squares = [p.grad.square().sum() for p in model.parameters()]
+    every = [torch.zeros((), dtype=F64) for _ in range(world.size)]
+    torch.distributed.all_gather(every, sum(squares))
+    return nn.utils.get_total_norm([p.grad for p in model.parameters()]), sum(every).sqrt(), clip_grad_norm_(model, 1e9)
+
+
+def test_a_replicated_parameter_is_counted_once(ranks):
+    alone, _, right = ranks(1, local_norm)[0]
+    assert error(right, alone) < 1e-12
+    for local, twice, norm in ranks(2, local_norm):
+        assert error(norm, right) < 1e-12 and error(local, right) > 1e-2 and error(twice, right) > 1e-2
+
+
+def test_no_gradients_and_some():
+    model = GPT(GPT_CONFIG)
+    assert clip_grad_norm_(model, 1.0) == 0
+    model.embedding.weight.grad = torch.full_like(model.embedding.weight, 2.0)
+    norm = clip_grad_norm_(model, 1.0)
+    assert norm == pytest.approx(2 * model.embedding.weight.numel() ** 0.5)
+    assert model.embedding.weight.grad.norm() == pytest.approx(1.0, rel=1e-5)
+    model.embedding.weight.grad.fill_(float("nan"))
+    assert clip_grad_norm_(model, 1.0).isnan()
+
+
+def test_a_plain_module_beside_ours():
+    """Anybody's parameters: replicated, and so torch's norm."""
+    mine = nn.Sequential(nn.Linear(4, 3), RMSNorm(3))
+    mine(torch.randn(2, 4)).square().sum().backward()
+    want = nn.utils.get_total_norm([p.grad for p in mine.parameters()])
+    torch.testing.assert_close(clip_grad_norm_(mine, 1e9), want)
+
+
+@pytest.mark.parametrize("model", [GPT(GPT_CONFIG), Bert(BERT_CONFIG, masked_lm=True)], ids=["gpt", "bert"])
+def test_norms_and_biases_do_not_decay(model):
+    decayed, rest = param_groups(model, weight_decay=0.1)
+    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert sorted(map(id, decayed["params"] + rest["params"])) == sorted(names)  # each once
+    assert all(names[id(p)].endswith(".bias") or "norm" in names[id(p)] for p in rest["params"])
+    assert all(names[id(p)].endswith(".weight") and "norm" not in names[id(p)] for p in decayed["params"])
+
+
+def test_others_norms_and_frozen_parameters():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2), RMSNorm(2), GPT(GPT_CONFIG)])
+    model[4].embedding.weight.requires_grad_(False)
+    decayed, rest = param_groups(model, 0.1)
+    held = {id(p) for p in decayed["params"] + rest["params"]}
+    assert id(model[4].embedding.weight) not in held and len(held) == len(list(model.parameters())) - 1
+    assert all(id(p) in {id(q) for q in rest["params"]} for m in (model[1], model[2], model[3]) for p in m.parameters())

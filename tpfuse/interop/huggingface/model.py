@@ -1,0 +1,62 @@
+"""What a model offers to those who read and write its files: the names of its tensors, and what config.json says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...layers.module import Spec, named_specs
+from ...parallel import TensorParallel
+from .source import Source
+
+
+class PretrainedModule(nn.Module):
+    """A model whose parameters have names in Hugging Face files.
+
+    ``source`` is the directory that the weights came from and ``hf_source`` the contents of its config.json; None for
+    a model that was not read.
+    """
+
+    tp: TensorParallel
+    dp_rank: int | None
+    config: Any
+    source: Path | None
+    hf_source: dict[str, Any] | None
+
+    @property
+    def base_prefix(self) -> str:
+        """The prefix of the base model's tensors in a file of the model with its head."""
+        raise NotImplementedError
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Returns the process groups this model knows of: tensor-parallel, then data-parallel."""
+        raise NotImplementedError
+
+    def sources(self) -> dict[str, Source]:
+        """Returns, for every parameter of the whole model, the tensors of a Hugging Face file that it is made of."""
+        raise NotImplementedError
+
+    def hf_name(self, name: str) -> str:
+        """Returns a tensor's name in a file that this model writes, for its name in the base model."""
+        raise NotImplementedError
+
+    def hf_config(self) -> dict[str, Any]:
+        """Returns what config.json says of the class, beside the sizes."""
+        raise NotImplementedError
+
+    def ignorable(self) -> tuple[str, ...]:
+        """Returns patterns of tensors that a file may hold and this model has no use for."""
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes files."""
+        return self.tp.rank == 0 and not self.dp_rank
+
+    def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
+        """Yields (name, parameter, spec, tp) of every parameter but those of adapters."""
+        for (name, spec, tp), p in zip(named_specs(self), self.parameters(), strict=True):
+            if ".lora." not in name:
+                yield name, p, spec, tp

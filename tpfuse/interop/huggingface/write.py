@@ -1,0 +1,130 @@
+"""A model -> a directory that transformers loads: full tensors, config.json, the tokenizer it came with."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...collectives import all_gather
+from ...layers.linear import Adaptable
+from ...layers.module import Spec
+from ...parallel import TensorParallel
+from .disk import fsync, move, new_folder
+from .model import PretrainedModule
+from .read import INDEX, SINGLE
+from .together import raise_together
+
+MAX_SHARD_BYTES = 5 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
+    """Returns the whole of a parameter, on every rank; a collective where it is sharded."""
+    if isinstance(p, DTensor):
+        whole: Tensor = p.full_tensor().detach()
+        return whole[:: spec.copies]  # copies > 1: a rank's slice is one index of dimension 0
+    p = p.detach()
+    if spec.dim is None or tp.size == 1:
+        return p
+    n = spec.shape[spec.dim]
+    rows = p.movedim(spec.dim, 0)
+    chunk = -(-n // (tp.size // spec.copies))
+    padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
+    every = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
+    return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
+
+
+def save(model: PretrainedModule, path: Path) -> None:
+    """Writes the directory.  Every rank calls it; one writes.
+
+    Files appear whole or not at all, under their final names only when all are written.  ValueError where adapters are
+    not merged into the weights: they have a format of their own.
+    """
+    if any(m.adapter is not None for m in model.modules() if isinstance(m, Adaptable)):
+        raise ValueError(
+            "save_pretrained: the model has adapters; use save_adapter for them, or merge_lora to have them in the"
+            " weights"
+        )
+    tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
+    error: Exception | None = None
+    if model.writes:
+        try:
+            _write(model, path, tensors)
+        except Exception as e:
+            error = e
+    for _ in tensors:  # the collectives that remain: all of them here, or those after an error
+        pass
+    raise_together(error, model.groups())
+
+
+def _write(model: PretrainedModule, path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Writes shards and config.json in a temporary directory, and moves the files over when all are there."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
+    config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
+    folder = new_folder(path)
+    try:
+        shards = _write_shards(model, folder, tensors)
+        if len(shards) > 1:
+            total = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in model.stored_parameters())
+            files = {tensor: file for file, shard in shards.items() for tensor in shard}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+        _write_json(folder / "config.json", config)
+        for name in TOKENIZER_FILES:
+            if model.source is not None and (model.source / name).is_file():
+                shutil.copyfile(model.source / name, folder / name)
+        new = move(folder, path)
+        for old in path.glob("model*.safetensors*"):  # shards of an earlier save would be loaded in place of these
+            if old.name not in new and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
+                old.unlink()
+        fsync(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_shards(model: PretrainedModule, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[str]]:
+    """Writes the tensors in files of at most MAX_SHARD_BYTES; returns file -> names."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    sources = model.sources()
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, full in tensors:
+        for hf_name, tensor in sources[name].write(full):
+            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+                flush()
+            pending[model.hf_name(hf_name)] = tensor.cpu()
+    flush()
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, file in enumerate(files):
+        os.replace(folder / f"shard-{i}", folder / file)
+    return dict(zip(files, shards, strict=True))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

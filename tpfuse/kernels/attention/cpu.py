@@ -1,0 +1,237 @@
+"""Attention on a CPU: sample by sample and document by document, blocks of query rows as batched GEMMs, so that the
+scores stay in the cache; no block of keys that a causal mask, a window or a document's end hides as a whole is
+computed.
+
+Scores are in units of log 2: exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash
+attention.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.errors import check
+from ..runtime.op import acc_dtype
+from ..runtime.philox import scale
+from .options import INF, LOG2E, Options
+from .reference import angles, by_head, heads, keep_mask, rotate
+
+BLOCK = 128  # positions
+
+
+def documents(options: Options) -> list[tuple[int, int]]:
+    """Returns [start, end) of each document; of the whole sequence without cu_seqlens."""
+    if options.cu_seqlens is None:
+        return [(0, options.seq)]
+    ends = options.cu_seqlens.tolist()
+    rising = all(a <= b for a, b in zip([0, *ends], [*ends, options.seq]))
+    check(rising, f"attention: cu_seqlens must rise from 0 or more to at most seq = {options.seq}, got {ends}")
+    longest = max((b - a for a, b in zip(ends, ends[1:])), default=0)
+    most = options.max_seqlen
+    check(
+        most is None or longest <= most,
+        f"attention: max_seqlen={most}, but a document has {longest} positions; give at least {longest}",
+    )
+    return list(zip(ends, ends[1:]))
+
+
+class _Block(NamedTuple):
+    """Query rows [start, end), and the keys [first, last) that any of them sees."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+class _Sample:
+    """One sample's q [G, Q, S, E], k and v [G, S, E], q and k rotated, and its blocks of query rows."""
+
+    def __init__(self, b: int, qkv: Tensor, options: Options, rotation: tuple[Tensor, Tensor] | None):
+        q, k, v = heads(qkv, options.batch, options.seq)
+        self.b, self.options, self.acc, self.rotation = b, options, acc_dtype(qkv), None
+        if rotation is not None:
+            self.rotation = tuple(t[b if len(t) > 1 else 0] for t in rotation)  # [1, 1, S, W / 2]
+        self.q, self.k = self.rotated(q[b]), self.rotated(k[b])[:, 0].contiguous()
+        self.v = v[b, :, 0].contiguous()
+        self.G, self.Q, self.S, self.E = self.q.shape
+        self.kt = self.k.to(self.acc).transpose(1, 2)
+        self.key_mask = None if options.key_mask is None else options.key_mask[b]
+        self.bias = None
+        if options.bias is not None:
+            self.bias = options.bias.view(-1, self.Q if len(options.bias) > 1 else 1, self.S, self.S)
+        self.may_see_nothing = options.key_mask is not None or options.bias is not None
+
+    def rotated(self, x: Tensor, back: bool = False) -> Tensor:
+        """Returns x [G, Q or 1, S, E] rotated, or with ``back`` rotated back."""
+        if self.rotation is None:
+            return x
+        cos, sin = self.rotation
+        return rotate(x, cos, -sin if back else sin, self.options.interleaved)
+
+    def blocks(self, spans: list[tuple[int, int]], first: int, last: int) -> Iterator[_Block]:
+        """Yields the blocks of the positions ``first`` to ``last``, none over the end of a span."""
+        window, causal = self.options.window, self.options.causal
+        for start, end in spans:
+            for a in range(max(start, first), min(end, last), BLOCK):
+                e = min(a + BLOCK, end, last)
+                yield _Block(a, e, start if window is None else max(start, a - window + 1), e if causal else end)
+
+    def rows(self, x: Tensor, block: _Block) -> Tensor:
+        """Returns the block's rows of x [G, Q, S, ...] as [G, Q rows, ...]."""
+        return x[:, :, block.start : block.end].reshape(self.G, self.Q * (block.end - block.start), *x.shape[3:])
+
+    def by_row(self, x: Tensor, block: _Block) -> Tensor:
+        """Returns x [G, Q rows, ...] as [G, Q, rows, ...], a view."""
+        return x.view(self.G, self.Q, block.end - block.start, *x.shape[2:])
+
+    def scores(self, q: Tensor, block: _Block) -> tuple[Tensor, Tensor | None]:
+        """Returns [G, Q rows, keys] in units of log 2, -inf where masked; and where scores are capped the tanh."""
+        options, (a, e, lo, hi) = self.options, block
+        window, softcap = options.window, options.softcap
+        unit = options.scale * LOG2E if softcap is None else options.scale / softcap
+        s, tanh = torch.bmm(q.to(self.acc) * unit, self.kt[:, :, lo:hi]), None
+        if softcap is not None:
+            tanh = s.tanh_()
+            s = tanh * (softcap * LOG2E)
+        by_row = self.by_row(s, block)
+        if self.bias is not None:
+            by_row += self.bias[:, :, a:e, lo:hi].to(self.acc) * LOG2E
+        if options.causal:
+            by_row[..., a - lo :] += torch.full((e - a, e - a), -INF, dtype=s.dtype, device=s.device).triu_(1)
+        if window is not None and lo <= e - 1 - window:
+            by_row += torch.full((e - a, hi - lo), -INF, dtype=s.dtype, device=s.device).tril_(a - lo - window)
+        if self.key_mask is not None:
+            s.masked_fill_(~self.key_mask[lo:hi], -INF)
+        return s, tanh
+
+    def keep_mask(self, block: _Block) -> Tensor:
+        """Returns the 0/1 dropout mask [G, Q rows, keys]."""
+        rows = torch.arange(block.start, block.end, device=self.q.device)
+        sample, keys = torch.tensor([self.b], device=self.q.device), range(block.first, block.last)
+        mask = keep_mask(self.options, rows, sample, heads=self.G * self.Q, keys=keys, dtype=self.acc)
+        return mask.view(self.G, -1, len(keys))
+
+
+def _has_gaps(qkv: Tensor, options: Options) -> bool:
+    """Tells whether some rows lie in no document, which ``attend`` therefore does not fill."""
+    return len(qkv) > options.seq * options.batch or options.cu_seqlens is not None
+
+
+class Forward:
+    """Fills o [M, G Q E] and lse [B, H, S] position by position: ``attend`` to every sample and every range, in any
+    order."""
+
+    def __init__(self, qkv: Tensor, options: Options):
+        batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
+        self.qkv, self.options = qkv, options
+        self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
+        self.o = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(M, G * (slots - 2) * E)
+        self.lse = qkv.new_full((batch, G * (slots - 2), seq), INF, dtype=acc_dtype(qkv))
+        self._o = by_head(self.o, batch, seq, (G, slots - 2))
+        self._lse = self.lse.unflatten(1, (G, slots - 2))
+
+    def sample(self, b: int) -> _Sample:
+        return _Sample(b, self.qkv, self.options, self.rotation)
+
+    def attend(self, sample: _Sample, first: int, last: int) -> None:
+        """Computes o and lse of the queries at positions ``first`` to ``last``."""
+        for block in sample.blocks(self.spans, first, last):
+            s, _ = sample.scores(sample.rows(sample.q, block), block)
+            top = s.amax(-1, keepdim=True)
+            if sample.may_see_nothing:
+                top.masked_fill_(top == -INF, 0)
+            s.sub_(top).exp2_()
+            total = s.sum(-1, keepdim=True)
+            lse = total.log2().add_(top).div_(LOG2E)
+            if sample.may_see_nothing:
+                lse.masked_fill_(total == 0, INF)
+                total.masked_fill_(total == 0, 1)
+            if self.options.rng is not None:
+                s *= sample.keep_mask(block)
+                total /= scale(self.options.p)
+            o = torch.bmm(s.to(self.o.dtype), sample.v[:, block.first : block.last]).div_(total)
+            rows = slice(block.start, block.end)
+            self._o[sample.b, :, :, rows] = sample.by_row(o, block)
+            self._lse[sample.b, :, :, rows] = sample.by_row(lse, block)[..., 0]
+
+
+class _Gradients(NamedTuple):
+    """One sample in backward: the gradients of its rotated q and k, and of v, as they are added up."""
+
+    sample: _Sample
+    vt: Tensor  # v' [G, E, S]
+    dq: Tensor  # [G, Q, S, E]
+    dk: Tensor  # [G, S, E]
+    dv: Tensor
+
+
+class Backward:
+    """Fills dqkv [M, G, Q + 2, E]: ``attend`` to every sample and every range, whose rows of do must be there, then
+    ``finish`` every sample.
+
+    Gradients of keys and values are added in the order of the ranges.
+    """
+
+    def __init__(self, do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options):
+        batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
+        self.qkv, self.options = qkv, options
+        self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
+        self.do, self.o = (by_head(t, batch, seq, (G, slots - 2)) for t in (do, o))
+        self.lse = lse.view(batch, G, slots - 2, seq)
+        self.dqkv = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(qkv.shape)
+        self._dq, self._dk, self._dv = heads(self.dqkv, batch, seq)
+
+    def sample(self, b: int) -> _Gradients:
+        sample = _Sample(b, self.qkv, self.options, self.rotation)
+        zeros = lambda t: torch.zeros_like(t, dtype=sample.acc)
+        dq = self._dq[b] if self.rotation is None else zeros(sample.q)
+        return _Gradients(sample, sample.v.to(sample.acc).transpose(1, 2), dq, dk=zeros(sample.k), dv=zeros(sample.k))
+
+    def attend(self, gradients: _Gradients, first: int, last: int) -> None:
+        """Adds the gradients that come from the queries at positions ``first`` to ``last``."""
+        (sample, vt, dq, dk, dv), options, dtype = gradients, self.options, self.qkv.dtype
+        for block in sample.blocks(self.spans, first, last):
+            keys = slice(block.first, block.last)
+            q, do, o = (sample.rows(t, block) for t in (sample.q, self.do[sample.b], self.o[sample.b]))
+            s, tanh = sample.scores(q, block)
+            probs = s.sub_((sample.rows(self.lse[sample.b], block) * LOG2E)[..., None]).exp2_()
+            dp = torch.bmm(do.to(sample.acc), vt[:, :, keys])
+            dropped = probs
+            if options.rng is not None:
+                mask = sample.keep_mask(block).mul_(scale(options.p))
+                dp *= mask
+                dropped = mask.mul_(probs)
+            dv[:, keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), do)
+            ds = dp.sub_((do.to(sample.acc) * o).sum(-1, keepdim=True)).mul_(probs)
+            if tanh is not None:
+                ds.mul_(tanh.square_().neg_().add_(1))
+            ds = ds.to(dtype)
+            block_dq = torch.bmm(ds, sample.k[:, keys]).mul_(options.scale)
+            dq[:, :, block.start : block.end] = sample.by_row(block_dq, block)
+            dk[:, keys] += torch.bmm(ds.transpose(1, 2), q)
+
+    def finish(self, gradients: _Gradients) -> None:
+        sample = gradients.sample
+        if self.rotation is not None:
+            self._dq[sample.b] = sample.rotated(gradients.dq, back=True)
+        self._dk[sample.b] = sample.rotated(gradients.dk.mul_(self.options.scale)[:, None], back=True)
+        self._dv[sample.b, :, 0] = gradients.dv
+
+
+def fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    forward = Forward(qkv, options)
+    for b in range(options.batch):
+        forward.attend(forward.sample(b), 0, options.seq)
+    return forward.o, forward.lse
+
+
+def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    backward = Backward(do, qkv, o, lse, options=options)
+    for b in range(options.batch):
+        gradients = backward.sample(b)
+        backward.attend(gradients, 0, options.seq)
+        backward.finish(gradients)
+    return backward.dqkv

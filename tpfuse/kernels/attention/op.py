@@ -1,0 +1,134 @@
+"""Attention on the fused qkv: causal, key-padding, window and document masks, grouped heads, rotary positions,
+soft-capped scores, an additive bias, and dropout in global coordinates.
+
+    q, k = rotate(q), rotate(k)     z = scale q k'     S = softcap tanh(z / softcap) + bias
+    P = softmax(S)                  o = dropout(P) v
+    dP = dropout'(do v')            dS = P (dP - delta), delta = rowsum(do o)    dz = dS (1 - tanh(z / softcap)^2)
+    dq = rotate'(scale dz k)        dk = rotate'(scale dz' q)                    dv = dropout(P)' do
+
+Dao 2023 (arXiv:2307.08691) for the recomputing backward, Su et al. 2021 (arXiv:2104.09864) for the rotation.  Letters:
+B batch, S positions, G kv heads, Q query heads per kv head, H = G Q, E width, W <= E the columns that are rotated.  qkv
+[M, G, Q + 2, E] with row s B + b (q heads, k, v of each group), M >= S B: rows beyond are padding, o and dqkv are zero
+there.  o [M, G Q E], lse [B, H, S].
+
+Scores and softmax are fp32 (fp64 for fp64), o and dqkv have qkv's dtype.  q and k are rotated in fp32 and rounded once,
+to qkv's dtype, so that a cache of rotated keys holds what attention multiplies.  A row that sees no key gives 0, and
+its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j where j <= i (causal), i - window < j
+(window) and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
+16 | global query head, key position, sample), whatever the documents; nothing of it is saved.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from ..runtime.errors import check
+from ..runtime.op import ATTENTION, acc_dtype, autocast, op
+from .cpu import bwd_cpu, fwd_cpu
+from .decode import decode_cost, decode_launch
+from .options import TENSORS, DecodeOptions, Options, checked_options
+from .reference import attention_bwd_ref, attention_decode_ref, attention_fwd_ref
+from .triton_backward import bwd_cost, bwd_launch
+from .triton_forward import fwd_cost, fwd_launch
+
+# ---- ops ----
+
+
+def _fwd_fake(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    M, G, slots, E = qkv.shape
+    lse = qkv.new_empty(options.batch, G * (slots - 2), options.seq, dtype=acc_dtype(qkv))
+    return qkv.new_empty(M, G * (slots - 2) * E), lse
+
+
+def _bwd_fake(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
+    return q.new_empty(len(q), q[0].numel())
+
+
+attention_fwd = op(attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, cost=fwd_cost)
+attention_bwd = op(attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, cost=bwd_cost)
+attention_decode = op(attention_decode_ref, kind=ATTENTION, launch=decode_launch, fake=_decode_fake, cost=decode_cost)
+
+
+# ---- autograd ----
+
+
+class _Attention(Function):
+    """Takes the options whole: none of their tensors is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, options: Options) -> Tensor:
+        o, lse = attention_fwd(qkv, options)
+        ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
+        ctx.numbers = options[TENSORS:]
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, o, lse, *tensors = ctx.saved_tensors
+        return attention_bwd(do.contiguous(), qkv, o, lse, options=Options(*tensors, *ctx.numbers)), None
+
+
+# ---- public ----
+
+
+def attention(
+    qkv: Tensor,
+    *,
+    batch: int,
+    seq: int | None = None,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+    first_head: int = 0,
+) -> Tensor:
+    """Computes softmax(scale q k') v for every head, with dropout on the probabilities.
+
+    qkv [M, G, Q + 2, E]: row s * batch + b, per kv head its Q query heads, k and v; ``seq`` positions (default M /
+    batch; rows beyond seq * batch are padding).  ``scale`` > 0 defaults to E ** -0.5.  Returns o [M, G Q E] in qkv's
+    dtype (under autocast: in its dtype).
+
+    Masks: with ``causal`` a query sees itself and what came before, with ``window`` (causal only) the last ``window``
+    of these, itself counted.  ``key_mask`` bool [batch, seq] is True where a key may be seen.  ``cu_seqlens`` int32
+    [N + 1], rising, are the ends of documents packed in one row (batch 1) that do not see one another; rows outside all
+    of them give 0.  No document may be longer than ``max_seqlen``.
+
+    Scores: ``softcap`` > 0 bounds them by tanh; then ``bias`` [H or 1, seq, seq], floating, is added (it has no
+    gradient).
+
+    Rotary positions: ``cos`` and ``sin`` [P, W / 2], floating, W <= E, rotate the first W columns of q and k: column i
+    with i + W / 2, or if ``interleaved`` 2i with 2i + 1.  Row r takes the table's row positions[r] (int64 [seq *
+    batch], below P), without ``positions`` its s.
+
+    Dropout: with probability ``p``, drawn from ``rng`` at ``site``; ``first_head`` is the global number of the first
+    query head here.
+
+    Raises ValueError for shapes, dtypes and numbers that break these rules; on a CPU also for cu_seqlens that do not
+    rise and documents longer than max_seqlen.
+    """
+    check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
+    options = Options(
+        key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions, rng=rng,
+        batch=batch, max_seqlen=max_seqlen, causal=causal, window=window, softcap=softcap, interleaved=interleaved,
+        p=p, site=site, first_head=first_head,
+    )  # fmt: skip
+    options = checked_options(qkv.shape, options, seq=seq, scale=scale)
+    (qkv,) = autocast(qkv)
+    return _Attention.apply(qkv.contiguous(), options)

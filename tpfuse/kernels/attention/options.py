@@ -1,0 +1,126 @@
+"""The arguments of attention as records, what is checked of them, and how many scores they leave."""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.errors import check
+from ..runtime.philox import active_rng
+
+INF = float("inf")
+LOG2E = 1.4426950408889634
+
+
+class Options(NamedTuple):
+    """What attention_fwd and attention_bwd take after their own tensors.
+
+    The first TENSORS fields are tensors; :func:`checked_options` gives those of a call of ``attention``.
+    """
+
+    key_mask: Tensor | None = None  # bool [B, S]
+    cu_seqlens: Tensor | None = None  # int32 [N + 1]
+    bias: Tensor | None = None  # [H or 1, S, S]
+    cos: Tensor | None = None  # [P, W / 2]
+    sin: Tensor | None = None
+    positions: Tensor | None = None  # int64 [S B]
+    rng: Tensor | None = None  # int64 [3]
+    batch: int = 1
+    seq: int = 0
+    max_seqlen: int | None = None
+    causal: bool = False
+    window: int | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    interleaved: bool = False
+    p: float = 0.0
+    site: int = 0
+    first_head: int = 0
+
+
+TENSORS: Final = 7
+
+
+class DecodeOptions(NamedTuple):
+    """What attention_decode takes after q, k and v."""
+
+    key_mask: Tensor | None  # bool [B, L]
+    lengths: Tensor | None  # int32 [B]
+    window: int | None
+    scale: float
+    softcap: float | None
+
+
+def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
+    """Returns how many scores causal and window leave, and how many are computed.
+
+    A product over the first is 2 E flops each; a triangle of n rows counts n^2 / 2, as is customary.  The second is
+    counted in tiles of 128 queries with the keys that any of them sees.  Documents are not known from shapes.
+    """
+    S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
+    if not options.causal:
+        return heads * S * S, heads * S * S
+    seen, computed = S if options.window is None else min(options.window, S), 0
+    for start in range(0, S, 128):
+        end = min(start + 128, S)
+        computed += (end - start) * (end - max(0, start - seen + 1))
+    return heads * (seen * (2 * S - seen) // 2), heads * computed
+
+
+# ---- checks ----
+
+
+def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None, scale: float | None) -> Options:
+    """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
+    (their defaults where None), and without ``rng`` where p drops nothing."""
+    (M, G, slots, E), batch = shape, options.batch
+    check(batch >= 1, f"attention: batch must be at least 1, got {batch}")
+    options = options._replace(
+        seq=M // batch if seq is None else seq,
+        scale=E**-0.5 if scale is None else scale,
+        rng=active_rng("attention", options.p, options.rng),
+    )
+    seq, scale, softcap = options.seq, options.scale, options.softcap
+    check(seq * batch <= M, f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
+    check(scale > 0, f"attention: scale must be positive, got {scale}")
+    check(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}")
+    causal, window, bias, cu_seqlens = options.causal, options.window, options.bias, options.cu_seqlens
+    check(
+        window is None or (causal and window >= 1),
+        f"attention: window needs causal and must be at least 1, got {window}, {causal=}",
+    )
+    if options.key_mask is not None:
+        _check_tensor("key_mask", options.key_mask, torch.bool, (batch, seq))
+    if cu_seqlens is not None:
+        check(batch == 1, f"attention: cu_seqlens needs batch = 1, got {batch}")
+        _check_tensor("cu_seqlens", cu_seqlens, torch.int32, (max(cu_seqlens.numel(), 1),))
+    check(options.max_seqlen is None or cu_seqlens is not None, "attention: max_seqlen needs cu_seqlens")
+    if bias is not None:
+        check(not bias.requires_grad, "attention: bias is not differentiated; give it detached")
+        check(bias.is_floating_point(), f"attention: bias must be floating, got {bias.dtype}")
+        heads = 1 if bias.dim() and len(bias) == 1 else G * (slots - 2)
+        _check_tensor("bias", bias, bias.dtype, (heads, seq, seq))
+    _check_rotation(E, options)
+    return options
+
+
+def _check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(
+        t.shape == shape and t.dtype == dtype,
+        f"attention: {name} must be {str(dtype)[6:]} {shape}, got {t.dtype} {tuple(t.shape)}",
+    )
+
+
+def _check_rotation(E: int, options: Options) -> None:
+    cos, sin, positions, seq = options.cos, options.sin, options.positions, options.seq
+    check((cos is None) == (sin is None), "attention: cos and sin go together")
+    if positions is not None:
+        check(cos is not None, "attention: positions need cos and sin")
+        _check_tensor("positions", positions, torch.int64, (seq * options.batch,))
+    if cos is not None and sin is not None:
+        alike = cos.dim() == 2 and cos.shape == sin.shape and cos.is_floating_point() and cos.dtype == sin.dtype
+        got = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        check(alike, f"attention: cos and sin must be floating [positions, W / 2], alike, got {got}")
+        check(2 * cos.shape[1] <= E, f"attention: cos turns {2 * cos.shape[1]} columns, a head has {E}")
+        enough = positions is not None or len(cos) >= seq
+        check(enough, f"attention: cos has {len(cos)} rows for {seq} positions; give at least {seq}, or positions")

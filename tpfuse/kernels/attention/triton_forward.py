@@ -1,0 +1,276 @@
+"""The Triton side of attention's forward, the launch parameters of all its kernels, and the kernel that prepares what
+several of them read: q and k rotated ahead, and backward's delta.
+
+Forward rotates keys while it loads them.  Backward, and forward of heads wider than 128, read q and k rotated once
+ahead into a buffer instead, because in their loops the rotation would spill registers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.op import Cost, moved
+from ..runtime.triton import tl, triton
+from ..runtime.tuning import tuned
+from .options import TENSORS, Options, scores
+from .triton_tiles import (
+    LN_2,
+    Rows,
+    attending,
+    dense_heads,
+    keep_mask_tile,
+    key_order,
+    keys_seen,
+    load_rotated,
+    load_tile,
+    locate_head,
+    numbers_of,
+    score_tile,
+    static_of,
+    store_tile,
+    strides_of,
+    tensors_of,
+    tile_range,
+)
+
+# ---- rotation ahead, and delta ----
+
+
+@triton.jit
+def _prepare_kernel(
+    do_ptr, o_ptr,  # [M, H E] in
+    qkv_ptr,  # [M, G, Q + 2, E] in, the last two dimensions contiguous
+    tensors,  # of the rotation alone
+    delta_ptr,  # [B, H, S] out, fp32
+    rotated_ptr,  # [S B, G, Q + 1, BLOCK_E] out with cos: q and k as load_rotated orders them
+    B, S, G, Q, strides,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    E: tl.constexpr = STATIC.E
+    BLOCK_E: tl.constexpr = STATIC.BLOCK_E
+    tiles, H = tl.cdiv(S, BLOCK_M), G * Q
+    plane = tl.program_id(0) // tiles
+    b, h = plane // H, plane % H
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    if delta_ptr is not None:
+        do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E).to(tl.float32)
+        o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E).to(tl.float32)
+        tl.store(delta_ptr + plane.to(tl.int64) * S + rows, tl.sum(do * o, 1), mask=rows < S)
+    if tensors.cos_ptr is not None:
+        in_ptr = qkv_ptr + b.to(tl.int64) * strides.b + (h // Q).to(tl.int64) * strides.g
+        out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
+        stride = B * G * (Q + 1) * BLOCK_E
+        q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
+        store_tile(Rows(out_ptr + h % Q * BLOCK_E, stride), q, rows, S, BLOCK_E, BLOCK_E)
+        if h % Q == 0:
+            k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
+            store_tile(Rows(out_ptr + Q * BLOCK_E, stride), k, rows, S, BLOCK_E, BLOCK_E)
+
+
+# ---- forward ----
+
+
+@triton.jit
+def _fwd_tile(
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, tensors, numbers, head, B, b, S,
+    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
+    keys = start + key_order(tensors, BLOCK_N)
+    k = load_rotated(k_rows, keys, tensors, B, b, S, EDGE, STATIC)
+    s, _ = score_tile(q, k, tensors, numbers, head, rows, keys, S)
+    if EDGE:
+        s = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1) * numbers.unit)
+    shift = new
+    if EDGE or tensors.key_mask_ptr is not None or tensors.bias_ptr is not None:
+        shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+    p = tl.exp2(s * numbers.unit - shift[:, None])
+    old = tl.exp2(top - shift)
+    total = total * old + tl.sum(p, 1)
+    if tensors.rng_ptr is not None:
+        p = tl.where(keep_mask_tile(tensors, numbers, head, rows, start, BLOCK_N), p, 0.0)
+    if v_rows is None:
+        v_rows = Rows(k_rows.ptr + STATIC.E, k_rows.stride)
+    v = load_tile(v_rows, keys, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    o = tl.dot(p.to(v.dtype), v, o * old[:, None], input_precision="ieee")
+    return o, total, new
+
+
+@triton.jit
+def _fwd_kernel(
+    qk_ptr,  # [M, G, Q + 1 or more, E_QK] in, the last two dimensions contiguous
+    v_ptr,  # [M, G, E] in, the last dimension contiguous; None: v lies behind k
+    tensors,
+    o_ptr,  # [M, H E] out
+    lse_ptr,  # [B, H, S] out, fp32
+    B, S, G, Q, numbers, qk_strides, v_strides,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    E: tl.constexpr = STATIC.E
+    E_QK: tl.constexpr = STATIC.E_QK
+    BLOCK_E: tl.constexpr = STATIC.BLOCK_E
+    tiles = tl.cdiv(S, BLOCK_M)
+    plane = tl.program_id(0) // tiles
+    start_m = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M  # the longest first, under a causal mask
+    H = G * Q
+    b, h = plane // H, plane % H
+    group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + (h // Q).to(tl.int64) * qk_strides.g
+    k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
+    v_rows = None
+    if v_ptr is not None:
+        v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
+        v_rows = Rows(v_ptr, v_strides.s)
+    head = locate_head(tensors, numbers, b, h, S)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    first, last = keys_seen(rows, tensors, numbers, S, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, tensors, B, b, S, True, STATIC)
+    o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
+    for start in tl.range(a, e, BLOCK_N):
+        o, total, top = _fwd_tile(
+            o, total, top, q, k_rows, v_rows, start, rows, first, last, tensors, numbers, head, B, b, S,
+            False, STATIC, BLOCK_N,
+        )  # fmt: skip
+    for start in tl.range(begin, end - (e - a), BLOCK_N):
+        tile = tl.where(start < a, start, start + e - a)
+        o, total, top = _fwd_tile(
+            o, total, top, q, k_rows, v_rows, tile, rows, first, last, tensors, numbers, head, B, b, S,
+            True, STATIC, BLOCK_N,
+        )  # fmt: skip
+    nothing = total == 0.0
+    lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
+    tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
+    o *= (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
+    store_tile(Rows(o_ptr + plane.to(tl.int64) * E, B * H * E), o, rows, S, E, BLOCK_E)
+
+
+# ---- launch parameters: free of spills on sm_90, sm_80 and gfx942; a measured table may replace them ----
+
+_SHAPE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+# of heads up to 64 wide; up to 128; where registers are short; of wider heads
+_DEFAULT: dict[str, dict[str, Any]] = {
+    "sm_90": dict(
+        fwd=((128, 128, 8, 2), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        dkdv=((128, 64, 8, 1), (128, 64, 8, 1), (128, 64, 8, 1), (32, 64, 8, 1)),
+        dq=((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
+        fp32=(16, 32, 8, 1),
+    ),
+    "sm_80": dict(
+        fwd=((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        dkdv=((64, 32, 4, 1), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        dq=((128, 32, 8, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        fp32=(16, 32, 8, 1),
+    ),
+    "gfx942": dict(
+        fwd=((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
+        dkdv=((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+        dq=((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        fp32=(16, 32, 4, 1),
+    ),
+    "cpu": dict.fromkeys(("fwd", "dkdv", "dq"), ((32, 32, 4, 1),) * 4) | dict(fp32=(32, 32, 4, 1)),
+}
+
+
+def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, int]:
+    """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq".
+
+    Registers are short where masks of columns, the rotation of keys or a bias need some of their own.
+    """
+    E, table = qkv.shape[-1], _DEFAULT.get(arch, _DEFAULT["gfx942" if arch.startswith("gfx") else "sm_80"])
+    rotates = kernel == "fwd" and options.cos is not None
+    short = (E > 64 and (E < next_power_of_2(E) or rotates)) or options.bias is not None
+    row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
+    default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
+    parameters = dict(zip(_SHAPE, default, strict=True))
+    return tuned(f"attention_{kernel}", arch, qkv.dtype, (options.seq, E), default=parameters)
+
+
+def path(qkv: Tensor, options: Options) -> str:
+    """Returns who computes the forward, "tpfuse" or "sdpa": a pure function of the shapes, the options and the measured
+    table.
+
+    Backward is tpfuse's either way, from the o and lse that torch's flash attention returns: its own adds dq by
+    atomics unless torch.use_deterministic_algorithms is on.
+    """
+    (_, _, slots, E), half = qkv.shape, (torch.float16, torch.bfloat16)
+    plain = not any(t is not None for t in (*options[:TENSORS], options.window, options.softcap))
+    if not plain or qkv.dtype not in half or slots != 3 or E % 8 or E > 256:
+        return "tpfuse"
+    shape = (options.seq, E)
+    return tuned("attention", target(qkv.device).arch, qkv.dtype, shape, default=dict(path="tpfuse"))["path"]
+
+
+# ---- launchers ----
+
+
+def prepare(
+    qkv: Tensor, options: Options, do: Tensor | None = None, o: Tensor | None = None, delta: Tensor | None = None
+) -> Tensor:
+    """Fills delta [B, H, S] where one is given, and returns q and k as the kernels after it read them: rotated where
+    there are rotary positions."""
+    B, S, (_, G, slots, _) = options.batch, options.seq, qkv.shape
+    static = static_of(qkv, options)
+    rotated = None if options.cos is None else qkv.new_empty(S * B, G, slots - 1, static.BLOCK_E)
+    block = max(4096 // static.BLOCK_E, 16)
+    grid = (-(-S // block) * B * G * (slots - 2),)
+    rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
+    arrays = do, o, qkv, rotation, delta, rotated
+    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B))
+    launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, BLOCK_M=block, num_warps=4)
+    return qkv if rotated is None else rotated
+
+
+def rotated_bytes(qkv: Tensor) -> tuple[int, int]:
+    """Returns the bytes of q and k as they are, and as ``prepare`` writes them."""
+    qk = moved(qkv) // qkv.shape[2] * (qkv.shape[2] - 1)
+    return qk, qk // qkv.shape[3] * static_of(qkv, Options()).BLOCK_E
+
+
+def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
+    return options.cos is not None and qkv.shape[3] > 128
+
+
+def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Launches attention_fwd."""
+    if path(qkv, options) == "sdpa":
+        return _sdpa(qkv, options)
+    qkv = dense_heads(qkv)
+    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
+    H = G * (slots - 2)
+    o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
+    o[seq * batch :].zero_()
+    qk, v = qkv, None
+    if _rotates_ahead(qkv, options):
+        qk, v = prepare(qkv, options), qkv[:, :, -1]
+        options = options._replace(cos=None, sin=None, positions=None)
+    static = attending(static_of(qkv, options), qk, options)
+    shape = config("fwd", target(qkv.device).arch, qkv, options)
+    grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
+    arrays = qk, v, tensors_of(options), o, lse
+    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, numbers=numbers_of(options))
+    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
+    launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
+    return o, lse
+
+
+def _sdpa(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    B, S, (M, H, _, E) = options.batch, options.seq, qkv.shape
+    q, k, v = qkv[: S * B].view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, options.causal, scale=options.scale)
+    o = o.permute(2, 0, 1, 3).reshape(S * B, H * E)
+    return torch.cat([o, o.new_zeros(M - S * B, H * E)]) if M > S * B else o, lse
+
+
+# ---- cost ----
+
+
+def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    qkv, options = args
+    ahead = rotated_bytes(qkv)[1] if _rotates_ahead(qkv, options) else 0
+    left, computed = scores(qkv, options)
+    read, written = moved(qkv, *options[:TENSORS]) + ahead, moved(*outputs) + ahead
+    return Cost(read, written, 4 * left * qkv.shape[-1], scores=computed)

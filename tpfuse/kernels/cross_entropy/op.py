@@ -1,0 +1,156 @@
+"""Cross-entropy over a vocabulary that may be split over ranks, with label smoothing, z-loss and ignored rows.
+
+    lse = log sum_v exp(x_v)
+    loss_i = (1 - e) (lse - x_y) + e (lse - sum_v x_v / V) + z lse^2            loss = sum_i loss_i / normalizer
+    dx_v = ((1 + 2 z lse) softmax_v - (1 - e) [v = y] - e / V) dloss_i / normalizer
+
+There are two stages, because the logsumexp needs every rank's columns: the first yields four numbers a row (max, sum of
+exp, target logit, sum of logits), one gather of [R, M, 4] combines them in rank order, and the second computes the
+gradient.  e counts the *global* V.  Shapes: logits [M, V/R] (columns first to first + V/R), labels [M] global.
+Everything is fp32 (fp64 for fp64), dlogits in logits' dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.errors import check
+from ..runtime.op import ELEMENTWISE, acc_dtype, op
+from .options import IGNORE, Loss, Rows
+from .triton import bwd_launch, stats_launch
+
+# ---- reference ----
+
+
+def cross_entropy_stats_ref(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    """-> [M, 4]: max, sum exp(x - max), target logit (0 elsewhere), sum of logits (0 without smoothing)."""
+    x, first = logits.to(acc_dtype(logits)), loss.first_token
+    top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # columns may all be -inf: then exp(x - top) is 0, not NaN
+    inside = (labels >= first) & (labels < first + x.shape[1])
+    target = x.gather(1, torch.where(inside, labels - first, 0)[:, None])[:, 0]
+    total = torch.exp(x - top[:, None]).sum(-1)
+    sums = x.sum(-1) if loss.label_smoothing > 0 else torch.zeros_like(top)
+    return torch.stack([top, total, torch.where(inside, target, 0), sums], -1)
+
+
+def cross_entropy_bwd_ref(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
+    """-> dlogits [M, V/R]"""
+    labels, lse, dloss = rows
+    x, first = logits.to(acc_dtype(logits)), loss.first_token
+    row = torch.where(labels == loss.ignore_index, 0, dloss)[:, None]
+    softmax_scale, uniform = 1 + 2 * loss.z_loss * lse[:, None], loss.label_smoothing / loss.vocab_size
+    dx = torch.exp(x - lse[:, None]).mul_(softmax_scale).sub_(uniform).mul_(row)
+    inside = (labels >= first) & (labels < first + x.shape[1])
+    local = torch.where(inside, labels - first, 0)[:, None]
+    dx.scatter_add_(1, local, torch.where(inside[:, None], row, 0).mul(loss.label_smoothing - 1))
+    return dx.to(logits.dtype)
+
+
+cross_entropy_stats = op(cross_entropy_stats_ref, kind=ELEMENTWISE, launch=stats_launch)
+cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch)
+
+
+# ---- between the stages: the loss from the statistics, for logits and for linear layers ----
+
+
+def merge_stats(stats: Tensor) -> Tensor:
+    """[R, M, 4] of R slices of the vocabulary -> [M, 4] of all of it, added in rank order."""
+    top = stats[..., 0].amax(0)
+    total = (stats[..., 1] * torch.exp(stats[..., 0] - top)).sum(0)
+    return torch.stack([top, total, stats[..., 2].sum(0), stats[..., 3].sum(0)], -1)
+
+
+def mean_loss(stats: Tensor, labels: Tensor, normalizer: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """Every rank's [R, M, 4] -> the scalar loss, lse [M], the normalizer."""
+    top, exps, target, total = merge_stats(stats).unbind(-1)
+    lse, smoothing = torch.log(exps) + top, loss.label_smoothing
+    losses = lse - (1 - smoothing) * target - smoothing * total / loss.vocab_size + loss.z_loss * lse * lse
+    valid = labels != loss.ignore_index
+    if normalizer is None:
+        normalizer = valid.sum().clamp(min=1)
+    return torch.where(valid, losses, 0).sum() / normalizer, lse, normalizer
+
+
+# ---- autograd ----
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer: Tensor | None,
+        loss: Loss,
+        gather: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        stats = gather(cross_entropy_stats(logits, labels, loss))
+        mean, lse, normalizer = mean_loss(stats, labels, normalizer, loss)
+        ctx.save_for_backward(logits, labels, lse, normalizer)
+        ctx.loss = loss
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse, normalizer = ctx.saved_tensors
+        rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(labels)))
+        return cross_entropy_bwd(logits, rows, ctx.loss), None, None, None, None
+
+
+# ---- public ----
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    normalizer: float | Tensor | None = None,
+    first_token: int = 0,
+    vocab_size: int | None = None,
+    gather: Callable[[Tensor], Tensor] = lambda stats: stats[None],
+) -> Tensor:
+    """Returns the mean cross-entropy, a scalar in fp32 (fp64 for fp64).
+
+    logits [..., V] and labels [...] int64; rows labelled ``ignore_index`` count nothing.  ``normalizer`` divides the
+    sum (default: the valid labels here, at least 1), which makes means over micro-batches exact.  For a split
+    vocabulary ``first_token`` is the global id of the first column, ``vocab_size`` the global V, and ``gather`` turns
+    [M, 4] into every rank's [R, M, 4].  ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    logits, labels, normalizer = checked_rows("cross_entropy", logits, labels, loss=loss, normalizer=normalizer)
+    return _CrossEntropy.apply(logits, labels, normalizer, loss, gather)
+
+
+def checked_rows(
+    name: str, x: Tensor, labels: Tensor, *, loss: Loss, normalizer: float | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns x [..., N] and labels [...] as rows, and the normalizer as a tensor; raises the ValueError of the public
+    function ``name`` for what does not agree."""
+    same = labels.shape == x.shape[:-1] and labels.dtype == torch.int64
+    check(same, f"{name}: labels must be int64 {tuple(x.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
+    smoothing = loss.label_smoothing
+    check(0 <= smoothing < 1, f"{name}: label_smoothing must lie in [0, 1), got {smoothing}")
+    x, labels = x.reshape(-1, x.shape[-1]).contiguous(), labels.reshape(-1).contiguous()
+    if not torch.compiler.is_compiling():
+        check_ids(f"{name}: labels", labels, loss.vocab_size, loss.ignore_index)
+    if normalizer is not None:
+        normalizer = torch.as_tensor(normalizer, dtype=acc_dtype(x), device=x.device)
+    return x, labels, normalizer
+
+
+def check_ids(name: str, ids: Tensor, vocab: int, ignore_index: int | None = None) -> None:
+    """Raises ValueError for an id outside 0 to vocab - 1, on CPU only: a GPU would have to be waited for."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    bad = (ids < 0) | (ids >= vocab)
+    if ignore_index is not None:
+        bad &= ids != ignore_index
+    check(not bad.any(), f"{name} must lie in 0 to {vocab - 1}, got {ids[bad][:1].tolist()}")

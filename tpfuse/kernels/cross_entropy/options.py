@@ -1,0 +1,33 @@
+"""The records that cross-entropy's ops take: the numbers of a loss, and what each row brings."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+IGNORE = -100
+
+
+class Loss(NamedTuple):
+    """What defines the loss, and the slice of the vocabulary that this rank holds."""
+
+    vocab_size: int  # of the whole vocabulary, which smoothing counts
+    first_token: int = 0  # the global id of this slice's first column
+    ignore_index: int = IGNORE  # rows with this label count nothing
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of each row, [M]."""
+
+    labels: Tensor  # int64, global ids
+    lse: Tensor  # log of the sum over the whole vocabulary of exp(logit)
+    dloss: Tensor  # gradient of the row's loss
+
+
+class Linear(NamedTuple):
+    """A linear layer whose output are the logits."""
+
+    x: Tensor  # [M, D]
+    w: Tensor  # [V/R, D]
+    b: Tensor | None  # [V/R]

@@ -1,0 +1,64 @@
+"""Embedding: the lookup in a slice of the vocabulary.
+
+    forward    y_i = W[id_i - first] where the id lies in this slice, else 0
+    backward   dW[v] = sum of dy_i with id_i = v
+
+Shapes: W [V/R, D], ids [M] -> y [M, D].  What finishes an embedding (rank sum, positions, token types, dropout, norm)
+is ``embed_finish`` of the fused norm.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
+from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
+
+# ---- reference ----
+
+
+def embedding_fwd_ref(weight: Tensor, ids: Tensor, first: int) -> Tensor:
+    inside = (ids >= first) & (ids < first + len(weight))
+    return weight[torch.where(inside, ids - first, 0)].mul_(inside[..., None])
+
+
+def embedding_bwd_ref(dy: Tensor, ids: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """-> dW [rows, D] in ``dtype``; sums in fp32, by a sort rather than atomics."""
+    inside = (ids >= first) & (ids < first + rows)
+    local = torch.where(inside, ids - first, rows)  # one row more takes what is not ours
+    dw = torch.ops.aten.embedding_dense_backward(dy.to(acc_dtype(dy)), local, rows + 1, -1, False)
+    return dw[:rows].to(dtype, copy=True)
+
+
+embedding_fwd = op(embedding_fwd_ref, kind=ELEMENTWISE, launch=fwd_launch, cost=fwd_cost)
+embedding_bwd = op(embedding_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch, cost=bwd_cost)
+
+
+# ---- autograd ----
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.args = first, len(weight), weight.dtype
+        return embedding_fwd(weight, ids, first)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return embedding_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.args), None, None
+
+
+# ---- public ----
+
+
+def embedding(weight: Tensor, ids: Tensor, *, first: int = 0) -> Tensor:
+    """Looks up rows in a slice of a table.
+
+    weight [V/R, D] holds global ids first to first + V/R; ids [...] int64 -> [..., D] in weight's dtype (under
+    autocast: in its dtype), 0 for other ids.
+    """
+    return _Embedding.apply(*autocast(weight), ids, first)

@@ -1,0 +1,125 @@
+"""The table of activations: each one's value and derivative, in plain torch and in Triton, and the names it goes by.
+
+    y = act(z)              dz = dy act'(z)
+    y = act(gate) up        dgate = dy up act'(gate)    dup = dy act(gate)      gated: z = (gate, up, gate, up, ..)
+
+Gated forms are those of Shazeer 2020 (arXiv:2002.05202) and follow from the entry of the gate's activation.
+References, CPU implementations, kernels, layers, configurations and error messages read the table: a new activation
+is one entry and its device function.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.op import acc_dtype
+from ..runtime.triton import tl, triton
+
+aten = torch.ops.aten
+
+
+class Rows(NamedTuple):
+    """A CPU implementation faster than the reference, called on blocks of rows that stay in a core's cache."""
+
+    forward: Callable[[Tensor], Tensor]  # z -> act(z) in fp32
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # dy, z -> dy act'(z) and act(z), in fp32
+
+
+class Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]  # z -> act(z)
+    backward: Callable[[Tensor, Tensor], Tensor]  # dy, z -> dy act'(z)
+    tile: Any  # Triton device function: z in fp32 -> act(z), act'(z); the compiler drops the one that is not used
+    gated: str | None = None  # the name of act(gate) up
+    huggingface: tuple[str, ...] = ()  # its names in a config.json; the first one is written
+    rows: Rows | None = None
+
+
+# ---- device functions: tanh(u) = 2 sigmoid(2u) - 1, and erf by a polynomial, need no library call ----
+
+
+@triton.jit
+def identity_tile(z):
+    return z, z * 0.0 + 1.0
+
+
+@triton.jit
+def _relu_tile(z):
+    return tl.maximum(z, 0.0), tl.where(z > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def _silu_tile(z):
+    s = tl.sigmoid(z)
+    return z * s, s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def _gelu_tile(z):
+    """z Phi(z), with Phi(z) = (1 + erf(z / sqrt(2))) / 2.
+
+    Abramowitz & Stegun 7.1.26: erfc(x) = t P(t) exp(-x^2), t = 1 / (1 + p x), for x >= 0.  In fp32 Phi is right to
+    4e-7, and nothing cancels in the lower tail.  With tl.erf the backward pass takes 52 instructions an element on
+    sm_90, with this polynomial 36.
+    """
+    e = tl.exp(-0.5 * z * z)
+    t = 1.0 / (1.0 + 0.2316418882663604 * tl.abs(z))
+    tail = e * t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    cdf = tl.where(z < 0.0, tail, 1.0 - tail)
+    slope = cdf + z * 0.3989422804014327 * e
+    return z * cdf, slope
+
+
+@triton.jit
+def _gelu_tanh_tile(z):
+    """z s with s = sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3)."""
+    z2 = z * z
+    s = tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z2))
+    du = 0.7978845608028654 * (1.0 + 0.134145 * z2)
+    return z * s, s + 2.0 * z * s * (1.0 - s) * du
+
+
+# ---- CPU: gelu(tanh), one sigmoid for the value and the derivative; bench/kernels/cpu.py times it against ATen's ----
+
+_K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
+
+
+def _gelu_tanh_rows(z: Tensor) -> Tensor:
+    z = z.to(acc_dtype(z))
+    k = torch.tensor(_K, dtype=z.dtype, device=z.device)
+    return torch.addcmul(k, z, z, value=_C * _K).mul_(z).sigmoid_().mul_(z)
+
+
+def _gelu_tanh_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    z = z.to(acc_dtype(z))
+    k = torch.tensor(_K, dtype=z.dtype, device=z.device)
+    slope = torch.addcmul(k, z, z, value=_C * _K)  # 2u / z; 3 slope - 2k is d(2u)/dz
+    s = (slope * z).sigmoid_()
+    y = z * s
+    return torch.addcmul(s, torch.addcmul(y, y, s, value=-1), slope.mul_(3).sub_(2 * _K)).mul_(dy), y
+
+
+# ---- the table ----
+
+ACTIVATIONS = {
+    "silu": Activation(F.silu, aten.silu_backward, _silu_tile, gated="swiglu", huggingface=("silu", "swish")),
+    "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
+    "gelu_tanh": Activation(
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda dy, z: aten.gelu_backward(dy, z, approximate="tanh"),
+        _gelu_tanh_tile,
+        gated="geglu_tanh",
+        huggingface=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        rows=Rows(_gelu_tanh_rows, _gelu_tanh_rows_backward),
+    ),
+    "relu": Activation(F.relu, lambda dy, z: dy * (z > 0), _relu_tile, huggingface=("relu",)),
+}
+GATED = {entry.gated: name for name, entry in ACTIVATIONS.items() if entry.gated}  # gated form -> its gate's activation
+PLAIN = "none", *sorted(ACTIVATIONS)  # act(z) has z's shape; gated forms halve its columns
+
+
+def width(activation: str) -> int:
+    """Returns the columns of z for one of act(z)."""
+    return 2 if activation in GATED else 1

@@ -1,0 +1,215 @@
+"""Linear layer with a fused activation, and the three GEMMs that a parallel layer is built of.
+
+    z = x W' + b          y = act(z)
+    dz = dy act'(z)       dx = dz W        dW = dz' x        db = sum_rows dz
+
+Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none" and those of activation.py.  A gated one, such as
+"swiglu", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N], y [M, N].
+GEMMs accumulate in fp32; outputs have x's dtype, dW has W's; db is fp32.  The activation is taken of z as rounded and
+stored, and recomputed from z in the same pass as its derivative.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.errors import check
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, autocast, op, row_blocks
+from .activation import ACTIVATIONS, GATED, PLAIN, width
+from .gemm import (
+    linear_dgrad_act_cost,
+    linear_dgrad_act_launch,
+    linear_dgrad_cost,
+    linear_dgrad_launch,
+    linear_fwd_cost,
+    linear_fwd_launch,
+    linear_wgrad_cost,
+    linear_wgrad_launch,
+)
+from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch
+
+# ---- reference ----
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """[M, N] -> [N] in fp32"""
+    return x.sum(0, dtype=acc_dtype(x))
+
+
+def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, 2N] -> [M, N], [M, N], in fp32"""
+    return z.to(acc_dtype(z)).unflatten(1, (-1, 2)).unbind(2)
+
+
+def activation_fwd_ref(z: Tensor, activation: str) -> Tensor:
+    """[M, N] -> [M, N];  gated, [M, 2N] -> [M, N]"""
+    if activation not in GATED:
+        return ACTIVATIONS[activation].forward(z)
+    gate, up = _gate_up(z)
+    return (ACTIVATIONS[GATED[activation]].forward(gate) * up).to(z.dtype)
+
+
+def _dz_ref(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    if activation not in GATED:
+        return ACTIVATIONS[activation].backward(dy, z)
+    (gate, up), act = _gate_up(z), ACTIVATIONS[GATED[activation]]
+    dgate, dup = act.backward(dy * up, gate), dy * act.forward(gate)
+    return torch.stack((dgate, dup), 2).flatten(1).to(z.dtype)
+
+
+def activation_bwd_ref(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dz like z, db [columns of z] fp32, act(z) (empty unless ``rebuild``)."""
+    dz = _dz_ref(dy, z, activation)
+    return dz, column_sum(dz), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
+
+
+def linear_fwd_ref(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """-> y, z (empty for "none")."""
+    z = F.linear(x, w, None if b is None else b.to(x.dtype))
+    return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
+
+
+def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
+    """dy [M, N], w [N, K] -> dx [M, K]"""
+    return dy @ w
+
+
+def linear_dgrad_act_ref(
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
+    db its columns' sums in fp32, act(z) [M, K] or empty."""
+    return activation_bwd(dy @ w, z, activation, rebuild)
+
+
+def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:
+    """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] fp32 (empty without a bias)."""
+    db = column_sum(dy) if has_bias else dy.new_empty(0, dtype=acc_dtype(dy))
+    return (dy.t() @ x).to(dtype), db
+
+
+# ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
+
+
+def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
+    gated = activation in GATED
+    rows = None if gated else ACTIVATIONS[activation].rows
+    if rows is None and not gated:
+        made = activation_fwd_ref(z, activation)
+        return made if y is None else y.copy_(made)
+    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
+    for i, j in row_blocks(*z.shape):
+        y[i:j] = activation_fwd_ref(z[i:j], activation) if rows is None else rows.forward(z[i:j])
+    return y
+
+
+def _activation_bwd_cpu(
+    dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gated = activation in GATED
+    rows = None if gated else ACTIVATIONS[activation].rows
+    if rows is None and not gated:
+        made, db, again = activation_bwd_ref(dy, z, activation, rebuild)
+        return made if dz is None else dz.copy_(made), db, again if y is None else y.copy_(again)
+    dz = torch.empty_like(z) if dz is None else dz
+    y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
+    db = z.new_zeros(z.shape[1], dtype=acc_dtype(z))
+    for i, j in row_blocks(*z.shape):
+        if rows is None:
+            dz[i:j], db_block, again = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild)
+            db += db_block
+        else:
+            dz[i:j], again = rows.backward(dy[i:j], z[i:j])
+        if rebuild:
+            y[i:j] = again
+    return dz, db if rows is None else column_sum(dz), y
+
+
+def _linear_dgrad_act_cpu(
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, dz=dz, y=y)
+
+
+activation_fwd = op(activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
+activation_bwd = op(
+    activation_bwd_ref,
+    kind=ELEMENTWISE,
+    launch=activation_bwd_launch,
+    cpu=_activation_bwd_cpu,
+    cost=activation_bwd_cost,
+)
+linear_fwd = op(linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, cost=linear_fwd_cost)
+linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, cost=linear_dgrad_cost)
+linear_dgrad_act = op(
+    linear_dgrad_act_ref,
+    kind=GEMM,
+    launch=linear_dgrad_act_launch,
+    cpu=_linear_dgrad_act_cpu,
+    cost=linear_dgrad_act_cost,
+)
+linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
+
+
+# ---- autograd ----
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
+        y, z = linear_fwd(x, w, b, activation)
+        ctx.save_for_backward(x, w, None if activation == "none" else z)
+        ctx.activation, ctx.has_bias = activation, b is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, z = ctx.saved_tensors
+        dy = dy.contiguous()
+        dw = db = None
+        if z is not None:
+            dy, db, _ = activation_bwd(dy, z, ctx.activation, False)
+        if ctx.needs_input_grad[1]:
+            dw, db_plain = linear_wgrad(dy, x, w.dtype, ctx.has_bias and z is None)
+            db = db_plain if z is None else db
+        elif ctx.needs_input_grad[2] and z is None:
+            db = column_sum(dy)
+        return linear_dgrad(dy, w), dw, db if ctx.has_bias else None, None
+
+
+# ---- public ----
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """Returns act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (or autocast's).
+
+    ``activation``: "none", a name in kernels.linear.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
+    the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
+    (a [N, 2, K] seen flat).  ValueError for another activation and for shapes or dtypes that do not agree.
+    """
+    check_linear("linear", x, weight, bias, activation=activation)
+    x, weight, bias = autocast(x, weight, bias)
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, activation)
+    return y.view(*x.shape[:-1], len(weight) // width(activation))
+
+
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+    """Raises the ValueError of the public function ``name`` for arguments that linear cannot take."""
+    known = *PLAIN, *GATED
+    check(activation in known, f"{name}: activation must be one of {', '.join(known)}, got {activation!r}")
+    check(
+        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
+        f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}",
+    )
+    pairs = len(weight) % width(activation) == 0
+    check(pairs, f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {len(weight)} rows")
+    check(
+        bias is None or bias.shape == weight.shape[:1],
+        f"{name}: bias must be [{len(weight)}], got {getattr(bias, 'shape', None)}",
+    )
+    same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    check(same, f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

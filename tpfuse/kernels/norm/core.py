@@ -1,0 +1,274 @@
+"""The fused norm: one op pair, of which every public function in verbs.py is a part.
+
+    forward     z = sum_r parts_r + bias + position_weight[positions] + type_weight[types]
+                h = residual + dropout(z)        n = norm(h)
+    backward    d = sum_r dn_r                   dx = norm_backward(d) + dh
+                dresidual = dx                   dparts = dropout(dx)           dbias = sum_rows dparts
+
+What is not there is omitted.  ``order`` says what comes when, and which of the two goes on as h:
+
+    "pre"    as above; h goes on, beside n
+    "post"   n goes on as h:                  dx = norm_backward(d + dh)
+    "drop"   n = dropout(norm(h)) goes on:    dx = norm_backward(dropout(d + dh)),  dparts = dx
+    "alone"  as "pre", of one part to which nothing is added: h is that part, and is not written again
+
+Shapes: parts [R, m, D] (stride 0 allowed), bias, gamma, beta [D], residual [m, D], positions and types [m] -> h, n [m,
+D], mean, rstd [m]; dn parts [R, m, D], unsummed, dh [m, D].  Sums over ranks are taken in rank order in fp32 (fp64 for
+fp64), and so are statistics; h has the residual's dtype (parts' without one), n has parts' dtype, dgamma and dbeta have
+gamma's, dbias is fp32.  The statistics are of h as rounded and stored, so that an n recomputed from them is bitwise the
+first.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..embedding.op import embedding_bwd
+from ..runtime.op import NORM, Op, acc_dtype, op, row_blocks, sum_parts
+from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
+from .kinds import KINDS, normalize, normalize_backward
+from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
+from .triton_backward import bwd_cost, bwd_launch
+from .triton_forward import apply_launch, fwd_cost, fwd_launch
+
+# ---- reference ----
+
+
+def drop(z: Tensor, mask: Mask, residual: Tensor | None = None) -> Tensor:
+    """Returns residual + mask z / (1 - p) in z's dtype, for z [m, D]."""
+    rows, columns = z.shape
+    kept = keep_rows(mask, rows, columns, z.dtype)
+    if residual is None:
+        return kept.mul_(z).mul_(scale(mask.p))
+    return torch.addcmul(residual.to(z.dtype), z, kept, value=scale(mask.p))
+
+
+def fused_norm_fwd_ref(
+    parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> h (empty for "alone"), n, mean, rstd; the last three empty without gamma."""
+    if order == ALONE:
+        n, mean, rstd = normalize(parts[0], norm)
+        return parts.new_empty(0), n.to(parts.dtype), mean, rstd
+    z = sum_parts(parts)
+    if add.bias is not None:
+        z += add.bias
+    for table, index in ((add.position_weight, add.positions), (add.type_weight, add.types)):
+        if table is not None:
+            z += table[index]
+    if mask.rng is not None and order != DROP:
+        z = drop(z, mask, add.residual)
+    elif add.residual is not None:
+        z += add.residual
+    h = z.to(parts.dtype if add.residual is None else add.residual.dtype)
+    if norm.gamma is None:
+        return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
+    n, mean, rstd = normalize(h, norm)
+    if mask.rng is not None and order == DROP:
+        n = drop(n, mask)
+    return h, n.to(parts.dtype), mean, rstd
+
+
+def fused_norm_bwd_ref(
+    dn: Tensor | None,
+    dh: Tensor | None,
+    saved: Saved,
+    mask: Mask,
+    order: str,
+    wanted: Wanted,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> dparts [m, D], dresidual [m, D], dbias, dgamma, dbeta [D]; empty where there was none.
+
+    ``out`` [m, D] (a send buffer; rows may lie apart) takes dparts, which then comes back empty: no op may return
+    what it was given.
+    """
+    inside = order in (POST, DROP)  # dh, too, comes through the norm
+    like = incoming(dn, dh)
+    d = like.to(acc_dtype(like), copy=True) if dn is None else sum_parts(dn)
+    dgamma, dbeta = d.new_empty(0), d.new_empty(0)
+    if dn is not None and dh is not None and inside:
+        d += dh
+    if mask.rng is not None and order == DROP:
+        d = drop(d, mask)
+    if saved.gamma is not None and (dn is not None or inside):
+        d, dgamma, dbeta = normalize_backward(d, saved, wanted.beta)
+    if dn is not None and dh is not None and not inside:
+        d += dh
+    dresidual = d.new_empty(0) if wanted.residual is None else d.to(wanted.residual, copy=True)
+    if mask.rng is not None and order != DROP:
+        d = drop(d, mask)
+    dparts = d.to(wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)
+    if out is not None:
+        out.copy_(d)
+    return dparts, dresidual, d.sum(0) if wanted.bias else d.new_empty(0), dgamma, dbeta
+
+
+def norm_apply_ref(recipe: Recompute) -> Tensor:
+    """Returns n recomputed from what backward has saved, bitwise the first one."""
+    return normalize(recipe.h, Norm(recipe.gamma, recipe.beta, recipe.eps, recipe.kind))[0].to(recipe.dtype)
+
+
+# ---- CPU: the reference on blocks of rows, whose temporaries then stay in the cache ----
+
+
+def fwd_cpu(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, ...]:
+    blocks = list(row_blocks(*parts.shape[1:]))
+    if len(blocks) == 1:
+        return fused_norm_fwd_ref(parts, add, norm, mask, order=order)
+
+    def block(i: int, j: int) -> tuple[Tensor, ...]:
+        rows = mask._replace(first_row=mask.first_row + i)
+        positions, types, residual = (None if t is None else t[i:j] for t in (add.positions, add.types, add.residual))
+        own = add._replace(positions=positions, types=types, residual=residual)
+        return fused_norm_fwd_ref(parts[:, i:j], own, norm, rows, order=order)
+
+    return tuple(torch.cat(outputs) for outputs in zip(*(block(i, j) for i, j in blocks), strict=True))
+
+
+def bwd_cpu(
+    dn: Tensor | None,
+    dh: Tensor | None,
+    saved: Saved,
+    mask: Mask,
+    order: str,
+    wanted: Wanted,
+    out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
+    if len(blocks) == 1:
+        return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
+
+    def block(i: int, j: int) -> tuple[Tensor, ...]:
+        cut = lambda t: None if t is None else t[..., i:j, :]
+        h, mean, rstd = (t if t is None or len(t) == 0 else t[i:j] for t in (saved.h, saved.mean, saved.rstd))
+        own = saved._replace(h=h, mean=mean, rstd=rstd)
+        rows = mask._replace(first_row=mask.first_row + i)
+        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=wanted, out=cut(out))
+
+    dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
+    return torch.cat(dparts), torch.cat(dresidual), *(torch.stack(v).sum(0) for v in vectors)
+
+
+# ---- shapes alone ----
+
+
+def _fwd_fake(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, D = parts.shape[1:]
+    dtype = parts.dtype if add.residual is None else add.residual.dtype
+    h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)
+    if norm.gamma is None:
+        return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
+    rstd = h.new_empty(m, dtype=acc_dtype(h))
+    return h, parts.new_empty(m, D), rstd.new_empty(m if KINDS[norm.kind].centred else 0), rstd
+
+
+def _bwd_fake(
+    dn: Tensor | None,
+    dh: Tensor | None,
+    saved: Saved,
+    mask: Mask,
+    order: str,
+    wanted: Wanted,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like, gamma = incoming(dn, dh), saved.gamma
+    acc, (m, D) = acc_dtype(like), like.shape[-2:]
+    dparts = like.new_empty((m, D) if out is None else 0, dtype=wanted.parts)
+    rows, dtype = (0, acc) if wanted.residual is None else ((m, D), wanted.residual)
+    normed = dn is not None or order in (POST, DROP)
+    dgamma = like.new_empty(0, dtype=acc) if gamma is None or not normed else gamma.new_empty(D)
+    dbeta = dgamma.new_empty(D if gamma is not None and normed and wanted.beta else 0)
+    return dparts, like.new_empty(rows, dtype=dtype), like.new_empty(D if wanted.bias else 0, dtype=acc), dgamma, dbeta
+
+
+norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch)
+
+
+class Pair(NamedTuple):
+    """The op and its backward under a verb's own name, which is the one that the ledger prints."""
+
+    fwd: Op
+    bwd: Op
+
+
+def pair(name: str, blocked: bool = False) -> Pair:
+    """Registers NAME_fwd and NAME_bwd; ``blocked``: on CPU in blocks of rows."""
+    fwd: dict[str, Any] = dict(launch=fwd_launch, fake=_fwd_fake, cost=fwd_cost, cpu=fwd_cpu if blocked else None)
+    bwd: dict[str, Any] = dict(launch=bwd_launch, fake=_bwd_fake, cost=bwd_cost, cpu=bwd_cpu if blocked else None)
+    return Pair(
+        Op(f"{name}_fwd", fused_norm_fwd_ref, **fwd, kind=NORM),
+        Op(f"{name}_bwd", fused_norm_bwd_ref, **bwd, kind=NORM, mutates=("out",)),
+    )
+
+
+# ---- autograd ----
+
+_ADD = len(Add._fields)
+_NORM = _ADD + len(Norm._fields)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """-> what goes on as h, n.expand(ranks, m, D), mean, rstd, the norm's input (the last three not differentiable).
+
+    n is returned expanded, so that autograd carries the unsummed gradients of it into the one backward kernel, and
+    dparts goes back expanded, so that the exchange behind it is an all-gather.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ops: Pair, order: str, ranks: int, parts: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+        add, norm, mask = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:_NORM]), Mask._make(fields[_NORM:])
+        h, n, mean, rstd = ops.fwd.overload(parts, *fields, order)
+        h = parts[0] if order == ALONE else h
+        out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
+        saved = (None,) * 4 if norm.gamma is None else (h, mean, rstd, norm.gamma)
+        ctx.save_for_backward(*saved, mask.rng, add.positions, add.types)
+        residual = None if add.residual is None else add.residual.dtype
+        ctx.wanted = Wanted(add.bias is not None, norm.beta is not None, residual, parts.dtype)
+        ctx.tables = [None if w is None else (len(w), w.dtype) for w in (add.position_weight, add.type_weight)]
+        ctx.args = ops, order, parts.shape[0], norm.kind, mask if mask.rng is None else mask._replace(rng=None)
+        ctx.set_materialize_grads(False)
+        inner = h if order in (POST, DROP) else h.new_empty(0)
+        ctx.mark_non_differentiable(mean, rstd, inner)
+        return out, (h if norm.gamma is None else n).expand(ranks, -1, -1), mean, rstd, inner
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        ops, order, ranks, kind, mask = ctx.args
+        h, mean, rstd, gamma, rng, positions, types = ctx.saved_tensors
+        add, dgamma, dbeta = Add(), None, None
+        if dn is None and (dh is None or order == ALONE):
+            dparts = dh
+        else:
+            dh = None if dh is None else dh.contiguous()
+            saved = Saved(h, mean, rstd, gamma, kind=kind)
+            mask = mask if rng is None else mask._replace(rng=rng)
+            dparts, dresidual, dbias, dgamma, dbeta = ops.bwd(dn, dh, saved, mask, order=order, wanted=ctx.wanted)
+            dbias, dgamma, dbeta = (v if v.numel() else None for v in (dbias, dgamma, dbeta))
+            if ctx.wanted.residual is None:  # not told from its size: with no rows it is empty too
+                dresidual = None
+            tables = [
+                None if table is None else embedding_bwd(dparts, index, 0, *table)
+                for table, index in zip(ctx.tables, (positions, types), strict=True)
+            ]
+            add = Add(dbias, position_weight=tables[0], type_weight=tables[1], residual=dresidual)
+        dparts = None if dparts is None else dparts.expand(ranks, -1, -1)
+        rest = [None] * (_NORM - _ADD - 2 + len(Mask._fields))  # of the norm eps and kind, and the mask
+        return None, None, None, dparts, *add, dgamma, dbeta, *rest
+
+
+def fused_norm(
+    ops: Pair, parts: Tensor, add: Add, norm: Norm, *, mask: Mask = NO_MASK, order: str = PRE, ranks: int = 1
+) -> tuple[Tensor, Tensor, Recompute | None]:
+    """Runs a pair with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
+    without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
+    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, parts, *add, *norm, *mask)
+    if norm.gamma is None or order == DROP:
+        return out, n, None
+    h = inner if order == POST else out
+    gamma, beta = norm.gamma.detach().clone(), None if norm.beta is None else norm.beta.detach().clone()
+    tensors = dict(h=h.detach(), mean=mean, rstd=rstd, gamma=gamma)
+    return out, n, Recompute(**tensors, beta=beta, eps=norm.eps, kind=norm.kind, dtype=n.dtype)

@@ -1,0 +1,76 @@
+"""The kinds of norm: one table, which references, kernels, layers and the ledger read.
+
+    layer      Ba et al. 2016 (arXiv:1607.06450)         x_hat = (x - mean) rstd,  rstd = (var(x) + eps)^(-1/2)
+    rms        Zhang & Sennrich 2019 (arXiv:1910.07467)  x_hat = x rstd,           rstd = (mean(x^2) + eps)^(-1/2)
+
+    y = x_hat (gamma + offset) + beta           g = d (gamma + offset)
+    dx = rstd (g - mean(g) - x_hat mean(g x_hat)), without mean(g) where the norm is not centred
+    dgamma = sum_rows d x_hat                   dbeta = sum_rows d
+
+A norm of another kind is another entry, so long as it differs in nothing but the fields of :class:`Kind`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.op import acc_dtype
+from .records import Norm, Saved
+
+aten = torch.ops.aten
+
+
+class Kind(NamedTuple):
+    """What tells one kind from another; kernels take it as a constant."""
+
+    centred: bool  # the mean is subtracted, and stored for backward
+    offset: float = 0.0  # added to gamma, in fp32
+
+
+KINDS = {
+    "layer": Kind(centred=True),
+    "rms": Kind(centred=False),
+}
+
+
+def check_kind(name: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"{name}: norm must be one of {', '.join(KINDS)}, got {kind!r}")
+
+
+def _scale(gamma: Tensor, kind: Kind, acc: torch.dtype) -> Tensor:
+    return gamma.to(acc) + kind.offset if kind.offset else gamma.to(acc)
+
+
+def normalize(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, D] -> y [m, D] in fp32, mean [m] (empty where the norm is not centred), rstd [m]."""
+    assert norm.gamma is not None
+    acc, kind = acc_dtype(x), KINDS[norm.kind]
+    xf, gamma = x.to(acc), _scale(norm.gamma, kind, acc)
+    beta = None if norm.beta is None else norm.beta.to(acc)
+    if kind.centred:
+        y, mean, rstd = aten.native_layer_norm(xf, [x.shape[1]], gamma, beta, eps=norm.eps)
+        return y, mean.view(-1), rstd.view(-1)
+    rstd = torch.rsqrt(xf.square().mean(-1) + norm.eps)
+    y = xf * rstd[:, None] * gamma
+    return y if beta is None else y + beta, rstd.new_empty(0), rstd
+
+
+def normalize_backward(d: Tensor, saved: Saved, has_beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """d [m, D] in fp32 -> dx in fp32, dgamma, dbeta in gamma's dtype (dbeta empty without a beta)."""
+    h, mean, stored_rstd, gamma, name = saved
+    assert h is not None and mean is not None and stored_rstd is not None and gamma is not None
+    kind, rstd = KINDS[name], stored_rstd[:, None]
+    xf, g = h.to(d.dtype), _scale(gamma, kind, d.dtype)
+    if kind.centred:
+        beta = g if has_beta else None  # its values are not read
+        wanted = [True, True, has_beta]
+        dx, dgamma, dbeta = aten.native_layer_norm_backward(
+            d, xf, [xf.shape[1]], mean[:, None], rstd=rstd, weight=g, bias=beta, output_mask=wanted
+        )
+    else:
+        x_hat, dg = xf * rstd, d * g
+        dx = rstd * (dg - x_hat * (dg * x_hat).mean(-1, keepdim=True))
+        dgamma, dbeta = (d * x_hat).sum(0), d.sum(0) if has_beta else None
+    return dx, dgamma.to(gamma.dtype), dbeta.to(gamma.dtype) if has_beta else gamma.new_empty(0)

@@ -1,0 +1,79 @@
+"""What the sides of the fused norm (reference, CPU, Triton, autograd) share: its arguments, as records."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALONE, PRE, POST, DROP = ORDERS = "alone", "pre", "post", "drop"  # see core.py
+
+
+class Add(NamedTuple):
+    """What is added to the sum of the parts; None is omitted."""
+
+    bias: Tensor | None = None  # [D]
+    position_weight: Tensor | None = None  # [P, D]
+    positions: Tensor | None = None  # int64 [m]: which of those rows
+    type_weight: Tensor | None = None  # [T, D]
+    types: Tensor | None = None  # int64 [m]
+    residual: Tensor | None = None  # [m, D], after dropout
+
+
+class Norm(NamedTuple):
+    """The norm's parameters; without gamma there is no norm."""
+
+    gamma: Tensor | None = None  # [D]
+    beta: Tensor | None = None  # [D]
+    eps: float = 0.0
+    kind: str = "layer"  # one of KINDS
+
+
+class Saved(NamedTuple):
+    """What forward leaves to the norm's backward; without a norm the tensors are None."""
+
+    h: Tensor | None  # [m, D], the norm's input
+    mean: Tensor | None  # [m], empty where the norm is not centred
+    rstd: Tensor | None  # [m]
+    gamma: Tensor | None  # [D]
+    kind: str
+
+
+def incoming(dn: Tensor | None, dh: Tensor | None) -> Tensor:
+    """Returns dn or, where n has no gradient, dh: backward is called with one of them at least."""
+    gradient = dh if dn is None else dn
+    assert gradient is not None
+    return gradient
+
+
+class Wanted(NamedTuple):
+    """Which gradients backward makes, and in which dtypes."""
+
+    bias: bool
+    beta: bool
+    residual: torch.dtype | None
+    parts: torch.dtype
+
+
+class Recompute(NamedTuple):
+    """How to recompute n in backward: saved instead of n, never differentiated.
+
+    gamma and beta are [D]-sized copies, because FSDP may have freed the parameters by then.
+    """
+
+    h: Tensor
+    mean: Tensor
+    rstd: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    eps: float
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns the fields that a Function saves; ``Recompute(*tensors, *constants)`` is the record again."""
+        return self.h, self.mean, self.rstd, self.gamma, self.beta
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        return self.eps, self.kind, self.dtype

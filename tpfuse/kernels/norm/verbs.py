@@ -1,0 +1,209 @@
+"""The public functions of the fused norm: each is a call of core.py with something omitted."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.errors import check
+from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
+from ..runtime.philox import Mask, active_rng
+from .core import drop, fused_norm, pair
+from .kinds import check_kind
+from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute
+from .triton_forward import reduce_launch
+
+NORM = pair("norm")
+EMBED_FINISH = pair("embed_finish")
+REDUCE_BIAS_DROPOUT_ADD_NORM = pair("reduce_bias_dropout_add_norm", blocked=True)
+
+
+def check_vectors(name: str, D: int, **vectors: Tensor | None) -> None:
+    for key, v in vectors.items():
+        if v is not None and v.shape != (D,):  # a message made in advance would cost more than the check
+            raise ValueError(f"{name}: {key} must have shape ({D},), got {tuple(v.shape)}")
+
+
+def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
+    check_kind(name, norm.kind)
+    if norm.gamma is None and (norm.beta is not None or post_norm):
+        raise ValueError(f"{name}: norm_bias and post_norm need weight")
+
+
+# ---- a norm alone ----
+
+
+def norm_in(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, *, eps: float, norm: str = "layer", ranks: int = 1
+) -> tuple[Tensor, Tensor, Recompute]:
+    """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and how to recompute n.
+
+    ``norm`` is one of KINDS; the residual stream h goes on, and the gradients of n come back from ``ranks`` peers
+    unsummed.
+    """
+    (x,) = autocast(x)
+    h, n, recipe = fused_norm(NORM, x[None], Add(), Norm(gamma, beta, eps, norm), order=ALONE, ranks=ranks)
+    assert recipe is not None  # there is a gamma
+    return h, n, recipe
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm (Ba et al. 2016) over the last dimension.  x [..., D], weight and bias [D] -> [..., D] in x's dtype
+    (under autocast: in its dtype).  ValueError for vectors of another shape."""
+    return _last_dimension("layer_norm", x, Norm(weight, bias, eps, "layer"))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kind: str = "rms") -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension.  x [..., D], weight [D] -> [..., D] in x's dtype (under
+    autocast: in its dtype).  ValueError for a weight of another shape or a kind that is not in KINDS."""
+    return _last_dimension("rms_norm", x, Norm(weight, None, eps, kind))
+
+
+def _last_dimension(name: str, x: Tensor, norm: Norm) -> Tensor:
+    D = x.shape[-1]
+    check_vectors(name, D, weight=norm.gamma, bias=norm.beta)
+    check_kind(name, norm.kind)
+    (rows,) = autocast(x.reshape(1, -1, D).contiguous())
+    return fused_norm(NORM, rows, Add(), norm, order=ALONE)[1].view(x.shape)
+
+
+# ---- between two GEMMs ----
+
+
+def reduce_bias_dropout_add_norm(
+    parts: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+    first_row: int = 0,
+    batch: int = 1,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    post_norm: bool = False,
+    ranks: int = 1,
+) -> tuple[Tensor, Tensor, Recompute | None]:
+    """h' = residual + dropout(sum_r parts_r + bias), n' = norm(h'), in one pass.
+
+    parts [R, m, D] (or [m, D]); bias, weight, norm_bias [D] in any floating dtype; residual [m, D]; rng int64 [3] of
+    :func:`make_rng` where p > 0; ``norm`` one of KINDS.  Returns (h' [m, D], n' expanded to [ranks, m, D] with stride
+    0, how to recompute n'); post-norm returns n' in h's place.  Without ``weight`` there is no norm: n' is h' and the
+    third is None.  h' has the residual's dtype (parts' without one), n' has parts'.  Under autocast parts and residual
+    are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
+    """
+    name = "reduce_bias_dropout_add_norm"
+    parts = parts[None] if parts.dim() == 2 else parts
+    check(parts.dim() == 3, f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
+    m, D = parts.shape[1:]
+    check_vectors(name, D, bias=bias, weight=weight, norm_bias=norm_bias)
+    normed = Norm(weight, norm_bias, eps, norm)
+    check_norm(name, normed, post_norm)
+    check(
+        residual is None or residual.shape == (m, D),
+        f"{name}: residual must have shape {(m, D)}, got {getattr(residual, 'shape', None)}",
+    )
+    mask = Mask(active_rng(name, p, rng), p, site, first_row=first_row, batch=batch)
+    parts, residual = autocast(parts, residual)
+    order, add = POST if post_norm else PRE, Add(bias=bias, residual=residual)
+    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, add, normed, mask=mask, order=order, ranks=ranks)
+
+
+# ---- behind an embedding's lookup ----
+
+
+def embed_finish(
+    parts: Tensor,
+    *,
+    position_weight: Tensor | None = None,
+    positions: Tensor | None = None,
+    type_weight: Tensor | None = None,
+    types: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    p: float = 0.0,
+    rng: Tensor | None = None,
+    site: int = 0,
+    first_row: int = 0,
+    batch: int = 1,
+    eps: float = 1e-5,
+    norm: str = "layer",
+    post_norm: bool = False,
+    ranks: int = 1,
+) -> tuple[Tensor, Tensor, Recompute | None]:
+    """Rank sum + position + token type, then dropout -> h, norm -> n; post-norm: norm, then dropout -> h = n.
+
+    parts [R, m, D]; position_weight [P, D] with positions [m] int64, type_weight [T, D] with types [m]; weight,
+    norm_bias [D]; ``norm`` one of KINDS.  Returns (h [m, D], n expanded to [ranks, m, D] with stride 0, how to
+    recompute n: None for post-norm or no norm).  ValueError for shapes that do not match, an unknown norm, p outside
+    [0, 1), or p > 0 without rng.
+    """
+    name = "embed_finish"
+    check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
+    m, D = parts.shape[1:]
+    check_vectors(name, D, weight=weight, norm_bias=norm_bias)
+    normed = Norm(weight, norm_bias, eps, norm)
+    check_norm(name, normed, post_norm)
+    for what, table, index in (("position", position_weight, positions), ("type", type_weight, types)):
+        check((table is None) == (index is None), f"{name}: {what}_weight and {what}s go together, got one of them")
+        check(
+            index is None or index.shape == (m,), f"{name}: {what}s must be [{m}], got {getattr(index, 'shape', None)}"
+        )
+        check(
+            table is None or table.shape[1:] == (D,),
+            f"{name}: {what}_weight must be [_, {D}], got {getattr(table, 'shape', None)}",
+        )
+    mask = Mask(active_rng(name, p, rng), p, site, first_row=first_row, batch=batch)
+    (parts,) = autocast(parts)
+    add = Add(None, position_weight, positions, type_weight=type_weight, types=types)
+    return fused_norm(EMBED_FINISH, parts, add, normed, mask=mask, order=DROP if post_norm else PRE, ranks=ranks)
+
+
+# ---- dropout alone ----
+
+
+def dropout_fwd_ref(x: Tensor, mask: Mask) -> Tensor:
+    """x [m, D] -> mask x / (1 - p)"""
+    return drop(x.to(acc_dtype(x)), mask).to(x.dtype)
+
+
+dropout_fwd = op(
+    dropout_fwd_ref,
+    kind=ELEMENTWISE,
+    launch=lambda x, mask: reduce_launch(x[None], mask),
+    fake=lambda x, _: x.new_empty(x.shape),
+)
+
+
+class _Dropout(torch.autograd.Function):
+    """Its own adjoint: dx = mask dy / (1 - p), so that nothing is saved but rng."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rng: Tensor, *numbers: Any) -> Tensor:
+        ctx.save_for_backward(rng)
+        ctx.numbers = numbers
+        return dropout_fwd(x, Mask(rng, *numbers))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rng,) = ctx.saved_tensors
+        return dropout_fwd(dy.contiguous(), Mask(rng, *ctx.numbers)), *[None] * len(Mask._fields)
+
+
+def dropout(x: Tensor, p: float, *, rng: Tensor, site: int = 0, first_row: int = 0, batch: int = 1) -> Tensor:
+    """Dropout (Srivastava et al. 2014) whose mask is a function of (seed, step, site) and the element's global place.
+
+    x [..., D] is flattened to rows, of which row i is position (first_row + i) // batch of sample first_sample +
+    (first_row + i) % batch.  ``rng`` int64 [3] = (seed, step, first_sample), of :func:`make_rng`; there is no default.
+    Returns x's shape and dtype; p = 0 returns x itself.  ValueError for p outside [0, 1).
+    """
+    mask = Mask(active_rng("dropout", p, rng), p, site, first_row=first_row, batch=batch)
+    if mask.rng is None:
+        return x
+    (x,) = autocast(x)
+    return _Dropout.apply(x.reshape(-1, x.shape[-1]).contiguous(), *mask).view(x.shape)

@@ -1,0 +1,1 @@
+"""What every kernel stands on: registration of ops, launches, tuned parameters, Philox, the one import of Triton."""

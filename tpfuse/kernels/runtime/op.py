@@ -1,0 +1,242 @@
+"""One op = one schema, a plain-torch reference and, where there is one, a Triton launcher.  PyTorch picks by device.
+
+``Library`` with an ``autograd.Function`` on top, rather than ``custom_op``: half the overhead a call, and the Function
+may pick what it saves.  Both trace with ``fullgraph=True``.  The namespace carries the library's version, so that a
+compiled graph in a disk cache never outlives the fake kernels it was traced with.
+
+Arguments that belong together travel as a record, a NamedTuple named in the reference's signature.  torch's schemas
+know no records: here, and only here, one is spelled out into its fields (``mask: Mask`` becomes ``mask_rng, mask_p,
+..``) when an op is called, and packed again before an implementation runs.  ``reference``, ``cpu``, ``launch``,
+``fake`` and ``cost`` therefore all take the reference's arguments.
+"""
+
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._version import __version__
+
+NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+OPS: dict[str, "Op"] = {}  # by name
+GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = (
+    "GEMM",
+    "attention",
+    "normalisation",
+    "elementwise",
+    "communication",
+)  # the ledger counts ops by these
+
+
+class Cost(NamedTuple):
+    """Bytes that one call moves and flops that it computes.
+
+    The bytes are those that reach memory: an element counts once a launch, however often it is read.  ``sent`` bytes go
+    to other ranks; ``scores`` are those that attention makes: an exponential each, and its share of a mask.
+    """
+
+    read: int
+    written: int
+    flops: int = 0
+    sent: int = 0
+    scores: int = 0
+
+
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among an op's arguments, those in records included."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from tensors(arg)
+
+
+def moved(*some: Tensor | None) -> int:
+    """Returns the bytes of the tensors' distinct elements; what a dimension of stride 0 repeats counts once."""
+    return sum(
+        t.element_size() * math.prod(n for n, s in zip(t.shape, t.stride()) if s or not n)
+        for t in some
+        if t is not None
+    )
+
+
+def least(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """Returns the lower bound, which is the cost of an op that makes one pass: every input read once, every output
+    written once."""
+    return Cost(moved(*tensors(args)), moved(*outputs))
+
+
+def flatten(args: Iterable[Any]) -> list[Any]:
+    """Returns the arguments with every record's fields in its place."""
+    flat: list[Any] = []
+    for arg in args:
+        flat.extend(arg) if isinstance(arg, tuple) else flat.append(arg)
+    return flat
+
+
+Make = Callable[..., Any]  # makes a record of its fields
+
+
+class Spelling(NamedTuple):
+    """How a reference's arguments stand in torch's schema."""
+
+    signature: inspect.Signature  # flat: a record's fields in its place
+    steps: tuple[tuple[Make | None, int | slice], ...]  # (a record's _make, its fields) or (None, the argument)
+    rest: int  # flat arguments from here on are passed on as they are; the dispatcher omits trailing defaults
+
+    def pack(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the reference's arguments for those of a call through the schema."""
+        if not self.steps:
+            return flat
+        packed = [flat[index] if make is None else make(flat[index]) for make, index in self.steps]
+        return (*packed, *flat[self.rest :])
+
+
+def spelling(reference: Callable[..., Any]) -> Spelling:
+    signature, hints = inspect.signature(reference), typing.get_type_hints(reference)
+    flat: list[inspect.Parameter] = []
+    steps: list[tuple[Make | None, int | slice]] = []
+    records = 0  # the steps up to the last record
+    for name, parameter in signature.parameters.items():
+        hint = hints[name]
+        make = getattr(hint, "_make", None)  # a record has it
+        if make is not None:
+            fields = typing.get_type_hints(hint).items()
+            steps.append((make, slice(len(flat), len(flat) + len(fields))))
+            flat += [inspect.Parameter(f"{name}_{f}", parameter.kind, annotation=a) for f, a in fields]
+            records = len(steps)
+        else:
+            steps.append((None, len(flat)))
+            flat.append(parameter.replace(annotation=hint))
+    rest = len(flat) - (len(steps) - records)
+    return Spelling(signature.replace(parameters=flat), tuple(steps[:records]), rest if records else 0)
+
+
+class Op:
+    """``torch.ops.<NAMESPACE>.<name>``: CPU runs ``cpu`` or the reference, CUDA ``launch`` or the reference, tracing
+    ``fake``.
+
+    ``fake`` is the reference itself where that needs shapes only; an op with data-dependent control flow brings its
+    own.  ``cost(args, outputs)`` is what its launcher moves and computes (:func:`least` unless given), from shapes
+    alone.  All of them take the reference's arguments, records packed.  ``kind`` is one of KINDS.  An op never mutates
+    or aliases its inputs; only a backward op may fill an ``out`` it is given (``mutates=("out",)``).  fp64 on a GPU
+    runs the reference.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        launch: Callable[..., Any] | None = None,
+        *,
+        kind: str,
+        cpu: Callable[..., Any] | None = None,
+        fake: Callable[..., Any] | None = None,
+        mutates: tuple[str, ...] = (),
+        cost: Callable[[tuple[Any, ...], tuple[Any, ...]], Cost] = least,
+    ):
+        self.name, self.kind, self._cost = name, kind, cost
+        self.reference, self.cpu, self.launch = reference, cpu or reference, launch
+        OPS[name] = self
+        self._spelling, self._names = spelling(reference), tuple(inspect.signature(reference).parameters)
+        flat_fake = self._flat(fake or reference)
+        _LIBRARY.define(name + torch.library.infer_schema(flat_fake, mutates_args=mutates))
+        _LIBRARY.impl(name, self._flat(self.cpu, "cpu"), "CPU")
+        _LIBRARY.impl(name, self._flat(self._cuda, "cuda"), "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", flat_fake, lib=_LIBRARY)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def _flat(self, implementation: Callable[..., Any], device: str | None = None) -> Callable[..., Any]:
+        """Returns ``implementation`` for a call through the schema.
+
+        Autocast acts in public functions; inside an op it would quietly lower what the op keeps in fp32, so it is
+        switched off for ``device``.
+        """
+        pack = self._spelling.pack
+
+        def run(*flat: Any) -> Any:
+            if device is not None and torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return implementation(*pack(flat))
+            return implementation(*pack(flat))
+
+        run.__signature__ = self._spelling.signature  # type: ignore[attr-defined]
+        return run
+
+    def _cuda(self, *args: Any) -> Any:
+        double = any(t.dtype == torch.float64 for t in tensors(args))
+        return (self.reference if self.launch is None or double else self.launch)(*args)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.overload(*flatten(self._in_order(args, named) if named else args))
+
+    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Returns the arguments, of which those behind ``args`` are given by name, in the reference's order."""
+        return *args, *[named[name] for name in self._names[len(args) : len(args) + len(named)]]
+
+    def pack(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the reference's arguments for those of a call through the schema."""
+        return self._spelling.pack(flat)
+
+    def into(self, places: tuple[Tensor, ...], *args: Any, **named: Any) -> Any:
+        """Makes the call inside another op: outputs go to contiguous ``places``, which implementations take last."""
+        double = places[0].dtype == torch.float64
+        implementation = self.cpu if places[0].is_cpu or double or self.launch is None else self.launch
+        return implementation(*self._in_order(args, named), *places)
+
+    def cost(self, args: tuple[Any, ...], outputs: Tensor | tuple[Tensor, ...]) -> Cost:
+        """Returns the cost of the call that took ``args`` and gave ``outputs``; meta tensors will do."""
+        return self._cost(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
+
+
+def op(reference: Callable[..., Any], **options: Any) -> Op:
+    """Registers an :class:`Op` named after its reference: ``linear_fwd = op(linear_fwd_ref, kind=GEMM)``."""
+    return Op(reference.__name__.removesuffix("_ref"), reference, **options)
+
+
+A = typing.TypeVar("A", bound=Tensor | None)
+B = typing.TypeVar("B", bound=Tensor | None)
+C = typing.TypeVar("C", bound=Tensor | None)
+D = typing.TypeVar("D", bound=Tensor | None)
+
+
+@typing.overload
+def autocast(a: A, /) -> tuple[A]: ...
+@typing.overload
+def autocast(a: A, b: B, /) -> tuple[A, B]: ...
+@typing.overload
+def autocast(a: A, b: B, c: C, /) -> tuple[A, B, C]: ...
+@typing.overload
+def autocast(a: A, b: B, c: C, d: D, /) -> tuple[A, B, C, D]: ...
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under ``torch.autocast``: floating tensors (fp64 excepted) in its dtype; otherwise the tensors as they are."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    lower = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t is not None and t.dtype in lower else t for t in tensors)
+
+
+def acc_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums and statistics of x are kept in: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded."""
+    total = parts[0].to(acc_dtype(parts), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of rows whose fp32 temporaries stay in a core's cache, at least one; for CPU implementations."""
+    step = max(1, (1 << 17) // max(columns, 1))
+    return ((i, min(i + step, rows)) for i in range(0, max(rows, 1), step))

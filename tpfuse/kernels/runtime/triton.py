@@ -1,0 +1,39 @@
+"""The one place that imports Triton.  Where it is absent (macOS, Windows) kernels can still be defined; launching one
+raises."""
+
+from typing import Any, NoReturn
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    AVAILABLE = True
+except ImportError:  # pragma: no cover - held by a test that blocks the import
+    AVAILABLE = False
+
+    class _Absent:
+        """Stands in for ``triton`` and ``triton.language`` while kernels are being defined."""
+
+        constexpr = int
+
+        def jit(self, kernel: Any) -> "_AbsentKernel":
+            return _AbsentKernel(kernel.__name__)
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise ImportError(
+                f"tpfuse: triton.{name} is needed here, and Triton is not installed; CPU tensors do not need it"
+            )
+
+    class _AbsentKernel:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> NoReturn:
+            raise ImportError(
+                f"tpfuse: kernel {self.name} needs Triton, which is not installed; CPU tensors do not need it"
+            )
+
+    triton = tl = TensorDescriptor = _Absent()
+
+__all__ = ["AVAILABLE", "TensorDescriptor", "tl", "triton"]

@@ -1,0 +1,183 @@
+"""What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..collectives import copy
+from ..kernels.runtime.op import acc_dtype
+from ..kernels.runtime.philox import normal
+from ..parallel import TensorParallel
+
+_CHUNK = 1 << 20  # elements initialised at a time
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter as a whole.
+
+    ``shape`` is the full shape, ``dim`` the dimension it is sharded on (None: replicated), ``init`` its standard
+    deviation at the start (or "ones" or "zeros"; None: initialised elsewhere).  A shard is one contiguous slice, split
+    as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks).
+    ``origin``: the initial values are those of another parameter's elements, so that a layout which depends on the
+    number of ranks does not change them.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    init: float | str | None
+    copies: int = 1
+    origin: "Origin | None" = None
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """The shape of all ranks' slices concatenated: the full shape, times ``copies`` on the sharded dimension."""
+        return tuple(n * self.copies if i == self.dim else n for i, n in enumerate(self.shape))
+
+    def local(self, tp: TensorParallel) -> tuple[slice, ...]:
+        """Returns this rank's slice of the full tensor."""
+        whole = [slice(0, n) for n in self.shape]
+        if self.dim is not None:
+            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
+        return tuple(whole)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Index i of dimension 0 takes its initial values from another parameter of the same module.
+
+    They are the elements from ``offset(i)`` on of the parameter ``leaf``, flattened.
+    """
+
+    leaf: str
+    offset: Callable[[np.ndarray], np.ndarray]
+
+
+class ParallelModule(nn.Module):
+    """An nn.Module whose parameters are this rank's shards; ``specs`` records for each the whole it is a slice of.
+
+    Subclass it to write a parallel layer: call :meth:`add_parameter` for each parameter and, at the end of the
+    constructor, :meth:`initialize_alone`.  Checkpoints, optimizers and DTensor views then work on it.
+    """
+
+    def __init__(self, tp: TensorParallel | None):
+        super().__init__()
+        self.tp = TensorParallel() if tp is None else tp
+        self.specs: dict[str, Spec] = {}
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        init: float | str,
+        *,
+        copies: int = 1,
+        origin: Origin | None = None,
+        **factory: Any,
+    ) -> None:
+        """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised.
+
+        ``factory``: dtype and device, as torch's layers take them; the rest as in :class:`Spec`.
+        """
+        spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
+        values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
+        self.register_parameter(name, nn.Parameter(values))
+
+    def initialize_alone(self) -> None:
+        """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
+
+        Called at the end of a layer's constructor.  On the meta device nothing happens: a model makes its layers there
+        and initialises them all by names of its own.
+        """
+        if any(p.is_meta for p in self.parameters()):
+            return
+        if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
+            return initialize(self, 0)
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        what = f"{type(self).__name__}: the seed drawn from torch's generator (call torch.manual_seed before)"
+        self.tp.agree(what, seed)
+        initialize(self, seed)
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
+    """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
+
+    A plain module's parameters are replicated.
+    """
+    owners = dict(module.named_modules())
+    for name, p in module.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        owner = owners[path]
+        if isinstance(owner, ParallelModule):
+            yield name, owner.specs[leaf], owner.tp
+        else:
+            yield name, Spec(tuple(p.shape), None, None), TensorParallel()
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Fills every parameter, bitwise the same however it is split.
+
+    Weights are Philox of (seed, name, global index), in fp64 on the CPU.  ``prefix`` precedes the names of a module
+    that joins a larger one.
+    """
+    for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+        if spec.init is None:
+            continue
+        if isinstance(spec.init, str):
+            p.fill_(1.0 if spec.init == "ones" else 0.0)
+            continue
+        start, *inner = spec.local(tp)
+        columns = np.zeros((), np.int64)
+        stride = 1
+        for s, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
+            columns = np.add.outer(np.arange(s.start, s.stop, dtype=np.int64) * stride, columns)
+            stride *= n
+        name = prefix + name
+        if spec.origin is not None:
+            name = name.rpartition(".")[0] + "." * ("." in name) + spec.origin.leaf
+        step = max(1, _CHUNK // max(columns.size, 1))
+        for i in range(start.start, start.stop, step):
+            rows = np.arange(i, min(i + step, start.stop), dtype=np.int64)
+            offsets = rows * stride if spec.origin is None else spec.origin.offset(rows)
+            values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
+            p[i - start.start : i - start.start + len(rows)] = values.to(p.dtype)
+
+
+@overload
+def local(p: Tensor) -> Tensor: ...
+@overload
+def local(p: Tensor | None) -> Tensor | None: ...
+def local(p: Tensor | None) -> Tensor | None:
+    """Returns the plain tensor behind a parameter, which FSDP2 makes a DTensor of."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def replicated(tp: TensorParallel, *vectors: Tensor | None) -> list[Any]:
+    """Returns replicated parameters of one shape for use on this rank's rows: a tensor for a tensor, None for None.
+
+    They are packed in fp32, so that their gradients are summed over the ranks as one message.
+    """
+    present: list[Tensor] = [local(v) for v in vectors if v is not None]
+    if not present:
+        return list(vectors)
+    dtype = acc_dtype(present[0])
+    for v in present:
+        dtype = torch.promote_types(dtype, v.dtype)
+    packed = on_rows(torch.stack([v.to(dtype) for v in present]), tp)
+    rows = iter(packed.unbind(0))
+    return [None if v is None else next(rows) for v in vectors]
+
+
+def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Returns a replicated tensor for use on this rank's rows.
+
+    Under sequence parallelism its gradient is summed over the ranks.
+    """
+    return copy(x, tp) if tp.sequence_parallel else x

@@ -1,0 +1,174 @@
+"""The command line of ``python -m tpfuse``: its commands and their options."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..kernels.runtime.launch import MULTIPROCESSORS
+from ..layers.block import SAVING
+from . import machine, memory, mfu
+from .presets import PRESETS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL_HELP = f"a local Hugging Face directory or config.json, or one of {', '.join(PRESETS)}"
+
+
+class Help(argparse.HelpFormatter):
+    """Defaults are shown, where there is one to show."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        quiet = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        return (action.help or "") if quiet else f"{action.help} (default: %(default)s)"
+
+
+def positive(text: str) -> int:
+    """Returns an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def sizes(text: str) -> list[int]:
+    """Returns the integers of "1,2,4"."""
+    return [positive(part) for part in text.split(",")]
+
+
+def choices(text: str) -> list[tuple[int, int]]:
+    """Returns the (tp, dp) pairs of "1x1,2x1"."""
+    try:
+        return [(positive(tp), positive(dp)) for tp, dp in (part.split("x") for part in text.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}") from None
+
+
+def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:
+    """Returns the parser; ``commands`` are the functions to run, by name, which it leaves in ``run``."""
+    what = "Where the bytes go, what a model needs at any scale, how near the limit it runs."
+    top = argparse.ArgumentParser(prog="python -m tpfuse", description=what)
+    subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, what: str, plot: bool = True) -> argparse.ArgumentParser:
+        p = subparsers.add_parser(name, help=what, description=what, formatter_class=Help, allow_abbrev=False)
+        p.set_defaults(run=commands[name])
+        out = p.add_argument_group("output")
+        out.add_argument("--json", action="store_true", help="numbers for programs in place of tables")
+        if plot:
+            out.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+        return p
+
+    def model(p: argparse.ArgumentParser, default: str | None = None) -> None:
+        p.add_argument("--model", required=default is None, default=default, metavar="MODEL", help=MODEL_HELP)
+
+    def split(p: argparse.ArgumentParser, seq: int, micro: int, dtype: str) -> None:
+        p.add_argument("--seq", type=positive, default=seq, metavar="N", help="positions a sequence")
+        p.add_argument(
+            "--micro-batch", type=positive, default=micro, metavar="N", help="sequences that a replica runs at once"
+        )
+        p.add_argument("--dtype", choices=DTYPES, default=dtype, help="of weights and activations")
+        p.add_argument(
+            "--no-sequence-parallel",
+            action="store_true",
+            help="every tensor-parallel rank holds all rows between GEMMs",
+        )
+        p.add_argument(
+            "--saving", choices=SAVING, default=SAVING[0], help="for backward, keep what is fastest or what is smallest"
+        )
+
+    p = command(
+        "ledger",
+        "One layer: the bytes of plain torch, of the operator table of 2020, and of tpfuse, side by side.",
+    )
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences")
+    p.add_argument("--seq", type=positive, default=512, metavar="N", help="positions a sequence")
+    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    p.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="one rank of N, with sequence parallelism: tpfuse's columns alone",
+    )
+    p.add_argument(
+        "--arch", choices=MULTIPROCESSORS, default="sm_90", help="whose launch parameters tpfuse's kernels have"
+    )
+    p.add_argument("--ops", action="store_true", help="every op of tpfuse's layer too")
+    p.add_argument(
+        "--ms",
+        type=float,
+        metavar="X",
+        help="a measured time of tpfuse's layer (fastest), for its MUE; with --bandwidth",
+    )
+    p.add_argument("--bandwidth", type=float, metavar="GB/S", help="the memory's peak")
+
+    p = command(
+        "memory",
+        "Saved activations in closed form and measured, parameters, gradients, optimizer, DDP and FSDP.",
+    )
+    model(p)
+    p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
+    p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    split(p, 2048, 1, "bf16")
+    p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
+
+    p = command(
+        "dryrun",
+        "A rank of any world, in one process: real code on meta tensors, counted and against the formulas.",
+    )
+    model(p)
+    p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
+    p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    split(p, 2048, 1, "bf16")
+    p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
+    p.add_argument(
+        "--arch", choices=MULTIPROCESSORS, default="sm_90", help="whose launch parameters tpfuse's kernels have"
+    )
+    p.add_argument(
+        "--sweep", action="store_true", help="how each cost grows with --tps and --ranks, in place of one --tp and --dp"
+    )
+    p.add_argument(
+        "--tps", type=sizes, default="1,2,4,8,16,32,64", metavar="N,N", help="of --sweep: tensor-parallel sizes"
+    )
+    p.add_argument("--ranks", type=sizes, default="1,8,64,512,4096", metavar="N,N", help="of --sweep: ranks in all")
+
+    p = command(
+        "mfu",
+        "Model and hardware flops utilisation of a measured step; without --model, a published table again.",
+        False,
+    )
+    p.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--batch", type=positive, metavar="N", help="sequences a step, over all devices")
+    p.add_argument("--seq", type=positive, default=2048, metavar="N", help="positions a sequence")
+    p.add_argument("--seconds", type=float, metavar="X", help="a step's")
+    p.add_argument("--devices", type=positive, default=1, metavar="N", help="how many took part")
+    p.add_argument("--device", choices=mfu.PEAK, default="H100", help="for its dense 16-bit peak")
+    p.add_argument("--peak-tflops", type=float, metavar="X", help="a peak of your own in place of --device's")
+    p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="what is computed again in backward")
+
+    p = command("calibrate", "Measures what this machine's CPUs can do, in about a minute, for predict.", False)
+    p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="where it is kept")
+    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="of the models that are timed")
+    p.add_argument(
+        "--ranks", type=sizes, default="1,2,4", metavar="N,N", help="how many processes at once, one thread each"
+    )
+    p.add_argument("--seconds", type=float, default=60, metavar="X", help="to take about")
+
+    p = command(
+        "predict",
+        "The time of a training step by tp and dp on this machine; --check measures it too. Needs calibrate.",
+    )
+    model(p, "gpt-3m")
+    p.add_argument("--choices", type=choices, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="what to compare")
+    p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences a step, over all replicas")
+    split(p, 256, 0, "fp32")
+    p.set_defaults(micro_batch=None)
+    p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="what calibrate wrote")
+    p.add_argument("--check", action="store_true", help="run the steps as well, and say how far off the prediction is")
+    p.add_argument("--steps", type=positive, default=8, metavar="N", help="of --check: measured steps a choice")
+    return top

@@ -1,0 +1,36 @@
+"""Runs a function on real gloo processes of this machine, one thread each."""
+
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, fn: Callable[..., T], *args: Any) -> T:
+    """Runs fn(*args) on every rank of a world of ``size``; returns rank 0's result.
+
+    ``fn`` and its arguments pickle.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_work, (size, folder, fn, args), nprocs=size)
+        result: T = pickle.loads((Path(folder) / "result").read_bytes())
+        return result
+
+
+def _work(rank: int, size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    result = fn(*args)
+    if rank == 0:
+        (Path(folder) / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

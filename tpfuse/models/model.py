@@ -1,0 +1,294 @@
+"""What every model shares: its inputs, rows out of a batch, the rng of a call, agreement of the ranks, files."""
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..interop.huggingface.model import PretrainedModule
+from ..interop.huggingface.read import Files, load
+from ..interop.huggingface.source import Source
+from ..interop.huggingface.together import together
+from ..interop.huggingface.write import save
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.philox import make_rng
+from ..layers.embedding import VocabParallelEmbedding
+from ..layers.module import initialize, local
+from ..parallel import TensorParallel, resolve
+from .config import ModelConfig
+from .head import LMHead
+
+M = TypeVar("M", bound="Model")
+
+
+class Inputs(NamedTuple):
+    """The arguments of a model's forward."""
+
+    input_ids: Tensor
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    token_type_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    loss_normalizer: float | Tensor | None = None
+    step: int | Tensor | None = None
+    first_sample: int | Tensor | None = None
+    return_logits: bool | None = None
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """attention_mask as bool: converted once here, and not in every layer."""
+        return None if self.attention_mask is None else self.attention_mask.bool()
+
+
+class Output(NamedTuple):
+    """What a model returns; what was not asked for is None.
+
+    ``loss`` scalar fp32; ``logits`` [B, S, V/R], this rank's slice of the vocabulary; ``last_hidden_state`` [B, S, D]
+    and ``pooler_output`` [B, D], the same on every rank.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    pooler_output: Tensor | None = None
+
+
+class Rows:
+    """[B, S] as sequence-major rows s * B + b, padded to a multiple of the row shards, and this rank's share."""
+
+    def __init__(self, shape: torch.Size, tp: TensorParallel):
+        (self.batch, self.seq), self.tp = shape, tp
+        self.count = -(-self.batch * self.seq // tp.row_shards) * tp.row_shards
+        self.per_shard = self.count // tp.row_shards
+        self.first = tp.row_rank * self.per_shard
+
+    def all(self, x: Tensor, fill: int) -> Tensor:
+        """[B, S] -> [M], ``fill`` in the padding"""
+        rows = x.t().reshape(-1)
+        return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
+
+    def local(self, x: Tensor, fill: int) -> Tensor:
+        """[B, S] -> this rank's [m]"""
+        return self.all(x, fill)[self.first : self.first + self.per_shard]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[M, ...] -> [B, S, ...]"""
+        return rows[: self.batch * self.seq].unflatten(0, (self.seq, self.batch)).transpose(0, 1)
+
+
+class Model(PretrainedModule):
+    """The base of GPT and Bert.
+
+    ``step`` counts training forwards (a 0-d int64 tensor, no buffer) unless a call brings its own.
+    """
+
+    config_class: ClassVar[type[ModelConfig]]
+    refused: ClassVar[dict[str, str]] = {}  # inputs that the model does not take, and what is said of them
+    head_options: ClassVar[dict[str, Any]] = {}  # constructor arguments that give it a language-model head
+    config: ModelConfig
+    embedding: VocabParallelEmbedding
+    blocks: nn.ModuleList
+    head: LMHead | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: TensorParallel | None = None,
+        dp: dist.ProcessGroup | DeviceMesh | None = None,
+        seed: int = 0,
+        saving: str = "fastest",
+        **options: Any,
+    ):
+        super().__init__()
+        self.config, self.seed, self.saving = config, seed, saving
+        self.tp = TensorParallel() if tp is None else tp
+        dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
+        self.dp_rank = None if dp is None else dp.rank()
+        self.dp_group_name: str | None = None if dp is None else dp.group_name
+        self.step = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.source, self.hf_source = None, None
+        self._compared = False
+        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype())
+        shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap)
+        for key, value in (shared | options).items():
+            self.tp.agree(f"{type(self).__name__}: {key}", value)
+
+    def _materialize(self) -> None:
+        """Gives the modules, which were made on the meta device, storage and initial weights.
+
+        Not where the caller's default device is meta.
+        """
+        device = torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            initialize(self, self.seed)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [resolve(name) for name in (self.tp.group_name, self.dp_group_name) if name is not None]
+
+    # ---- a call ----
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_normalizer: float | Tensor | None = None,
+        step: int | Tensor | None = None,
+        first_sample: int | Tensor | None = None,
+        return_logits: bool | None = None,
+    ) -> Output:
+        """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
+
+        Args:
+            input_ids: token ids.
+            labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
+                document's bound), Bert does not.
+            attention_mask: [B, S], nonzero where a token may be seen.
+            position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
+            token_type_ids: int64 [B, S], Bert's alone; default 0.
+            cu_seqlens: int32 [N + 1], GPT's alone: the bounds of packed documents, 0 first, with B = 1.  No document
+                sees another; what lies beyond the last is padding.
+            max_seqlen: the longest document, which max_positions limits (not S).
+            loss_normalizer: divides the summed loss; default: the valid labels of this call.
+            step: chooses the dropout masks; default: the model's counter.
+            first_sample: chooses the dropout masks too; default: dp rank x B.
+            return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
+
+        ValueError, on every rank, for an input that the model does not take or that is not as above.
+        """
+        inputs = Inputs(
+            input_ids=input_ids,
+            labels=labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            loss_normalizer=loss_normalizer,
+            step=step,
+            first_sample=first_sample,
+            return_logits=return_logits,
+        )
+        for name, reason in self.refused.items():
+            check(getattr(inputs, name) is None, f"{type(self).__name__}: {reason}")
+        return self._run(inputs)
+
+    def _run(self, inputs: Inputs) -> Output:
+        raise NotImplementedError
+
+    def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
+        """Checks shapes and dtypes; ``longest`` is the length of the longest packed document, where there are such."""
+        ids, name = inputs.input_ids, type(self).__name__
+        check(
+            ids.dim() == 2 and ids.dtype == torch.int64,
+            f"{name}: input_ids must be int64 [B, S], got {ids.dtype} {tuple(ids.shape)}",
+        )
+        most, length = self.config.max_positions, ids.shape[1] if longest is None else longest
+        check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
+        for key in ("labels", "attention_mask", "position_ids", "token_type_ids"):
+            x = getattr(inputs, key)
+            if x is not None:
+                check(
+                    x.shape == ids.shape and (key == "attention_mask" or x.dtype == torch.int64),
+                    f"{name}: {key} must be int64 {tuple(ids.shape)} as input_ids, got {x.dtype} {tuple(x.shape)}",
+                )
+        if not self._compared and not torch.compiler.is_compiling():
+            cause = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
+            self.tp.agree_tensor(f"{name}: input_ids", ids, cause)
+            self._compared = True
+
+    def _rng(self, inputs: Inputs) -> Tensor | None:
+        """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
+        c, (ids, step, first_sample) = self.config, (inputs.input_ids, inputs.step, inputs.first_sample)
+        if not self.training or max(c.dropout, c.attention_dropout, c.embedding_dropout) == 0:
+            return None
+        if first_sample is None:
+            alone = not dist.is_initialized() or dist.get_world_size() == self.tp.size
+            check(
+                alone or self.dp_rank is not None,
+                f"{type(self).__name__}: dropout is on and the world is larger than the tensor-parallel group, so"
+                " replicas would share masks; give the model dp=, or the call first_sample=",
+            )
+            first_sample = (self.dp_rank or 0) * len(ids)
+        if step is None:
+            if self.step.device != ids.device:
+                self.step = self.step.to(ids.device)
+            step = self.step.clone()
+            self.step += 1
+        return make_rng(self.seed, step, first_sample, ids.device)
+
+    def _tied(self) -> Tensor | None:
+        """Returns the embedding's weight where the head shares it."""
+        return local(self.embedding.weight) if self.config.tie_embeddings else None
+
+    # ---- files ----
+
+    @classmethod
+    def from_pretrained(
+        cls: type[M],
+        path: str | Path,
+        *,
+        tp: TensorParallel | None = None,
+        dp: dist.ProcessGroup | DeviceMesh | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        saving: str = "fastest",
+        **options: Any,
+    ) -> M:
+        """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
+
+        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold.  ValueError on
+        every rank, before anything is read, for an unknown model_type, an option that is not built, or a missing,
+        extra, mis-shaped or truncated tensor.
+        """
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+
+        def examine() -> tuple[Files, ModelConfig, dict[str, Any]]:
+            files = Files(path)
+            return files, cls.config_class.from_hf(files.config), cls._options_from(files) | options
+
+        files, config, options = together(examine, () if tp is None else (tp.group,))
+        with torch.device("meta"):
+            model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
+        model.tp.agree(f"{cls.__name__}: dtype", dtype)
+        load(model, files, dtype, device)
+        model.source, model.hf_source = Path(path), files.config
+        return model.eval()
+
+    @classmethod
+    def _options_from(cls, files: Files) -> dict[str, Any]:
+        """Returns the constructor arguments that the tensors in a directory decide."""
+        return {}
+
+    @property
+    def base_prefix(self) -> str:
+        return self.config.hf.base_prefix
+
+    def sources(self) -> dict[str, Source]:
+        return self.config.hf.sources(self.config)
+
+    def ignorable(self) -> tuple[str, ...]:
+        return self.config.hf.ignorable
+
+    def hf_name(self, name: str) -> str:
+        return name if name.startswith(self.config.hf.head_prefixes) else self.base_prefix + name
+
+    def hf_config(self) -> dict[str, Any]:
+        return {"architectures": [self.config.hf.architecture]}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Writes a directory that transformers loads: full tensors, config.json, the tokenizer the model came with."""
+        save(self, Path(path))

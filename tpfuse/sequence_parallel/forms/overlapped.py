@@ -1,0 +1,83 @@
+"""The form under sequence parallelism whose messages travel while GEMMs run: each function is one opaque op of
+:mod:`..overlap`, so that compiled graphs hold no handle.
+
+If a weight is frozen its backward is the plain form's: without a wgrad there is little to hide behind.
+"""
+
+from torch import Tensor
+
+from ...kernels.attention.op import attention_bwd
+from ...kernels.attention.options import Options
+from ...parallel import TensorParallel
+from ..overlap import attention as attention_ops
+from ..overlap import linear as linear_ops
+from ..overlap import mlp as mlp_ops
+from ..records import MLP, AttentionSaved, Linear, MLPSaved, Needs, Projections, Saved, WeightGrad
+from . import plain
+
+
+def gather_linear_fwd(n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    return linear_ops.gather_linear_fwd(n, linear, tp.group_name)
+
+
+def gather_linear_bwd(
+    dy: Tensor, w: Tensor, *, n: Saved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if not needs.weight:
+        return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
+    work = WeightGrad(dy, n.expanded(), w.dtype, needs.bias)
+    dn, dw, db = linear_ops.gather_linear_bwd(w, work, tp.group_name)
+    return dn, dw, db if needs.bias else None
+
+
+def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
+    return linear_ops.linear_exchange_fwd(x, w, tp.size, tp.group_name)
+
+
+def linear_exchange_bwd(
+    dp: Tensor, w: Tensor, *, x: Tensor, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None]:
+    if not needs.out_weight:
+        return plain.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
+    return linear_ops.linear_exchange_bwd(dp, x, w, tp.group_name)
+
+
+def gather_mlp_exchange_fwd(
+    n: Tensor, mlp: MLP, *, keep: bool, tp: TensorParallel
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    parts, z, a = mlp_ops.gather_mlp_exchange_fwd(n, mlp, keep, tp.group_name)
+    return parts, z, a if keep else None
+
+
+def gather_mlp_exchange_bwd(
+    dp: Tensor, mlp: MLP, *, saved: MLPSaved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if not (needs.weight and needs.out_weight):
+        return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
+    inputs = mlp_ops.Inputs(dp, saved.n.expanded(), saved.z, saved.a)
+    dn, dw1, db1, dw2 = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
+    return dn, dw1, db1 if needs.bias else None, dw2
+
+
+# ---- attention between its projections: this form alone has it as one op ----
+
+
+def gather_attention_exchange_fwd(
+    n: Tensor, weights: Projections, options: Options, tp: TensorParallel
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns parts, qkv, o and lse."""
+    return attention_ops.gather_attention_exchange_fwd(n, weights, options, tp.group_name)
+
+
+def gather_attention_exchange_bwd(
+    dp: Tensor, weights: Projections, *, saved: AttentionSaved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns dn, unsummed, dw, db and dw_out."""
+    n, qkv, o, lse, options = saved
+    if needs.weight and needs.out_weight:
+        inputs = attention_ops.Inputs(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
+        dn, dw, db, dw_out = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
+        return dn, dw, db if needs.bias else None, dw_out
+    do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)
+    dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
+    return *plain.gather_linear_bwd(dqkv, weights.w, n=n, needs=needs, tp=tp), dw_out

@@ -1,0 +1,71 @@
+"""The plain form: a message, then its GEMM.
+
+    op                    forward                                  dgrad                          wgrad
+    gather_linear         gather(n) W' + b                         scatter(dy W)                  dy' gather(n)
+    linear_exchange       scatter(x W')                            gather(dp) W                   gather(dp)' x
+    gather_mlp_exchange   scatter(act(gather(n) W1' + b1) W2')     dz = gather(dp) W2 act'(z);    gather(dp)' act(z),
+                                                                   scatter(dz W1)                 dz' gather(n)
+
+A frozen weight has no wgrad, and nothing is gathered for it.
+"""
+
+from torch import Tensor
+
+from ...kernels.linear.op import column_sum, linear_dgrad, linear_dgrad_act, linear_fwd
+from ...parallel import TensorParallel
+from ..crossings import gather_rows, scatter_rows
+from ..records import MLP, GatheredWeightGrad, Linear, MLPSaved, Needs, Saved, WeightGrad
+
+
+def gather_linear_fwd(n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    return linear_fwd(gather_rows(n, tp), *linear)
+
+
+def gather_linear_bwd(
+    dy: Tensor, w: Tensor, *, n: Saved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dn = scatter_rows(linear_dgrad(dy, w), tp)
+    if needs.weight:
+        return dn, *needs.run("weight", GatheredWeightGrad(dy, n, w.dtype, needs.bias))
+    return dn, None, column_sum(dy) if needs.bias else None
+
+
+def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
+    return scatter_rows(linear_fwd(x, w, None, "none")[0], tp)
+
+
+def linear_exchange_bwd(
+    dp: Tensor, w: Tensor, *, x: Tensor, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None]:
+    dy = gather_rows(dp, tp)
+    dx, dw = linear_dgrad(dy, w), None
+    if needs.out_weight:
+        dw, _ = needs.run("out_weight", WeightGrad(dy, x, w.dtype, False))
+    return dx, dw
+
+
+def gather_mlp_exchange_fwd(
+    n: Tensor, mlp: MLP, *, keep: bool, tp: TensorParallel
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    a, z = linear_fwd(gather_rows(n, tp), mlp.w1, mlp.b1, mlp.activation)
+    return scatter_rows(linear_fwd(a, mlp.w2, None, "none")[0], tp), z, a if keep else None
+
+
+def gather_mlp_exchange_bwd(
+    dp: Tensor, mlp: MLP, *, saved: MLPSaved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dy = gather_rows(dp, tp)
+    dz, db1, a = dgrad_through_activation(dy, mlp, saved, needs)
+    dn, dw1, dw2 = scatter_rows(linear_dgrad(dz, mlp.w1), tp), None, None
+    if needs.out_weight:
+        dw2, _ = needs.run("out_weight", WeightGrad(dy, a, mlp.w2.dtype, False))
+    if needs.weight:
+        dw1, _ = needs.run("weight", GatheredWeightGrad(dz, saved.n, mlp.w1.dtype, False))
+    return dn, dw1, db1 if needs.bias else None, dw2
+
+
+def dgrad_through_activation(dy: Tensor, mlp: MLP, saved: MLPSaved, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dz, db1 and act(z), the last as saved or recomputed (empty if w2's gradient does not ask for it)."""
+    rebuild = saved.a is None and needs.out_weight
+    dz, db1, rebuilt = linear_dgrad_act(dy, mlp.w2, saved.z, mlp.activation, rebuild=rebuild)
+    return dz, db1, rebuilt if saved.a is None else saved.a

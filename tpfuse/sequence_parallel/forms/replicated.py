@@ -1,0 +1,44 @@
+"""The form without sequence parallelism whose one hidden message is the sum of dx, which travels under the wgrads.
+
+Every rank holds all rows, so nothing is gathered; the sum of a row-parallel layer's output has no GEMM beside it and is
+the plain form's.  If the first weight is frozen (of an MLP: either), there is little to hide behind.
+"""
+
+from torch import Tensor
+
+from ...parallel import TensorParallel
+from ..overlap.reduce import Group, Second, linear_reduce_bwd
+from ..records import MLP, MLPSaved, Needs, Saved, WeightGrad
+from . import plain
+from .plain import gather_linear_fwd, gather_mlp_exchange_fwd, linear_exchange_bwd, linear_exchange_fwd
+
+__all__ = [
+    "gather_linear_bwd",
+    "gather_linear_fwd",
+    "gather_mlp_exchange_bwd",
+    "gather_mlp_exchange_fwd",
+    "linear_exchange_bwd",
+    "linear_exchange_fwd",
+]
+
+
+def gather_linear_bwd(
+    dy: Tensor, w: Tensor, *, n: Saved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if not needs.weight:
+        return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
+    work = WeightGrad(dy, n.rows(), w.dtype, needs.bias)
+    dn, dw, db, _ = linear_reduce_bwd(w, work, Second(), Group.of(tp))
+    return dn[None], dw, db if needs.bias else None
+
+
+def gather_mlp_exchange_bwd(
+    dp: Tensor, mlp: MLP, *, saved: MLPSaved, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if not (needs.weight and needs.out_weight):
+        return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
+    dy = dp.flatten(0, 1)
+    dz, db1, a = plain.dgrad_through_activation(dy, mlp, saved, needs)
+    work = WeightGrad(dz, saved.n.rows(), mlp.w1.dtype, False)
+    dn, dw1, _, dw2 = linear_reduce_bwd(mlp.w1, work, Second(dy, a), Group.of(tp))
+    return dn[None], dw1, db1 if needs.bias else None, dw2

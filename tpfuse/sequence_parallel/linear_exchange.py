@@ -1,0 +1,53 @@
+"""Row-parallel linear without its sum: each rank multiplies its slice of the columns, and sends every peer its rows.
+
+rank r of R      x [M, K / R]        W [D, K / R]        parts [R, m, D]
+forward          scatter(x W')
+dgrad            gather(dp) W
+wgrad            dW = gather(dp)' x
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels.linear.op import check_linear
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.op import autocast
+from ..parallel import TensorParallel
+from .choice import choose
+from .forms import Form
+from .records import Needs
+
+
+class LinearExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.args = tp, form
+        return form.linear_exchange_fwd(x, w, tp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        tp, form = ctx.args
+        _, weight, *_ = ctx.needs_input_grad
+        dx, dw = form.linear_exchange_bwd(dp, w, x=x, needs=Needs(out_weight=weight), tp=tp)
+        return dx, dw, None, None
+
+
+def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
+    """Row-parallel linear without its sum: x [M, K], weight [D, K], K this rank's -> parts [R, m, D], to be summed over
+    R.
+
+    Without sequence parallelism the sum is taken here, and [1, M, D] comes back.  M must be divisible by R.
+    """
+    check_linear("linear_exchange", x, weight, None, activation="none")
+    check(
+        x.dim() == 2 and len(x) % tp.row_shards == 0,
+        f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}",
+    )
+    x, weight = autocast(x, weight)
+    return LinearExchange.apply(x.contiguous(), weight, tp, choose("linear_exchange", x, weight, tp=tp))

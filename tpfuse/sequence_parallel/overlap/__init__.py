@@ -1,0 +1,19 @@
+"""The ops of the overlapped and the replicated form: messages travel while GEMMs run, forward and backward.
+
+    op                    forward                                    backward
+    gather_linear         own rows' GEMM, each peer's as it lands    n is gathered under dgrad, dn leaves under dgrad
+                                                                     and wgrad
+    linear_exchange       peers' rows' GEMMs leave, own rows' last   dp lands under dgrad, then wgrad
+    gather_mlp_exchange   rows land, pass both GEMMs and leave       dp lands, passes both dgrads and leaves; n is
+                                                                     gathered meanwhile; both wgrads
+    linear_reduce                                                    without sequence parallelism: the sum of dx travels
+                                                                     under the wgrads
+
+gather_attention_exchange stands in attention.py.  Messages land in place, and GEMMs and activations write their rows
+in place; the order of GEMMs and messages is a function of rank and shapes alone, never of what arrives first: two
+runs agree bitwise.  If a GEMM's and an activation's tiles agree (on a CPU: pieces of 16 rows and more), values and
+gradients are bitwise those of the plain form, except the MLP's bias gradient, which is added piece by piece.
+
+Shapes: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N]; w1 of a gated
+activation is [2 N, D].  ``group_name`` is a process group's.
+"""

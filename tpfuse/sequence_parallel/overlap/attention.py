@@ -1,0 +1,177 @@
+"""Attention between its two projections as opaque ops, whose messages travel under attention too.
+
+    forward     n lands under the qkv GEMM; peers' queries pass attention and the out-projection first, and leave while
+                this rank's own do
+    backward    dp lands under the out-projection's dgrad and attention's backward, and n behind it; dn leaves under
+                both wgrads
+
+On a CPU attention goes tile by tile if a tile holds whole positions (m divisible by the batch), a peer's as its rows
+land: the gradients of k and v are then added in that order, own rows first, and k and v of all samples are held as
+attention multiplies them.  Elsewhere attention takes all rows at once: a GPU's kernel needs them to be filled.
+Everything else is bitwise what the three plain ops give, if tiles agree as :mod:`..overlap` says.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.cpu import BLOCK, Backward, Forward
+from ...kernels.attention.op import attention_bwd, attention_fwd
+from ...kernels.attention.options import Options, scores
+from ...kernels.linear.op import linear_wgrad
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, op
+from ..flight import Flight, pieces
+from ..records import Linear, Projections
+from .steps import (
+    empty_bias,
+    gather_and_multiply,
+    gather_in_background,
+    gemm,
+    message_cost,
+    multiply_and_send,
+    outgoing,
+    row_count,
+)
+
+
+class Inputs(NamedTuple):
+    """What backward starts from: parts' gradient, n, attention's tensors, and whether db is asked for."""
+
+    dp: Tensor  # [R, m, D]
+    n: Tensor  # [R, m, D]
+    qkv: Tensor  # [M, G, Q + 2, E]
+    o: Tensor  # [M, K]
+    lse: Tensor  # [B, H, S]
+    bias: bool
+
+
+class Tiles:
+    """Attention of the tiles' positions one after another, in whole blocks; ``work`` is Forward or Backward of
+    kernels.attention.cpu."""
+
+    def __init__(self, work: Any, m: int):
+        self.work, self.m, self.batch, self.seq = work, m, work.options.batch, work.options.seq
+        self.samples = [work.sample(b) for b in range(self.batch)]
+        self._next: dict[int, int] = {}
+
+    def attend(self, tile: int, row: int, ahead: bool) -> None:
+        """Goes on in ``tile`` to its ``row``: with ``ahead`` at least as far, without (what lies beyond has not landed)
+        at most."""
+        start, end = (min(t * self.m // self.batch, self.seq) for t in (tile, tile + 1))
+        position = -(-row // self.batch) if ahead else row // self.batch
+        blocks = -(-position // BLOCK) if ahead else position // BLOCK
+        first, last = self._next.get(tile, start), end if row == self.m else min(start + blocks * BLOCK, end)
+        if last > first:
+            for sample in self.samples:
+                self.work.attend(sample, first, last)
+            self._next[tile] = last
+
+
+def _by_tiles(x: Tensor, m: int, batch: int) -> bool:
+    return x.is_cpu and m % batch == 0
+
+
+def gather_attention_exchange_fwd_ref(
+    n: Tensor, weights: Projections, options: Options, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """n [R, m, D] -> parts [R, m, D], qkv [M, G, Q + 2, E], o [M, K], lse [B, H, S]."""
+    what, (R, m, D) = "gather_attention_exchange forward", n.shape
+    linear, w_out = Linear(weights.w, weights.b, "none"), weights.w_out
+    qkv, _ = gather_and_multiply(f"{what} (n)", n, linear, group_name)
+    qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
+    if not _by_tiles(qkv, m, options.batch):
+        o, lse = attention_fwd(qkv, options)
+        leaving = outgoing(f"{what} (parts)", R * m, w_out, R, group_name=group_name)
+        return multiply_and_send(leaving, o, w_out).finish(), qkv, o, lse
+    work = Forward(qkv, options)
+    tiles, rows_of_o = Tiles(work, m), work.o.view(R, m, -1)
+    flight = Flight(f"{what} (parts)", n.new_empty(R - 1, m, D), n.new_empty(n.shape), group_name, cut=pieces(m))
+    for rows in flight.cut:
+        for to in flight.after:
+            tiles.attend(to, rows.stop, ahead=True)
+            gemm(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
+            flight.post(to, rows)
+    tiles.attend(flight.rank, m, ahead=True)
+    gemm(rows_of_o[flight.rank], w_out, None, flight.into[flight.rank])
+    return flight.finish(), qkv, work.o, work.lse
+
+
+def gather_attention_exchange_bwd_ref(
+    inputs: Inputs, weights: Projections, options: Options, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dn [R, m, D] unsummed, dw, db fp32 (empty unless asked for), dw_out."""
+    dp, n, qkv, o, lse, bias = inputs
+    w, w_out = weights.w, weights.w_out
+    what, (R, m, _) = "gather_attention_exchange backward", n.shape
+    dy, do = dp.new_empty(dp.shape), dp.new_empty(R, m, w_out.shape[1])
+    flight = Flight(f"{what} (dp)", dp, dy, group_name, cut=pieces(m), own=True)
+    rows_of_n = gather_in_background(f"{what} (n)", n, group_name)
+    flight.post_all()
+    rows_of_n.post_all()
+    work = Backward(do.flatten(0, 1), qkv, o, lse, options=options) if _by_tiles(qkv, m, options.batch) else None
+    tiles = None if work is None else Tiles(work, m)
+
+    def multiply(dy: Tensor, tile: int, rows: slice) -> None:
+        torch.mm(dy, w_out, out=do[tile, rows])
+        if tiles is not None:
+            tiles.attend(tile, rows.stop, ahead=False)
+
+    multiply(dy[flight.rank], flight.rank, slice(0, m))
+    for rows in flight.cut:
+        for source in flight.before:
+            multiply(flight.arrived(source, rows), source, rows)
+    dy = flight.finish().flatten(0, 1)
+    if work is None or tiles is None:
+        dqkv = attention_bwd(do.flatten(0, 1), qkv, o, lse, options=options)
+    else:
+        for sample in tiles.samples:
+            work.finish(sample)
+        dqkv = work.dqkv
+    dqkv = dqkv.flatten(1)
+    leaving = multiply_and_send(outgoing(f"{what} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
+    dw_out, _ = linear_wgrad(dy, o, w_out.dtype, False)
+    dw, db = linear_wgrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias)
+    return leaving.finish(), dw, db, dw_out
+
+
+def _fwd_fake(
+    n: Tensor, weights: Projections, options: Options, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots, E = weights.heads_per_group, weights.head_width
+    M, K = row_count(n), weights.w_out.shape[1]
+    qkv = n.new_empty(M, len(weights.w) // (slots * E), slots, E)
+    lse = n.new_empty(options.batch, K // E, options.seq, dtype=acc_dtype(n))
+    return n.new_empty(n.shape), qkv, n.new_empty(M, K), lse
+
+
+def _bwd_fake(
+    inputs: Inputs, weights: Projections, options: Options, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, w, w_out = inputs.n, weights.w, weights.w_out
+    return n.new_empty(n.shape), w.new_empty(w.shape), empty_bias(n, len(w), inputs.bias), w_out.new_empty(w_out.shape)
+
+
+def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """The GEMMs and attention's two products, 4 E flops a score."""
+    (n, weights, options, _), (_, qkv, _, _) = args, outputs
+    seen, made = scores(qkv, options)
+    cost = message_cost(args, outputs, tiles=n, messages=2, products=_products(qkv, weights))
+    return cost._replace(flops=cost.flops + 4 * qkv.shape[-1] * seen, scores=made)
+
+
+def _bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """The GEMMs twice, and attention's five products, 10 E flops a score."""
+    (_, n, qkv, *_), weights, options, _ = args
+    seen, made = scores(qkv, options)
+    cost = message_cost(args, outputs, tiles=n, messages=3, products=2 * _products(qkv, weights))
+    return cost._replace(flops=cost.flops + 10 * qkv.shape[-1] * seen, scores=made)
+
+
+def _products(qkv: Tensor, weights: Projections) -> int:
+    """The multiplications of both projections, once."""
+    return len(qkv) * (weights.w.numel() + weights.w_out.numel())
+
+
+gather_attention_exchange_fwd = op(gather_attention_exchange_fwd_ref, kind=GEMM, fake=_fwd_fake, cost=_fwd_cost)
+gather_attention_exchange_bwd = op(gather_attention_exchange_bwd_ref, kind=GEMM, fake=_bwd_fake, cost=_bwd_cost)

@@ -1,0 +1,110 @@
+"""gather_linear and linear_exchange as opaque ops whose messages travel under their GEMMs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear.activation import width
+from ...kernels.linear.op import linear_wgrad
+from ...kernels.runtime.op import GEMM, Cost, op
+from ..flight import Flight, pieces
+from ..records import Linear, WeightGrad
+from .steps import (
+    empty_bias,
+    gather_and_multiply,
+    gather_in_background,
+    message_cost,
+    multiply_and_send,
+    outgoing,
+    row_count,
+)
+
+# ---- gather_linear ----
+
+
+def gather_linear_fwd_ref(n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+    """-> y, z (empty for "none")."""
+    return gather_and_multiply("gather_linear forward", n, linear, group_name)
+
+
+def gather_linear_bwd_ref(w: Tensor, work: WeightGrad, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``work.x`` is n [R, m, D], yet to be gathered -> dn [R, m, D] unsummed, dw, db fp32 (empty without a bias)."""
+    dy, n, _, bias = work
+    rows_of_n = gather_in_background("gather_linear backward (n)", n, group_name)
+    flight = outgoing("gather_linear backward (dn)", len(dy), w.t(), n.shape[0], group_name=group_name)
+    rows_of_n.post_all()
+    multiply_and_send(flight, dy, w.t())
+    dw, db = linear_wgrad(dy, rows_of_n.finish().flatten(0, 1), w.dtype, bias)
+    return flight.finish(), dw, db
+
+
+def _gather_linear_fwd_fake(n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+    rows, w = row_count(n), linear.w
+    z = n.new_empty(0) if linear.activation == "none" else n.new_empty(rows, len(w))
+    return n.new_empty(rows, len(w) // width(linear.activation)), z
+
+
+def _gather_linear_bwd_fake(w: Tensor, work: WeightGrad, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    return work.x.new_empty(work.x.shape), w.new_empty(w.shape), empty_bias(work.dy, len(w), work.bias)
+
+
+def _gather_linear_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    n, linear, _ = args
+    return message_cost(args, outputs, tiles=n, messages=1, products=row_count(n) * linear.w.numel())
+
+
+def _gather_linear_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    w, work, _ = args
+    return message_cost(args, outputs, tiles=work.x, messages=2, products=2 * row_count(work.x) * w.numel())
+
+
+gather_linear_fwd = op(gather_linear_fwd_ref, kind=GEMM, fake=_gather_linear_fwd_fake, cost=_gather_linear_fwd_cost)
+gather_linear_bwd = op(gather_linear_bwd_ref, kind=GEMM, fake=_gather_linear_bwd_fake, cost=_gather_linear_bwd_cost)
+
+
+# ---- linear_exchange ----
+
+
+def linear_exchange_fwd_ref(x: Tensor, w: Tensor, size: int, group_name: str) -> Tensor:
+    """x [M, K], w [D, K] -> parts [R, m, D]"""
+    flight = outgoing("linear_exchange forward", len(x), w, size, group_name=group_name)
+    return multiply_and_send(flight, x, w).finish()
+
+
+def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """-> dx [M, K], dw"""
+    cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
+    flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, own=True).post_all()
+    torch.mm(dy[flight.rank], w, out=dx[flight.rank])
+    for rows in cut:
+        for source in flight.before:
+            torch.mm(flight.arrived(source, rows), w, out=dx[source, rows])
+    dw, _ = linear_wgrad(flight.finish().flatten(0, 1), x, w.dtype, False)
+    return dx.flatten(0, 1), dw
+
+
+def _linear_exchange_fwd_fake(x: Tensor, w: Tensor, size: int, group_name: str) -> Tensor:
+    return x.new_empty(size, len(x) // size, len(w))
+
+
+def _linear_exchange_bwd_fake(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+def _linear_exchange_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    x, w, _, _ = args
+    return message_cost(args, outputs, tiles=outputs[0], messages=1, products=len(x) * w.numel())
+
+
+def _linear_exchange_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    dp, _, w, _ = args
+    return message_cost(args, outputs, tiles=dp, messages=1, products=2 * row_count(dp) * w.numel())
+
+
+linear_exchange_fwd = op(
+    linear_exchange_fwd_ref, kind=GEMM, fake=_linear_exchange_fwd_fake, cost=_linear_exchange_fwd_cost
+)
+linear_exchange_bwd = op(
+    linear_exchange_bwd_ref, kind=GEMM, fake=_linear_exchange_bwd_fake, cost=_linear_exchange_bwd_cost
+)

@@ -1,0 +1,110 @@
+"""gather_mlp_exchange as opaque ops: rows land, pass both GEMMs and leave, piece by piece.
+
+Half of this rank's own rows are multiplied while the first of others' land, the rest while the last leave.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear.op import activation_fwd, linear_dgrad_act, linear_wgrad
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, op
+from ..flight import Flight, pieces
+from ..records import MLP
+from .steps import empty_bias, gather_in_background, gemm, message_cost, row_count
+
+
+class Inputs(NamedTuple):
+    """What backward starts from: parts' gradient, and n, z and act(z) of forward; without ``a`` the activation is made
+    again."""
+
+    dp: Tensor  # [R, m, D]
+    n: Tensor  # [R, m, D]
+    z: Tensor  # [M, F]
+    a: Tensor | None  # [M, F]
+
+
+def _through(incoming: Flight, leaving: Flight, multiply: Callable[[Tensor, int, slice, Tensor], None]) -> None:
+    """Calls ``multiply(x, tile, rows, out)`` for every row, in a fixed order; peers' results leave as they are made."""
+    own, out, cut = incoming.rank, leaving.into[leaving.rank], incoming.cut
+    first, rest = (cut[0], slice(cut[0].stop, cut[-1].stop)) if cut else (slice(0), slice(0))
+    multiply(incoming.x[own, first], own, first, out[first])
+    for rows in cut:
+        for source in incoming.before:
+            multiply(incoming.arrived(source, rows), source, rows, leaving.outgoing(source, rows))
+            leaving.post(source, rows)
+    multiply(incoming.x[own, rest], own, rest, out[rest])
+
+
+def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """-> parts [R, m, D], z [M, F], act(z) (empty unless ``keep``)."""
+    w1, b1, w2, activation = mlp
+    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
+    a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
+    incoming = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut=cut)
+    parts = torch.empty_like(incoming.into)
+    # results leave from where rows have landed
+    leaving = Flight("gather_mlp_exchange forward (parts)", incoming.into, parts, group_name, cut=cut)
+    incoming.post_all()
+
+    def multiply(x: Tensor, tile: int, rows: slice, out: Tensor) -> None:
+        gemm(x, w1, b1, z[tile, rows])
+        places = (a[tile, rows] if keep else w2.new_empty(len(x), w2.shape[1]),)
+        gemm(activation_fwd.into(places, z[tile, rows], activation), w2, None, out)
+
+    _through(incoming, leaving, multiply)
+    incoming.finish()
+    return leaving.finish(), z.flatten(0, 1), a.flatten(0, 1) if keep else a
+
+
+def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dn [R, m, D] unsummed, dw1, db1 fp32, dw2."""
+    (dp, n, z, a), (w1, _, w2, activation) = inputs, mlp
+    cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
+    incoming = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut=cut, own=True)
+    rows_of_n = gather_in_background("gather_mlp_exchange backward (n)", n, group_name)
+    leaving = Flight("gather_mlp_exchange backward (dn)", out, dn, group_name, cut=cut)
+    incoming.post_all()
+    rows_of_n.post_all()
+    z = z.unflatten(0, n.shape[:2])
+    dz, db1 = torch.empty_like(z), z.new_zeros(z.shape[-1], dtype=acc_dtype(z))
+    act = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else a.unflatten(0, n.shape[:2])
+
+    def multiply(dy: Tensor, tile: int, rows: slice, out: Tensor) -> None:
+        places = (dz[tile, rows], act[tile, rows]) if a is None else (dz[tile, rows],)
+        db1.add_(linear_dgrad_act.into(places, dy, w2, z[tile, rows], activation=activation, rebuild=a is None)[1])
+        torch.mm(dz[tile, rows], w1, out=out)
+
+    _through(incoming, leaving, multiply)
+    dz = dz.flatten(0, 1)
+    dw2, _ = linear_wgrad(incoming.finish().flatten(0, 1), act.flatten(0, 1), w2.dtype, False)
+    dw1, _ = linear_wgrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, False)
+    return leaving.finish(), dw1, db1, dw2
+
+
+def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    z = n.new_empty(row_count(n), len(mlp.w1))
+    return n.new_empty(n.shape), z, n.new_empty(len(z), mlp.w2.shape[1]) if keep else n.new_empty(0)
+
+
+def _bwd_fake(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, z, w1, w2 = inputs.n, inputs.z, mlp.w1, mlp.w2
+    return n.new_empty(n.shape), w1.new_empty(w1.shape), empty_bias(z, len(w1), True), w2.new_empty(w2.shape)
+
+
+def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    n, mlp, _, _ = args
+    products = row_count(n) * (mlp.w1.numel() + mlp.w2.numel())
+    return message_cost(args, outputs, tiles=n, messages=2, products=products)
+
+
+def _bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    (dp, *_), mlp, _ = args
+    products = 2 * row_count(dp) * (mlp.w1.numel() + mlp.w2.numel())
+    return message_cost(args, outputs, tiles=dp, messages=3, products=products)
+
+
+gather_mlp_exchange_fwd = op(gather_mlp_exchange_fwd_ref, kind=GEMM, fake=_fwd_fake, cost=_fwd_cost)
+gather_mlp_exchange_bwd = op(gather_mlp_exchange_bwd_ref, kind=GEMM, fake=_bwd_fake, cost=_bwd_cost)

@@ -1,0 +1,80 @@
+"""The sum of dx over the ranks under the wgrads, for the form without sequence parallelism."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...collectives import named, start_all_gather
+from ...kernels.linear.op import column_sum, linear_dgrad, linear_wgrad
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, least, op, sum_parts
+from ...parallel import TensorParallel, resolve
+from ..records import WeightGrad
+from .steps import empty_bias
+
+
+class Second(NamedTuple):
+    """Another weight's gradient, dw2 = dy' x, to travel under; nothing if None."""
+
+    dy: Tensor | None = None
+    x: Tensor | None = None
+
+
+class Group(NamedTuple):
+    size: int
+    name: str
+
+    @staticmethod
+    def of(tp: TensorParallel) -> "Group":
+        return Group(tp.size, tp.group_name or "")  # several ranks have a name
+
+
+def linear_reduce_bwd_ref(
+    w: Tensor, work: WeightGrad, second: Second, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dx = sum over ranks of dy W, dw = dy' x, db fp32 (empty without a bias) and dw2 (empty without ``second``).
+
+    The sum's two messages, an exchange of parts and a gather of their sums, each travel under a half of the wgrads.
+    """
+    dy, x, _, bias = work
+    what = f"{'gather_linear' if second.dy is None else 'gather_mlp_exchange'} backward (the sum of dx)"
+    ranks, dx = resolve(group.name), linear_dgrad(dy, w)
+    flat = torch.nn.functional.pad(dx.view(-1), (0, -dx.numel() % group.size)).view(group.size, -1)
+    parts, total, dw = torch.empty_like(flat), torch.empty_like(flat), dy.new_empty(dy.shape[1], x.shape[1])
+    with named(what, ranks):
+        exchange = dist.all_to_all_single(parts, flat, group=ranks, async_op=True)
+    half = 0 if second.dy is not None else dy.shape[1] // 2
+    dw2 = dy.new_empty(0) if second.dy is None else linear_wgrad(second.dy, second.x, w.dtype, False)[0]
+    torch.mm(dy[:, :half].t(), x, out=dw[:half])
+    with named(what, ranks):
+        exchange.wait()
+        mine = sum_parts(parts).to(dx.dtype)
+        gather = start_all_gather(total, mine, ranks)
+    torch.mm(dy[:, half:].t(), x, out=dw[half:])
+    db = column_sum(dy) if bias else dy.new_empty(0, dtype=acc_dtype(dy))
+    with named(what, ranks):
+        for handle in gather:
+            handle.wait()
+    return total.view(-1)[: dx.numel()].view(dx.shape), dw.to(w.dtype), db, dw2
+
+
+def _fake(w: Tensor, work: WeightGrad, second: Second, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy = work.dy
+    if second.dy is None or second.x is None:
+        dw2 = dy.new_empty(0)
+    else:
+        dw2 = w.new_empty(second.dy.shape[1], second.x.shape[1])
+    return dy.new_empty(len(dy), w.shape[1]), w.new_empty(w.shape), empty_bias(dy, len(w), work.bias), dw2
+
+
+def _cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    w, work, second, group = args
+    products = len(work.dy) * w.numel() * 2
+    if second.dy is not None:
+        products += len(second.dy) * second.dy.shape[1] * second.x.shape[1]
+    sent = 2 * (group.size - 1) * -(-outputs[0].numel() // group.size) * work.dy.element_size()
+    return least(args, outputs)._replace(flops=2 * products, sent=sent)
+
+
+linear_reduce_bwd = op(linear_reduce_bwd_ref, kind=GEMM, fake=_fake, cost=_cost)

@@ -1,0 +1,84 @@
+"""The steps that the overlapped ops are made of: a GEMM into its place, rows gathered or sent piece by piece beside
+one, and what such an op costs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear.activation import width
+from ...kernels.linear.op import activation_fwd
+from ...kernels.runtime.op import Cost, acc_dtype, least
+from ..flight import Flight, pieces
+from ..records import Linear
+
+
+def gemm(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """Writes x w' + b into ``out``."""
+    if b is None:
+        torch.mm(x, w.t(), out=out)
+    else:
+        torch.addmm(b.to(x.dtype), x, w.t(), out=out)
+
+
+def gather_in_background(what: str, n: Tensor, group_name: str) -> Flight:
+    """Returns a gather of all of n, not yet posted.  It is needed late, so each peer's rows come in one piece."""
+    return Flight(what, n, n.new_empty(n.shape), group_name, cut=[slice(0, n.shape[1])] if n.shape[1] else [], own=True)
+
+
+def outgoing(what: str, rows: int, w: Tensor, size: int, group_name: str) -> Flight:
+    """Returns an exchange for the ``rows`` rows of x w', not yet posted; a rank's own rows are sent nowhere."""
+    out, parts = (w.new_empty(tiles, rows // size, len(w)) for tiles in (size - 1, size))
+    return Flight(what, out, parts, group_name, cut=pieces(rows // size)[::-1])
+
+
+def multiply_and_send(flight: Flight, x: Tensor, w: Tensor) -> Flight:
+    """Computes x w' [M, D], sends each peer its rows, and writes this rank's own, multiplied last, in their place."""
+    x = x.unflatten(0, (flight.size, len(x) // flight.size))
+    for rows in flight.cut:
+        for to in flight.after:
+            gemm(x[to, rows], w, None, flight.outgoing(to, rows))
+            flight.post(to, rows)
+    gemm(x[flight.rank], w, None, flight.into[flight.rank])
+    return flight
+
+
+def gather_and_multiply(what: str, n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+    """Returns y and z (empty for "none") of all rows, each peer's multiplied as they land."""
+    w, b, activation = linear
+    cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
+    y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
+    flight = Flight(what, n, n.new_empty(n.shape), group_name, cut=cut).post_all()
+
+    def multiply(x: Tensor, tile: int, rows: slice) -> None:
+        gemm(x, w, b, z[tile, rows])
+        if z is not y:
+            activation_fwd.into((y[tile, rows],), z[tile, rows], activation)
+
+    multiply(n[flight.rank], flight.rank, slice(None))
+    for rows in cut:
+        for source in flight.before:
+            multiply(flight.arrived(source, rows), source, rows)
+    flight.finish()
+    return y.flatten(0, 1), n.new_empty(0) if z is y else z.flatten(0, 1)
+
+
+# ---- for fakes and costs ----
+
+
+def empty_bias(like: Tensor, n: int, has_bias: bool) -> Tensor:
+    return like.new_empty(n if has_bias else 0, dtype=acc_dtype(like))
+
+
+def row_count(x: Tensor) -> int:
+    """M of [R, m, D]"""
+    return x.shape[0] * x.shape[1]
+
+
+def message_cost(
+    args: tuple[Any, ...], outputs: tuple[Any, ...], *, tiles: Tensor, messages: int, products: int
+) -> Cost:
+    """Returns the cost of one pass over inputs and outputs, of ``messages`` gathers or exchanges of ``tiles``
+    [R, m, D], each sent to R - 1 peers, and of ``products`` multiplications (M N K a GEMM)."""
+    sent = messages * (tiles.shape[0] - 1) * tiles[0].numel() * tiles.element_size()
+    return least(args, outputs)._replace(flops=2 * products, sent=sent)

@@ -1,0 +1,156 @@
+"""What the forms of an op take and give, as records.
+
+A weight's gradient is a unit of work of its own, with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the
+rows of its input have yet to be gathered.  A form hands it to ``needs.run`` with the weight's name among the fields of
+``Needs``, and it is run at once.  A pipeline that fills its bubbles, or an optimizer with gradients in fp32, can hand
+over another ``run``, which keeps the unit for later and returns (None, None).  Another kind of weights (experts, which
+are no single linear layer) brings its own record of weights and its own unit: anything with a ``run()``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention.options import Options
+from ..kernels.linear.op import linear_wgrad
+from ..kernels.norm import Recompute, norm_apply
+from ..parallel import TensorParallel
+from .crossings import gather_rows
+
+# ---- weights ----
+
+
+class Linear(NamedTuple):
+    """act(x w' + b): w [N, D], b [N]."""
+
+    w: Tensor
+    b: Tensor | None
+    activation: str
+
+
+class MLP(NamedTuple):
+    """act(x w1' + b1) w2': w1 [F, D] (gated [2 F, D]), b1 [F], w2 [D, F].  Backward has no b1."""
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    activation: str
+
+
+class Projections(NamedTuple):
+    """Attention's two: w [G (Q + 2) E, D] and b for q, k and v with Q + 2 = heads_per_group and E = head_width;
+    w_out [D, G Q E].  Backward has no b."""
+
+    w: Tensor
+    b: Tensor | None
+    w_out: Tensor
+    heads_per_group: int
+    head_width: int
+
+
+# ---- what is saved for backward ----
+
+
+class Saved(NamedTuple):
+    """An op's input n until backward: its one shard [1, m, D], or what makes it again; never what was gathered."""
+
+    n: Tensor | Recompute
+    tp: TensorParallel
+
+    @staticmethod
+    def of(n: Tensor, recompute: Recompute | None, tp: TensorParallel) -> "Saved":
+        return Saved(n[:1] if recompute is None else recompute, tp)
+
+    def expanded(self) -> Tensor:
+        """Returns n [R, m, D] with stride 0."""
+        n = norm_apply(self.n)[None] if isinstance(self.n, Recompute) else self.n
+        return n.expand(self.tp.row_shards, -1, -1)
+
+    def rows(self) -> Tensor:
+        """Returns all rows of n, [M, D]."""
+        return gather_rows(self.expanded(), self.tp)
+
+
+def save(ctx: Any, tensors: tuple[Tensor | None, ...], saved: Saved) -> None:
+    """Saves ``tensors`` and n for backward."""
+    n, tp = saved
+    if isinstance(n, Recompute):
+        ctx.save_for_backward(*tensors, *n.tensors)
+        ctx.saved = len(tensors), n.constants, tp
+    else:
+        ctx.save_for_backward(*tensors, n)
+        ctx.saved = len(tensors), None, tp
+
+
+def restore(ctx: Any) -> tuple[tuple[Any, ...], Saved]:
+    """Returns what ``save`` was given."""
+    (count, constants, tp), tensors = ctx.saved, ctx.saved_tensors
+    n = tensors[count] if constants is None else Recompute(*tensors[count:], *constants)
+    return tensors[:count], Saved(n, tp)
+
+
+class MLPSaved(NamedTuple):
+    """n; z [M, F], the activation's input; a [M, F], its output, unless backward is to make it again."""
+
+    n: Saved
+    z: Tensor
+    a: Tensor | None
+
+
+class AttentionSaved(NamedTuple):
+    """n; attention's tensors and options."""
+
+    n: Saved
+    qkv: Tensor
+    o: Tensor
+    lse: Tensor
+    options: Options
+
+
+# ---- gradients of weights ----
+
+
+class WeightGrad(NamedTuple):
+    """dW = dy' x in ``dtype``, and with ``bias`` db = sum_rows dy in fp32.  dy [M, N], x [M, K]."""
+
+    dy: Tensor
+    x: Tensor
+    dtype: torch.dtype
+    bias: bool
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Returns dW [N, K] and db [N]."""
+        dw, db = linear_wgrad(*self)
+        return dw, db if self.bias else None
+
+
+class GatheredWeightGrad(NamedTuple):
+    """A WeightGrad for whose x rows are gathered first."""
+
+    dy: Tensor
+    n: Saved
+    dtype: torch.dtype
+    bias: bool
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias).run()
+
+
+Work = WeightGrad | GatheredWeightGrad
+
+
+def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
+    """Runs the work for the weight ``name``, "weight" or "out_weight", at once."""
+    return work.run()
+
+
+class Needs(NamedTuple):
+    """Which gradients of weights are asked for: those of the linear layer whose input is gathered, and of the one whose
+    output is scattered.  ``run`` is given the name of each weight and the work for it."""
+
+    weight: bool = False
+    bias: bool = False
+    out_weight: bool = False
+    run: Callable[[str, Work], tuple[Tensor | None, Tensor | None]] = run

@@ -1,0 +1,44 @@
+"""Parameters as DTensors, zero-copy: for FSDP2 (``fully_shard``) and torch.distributed.checkpoint.
+
+Layers hold plain local shards, because DDP, optimizers and torch.compile are at their best on those; where a tool
+wants to know the whole, a shard's :class:`~tpfuse.layers.module.Spec` says it.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..layers.module import Spec, named_specs
+
+
+def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
+    """Returns this rank's slice ``x`` as the DTensor that ``spec`` describes, sharing its memory."""
+    placement = Replicate() if spec.dim is None else Shard(spec.dim)
+    stride = tuple(math.prod(spec.spread[i + 1 :]) for i in range(len(spec.spread)))
+    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.spread), stride=stride)
+
+
+def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Replaces every parameter of ``model`` by a DTensor over the tensor-parallel mesh, in place and without a copy.
+
+    Returns the model.  ``mesh`` is the tensor-parallel mesh, or one with a dimension named "tp".  Call it before
+    ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  ValueError where the mesh is not of the
+    model's tensor-parallel size.
+    """
+    if mesh.ndim > 1:
+        if "tp" not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"as_dtensor: a mesh of {mesh.ndim} dimensions must have one named 'tp', got {mesh}")
+        mesh = mesh["tp"]
+    specs = list(named_specs(model))
+    for name, _, tp in specs:
+        if mesh.size() != tp.size:
+            raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
+    for name, spec, _ in specs:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        p = getattr(owner, leaf)
+        owner.register_parameter(leaf, nn.Parameter(to_dtensor(p.detach(), spec, mesh), requires_grad=p.requires_grad))
+    return model
