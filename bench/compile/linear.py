@@ -52,6 +52,7 @@ CALLS = {
     "gelu_tanh": gemm(forward, "gelu_tanh"),
     "gelu": gemm(forward, "gelu"),
     "relu": gemm(forward, "relu"),
+    "relu2": gemm(forward, "relu2"),
     "silu": gemm(forward, "silu"),
     "none": gemm(forward, "none"),
     "gelu_tanh 128x128": gemm(forward, "gelu_tanh", BN=128),
@@ -60,6 +61,7 @@ CALLS = {
     "dgrad gelu_tanh": gemm(backward, "gelu_tanh"),
     "dgrad gelu": gemm(backward, "gelu"),
     "dgrad relu": gemm(backward, "relu"),
+    "dgrad relu2": gemm(backward, "relu2"),
     "dgrad silu": gemm(backward, "silu"),
     "wgrad": gemm(_gemm.linear_wgrad_launch, meta(M, N), meta(M, K), torch.bfloat16, True),
     "none fp32": Call(

@@ -13,6 +13,7 @@ CASES = {
     "gelu": CASE,
     "tanh": CASE(activation="gelu_tanh"),
     "relu, no bias": CASE(activation="relu", bias=False),
+    "relu2": CASE(activation="relu2"),
 }
 
 
@@ -25,6 +26,7 @@ test_sharded_is_whole = sharded_is_whole(CASES)
         ("gelu", torch.nn.GELU()),
         ("tanh", torch.nn.GELU("tanh")),
         ("relu, no bias", torch.nn.ReLU()),
+        ("relu2", ACT2FN["relu2"]),
     ],
 )
 def test_equal_to_torch(name, activation):

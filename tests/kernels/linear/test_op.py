@@ -42,6 +42,7 @@ test_opcheck = common.opcheck(SAMPLES)
 TORCH = {
     "none": lambda z: z,
     "relu": F.relu,
+    "relu2": ACT2FN["relu2"],
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
     "silu": F.silu,
@@ -180,7 +181,7 @@ def test_once_differentiable():
             B,
             "swish",
             "activation must be one of "
-            "none, gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, got 'swish'",
+            "none, gelu, gelu_tanh, relu, relu2, silu, swiglu, geglu, geglu_tanh, got 'swish'",
         ),
         (W[:3], B[:3], "swiglu", "swiglu takes pairs of rows of weight, gate and up in turns, got 3 rows"),
         (W.T, B, "none", r"weight must be \[N, 5\], got \(5, 4\)"),

@@ -51,6 +51,12 @@ def _relu_tile(z):
 
 
 @triton.jit
+def _relu2_tile(z):
+    r = tl.maximum(z, 0.0)
+    return r * r, 2.0 * r
+
+
+@triton.jit
 def _silu_tile(z):
     s = tl.sigmoid(z)
     return z * s, s * (1.0 + z * (1.0 - s))
@@ -115,6 +121,10 @@ ACTIVATIONS = {
         rows=Rows(_gelu_tanh_rows, _gelu_tanh_rows_backward),
     ),
     "relu": Activation(F.relu, lambda dy, z: dy * (z > 0), _relu_tile, huggingface=("relu",)),
+    # Primer, So et al. 2021, arXiv:2109.08668
+    "relu2": Activation(
+        lambda z: F.relu(z).square(), lambda dy, z: dy * (2 * F.relu(z)), _relu2_tile, huggingface=("relu2",)
+    ),
 }
 GATED = {entry.gated: name for name, entry in ACTIVATIONS.items() if entry.gated}  # gated form -> its gate's activation
 PLAIN = "none", *sorted(ACTIVATIONS)  # act(z) has z's shape; gated forms halve its columns
