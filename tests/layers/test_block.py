@@ -472,7 +472,7 @@ def test_compiled_by_inductor(ranks, R, case):
     "options, call, match",
     [
         (dict(saving="least"), {}, "TransformerBlock: saving must be one of fastest, smallest, got 'least'"),
-        (dict(norm="batch"), {}, "TransformerBlock: norm must be one of layer, rms, got 'batch'"),
+        (dict(norm="batch"), {}, "TransformerBlock: norm must be one of layer, rms, gemma_rms, got 'batch'"),
         ({}, dict(cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)), "attention: cu_seqlens needs batch = 1, got 2"),
         ({}, dict(normed=Normed(torch.zeros(1, 4, 8))), "a block with norm_in takes h alone"),
         (dict(norm_in=False), {}, r"without norm_in it takes \(h, normed\)"),

@@ -11,6 +11,7 @@ CASES = {
     "layer": Case(LayerNorm, (10,), (8, 10), (8, 10)),
     "layer, no bias": Case(LayerNorm, (10, 1e-6, False), (8, 10), (8, 10)),
     "rms": Case(RMSNorm, (10,), (8, 10), (8, 10)),
+    "gemma rms": Case(RMSNorm, (10,), (8, 10), (8, 10), options=dict(kind="gemma_rms")),
     "3 dimensions": Case(LayerNorm, (10,), (8, 3, 10), (8, 3, 10)),
 }
 
@@ -60,3 +61,14 @@ def _summed_in_fp32(world):
 def test_bf16_gradients_are_summed_in_fp32(ranks):
     for db in ranks(4, _summed_in_fp32):
         assert db.dtype == torch.bfloat16 and db.tolist() == [260.0] * 4
+
+
+def test_a_block_of_gemma_norms():
+    """Weights that start at 0 give what an RMSNorm's give that are larger by 1."""
+    gemma, rms = (TransformerBlock(16, 2, norm=kind, bias=False) for kind in ("gemma_rms", "rms"))
+    assert (gemma.norm_in.weight == 0).all() and (rms.norm_in.weight == 1).all()
+    rms.load_state_dict({name: w + 1 if "norm" in name else w for name, w in gemma.state_dict().items()})
+    x, wrong = torch.randn(6, 16), gemma.state_dict()
+    torch.testing.assert_close(gemma(x, batch=2), rms(x, batch=2))
+    rms.load_state_dict(wrong)
+    assert (gemma(x, batch=2) - rms(x, batch=2)).abs().max() > 1e-2

@@ -40,12 +40,17 @@ SAMPLES = [
 test_opcheck = common.opcheck(SAMPLES)
 
 
+def gemma(x, w):
+    return F.rms_norm(x, x.shape[-1:], 1 + w, 1e-6)
+
+
 LAYER = layer_norm, lambda x, w, b=None: F.layer_norm(x, x.shape[-1:], w, b)
 RMS = rms_norm, lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)
+GEMMA = functools.partial(rms_norm, kind="gemma_rms"), gemma
 KINDS = pytest.mark.parametrize(
     "ours, oracle, vectors",
-    [(*LAYER, 1), (*LAYER, 2), (*RMS, 1)],
-    ids=["layer", "layer+bias", "rms"],
+    [(*LAYER, 1), (*LAYER, 2), (*RMS, 1), (*GEMMA, 1)],
+    ids=["layer", "layer+bias", "rms", "gemma_rms"],
 )
 
 
@@ -64,6 +69,25 @@ def test_against_the_module():
     nn.init.normal_(module.weight)
     torch.testing.assert_close(rms_norm(x, module.weight, eps=1e-3), module(x))
     assert (rms_norm(x, module.weight, eps=1.0) - module(x)).abs().max() > 1e-2  # eps is used
+
+
+def test_against_gemma():
+    """transformers' own layer: a weight that starts at 0, added to 1 in fp32."""
+    theirs = GemmaRMSNorm(6, eps=1e-3)
+    x, w = torch.randn(4, 6), leaf(6, dtype=FP32)
+    with torch.no_grad():
+        theirs.weight.copy_(w)
+    ours = rms_norm(x, w, eps=1e-3, kind="gemma_rms")
+    torch.testing.assert_close(ours, theirs(x))
+    dy = torch.randn(4, 6)
+    torch.testing.assert_close(torch.autograd.grad(ours, w, dy), torch.autograd.grad(theirs(x), theirs.weight, dy))
+    assert (rms_norm(x, w, eps=1e-3) - theirs(x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("D", [20, 768, pytest.param(9000, marks=pytest.mark.slow)])
+def test_gemma_launchers(poisoned, D):
+    for op, arguments in launch_arguments(5, D, FP32, True, kind="gemma_rms"):
+        assert_same(op.launch(*arguments), op.reference(*arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
     layer      Ba et al. 2016 (arXiv:1607.06450)         x_hat = (x - mean) rstd,  rstd = (var(x) + eps)^(-1/2)
     rms        Zhang & Sennrich 2019 (arXiv:1910.07467)  x_hat = x rstd,           rstd = (mean(x^2) + eps)^(-1/2)
+    gemma_rms  Gemma (arXiv:2403.08295)                  as rms, offset 1: gamma starts at 0
 
     y = x_hat (gamma + offset) + beta           g = d (gamma + offset)
     dx = rstd (g - mean(g) - x_hat mean(g x_hat)), without mean(g) where the norm is not centred
@@ -31,6 +32,7 @@ class Kind(NamedTuple):
 KINDS = {
     "layer": Kind(centred=True),
     "rms": Kind(centred=False),
+    "gemma_rms": Kind(centred=False, offset=1.0),
 }
 
 
