@@ -178,7 +178,8 @@ def test_no_line_is_too_long():
 # ---- argument lists ----
 
 PARAMETERS, ARGUMENTS = 8, 4  # at most, by position
-KERNEL_STARTS = {"launch"}  # called as the Triton kernel that it starts is: with pointers and sizes in order
+# called as a Triton kernel is, with pointers and sizes in order; and a Function's, which torch calls by position only
+BY_POSITION = {"launch", "apply"}
 FOREIGN = {"F", "aten", "contextlib", "dcp", "dist", "nn", "np", "torch"}  # whose names may be the same as ours
 
 
@@ -213,14 +214,11 @@ def long_signatures(source):
 
 
 def long_calls(source, names):
-    """Calls of the names with more than ARGUMENTS positional arguments; a record spelled out (``*record``) is one.
-
-    A Function's ``apply`` is none of the names: torch takes its arguments by position only.
-    """
+    """Calls of the names with more than ARGUMENTS positional arguments; a record spelled out (``*record``) is one."""
     for node in python_nodes(source):
         if isinstance(node, ast.Call) and len(node.args) > ARGUMENTS:
             root, _, name = ast.unparse(node.func).rpartition(".")
-            if name in names - KERNEL_STARTS and root.split(".")[0] not in FOREIGN:
+            if name in names - BY_POSITION and root.split(".")[0] not in FOREIGN:
                 yield f"line {node.lineno}: {name} is called with {len(node.args)} positional arguments"
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .kernels.runtime.function import Function, once_differentiable
 from .kernels.runtime.op import COMMUNICATION, op, sum_parts
 from .parallel import TensorParallel, resolve
 
@@ -161,7 +161,7 @@ def _slice(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 Move = Callable[[Tensor, TensorParallel, int], Tensor]
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """y = forward(x); dx = adjoint(dy)."""
 
     @staticmethod
@@ -185,7 +185,7 @@ def copy(x: Tensor, tp: TensorParallel) -> Tensor:
     return _collective(_identity, _all_reduce, x, tp)
 
 
-class _CopyWithin(torch.autograd.Function):
+class _CopyWithin(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
         ctx.args = copies, tp.size, tp.group_name

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .runtime.device import load
 from .runtime.errors import check
+from .runtime.function import Function, once_differentiable
 from .runtime.launch import launch, next_power_of_2, target
 from .runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
 from .runtime.triton import tl, triton
@@ -132,7 +132,7 @@ rope_fwd = op(rope_fwd_ref, kind=ELEMENTWISE, launch=fwd_launch, fake=lambda x, 
 # ---- autograd ----
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation) -> Tensor:
         ctx.save_for_backward(*rotation[:3])

@@ -6,15 +6,14 @@ The plain form is the three ops: as one Function it would hold q, k, v and the o
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.attention.op import attention
 from ..kernels.attention.options import TENSORS, Options, checked_options
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
@@ -25,7 +24,7 @@ from .linear_exchange import LinearExchange
 from .records import AttentionSaved, Needs, Projections, Saved, restore, save
 
 
-class _GatherAttentionExchange(torch.autograd.Function):
+class _GatherAttentionExchange(Function):
     """The overlapped form."""
 
     @staticmethod

@@ -15,13 +15,12 @@ sequence parallelism.
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather, all_reduce, all_to_all
 from ..kernels.norm.triton_forward import reduce_launch
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import ELEMENTWISE, op, sum_parts
 from ..parallel import TensorParallel
 
@@ -59,7 +58,7 @@ reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch)
 # ---- autograd ----
 
 
-class _Expand(torch.autograd.Function):
+class _Expand(Function):
     """[m, D] -> [R, m, D] with stride 0.  The R gradients are added in fp32 in rank order; autograd's own sum would not
     do so."""
 
@@ -73,7 +72,7 @@ class _Expand(torch.autograd.Function):
         return reduce_parts(dy), None
 
 
-class _ScatterRows(torch.autograd.Function):
+class _ScatterRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
@@ -85,7 +84,7 @@ class _ScatterRows(torch.autograd.Function):
         return gather_rows(dp, ctx.tp), None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp

@@ -10,12 +10,11 @@ Saved: n's shard (or how to make it again), W, and z if there is an activation.
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.linear.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
@@ -24,7 +23,7 @@ from .forms import Form
 from .records import Linear, Needs, Saved, restore, save
 
 
-class GatherLinear(torch.autograd.Function):
+class GatherLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,

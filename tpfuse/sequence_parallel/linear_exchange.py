@@ -8,12 +8,11 @@ wgrad            dW = gather(dp)' x
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.linear.op import check_linear
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
@@ -21,7 +20,7 @@ from .forms import Form
 from .records import Needs
 
 
-class LinearExchange(torch.autograd.Function):
+class LinearExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form) -> Tensor:
         ctx.save_for_backward(x, w)

@@ -9,9 +9,7 @@ logits nor gathered rows.  It costs one GEMM more than saved logits would (four 
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..collectives import all_gather
 from ..kernels.cross_entropy.linear import linear_cross_entropy_bwd, linear_cross_entropy_stats
@@ -19,6 +17,7 @@ from ..kernels.cross_entropy.op import checked_rows, mean_loss
 from ..kernels.cross_entropy.options import Linear, Loss, Rows
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .crossings import expanded, gather_rows, scatter_rows
@@ -33,7 +32,7 @@ def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
 # ---- autograd ----
 
 
-class _GatherLinearCrossEntropy(torch.autograd.Function):
+class _GatherLinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.linear.activation import width
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
@@ -27,7 +27,7 @@ from .forms import Form
 from .records import MLP, MLPSaved, Needs, Saved, restore, save
 
 
-class GatherMLPExchange(torch.autograd.Function):
+class GatherMLPExchange(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
-from tpfuse.kernels.norm import triton_forward as F
+from tpfuse.kernels.norm import config
 from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime.philox import Mask, make_rng
@@ -204,7 +204,7 @@ def test_declared_bytes(monkeypatch, wide, left_out):
 
 @pytest.mark.parametrize("D", [1, 127, 128, 129, 768, 1000, 1024, 1536, 5120, 8192, 8193, 12288, 16384])
 def test_tiles_cover_a_row(D):
-    A, b = F.tiles(D)
+    A, b = config.tiles(D)
     assert A + b >= D and 8192 >= A >= b and A & (A - 1) == 0 and b & (b - 1) == 0
     assert A + b < 2 * D or D < 128
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpfuse.kernels
 from tpfuse.kernels.norm.core import Pair
@@ -129,3 +130,89 @@ def test_a_record_is_spelled_out_and_packed_again(windowed):
 def test_the_bound_counts_tensors_in_records():
     x, rows = torch.ones(2), torch.ones(3)
     assert least((x, Window(5, rows), 2.0), (x,))[:2] == (4 * 5, 4 * 2)
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+# what must reach the dispatcher: contexts that watch or change calls of ops, and arguments that it resolves
+WATCHERS = {
+    "gradients": torch.enable_grad,
+    "a dispatch mode": Watched,
+    "autocast": lambda: torch.autocast("cpu", BF16),
+    "a profiler": torch.profiler.profile,
+}
+PLAIN = torch.ones(2)
+RESOLVED = {
+    "a subclass": PLAIN.as_subclass(Subclass),
+    "a lazily negated tensor": torch.ones(2, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.fixture(scope="module")
+def direct():
+    """Whether a call reached the implementation with the very record it was given, not one packed again."""
+    seen = []
+
+    def cpu(x, window, scale, out=None):
+        seen.append(window)
+        return windowed_ref(x, window, scale)
+
+    seeing = Op("seeing", windowed_ref, kind=ELEMENTWISE, cpu=cpu)
+
+    def call(x, rows=None):
+        window = Window(5, rows)
+        seen.clear()
+        y = seeing(x, window, scale=2.0)
+        assert torch.equal(y, windowed_ref(x, window, 2.0))
+        return any(given is window for given in seen)
+
+    return call
+
+
+@torch.no_grad()
+def test_a_plain_call_passes_the_dispatcher_by(direct):
+    assert direct(PLAIN) and direct(PLAIN, torch.ones(3)) and direct(torch.nn.Parameter(PLAIN))
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@torch.no_grad()
+def test_what_watches_ops_sees_them(direct, watcher):
+    with WATCHERS[watcher]():
+        assert not direct(PLAIN)
+    assert direct(PLAIN)
+
+
+@pytest.mark.parametrize("argument", RESOLVED)
+@torch.no_grad()
+def test_the_dispatcher_resolves(direct, argument):
+    assert not direct(RESOLVED[argument])
+    assert not direct(PLAIN, RESOLVED[argument])
+
+
+@torch.no_grad()
+def test_a_call_is_not_direct_in_a_trace_or_a_transform():
+    def eager(x):
+        seen.append(_op.eager())
+        return x
+
+    seen: list[bool] = []
+    torch.func.vmap(eager)(PLAIN)
+    torch.jit.trace(eager, PLAIN, check_trace=False)
+    assert seen and not any(seen) and _op.eager()
+    compiled = torch.compile(lambda x: x + _op.eager(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(1)), torch.zeros(1))
+
+
+@torch.no_grad()
+def test_devices_of_arguments():
+    meta = torch.ones(2, device="meta")
+    assert _op.plain_device((None, Window(5, None), PLAIN, 2.0, "a", BF16)) == "cpu"
+    assert _op.plain_device((PLAIN, Window(5, meta))) is None and _op.plain_device((Window(5, meta), PLAIN)) is None
+    assert _op.plain_device((1, Window(5, None))) == "" and _op.plain_device(([PLAIN],)) is None

@@ -21,9 +21,9 @@ its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j 
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 
 from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from .cpu import bwd_cpu, fwd_cpu
 from .decode import decode_cost, decode_launch

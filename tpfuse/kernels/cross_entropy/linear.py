@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..linear.op import check_linear, column_sum
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import GEMM, acc_dtype, autocast, op
 from .linear_triton import bwd_cost, bwd_launch, stats_cost, stats_launch, vocabulary_chunks
 from .op import checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, mean_loss, merge_stats
@@ -91,7 +91,7 @@ linear_cross_entropy_bwd = op(linear_cross_entropy_bwd_ref, kind=GEMM, launch=bw
 # ---- autograd ----
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,

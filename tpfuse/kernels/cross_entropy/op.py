@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, op
 from .options import IGNORE, Loss, Rows
 from .triton import bwd_launch, stats_launch
@@ -77,7 +77,7 @@ def mean_loss(stats: Tensor, labels: Tensor, normalizer: Tensor | None, loss: Lo
 # ---- autograd ----
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,

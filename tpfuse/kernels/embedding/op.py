@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
 
@@ -39,7 +39,7 @@ embedding_bwd = op(embedding_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch, cost=
 # ---- autograd ----
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(ids)

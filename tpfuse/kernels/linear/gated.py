@@ -10,17 +10,16 @@ epilogue.
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import autocast
 from .activation import ACTIVATIONS, GATED
 from .op import activation_bwd, activation_fwd
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(z)

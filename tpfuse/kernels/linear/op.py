@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, autocast, op, row_blocks
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .gemm import (
@@ -157,7 +157,7 @@ linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=
 # ---- autograd ----
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
         y, z = linear_fwd(x, w, b, activation)

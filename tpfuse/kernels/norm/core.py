@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..embedding.op import embedding_bwd
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import NORM, Op, acc_dtype, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
@@ -210,7 +210,7 @@ _ADD = len(Add._fields)
 _NORM = _ADD + len(Norm._fields)
 
 
-class _FusedNorm(torch.autograd.Function):
+class _FusedNorm(Function):
     """-> what goes on as h, n.expand(ranks, m, D), mean, rstd, the norm's input (the last three not differentiable).
 
     n is returned expanded, so that autograd carries the unsummed gradients of it into the one backward kernel, and
@@ -220,7 +220,7 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: Pair, order: str, ranks: int, parts: Tensor, *fields: Any) -> tuple[Tensor, ...]:
         add, norm, mask = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:_NORM]), Mask._make(fields[_NORM:])
-        h, n, mean, rstd = ops.fwd.overload(parts, *fields, order)
+        h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order=order)
         h = parts[0] if order == ALONE else h
         out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
         saved = (None,) * 4 if norm.gamma is None else (h, mean, rstd, norm.gamma)
@@ -258,6 +258,11 @@ class _FusedNorm(torch.autograd.Function):
         dparts = None if dparts is None else dparts.expand(ranks, -1, -1)
         rest = [None] * (_NORM - _ADD - 2 + len(Mask._fields))  # of the norm eps and kind, and the mask
         return None, None, None, dparts, *add, dgamma, dbeta, *rest
+
+
+def norm_alone(ops: Pair, x: Tensor, norm: Norm) -> Tensor:
+    """Runs a pair with gradients, for nothing but the norm of x [1, m, D]: -> [1, m, D]."""
+    return _FusedNorm.apply(ops, ALONE, 1, x, *Add(), *norm, *NO_MASK)[1]
 
 
 def fused_norm(

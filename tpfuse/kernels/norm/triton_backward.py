@@ -21,15 +21,16 @@ from torch import Tensor
 
 from ..runtime.device import load, sum_ranks
 from ..runtime.errors import check
-from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.launch import launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.partials import reduce_vectors
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
+from .config import BWD_COLUMNS, BWD_ROWS, bwd_config
 from .kinds import KINDS
 from .records import DROP, POST, PRE, Saved, Wanted, incoming
-from .triton_forward import drop, gamma_tile, live_rows, strided, tiles, warps
+from .triton_forward import drop, gamma_tile, live_rows, strided
 
 # ---- records that kernels take ----
 
@@ -243,20 +244,7 @@ def _bwd_columns_kernel(
     _store_partials(out, columns, D, dbias, dgamma, dbeta)
 
 
-# ---- launch parameters: without spills on sm_90; a measured table may replace them ----
-
 BWD_ROW = 8192  # columns up to which a row lies in registers
-BWD_ROWS = dict(A=4096, num_warps=8)
-BWD_COLUMNS = dict(ROWS=1, A=2048, num_warps=8)
-
-
-def bwd_config(D: int, arch: str) -> dict[str, int]:
-    """For D <= BWD_ROW: rows in registers, about 16 elements a thread.  128 registers keep two programs of 8 warps on a
-    multiprocessor."""
-    A, B = tiles(D)
-    rows = max(1, 4096 // next_power_of_2(A + B))
-    config = dict(ROWS=rows, A=A, B=B, num_warps=min(2 * warps(rows * A, 32), 16))
-    return config | dict(maxnreg=128) if arch.startswith("sm_") and A == D >= 1024 else config  # others would spill
 
 
 def programs(device: torch.device, m: int, rows: int) -> int:

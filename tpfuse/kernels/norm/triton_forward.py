@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.device import load, sum_ranks
-from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.launch import launch, target
 from ..runtime.op import Cost, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
+from .config import apply_config, fwd_chunks_config, fwd_config
 from .kinds import KINDS
 from .records import ALONE, DROP, PRE, Add, Norm, Recompute
 
@@ -245,43 +246,7 @@ def _apply_kernel(
     _n_tile(x, mean, rstd, gamma_ptr, beta_ptr, None, None, y_ptr, rows, columns, live, D, KIND)
 
 
-# ---- launch parameters: without spills on sm_90; a measured table may replace them ----
-
 FWD_ROW = 16384  # columns up to which a row lies in registers
-
-
-def tiles(D: int) -> tuple[int, int]:
-    """Returns powers of two A >= B (or B = 0) with A + B >= D, least in sum, A at most 8192: 768 -> 512 + 256, 1000 ->
-    1024 + 0."""
-    whole = next_power_of_2(D)
-    half = whole // 2
-    rest = next_power_of_2(D - half) if D > half else 0
-    return (half, rest) if half >= 128 and 0 < rest < half or whole > 8192 else (whole, 0)
-
-
-def warps(elements: int, each: int, least: int = 1) -> int:
-    """Returns the number of warps, a power of two between ``least`` and 16, so that a thread has ``each`` elements or a
-    few more."""
-    return min(max(next_power_of_2(elements // (32 * each) + 1) // 2, least), 16)
-
-
-def fwd_config(D: int) -> dict[str, int]:
-    """D <= FWD_ROW: rows in registers"""
-    A, B = tiles(D)
-    rows = max(1, 1024 // (A + B))
-    return dict(ROWS=rows, A=A, B=B, num_warps=warps(rows * (A + B), 32))
-
-
-def fwd_chunks_config(D: int, arch: str) -> dict[str, int]:
-    config = dict(A=min(max(D & -D, 2048), 4096), num_warps=8)  # a chunk that divides D, if there is one
-    if arch.startswith("sm_"):
-        config["maxnreg"] = 128  # otherwise the assembler aims at 80 registers and spills
-    return config
-
-
-def apply_config(D: int) -> dict[str, int]:
-    chunk = min(D & -D, 2048) if D % 256 == 0 else min(next_power_of_2(D), 1024)
-    return dict(ROWS=max(4096 // chunk, 1), A=chunk, num_warps=4)
 
 
 # ---- launchers ----

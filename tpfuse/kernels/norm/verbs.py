@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
-from .core import drop, fused_norm, pair
+from .core import drop, fused_norm, norm_alone, pair
 from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute
 from .triton_forward import reduce_launch
@@ -65,7 +64,7 @@ def _last_dimension(name: str, x: Tensor, norm: Norm) -> Tensor:
     check_vectors(name, D, weight=norm.gamma, bias=norm.beta)
     check_kind(name, norm.kind)
     (rows,) = autocast(x.reshape(1, -1, D).contiguous())
-    return fused_norm(NORM, rows, Add(), norm, order=ALONE)[1].view(x.shape)
+    return norm_alone(NORM, rows, norm).view(x.shape)
 
 
 # ---- between two GEMMs ----
@@ -179,7 +178,7 @@ dropout_fwd = op(
 )
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Function):
     """Its own adjoint: dx = mask dy / (1 - p), so that nothing is saved but rng."""
 
     @staticmethod

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from ..._version import __version__
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, "Op"] = {}  # by name
+_CONSTANTS = {int, float, bool, str, torch.dtype}
 GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = (
     "GEMM",
     "attention",
@@ -77,6 +78,42 @@ def flatten(args: Iterable[Any]) -> list[Any]:
     for arg in args:
         flat.extend(arg) if isinstance(arg, tuple) else flat.append(arg)
     return flat
+
+
+def eager() -> bool:
+    """Returns whether nothing watches or transforms calls of ops: no compiler or tracer (asked first: a trace never
+    sees the rest), no dispatch mode, no functorch transform, no autocast, no profiler, no gradients to record."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or _C._len_torch_dispatch_stack()
+        or _C._is_any_autocast_enabled()
+        or _C._are_functorch_transforms_active()
+        or _C._autograd._profiler_enabled()
+        or _C._get_tracing_state()
+    )
+
+
+def plain_device(args: Iterable[Any], device: str = "") -> str | None:
+    """Returns the type of the one device that all tensors among the arguments are on, ``device`` where there are none.
+
+    None, for several devices, a subclass, a lazily negated tensor or a symbolic number: those need the dispatcher.
+    """
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            own = arg.device.type
+            if arg.is_neg() or device not in ("", own):
+                return None
+            device = own
+        elif isinstance(arg, tuple):
+            inside = plain_device(arg, device)
+            if inside is None:
+                return None
+            device = inside
+        elif arg is not None and kind not in _CONSTANTS:
+            return None
+    return device
 
 
 Make = Callable[..., Any]  # makes a record of its fields
@@ -173,7 +210,16 @@ class Op:
         return (self.reference if self.launch is None or double else self.launch)(*args)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.overload(*flatten(self._in_order(args, named) if named else args))
+        """Makes the call: directly where the dispatcher would do no more than call the implementation, which spares
+        the host the spelling out, the dispatch and the packing."""
+        if named:
+            args = self._in_order(args, named)
+        device = plain_device(args) if eager() else None
+        if device == "cpu":
+            return self.cpu(*args)
+        if device == "cuda":
+            return self._cuda(*args)
+        return self.overload(*flatten(args))
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments, of which those behind ``args`` are given by name, in the reference's order."""

@@ -28,7 +28,8 @@ def tuned(
     kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: dict[str, Any]
 ) -> dict[str, Any]:
     """``default`` with the parameters over it that were measured to be faster; an entry may name only some of them."""
-    return default | _table().get(arch, {}).get(kernel, {}).get(bucket(dtype, shape), {})
+    entries = _table().get(arch, {}).get(kernel)
+    return default | entries.get(bucket(dtype, shape), {}) if entries else default
 
 
 @functools.cache

@@ -1,0 +1,58 @@
+"""Launch parameters of the fused norm's kernels: without spills on sm_90; a measured table may replace them.
+
+ROWS and A (and B beside it) are the rows and columns of a tile.  The dicts are cached: no one may change one.
+"""
+
+import functools
+
+from ..runtime.launch import next_power_of_2
+
+BWD_ROWS = dict(A=4096, num_warps=8)
+BWD_COLUMNS = dict(ROWS=1, A=2048, num_warps=8)
+
+
+def tiles(D: int) -> tuple[int, int]:
+    """Returns powers of two A >= B (or B = 0) with A + B >= D, least in sum, A at most 8192: 768 -> 512 + 256, 1000 ->
+    1024 + 0."""
+    whole = next_power_of_2(D)
+    half = whole // 2
+    rest = next_power_of_2(D - half) if D > half else 0
+    return (half, rest) if half >= 128 and 0 < rest < half or whole > 8192 else (whole, 0)
+
+
+def warps(elements: int, each: int, least: int = 1) -> int:
+    """Returns the number of warps, a power of two between ``least`` and 16, so that a thread has ``each`` elements or a
+    few more."""
+    return min(max(next_power_of_2(elements // (32 * each) + 1) // 2, least), 16)
+
+
+@functools.cache
+def fwd_config(D: int) -> dict[str, int]:
+    """D <= FWD_ROW: rows in registers"""
+    A, B = tiles(D)
+    rows = max(1, 1024 // (A + B))
+    return dict(ROWS=rows, A=A, B=B, num_warps=warps(rows * (A + B), 32))
+
+
+@functools.cache
+def fwd_chunks_config(D: int, arch: str) -> dict[str, int]:
+    config = dict(A=min(max(D & -D, 2048), 4096), num_warps=8)  # a chunk that divides D, if there is one
+    if arch.startswith("sm_"):
+        config["maxnreg"] = 128  # otherwise the assembler aims at 80 registers and spills
+    return config
+
+
+@functools.cache
+def apply_config(D: int) -> dict[str, int]:
+    chunk = min(D & -D, 2048) if D % 256 == 0 else min(next_power_of_2(D), 1024)
+    return dict(ROWS=max(4096 // chunk, 1), A=chunk, num_warps=4)
+
+
+@functools.cache
+def bwd_config(D: int, arch: str) -> dict[str, int]:
+    """For D <= BWD_ROW: rows in registers, about 16 elements a thread.  128 registers keep two programs of 8 warps on a
+    multiprocessor."""
+    A, B = tiles(D)
+    rows = max(1, 4096 // next_power_of_2(A + B))
+    config = dict(ROWS=rows, A=A, B=B, num_warps=min(2 * warps(rows * A, 32), 16))
+    return config | dict(maxnreg=128) if arch.startswith("sm_") and A == D >= 1024 else config  # others would spill
