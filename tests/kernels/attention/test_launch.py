@@ -131,6 +131,7 @@ def test_documents_alone_and_packed():
 @pytest.mark.parametrize("interleaved", [False, slow(True)])
 def test_head_widths(E, half, interleaved):
     qkv, do, options = arguments("causal+dropout", batch=1, S=34, G=2, Q=1, E=E)
+    options = options._replace(scale=E**-0.5)  # 0.3 would make a wide head's scores large, and their rounding with them
     if half:
         options = options._replace(**tables(34, half), interleaved=interleaved)
     assert_same((qkv, do, options))
