@@ -3,10 +3,12 @@
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
+import torch
 from transformers import BertConfig as TheirBert
 from transformers import GPT2Config
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
+from tpfuse.kernels.rope import rope_table
 from tpfuse.models import BertConfig, GPTConfig
 from tpfuse.models.config import FAMILIES, HF_ACTIVATIONS
 
@@ -86,3 +88,16 @@ def test_it_is_a_value():
     assert replace(GPT_CONFIG) == GPT_CONFIG and hash(replace(GPT_CONFIG)) == hash(GPT_CONFIG)
     with pytest.raises(FrozenInstanceError):
         GPT_CONFIG.dropout = 0.0
+
+
+@pytest.mark.parametrize("own, stretched", [(None, False), (32, False), (64, False), (8, True)])
+@pytest.mark.parametrize("kind", ["dynamic", "default"])
+def test_only_dynamic_positions_past_the_trained_length_are_stretched(kind, own, stretched):
+    """A model's max_positions limits every call, and is the trained length unless ``rope`` says another."""
+    rope = dict(rope_type=kind, rope_theta=10000.0, factor=2.0) | (
+        {} if own is None else {"max_position_embeddings": own}
+    )
+    config = replace(GPT_CONFIG, family="llama", rope=rope)
+    assert config.stretched == (stretched and kind == "dynamic")
+    short, long = (rope_table(4, 2, **config.rope_arguments, seq_len=n)[0] for n in (1, config.max_positions))
+    assert torch.equal(short, long) != config.stretched

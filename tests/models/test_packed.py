@@ -9,7 +9,7 @@ from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, default_dtype, scramble, whole, whole_logits
 from tests.models.test_llama import config_of, fused
 from tpfuse.models import GPT
-from tpfuse.models.gpt import packed_positions
+from tpfuse.models.gpt import _shifted, packed_positions
 
 F64 = torch.float64
 NO_DROPOUT = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
@@ -72,6 +72,20 @@ def test_a_crossing_would_show():
 
 def test_positions_begin_again():
     assert packed_positions(BOUNDS, 21).tolist() == [0, 1, 2, 3, 4, 0, *range(9), 0, 1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("documents", [1, 3, 40])
+def test_labels_are_the_next_tokens_of_the_same_document(documents):
+    """Documents may be empty, also the first; some rows end before the padding does."""
+    for seq in (1, 30, 64):
+        lengths = torch.randint(0, 3, (documents,))
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).clamp(max=seq).int()
+        labels = torch.arange(100, 100 + seq)[None]
+        want = [-100] * seq
+        for a, b in zip(bounds.tolist(), bounds[1:].tolist()):
+            for i in range(a, b - 1):
+                want[i] = 100 + i + 1
+        assert _shifted(labels, bounds)[0].tolist() == want
 
 
 def test_many_documents_are_longer_than_the_model():

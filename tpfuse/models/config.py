@@ -218,6 +218,14 @@ class GPTConfig(ModelConfig):
         return dict(scaling=dict(self.rope or {}), max_position_embeddings=self.max_positions)
 
     @property
+    def stretched(self) -> bool:
+        """Whether the tables of rotary positions depend on the length of a call: dynamic ones do past the length that
+        the model was trained for, which no file of transformers lets a call reach."""
+        rope = self.rope or {}
+        trained: int = rope.get("max_position_embeddings") or self.max_positions
+        return rope.get("rope_type") == "dynamic" and trained < self.max_positions
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         types = self.layer_types or (FULL if self.window is None else SLIDING,) * self.num_layers
         return tuple(self.window if kind == SLIDING else None for kind in types)

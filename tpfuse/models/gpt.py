@@ -155,7 +155,7 @@ class GPT(Model):
             return None
         length = rows.seq if position_ids is None else c.max_positions
         stretch: int | None = None
-        if c.rope.get("rope_type") == "dynamic":
+        if c.stretched:
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
         key = device, length, stretch
         if key not in self._tables:  # one is kept: training has one length, generation one
@@ -177,8 +177,11 @@ def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if cu_seqlens is None:
         return shifted
-    after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
-    return shifted.masked_fill(torch.isin(after, cu_seqlens[1:]) | (after > cu_seqlens[-1]), IGNORE)
+    seq = labels.shape[1]
+    bounds = cu_seqlens.long().clamp(max=seq)
+    after = torch.arange(1, seq + 1, device=labels.device)
+    bound = torch.zeros(seq + 1, dtype=torch.bool, device=labels.device).index_fill_(0, bounds[1:], True)
+    return shifted.masked_fill(bound[1:] | (after > bounds[-1]), IGNORE)
 
 
 def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:

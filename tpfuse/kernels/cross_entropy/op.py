@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, acc_dtype, op
+from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
 from .options import IGNORE, Loss, Rows
 from .triton import bwd_launch, stats_launch
 
@@ -142,7 +142,7 @@ def checked_rows(
     if not torch.compiler.is_compiling():
         check_ids(f"{name}: labels", labels, loss.vocab_size, loss.ignore_index)
     if normalizer is not None:
-        normalizer = torch.as_tensor(normalizer, dtype=acc_dtype(x), device=x.device)
+        normalizer = scalar(normalizer, acc_dtype(x), x.device)
     return x, labels, normalizer
 
 

@@ -274,6 +274,14 @@ def acc_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """Returns a number, or a tensor, in ``dtype`` on ``device``; a number is written there by a kernel, since a GPU
+    would have to be waited for with a copy."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def sum_parts(parts: Tensor) -> Tensor:
     """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded."""
     total = parts[0].to(acc_dtype(parts), copy=True)

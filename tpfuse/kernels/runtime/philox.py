@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .op import scalar
 from .triton import tl, triton
 
 ROUNDS = 7
@@ -97,8 +98,7 @@ def make_rng(
     """
     if seed >= 1 << 63:
         seed -= 1 << 64  # a 64-bit seed is kept as two's complement
-    words = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in (seed, step, first_sample)]
-    return torch.stack(words)
+    return torch.stack([scalar(word, torch.int64, device) for word in (seed, step, first_sample)])
 
 
 def check_rng(name: str, rng: Tensor | None) -> None:

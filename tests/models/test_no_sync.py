@@ -1,0 +1,100 @@
+"""A training step and a decoded token neither wait for the GPU nor copy to it, so both can be captured in a CUDA graph.
+
+The first step may: it moves the counter of steps, makes tables and compares the ranks' inputs.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.common import BERT_CONFIG, GPT_CONFIG
+from tests.models.test_llama import config_of
+from tests.no_sync import GPU, no_sync
+from tpfuse import TensorParallel, clip_grad_norm_, param_groups
+from tpfuse.ledger.dryrun import fake_world
+from tpfuse.models import GPT, Bert
+
+B, S, DOCUMENTS = 3, 24, 40  # more documents than tokens of a row: torch.isin sorts from 31 on
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+CONFIGS = {
+    "gpt2": GPT_CONFIG,
+    "llama": config_of("llama", 2),
+    "qwen3": config_of("qwen3", 2),
+    "dynamic": replace(config_of("llama", 2), rope=DYNAMIC),
+    "bert": BERT_CONFIG,
+}
+
+
+def integers(*shape, dtype=torch.int64):
+    return torch.zeros(shape, dtype=dtype, device=GPU)
+
+
+def padded(name):
+    ids = integers(B, S)
+    return dict(input_ids=ids, labels=ids, attention_mask=ids, loss_normalizer=20.0, first_sample=3)
+
+
+def packed(name):
+    ids = integers(1, 80)
+    return dict(input_ids=ids, labels=ids, cu_seqlens=integers(DOCUMENTS + 1, dtype=torch.int32), max_seqlen=S)
+
+
+def placed(name):
+    ids = integers(B, S)
+    return dict(input_ids=ids, labels=ids, position_ids=ids, return_logits=True)
+
+
+CALLS = {"padded": padded, "packed": packed, "placed": placed}
+STEPS = [(name, call) for name in CONFIGS for call in CALLS if (name, call) != ("bert", "packed")]
+
+
+def make(name, **options):
+    options |= dict(masked_lm=True) if name == "bert" else {}
+    with torch.device("meta"):
+        return (Bert if name == "bert" else GPT)(CONFIGS[name], **options)
+
+
+@pytest.fixture
+def capturable(monkeypatch):
+    """The optimizer's own part on meta tensors as on GPUs."""
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda **_: ["meta"])
+
+
+def watched_step(model, call):
+    """-> what one training step starts, the first apart"""
+    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=1e-3, capturable=True, foreach=True)
+
+    def step():
+        model(**call).loss.backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with no_sync() as watch:
+        step()
+    return watch.started
+
+
+@pytest.mark.parametrize("saving", ["fastest", "smallest"])
+@pytest.mark.parametrize("name, call", STEPS)
+def test_a_training_step(capturable, name, call, saving):
+    started = watched_step(make(name, saving=saving), CALLS[call](name))
+    assert started["_dkdv_kernel"] == CONFIGS[name].num_layers and started["_fwd_kernel"] > CONFIGS[name].num_layers
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("name, call", STEPS)
+def test_a_training_step_of_two_ranks(capturable, name, call, sp):
+    with fake_world(2) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sp)
+        assert watched_step(make(name, tp=tp), CALLS[call](name))["all_to_all" if sp else "all_gather"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_the_callers(capturable, dtype):
+    """``step`` as a tensor on the device."""
+    model = make("gpt2").to(dtype)
+    watched_step(model, padded("gpt2") | dict(step=integers()))
