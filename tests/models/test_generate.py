@@ -1,6 +1,7 @@
 """Greedy generation: transformers' tokens at every tensor-parallel size, prompts of any length, the cache against no
 cache."""
 
+import importlib
 import re
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()
 NEW = 9
+generation = importlib.import_module("tpfuse.models.generate")
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +225,28 @@ def refused(world, name):
 def test_errors_are_named_and_the_same_on_every_rank(ranks, name):
     first, second = ranks(2, refused, name)
     assert first == second and re.search(ERRORS[name][1], first), first
+
+
+@pytest.mark.parametrize("every", [2, 4, 100])
+def test_whether_all_have_ended_may_be_asked_late(monkeypatch, every):
+    """The tokens are those of asking after each, whatever ends them; ``on_token`` is given none that comes too late."""
+    model = GPT(replace(GPT_CONFIG, init_std=0.3))
+    ids, mask = prompts((8, 5, 1))
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=NEW)[:, 8:]
+    ends = [[int(token)] for token in free.unique()] + free.t().tolist()
+
+    def continuations(batch, **options):
+        call = dict(attention_mask=mask[:batch], max_new_tokens=NEW, pad_token_id=0)
+        return [model.generate(ids[:batch], eos_token_id=end, **call, **options) for end in ends]
+
+    want = [continuations(batch) for batch in (1, 3)]
+    lengths = {out.shape[1] - 8 for outs in want for out in outs}
+    assert {1, NEW} < lengths and len(lengths) > 5  # ended at once, late, and never
+    monkeypatch.setattr(generation, "_tokens_between", lambda device: every)
+    for batch, outs in zip((1, 3), want):
+        for late, out in zip(continuations(batch), outs, strict=True):
+            assert torch.equal(late, out)
+        columns = []
+        told = continuations(batch, on_token=columns.append)
+        assert torch.equal(torch.stack(columns), torch.cat([out[:, 8:].t() for out in outs]))
+        assert all(torch.equal(late, out) for late, out in zip(told, outs, strict=True))

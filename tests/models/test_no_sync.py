@@ -11,7 +11,7 @@ import torch
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
 from tests.models.test_llama import config_of
-from tests.no_sync import GPU, no_sync
+from tests.no_sync import GPU, Waits, no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
 from tpfuse.ledger.dryrun import fake_world
 from tpfuse.models import GPT, Bert
@@ -98,3 +98,28 @@ def test_a_step_of_the_callers(capturable, dtype):
     """``step`` as a tensor on the device."""
     model = make("gpt2").to(dtype)
     watched_step(model, padded("gpt2") | dict(step=integers()))
+
+
+CHOICES = {"greedy": {}, "penalty": dict(repetition_penalty=1.3)}
+CHOICES["sampled"] = dict(do_sample=True, temperature=0.8, top_k=5, top_p=0.9, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["gpt2", "dynamic", "qwen3"])
+def test_generation(name, choice, R):
+    """Of the prompt too, where no attention mask says which of its tokens are there."""
+    with fake_world(R) as mesh:
+        model = make(name, tp=TensorParallel(mesh["tp"]) if R > 1 else None)
+        model.generate(integers(B, 2), max_new_tokens=1)  # makes the tables of positions
+        with no_sync() as watch:
+            tokens = model.generate(integers(B, 4), max_new_tokens=7, **CHOICES[choice])
+    assert tokens.shape == (B, 11) and watch.started["_split_kernel"] == 6 * CONFIGS[name].num_layers
+
+
+def test_generation_that_may_end():
+    """The host asks for the first time after eight tokens."""
+    model = make("gpt2")
+    with no_sync() as watch, pytest.raises(Waits):
+        model.generate(integers(B, 4), max_new_tokens=20, eos_token_id=[1, 2])
+    assert watch.started["_split_kernel"] == 7 * CONFIGS["gpt2"].num_layers

@@ -10,6 +10,7 @@ do not matter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,11 +86,12 @@ def generate(
     ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    check(bool(mask.any(1).all()), "generate: a prompt has no token")
+    check(attention_mask is None or bool(mask.any(1).all()), "generate: a prompt has no token")
     order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
     ids, mask = input_ids.gather(1, order), mask.gather(1, order)
-    check_ids("generate: input_ids", ids[mask], vocab)
+    check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
     ids = ids.masked_fill(~mask, pad)
+    between = 1 if on_token is not None else _tokens_between(ids.device)
     sampling = Sampling(
         do_sample=do_sample,
         temperature=temperature,
@@ -108,19 +110,39 @@ def generate(
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
-        for _ in range(max_new_tokens):
+        for count in range(1, max_new_tokens + 1):
             logits = _logits(model, tokens, positions, mask=mask, caches=caches)
             token = choose(logits, positions[:, -1] + 1).masked_fill(done, pad)
             out.append(token[:, None])
-            stop = on_token is not None and on_token(token)
-            if ends:
-                done |= torch.isin(token, torch.tensor(ends, device=token.device))
-            if stop or done.all():
+            if on_token is not None and on_token(token):
                 break
+            if ends:
+                done |= _among(token, ends)
+                if count % between == 0 and done.all():
+                    break
             tokens, positions = token[:, None], positions[:, -1:] + 1
-        return torch.cat(out, 1)
+        return _until_all_ended(torch.cat(out, 1), ends, prompt=S) if ends else torch.cat(out, 1)
     finally:
         model.train(training)
+
+
+def _tokens_between(device: torch.device) -> int:
+    """Returns after how many tokens generation asks again whether all sequences have ended.
+
+    A GPU is waited for with each question; those that come too late are cut off.
+    """
+    return 1 if device.type == "cpu" else 8
+
+
+def _among(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """Returns which tokens are one of ``ends``, at least one; numbers, so that nothing is copied to a GPU."""
+    return functools.reduce(torch.logical_or, (tokens == end for end in ends))
+
+
+def _until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor:
+    """Returns tokens [B, prompt + new] without the columns that follow those in which the last sequence ended."""
+    ended = _among(tokens[:, prompt:], ends).cumsum(1) > 0
+    return tokens[:, : prompt + int((~ended.all(0)).sum()) + 1]
 
 
 def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches: list[KVCache]) -> Tensor:
@@ -142,10 +164,9 @@ class _Chooser:
     def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
         self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
         self.sampling = sampling
-        self.rng = make_rng(sampling.seed, 0, 0, ids.device)
+        self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
         self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
-        rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
-        self.seen[rows[mask], ids[mask]] = True
+        self.seen.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
 
     def __call__(self, logits: Tensor, position: Tensor) -> Tensor:
         s = self.sampling
@@ -158,7 +179,7 @@ class _Chooser:
             sample = torch.arange(len(scores), device=scores.device)
             scores = scores - uniform(self.rng, position, sample, self.vocab).log_().neg_().log_()
         token = scores.argmax(-1)  # the first of equals
-        self.seen[torch.arange(len(token), device=token.device), token] = True
+        self.seen.scatter_(1, token[:, None], True)
         return token
 
     def _whole(self, logits: Tensor) -> Tensor:

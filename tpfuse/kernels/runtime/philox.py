@@ -206,11 +206,12 @@ SAMPLING_SITE = 65535
 
 def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int) -> Tensor:
     """Returns fp64 [B, vocab] in (0, 1), for sampling: the 32 bits of global token id v are word v % 4 of counter
-    (position, site << 16, v // 4, sample).  position and sample are int64 [B].
+    (position, site << 16, v // 4, sample).  position and sample are int64 [B]; rng is read, so a
+    caller who must not wait for a GPU keeps it on the CPU.
     """
     k0, k1, first_sample = mask_key(rng)
     block = torch.arange(-(-vocab // 4), device=position.device)
-    site = torch.tensor(SAMPLING_SITE << 16, device=position.device)
+    site = scalar(SAMPLING_SITE << 16, torch.int64, position.device)
     counter = position[:, None] & _LO, site, block, (first_sample + sample)[:, None] & _LO
     words = [word.expand(len(position), len(block)) for word in philox(counter, (k0, k1))]
     drawn = torch.stack(words, -1).flatten(1)[:, :vocab]
