@@ -1,13 +1,17 @@
 """The norm of the whole gradient and the groups of an optimizer, against torch's own on one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.common import assert_close, error, make_tp
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, Training, batch, whole
-from tpfuse import clip_grad_norm_, param_groups
+from tests.no_sync import no_sync
+from tpfuse import TensorParallel, clip_grad_norm_, param_groups
 from tpfuse.layers import RMSNorm
+from tpfuse.ledger.dryrun import fake_world
 from tpfuse.models import GPT, Bert
 
 F64, F32 = torch.float64, torch.float32
@@ -100,3 +104,36 @@ def test_others_norms_and_frozen_parameters():
     held = {id(p) for p in decayed["params"] + rest["params"]}
     assert id(model[4].embedding.weight) not in held and len(held) == len(list(model.parameters())) - 1
     assert all(id(p) in {id(q) for q in rest["params"]} for m in (model[1], model[2], model[3]) for p in m.parameters())
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_clipping_starts_few_ops_whatever_the_number_of_parameters(R):
+    """One norm and one product a dtype and kind of sharding, and what adds a handful of numbers."""
+
+    def started(layers):
+        with fake_world(R) as mesh:
+            tp = TensorParallel(mesh["tp"]) if R > 1 else None
+            with torch.device("meta"):
+                model = GPT(replace(GPT_CONFIG, num_layers=layers), tp=tp)
+            for i, p in enumerate(model.parameters()):
+                p.data = p.to((F32, torch.bfloat16)[i % 2])
+                p.grad = torch.empty_like(p)
+            with no_sync() as watch:
+                clip_grad_norm_(model, 1.0)
+        return watch.started
+
+    few, many = started(1), started(9)
+    assert few == many and many["_foreach_norm"] == 2 * R and many["_foreach_mul_"] == 2
+    assert sum(many.values()) < 40
+
+
+def test_gradients_of_several_dtypes():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).bfloat16(), RMSNorm(2).double())
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(p.dtype)
+    exact = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = clip_grad_norm_(model, 0.5)
+    torch.testing.assert_close(norm.double(), exact.norm(), rtol=1e-6, atol=0)
+    for p, grad in zip(model.parameters(), before):
+        torch.testing.assert_close(p.grad, grad * (0.5 / (exact.norm() + 1e-6)).to(grad.dtype), rtol=1e-6, atol=0)

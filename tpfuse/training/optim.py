@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..collectives import all_gather
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..parallel import resolve
@@ -41,8 +41,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     replicated one, or a shard that several ranks hold, once.  Works on plain shards, under DDP, and on the DTensors of
     FSDP2.
     """
-    grads: list[Tensor] = []
-    sums: dict[tuple[str, ...], Tensor] = {}  # of squares, by the groups that they are to be summed over
+    kinds: dict[tuple[tuple[str, ...], int, torch.dtype], list[Tensor]] = {}  # by groups, copies, dtype
     for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         if p.grad is None:
             continue
@@ -55,24 +54,30 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             grad = grad.to_local()
         elif spec.dim is not None and tp.size > 1 and tp.group_name is not None:
             groups = (tp.group_name,)
-        norm = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-        square = norm.double().square() / spec.copies
-        sums[groups] = sums[groups] + square if groups in sums else square
-        grads.append(grad)
-    if not grads:
+        kinds.setdefault((groups, spec.copies, grad.dtype), []).append(grad)
+    if not kinds:
         return torch.zeros(())
+    sums: dict[tuple[str, ...], Tensor] = {}  # of squares, by the groups that they are to be summed over
+    for (groups, copies, dtype), grads in kinds.items():
+        square = _sum_of_squares(grads, dtype) / copies
+        sums[groups] = sums[groups] + square if groups in sums else square
     total = functools.reduce(torch.add, (_over_groups(square, groups) for groups, square in sums.items())).sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
-    return total.to(torch.promote_types(grads[0].dtype, torch.float32))
+    for dtype in {dtype: None for *_, dtype in kinds}:
+        scaled = [grad for (*_, own), grads in kinds.items() if own == dtype for grad in grads]
+        torch._foreach_mul_(scaled, scale.to(dtype))
+    *_, first = next(iter(kinds))
+    return total.to(torch.promote_types(first, torch.float32))
+
+
+def _sum_of_squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the sum over gradients of one dtype, in fp64, from norms in fp32 (fp64 for fp64), in a few launches."""
+    norms = torch._foreach_norm(grads, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).double().square().sum()
 
 
 def _over_groups(square: Tensor, groups: tuple[str, ...]) -> Tensor:
     """Returns the sum over each group, in rank order."""
     for name in groups:
-        group = resolve(name)
-        every = [torch.empty_like(square) for _ in range(group.size())]
-        dist.all_gather(every, square, group=group)
-        square = torch.stack(every).sum()
+        square = all_gather(square, resolve(name).size(), name).sum()
     return square
