@@ -1,12 +1,27 @@
 """Each collective is a linear map whose backward is its adjoint; sums are in fp32 in rank order, rounded once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.common import Recorder, fake_tp, make_tp
-from tpfuse import collectives
-from tpfuse.collectives import all_gather, all_reduce, all_to_all, collect, copy, gather, reduce, scatter_sum, split
+from tests.no_sync import GPU, no_sync
+from tpfuse import TensorParallel, collectives
+from tpfuse.collectives import (
+    _CopyWithin,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    collect,
+    copy,
+    gather,
+    reduce,
+    scatter_sum,
+    split,
+)
+from tpfuse.ledger.dryrun import fake_world
 
 # name: the collective, and how a tensor before and after it counts in an inner product. "once": the same on every
 # rank, counted once; "each": every rank's own, counted over the ranks.
@@ -198,3 +213,22 @@ def _compiled(world):
 def test_compiled(ranks):
     for eager, compiled in ranks(2, _compiled):
         assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_over_ranks_is_one_kernel(dtype):
+    """Of vectors and matrices, by one message and by two."""
+    with fake_world(8) as mesh:
+        tp, empty = TensorParallel(mesh["tp"]), lambda *shape: torch.empty(shape, dtype=dtype, device=GPU)
+        for sum_of in (
+            lambda: all_reduce(empty(1000), tp),
+            lambda: all_reduce(empty(64, 768), tp),
+            lambda: all_reduce(empty(2048, 1000), tp),
+            lambda: scatter_sum(empty(64, 768), tp),
+            lambda: scatter_sum(empty(6, 64, 5), tp, dim=1),
+            lambda: _CopyWithin.backward(SimpleNamespace(args=(4, tp.size, tp.group_name)), empty(6, 5)),
+        ):
+            with no_sync() as watch:
+                sum_of()
+            assert watch.started["_fwd_kernel"] == 1
+            assert not {"add", "add_", "sum", "_to_copy"} & watch.started.keys()

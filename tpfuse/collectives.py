@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .kernels.norm.core import reduce_parts
 from .kernels.runtime.function import Function, once_differentiable
-from .kernels.runtime.op import COMMUNICATION, op, sum_parts
+from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
 
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
@@ -124,7 +125,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
         return x.view_as(x)
     n = tp.divide(x.shape[dim], f"scatter_sum: dim {dim}")
     parts = all_to_all(x.movedim(dim, 0).reshape(tp.size, n, *x.movedim(dim, 0).shape[1:]).contiguous(), tp.group_name)
-    return sum_parts(parts).to(x.dtype).movedim(0, dim)
+    return reduce_parts(parts).movedim(0, dim)
 
 
 _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper than an exchange and a gather of sums
@@ -136,13 +137,10 @@ def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     if tp.size == 1:
         return x.view_as(x)
     if x.numel() <= _ONE_MESSAGE:
-        total = sum_parts(all_gather(x.contiguous(), tp.size, tp.group_name))
-        # A copy while tracing: if .to() returns the sum itself, torch 2.11 traces one tensor as two results of a
-        # Function's forward and hands the gradient to the one that nothing uses, so that reduce's is zero.
-        return total.to(x.dtype, copy=torch.compiler.is_compiling())
+        return reduce_parts(all_gather(x.contiguous(), tp.size, tp.group_name))
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % tp.size))
-    mine = sum_parts(all_to_all(padded.view(tp.size, -1), tp.group_name)).to(x.dtype)
+    mine = reduce_parts(all_to_all(padded.view(tp.size, -1), tp.group_name))
     return all_gather(mine, tp.size, tp.group_name).view(-1)[: flat.numel()].view(x.shape)
 
 
@@ -196,7 +194,7 @@ class _CopyWithin(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.args[0] == 1:
             return dy, None, None
-        return sum_parts(all_gather_copies(dy.contiguous(), *ctx.args)).to(dy.dtype), None, None
+        return reduce_parts(all_gather_copies(dy.contiguous(), *ctx.args)), None, None
 
 
 def copy_within(x: Tensor, tp: TensorParallel, copies: int) -> Tensor:

@@ -18,10 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from ..collectives import all_gather, all_reduce, all_to_all
-from ..kernels.norm.triton_forward import reduce_launch
+from ..kernels.norm.core import reduce_parts
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import ELEMENTWISE, op, sum_parts
 from ..parallel import TensorParallel
 
 # ---- without gradients ----
@@ -45,14 +44,6 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     if tp.sequence_parallel:
         return exchange_parts(x.view(tp.size, -1, x.shape[-1]), tp)
     return all_reduce(x, tp)[None]
-
-
-def reduce_parts_ref(parts: Tensor) -> Tensor:
-    """[R, m, D] -> [m, D]"""
-    return sum_parts(parts).to(parts.dtype)
-
-
-reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch)
 
 
 # ---- autograd ----

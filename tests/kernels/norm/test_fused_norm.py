@@ -178,7 +178,10 @@ def test_out_of_other_columns():
         bwd.launch(*backward_arguments(forward_arguments(1, 3, 8)), torch.empty(8, 3, device=DEVICE).T)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 100), (2, 3, 9000), (2, 2, 17000)], ids=str)
+SHAPES = [(3, 5, 100), (2, 3, 9000), (2, 2, 17000), (4, 7), (3, 3072), (2, 3, 5, 8), (2,), (2, 0), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reduce_parts(shape):
     parts = torch.randn(shape, device=DEVICE)
     assert torch.equal(reduce_parts.launch(parts), reduce_parts.reference(parts))

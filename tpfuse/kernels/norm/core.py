@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import NORM, Op, acc_dtype, op, row_blocks, sum_parts
+from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
 from .triton_backward import bwd_cost, bwd_launch
-from .triton_forward import apply_launch, fwd_cost, fwd_launch
+from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
 
 # ---- reference ----
 
@@ -185,6 +185,17 @@ def _bwd_fake(
 
 
 norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch)
+
+
+# ---- the sum over ranks alone ----
+
+
+def reduce_parts_ref(parts: Tensor) -> Tensor:
+    """[R, ...] -> [...] in parts' dtype"""
+    return sum_parts(parts).to(parts.dtype)
+
+
+reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch)
 
 
 class Pair(NamedTuple):

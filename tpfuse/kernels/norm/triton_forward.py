@@ -11,6 +11,7 @@ Offsets are int64.  Statistics are those of h as rounded and stored, so that an 
 first.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -312,8 +313,20 @@ def apply_launch(recipe: Recompute) -> Tensor:
     return y
 
 
-def reduce_launch(parts: Tensor, mask: Mask = NO_MASK) -> Tensor:
-    """[R, m, D] -> [m, D]: the launcher of reduce_parts and, given a mask, of dropout."""
+def reduce_launch(parts: Tensor) -> Tensor:
+    """The launcher of reduce_parts.
+
+    What is not rows [R, m, D] is summed in rows whose width divides 1024: a kernel is compiled for each width.
+    """
+    if parts.dim() == 3:
+        return drop_launch(parts, NO_MASK)
+    n = math.prod(parts.shape[1:])
+    D = math.gcd(n, 1024)
+    return drop_launch(parts.reshape(len(parts), n // D, D), NO_MASK).view(parts.shape[1:])
+
+
+def drop_launch(parts: Tensor, mask: Mask) -> Tensor:
+    """[R, m, D] -> [m, D]: the launcher of dropout, of one part."""
     total = parts.new_empty(parts.shape[1:])
     forward(parts, Add(), Norm(), mask, order=PRE, out=Outputs(total))
     return total

@@ -11,7 +11,7 @@ from ..runtime.philox import Mask, active_rng
 from .core import drop, fused_norm, norm_alone, pair
 from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute
-from .triton_forward import reduce_launch
+from .triton_forward import drop_launch
 
 NORM = pair("norm")
 EMBED_FINISH = pair("embed_finish")
@@ -173,7 +173,7 @@ def dropout_fwd_ref(x: Tensor, mask: Mask) -> Tensor:
 dropout_fwd = op(
     dropout_fwd_ref,
     kind=ELEMENTWISE,
-    launch=lambda x, mask: reduce_launch(x[None], mask),
+    launch=lambda x, mask: drop_launch(x[None], mask),
     fake=lambda x, _: x.new_empty(x.shape),
 )
 

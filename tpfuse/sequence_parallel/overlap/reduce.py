@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...collectives import named, start_all_gather
 from ...kernels.linear.op import column_sum, linear_dgrad, linear_wgrad
-from ...kernels.runtime.op import GEMM, Cost, acc_dtype, least, op, sum_parts
+from ...kernels.norm.core import reduce_parts
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, least, op
 from ...parallel import TensorParallel, resolve
 from ..records import WeightGrad
 from .steps import empty_bias
@@ -49,7 +50,7 @@ def linear_reduce_bwd_ref(
     torch.mm(dy[:, :half].t(), x, out=dw[:half])
     with named(what, ranks):
         exchange.wait()
-        mine = sum_parts(parts).to(dx.dtype)
+        mine = reduce_parts(parts)
         gather = start_all_gather(total, mine, ranks)
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
     db = column_sum(dy) if bias else dy.new_empty(0, dtype=acc_dtype(dy))
