@@ -121,7 +121,7 @@ def compile_launch(launch: Launch, arch: str) -> Report:
         for path, value in _leaves(values[name], (i,)):
             if value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
                 constant[path] = value
-            elif _divisible(value):
+            elif _divisible(value) and not parameter.do_not_specialize:
                 aligned[path] = [["tt.divisibility", 16]]
     signature = {name: _signature(values[name], set(constant), (i,)) for i, name in enumerate(parameters)}
     source = ASTSource(launch.kernel, signature, constant, aligned)

@@ -17,7 +17,14 @@ FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 
 
 def both(
-    E: int, *features: str, B: int = 4, S: int = 2048, G: int = 8, Q: int = 1, dtype: torch.dtype = torch.bfloat16
+    E: int,
+    *features: str,
+    B: int = 4,
+    S: int = 2048,
+    G: int = 8,
+    Q: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    documents: int = 8,
 ):
     has = lambda name, *tensor: meta(*tensor[:-1], dtype=tensor[-1]) if name in features else None
 
@@ -26,7 +33,7 @@ def both(
         rows, H = S * batch, G * Q
         options = Options(
             key_mask=has("key_mask", batch, S, torch.bool),
-            cu_seqlens=has("packed", 9, INT32),
+            cu_seqlens=has("packed", documents + 1, INT32),
             bias=has("bias", H, S, S, dtype),
             cos=has("rope", S, E // 2, FP32),
             sin=has("rope", S, E // 2, FP32),
@@ -48,10 +55,16 @@ def both(
     return run
 
 
-def decode(E: int, Q: int, B: int = 4, L: int = 8192, G: int = 8):
+def packed(E: int, documents: int):
+    return both(E, "packed", "causal", "dropout", "rope", documents=documents)
+
+
+def decode(E: int, Q: int, B: int = 4, L: int = 8192, G: int = 8, most: int = 8192):
+    """The first L positions of a cache that holds ``most``."""
+
     def run():
-        cache = meta(B, L, G, 2, E)
-        mask = meta(B, L, dtype=torch.bool)
+        cache = meta(B, most, G, 2, E)[:, :L]
+        mask = meta(B, most, dtype=torch.bool)[:, :L]
         options = DecodeOptions(mask, lengths=None, window=None, scale=E**-0.5, softcap=None)
         decode_launch(meta(B, G, Q, E), cache[..., 0, :], cache[..., 1, :], options)
 
@@ -68,6 +81,7 @@ CALLS |= {
     "E=128 packed causal dropout rope Q=4": Call(
         both(128, "packed", "causal", "dropout", "rope", Q=4), ELEMENTS, GEMMS
     ),
+    "E=128 packed 100 documents": Call(packed(128, 100), ELEMENTS, GEMMS),
     "E=64 key_mask bias dropout": Call(both(64, "key_mask", "bias", "dropout"), ELEMENTS, GEMMS),
     "E=64 packed one position": Call(
         both(64, "packed", "causal", "dropout", "rope", "window", B=1, S=1, G=1), ELEMENTS, GEMMS

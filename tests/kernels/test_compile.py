@@ -94,6 +94,50 @@ def test_the_command_prints_the_same(compiler):
     assert [json.loads(row) for row in done.stdout.splitlines()] == rows
 
 
+# ---- how many variants of a kernel a run compiles ----
+
+
+def variants(op: str, makes: str, sizes: list[dict]) -> dict[str, int]:
+    """{kernel: different keys of Triton's cache} over the calls ``makes(**size)`` of bench.compile.<op>."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend, keys = make_backend(GPUTarget("cuda", 90, 32)), {}
+    for size in sizes:
+        run = getattr(importlib.import_module(f"bench.compile.{op}"), makes)(**size)
+        for launch in capture(run, "sm_90"):
+            kernel = launch.kernel
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            _, specialization, options = bind(*launch.args, **launch.config)
+            keys.setdefault(kernel.fn.__name__, set()).add(str((specialization, sorted(options.items()))))
+    return {name: len(found) for name, found in keys.items()}
+
+
+def test_variants_are_told_apart(compiler):
+    """Of the width of a head, and of an integer that is 1, divisible by 16 or neither."""
+    widths = compiler.submit(variants, "attention", "decode", [dict(E=E, Q=1, L=70) for E in (32, 64, 64)]).result()
+    assert set(widths.values()) == {2}
+    groups = compiler.submit(variants, "attention", "decode", [dict(E=64, Q=1, G=G) for G in (1, 3, 5, 16)]).result()
+    assert groups["_split_kernel"] > 2
+
+
+@pytest.mark.parametrize("B", [1, 4])
+def test_decoding_compiles_once(compiler, B):
+    """The cache's length grows with every token, and so does the number of splits."""
+    grown = [dict(E=64, Q=1, B=B, G=2, L=L, most=4096) for L in (*range(1, 71), 100, 128, 512, 1024, 4095, 4096)]
+    assert compiler.submit(variants, "attention", "decode", grown).result() == dict(_split_kernel=1, _combine_kernel=1)
+
+
+@pytest.mark.parametrize("most, count", [(14, 1), (254, 2), (65534, 3)])
+def test_packing_compiles_few(compiler, most, count):
+    """How many documents a row has changes with every batch."""
+    documents = [n for n in (1, 2, 3, 8, 14, 15, 16, 17, 64, 100, 254, 255, 256, 5000, 65534) if n <= most]
+    batches = [dict(E=64, documents=n) for n in documents]
+    found = compiler.submit(variants, "attention", "packed", batches).result()
+    assert found == dict(_fwd_kernel=count, _prepare_kernel=1, _dkdv_kernel=count, _dq_kernel=count)
+
+
 def _name(kernel) -> str:
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 

@@ -3,7 +3,8 @@ cache.
 
 A program takes one kv head of one sample, all its query heads, and one split of the positions; its softmax is over
 those alone.  A second kernel adds the splits in their order, so that a token does not depend on which program was
-first.  How many splits there are is a function of the shapes and the number of multiprocessors.
+first.  How many splits there are is a function of the shapes and the number of multiprocessors.  Their number and the
+cache's length grow from token to token, so kernels are not specialised on them: nothing compiles in mid-generation.
 """
 
 from typing import Any, NamedTuple
@@ -19,14 +20,13 @@ from .options import LOG2E, DecodeOptions
 
 
 class Cache(NamedTuple):
-    """Keys and values [B, L, G, E] with their common strides (stride_b, stride_l, stride_g, 1), and what is seen of
-    them."""
+    """Keys and values [B, L, G, E] with their common strides (stride_b, stride_l, stride_g, 1), and what is seen of the
+    L positions."""
 
     k_ptr: Tensor
     v_ptr: Tensor
     key_mask_ptr: Tensor | None  # [B, L], stride_mask from sample to sample
     lengths_ptr: Tensor | None  # [B]
-    L: int
     stride_b: int
     stride_l: int
     stride_g: int
@@ -42,18 +42,18 @@ class Part(NamedTuple):
     total_ptr: Tensor  # [B, G, splits, Q], the sum of exponentials
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "splits"])
 def _split_kernel(
     q_ptr,  # [B, G, Q, E] in
     cache,  # in
     part,  # out
-    G, Q, splits, scale, unit, softcap,
+    L, splits, G, Q, scale, unit, softcap,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     split, plane = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, g = plane // G, plane % G
     e, heads = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_Q)
-    last = split * 0 + cache.L
+    last = split * 0 + L
     if cache.lengths_ptr is not None:
         last = tl.load(cache.lengths_ptr + b)
     first = last * 0
@@ -67,7 +67,7 @@ def _split_kernel(
     base = b.to(tl.int64) * cache.stride_b + g.to(tl.int64) * cache.stride_g
     o = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_Q], tl.float32), tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    width = tl.cdiv(tl.cdiv(cache.L, BLOCK_N), splits) * BLOCK_N  # positions a split
+    width = tl.cdiv(tl.cdiv(L, BLOCK_N), splits) * BLOCK_N  # positions a split
     for start in tl.range(
         tl.maximum(split * width, first // BLOCK_N * BLOCK_N), tl.minimum((split + 1) * width, last), BLOCK_N
     ):
@@ -97,7 +97,7 @@ def _split_kernel(
     tl.store(part.o_ptr + row[:, None] * E + e[None, :], o, mask=(heads < Q)[:, None] & (e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     part,  # in
     o_ptr,  # [B, G Q E] out
@@ -158,7 +158,6 @@ def decode_launch(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Te
         v,
         key_mask,
         lengths,
-        L=k.shape[1],
         stride_b=k.stride(0),
         stride_l=k.stride(1),
         stride_g=k.stride(2),
@@ -168,8 +167,8 @@ def decode_launch(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Te
     unit = scale * LOG2E if softcap is None else LOG2E
     constants = dict(E=E, BLOCK_E=max(next_power_of_2(E), 16))
     launch(
-        _split_kernel, (B * G * splits,), q.device, q, cache=cache, part=part, G=G, Q=Q, splits=splits, scale=scale,
-        unit=unit, softcap=softcap, BLOCK_Q=max(next_power_of_2(Q), 16), **constants, **shape,
+        _split_kernel, (B * G * splits,), q.device, q, cache=cache, part=part, L=k.shape[1], splits=splits, G=G, Q=Q,
+        scale=scale, unit=unit, softcap=softcap, BLOCK_Q=max(next_power_of_2(Q), 16), **constants, **shape,
     )  # fmt: skip
     o = q.new_empty(B, G * Q * E)
     launch(_combine_kernel, (B * G * Q,), q.device, part, o_ptr=o, Q=Q, splits=splits, **constants, num_warps=1)

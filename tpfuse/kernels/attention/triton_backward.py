@@ -20,6 +20,7 @@ from .triton_tiles import (
     Rows,
     attending,
     dense_heads,
+    documents_of,
     keep_mask_tile,
     key_order,
     keys_seen,
@@ -63,8 +64,8 @@ def _probabilities(
 
 @triton.jit
 def _dkdv_tile(
-    dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start_m, start_n, keys, tensors, numbers, head, S,
-    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start_m, start_n, keys, tensors, documents, numbers,
+    head, S, EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns dk and dv with one tile of the group's query head i; q and do are Rows, and they, the pointers and head
     are those of head 0."""
@@ -75,7 +76,7 @@ def _dkdv_tile(
     delta = tl.load(delta_ptr + i * S + rows, mask=rows < S, other=0.0)
     seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
-        first, last = keys_seen(rows, tensors, numbers, S, STATIC)
+        first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
         seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (rows < S)[:, None]
     bias, site_head = head.bias + i.to(tl.int64) * numbers.stride_bias, head.site_head + i.to(tl.uint32)
     head = Head(head.key_mask, bias, head.k0, head.k1, head.sample, site_head)
@@ -86,7 +87,7 @@ def _dkdv_tile(
     return tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee"), dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents"])
 def _dkdv_kernel(
     do_ptr,  # [M, H E] in
     qk_ptr,  # [M, G, Q + 1 or more, E_QK] in, rotated, the last two dimensions contiguous
@@ -94,7 +95,7 @@ def _dkdv_kernel(
     lse_ptr, delta_ptr,  # [B, H, S] in, fp32
     tensors,
     dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group
-    B, S, G, Q, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one group: its query heads one after the other, so that their sum has one order."""
@@ -113,7 +114,7 @@ def _dkdv_kernel(
     delta_ptr += h * S
     head = locate_head(tensors, numbers, b, g * Q, S)
     keys = start_n + key_order(tensors, BLOCK_N)
-    first, last = queries_seeing(keys, tensors, numbers, S, STATIC)
+    first, last = queries_seeing(keys, tensors, documents, numbers, S, STATIC)
     k = load_tile(Rows(group_ptr + Q * E_QK, qk_strides.s), keys, S, True, E_QK, BLOCK_E)
     v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
     dk, dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32), tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
@@ -122,15 +123,15 @@ def _dkdv_kernel(
     for t in tl.range(0, Q * full):
         i, start = t // full, a + t % full * BLOCK_M
         dk, dv = _dkdv_tile(
-            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, numbers, head, S,
-            False, STATIC, BLOCK_M, BLOCK_N,
+            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, documents,
+            numbers, head, S, False, STATIC, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     for t in tl.range(0, Q * edges):
         start = begin + t % edges * BLOCK_M
         i, start = t // edges, tl.where(start < a, start, start + e - a)
         dk, dv = _dkdv_tile(
-            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, numbers, head, S,
-            True, STATIC, BLOCK_M, BLOCK_N,
+            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, documents,
+            numbers, head, S, True, STATIC, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     stride = G * (Q + 2) * E * B
     out_ptr = dqkv_ptr + (b.to(tl.int64) * G + g) * (Q + 2) * E
@@ -154,11 +155,11 @@ def _dq_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents"])
 def _dq_kernel(
     do_ptr, qk_ptr, v_ptr, lse_ptr, delta_ptr, tensors,  # as above
     dqkv_ptr,  # [M, G, Q + 2, E] out: the first Q of every group
-    B, S, G, Q, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -174,7 +175,7 @@ def _dq_kernel(
     k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
     head = locate_head(tensors, numbers, b, h, S)
     rows = start_m + tl.arange(0, BLOCK_M)
-    first, last = keys_seen(rows, tensors, numbers, S, STATIC)
+    first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
     q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, S, True, E_QK, BLOCK_E)
     do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E)
     offsets = plane.to(tl.int64) * S + rows
@@ -218,7 +219,7 @@ def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options
     dqkv[seq * batch :].zero_()
     qk = prepare(qkv, options, do=do, o=o, delta=delta)
     arrays = do, qk, qkv[:, :, -1], lse, delta, tensors_of(options), dqkv
-    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, numbers=numbers_of(options))
+    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     static = attending(static_of(qkv, options), qk, options)
     static = static._replace(MASK_ONCE=mask_once(static.BLOCK_E, arch))

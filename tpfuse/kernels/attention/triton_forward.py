@@ -20,6 +20,7 @@ from .triton_tiles import (
     Rows,
     attending,
     dense_heads,
+    documents_of,
     keep_mask_tile,
     key_order,
     keys_seen,
@@ -99,14 +100,14 @@ def _fwd_tile(
     return o, total, new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents"])
 def _fwd_kernel(
     qk_ptr,  # [M, G, Q + 1 or more, E_QK] in, the last two dimensions contiguous
     v_ptr,  # [M, G, E] in, the last dimension contiguous; None: v lies behind k
     tensors,
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
-    B, S, G, Q, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -125,7 +126,7 @@ def _fwd_kernel(
         v_rows = Rows(v_ptr, v_strides.s)
     head = locate_head(tensors, numbers, b, h, S)
     rows = start_m + tl.arange(0, BLOCK_M)
-    first, last = keys_seen(rows, tensors, numbers, S, STATIC)
+    first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
     q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, tensors, B, b, S, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -251,7 +252,7 @@ def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     shape = config("fwd", target(qkv.device).arch, qkv, options)
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
     arrays = qk, v, tensors_of(options), o, lse
-    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, numbers=numbers_of(options))
+    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
     return o, lse

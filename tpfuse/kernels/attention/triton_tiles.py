@@ -53,7 +53,6 @@ class Strides(NamedTuple):
 class Numbers(NamedTuple):
     """The numbers of Options, as kernels use them."""
 
-    documents: int
     stride_bias: int  # from head to head
     window: int | None
     scale: float
@@ -108,9 +107,8 @@ def tensors_of(options: Options) -> Tensors:
 
 
 def numbers_of(options: Options) -> Numbers:
-    bias, cu_seqlens = options.bias, options.cu_seqlens
+    bias = options.bias
     return Numbers(
-        documents=0 if cu_seqlens is None else cu_seqlens.numel() - 1,
         stride_bias=0 if bias is None or len(bias) == 1 else options.seq**2,
         window=options.window,
         scale=options.scale,
@@ -122,6 +120,10 @@ def numbers_of(options: Options) -> Numbers:
     )
 
 
+def documents_of(options: Options) -> int:
+    return 0 if options.cu_seqlens is None else options.cu_seqlens.numel() - 1
+
+
 def static_of(qkv: Tensor, options: Options) -> Static:
     E, half = qkv.shape[3], 0 if options.cos is None else options.cos.shape[1]
     return Static(E=E, E_QK=E, BLOCK_E=max(next_power_of_2(E), 16), HALF=half, INTERLEAVED=options.interleaved)
@@ -129,35 +131,46 @@ def static_of(qkv: Tensor, options: Options) -> Static:
 
 def attending(static: Static, qk: Tensor, options: Options) -> Static:
     """Returns ``static`` for a kernel that attends: to columns of ``qk``, under the options' masks."""
-    boundaries = 1 if options.cu_seqlens is None else options.cu_seqlens.numel()
-    return static._replace(E_QK=qk.shape[3], CAUSAL=options.causal, STEPS=boundaries.bit_length())
+    return static._replace(E_QK=qk.shape[3], CAUSAL=options.causal, STEPS=_steps(options))
+
+
+def _steps(options: Options) -> int:
+    """Returns how often a search among the documents' bounds halves them: 4 times for up to 14 documents, 8 for up to
+    254, 16, 32.
+
+    Their number changes from batch to batch, and kernels are not to be compiled again each time; a loop that runs as
+    often as it must (a ``while``) makes the kernels around it spill.
+    """
+    if options.cu_seqlens is None:
+        return 0
+    return max(4, next_power_of_2(options.cu_seqlens.numel().bit_length()))
 
 
 # ---- what sees what ----
 
 
 @triton.jit
-def _document(at, tensors, numbers, S, STEPS: tl.constexpr):
+def _document(at, tensors, documents, S, STEPS: tl.constexpr):
     """Returns [start, end) of the document that each position lies in, empty where it lies in none."""
     if tensors.cu_ptr is None:
         return at * 0, at * 0 + S
     else:
-        low, high = at * 0, at * 0 + numbers.documents + 1  # how many boundaries are <= at
+        low, high = at * 0, at * 0 + documents + 1  # how many boundaries are <= at
         for _ in tl.static_range(STEPS):
             mid = (low + high) // 2
             below = (mid < high) & (tl.load(tensors.cu_ptr + mid, mask=mid < high, other=0) <= at)
             low, high = tl.where(below, mid + 1, low), tl.where(below, high, mid)
-        inside = (low > 0) & (low <= numbers.documents)
+        inside = (low > 0) & (low <= documents)
         start = tl.load(tensors.cu_ptr + low - 1, mask=inside, other=0)
         end = tl.load(tensors.cu_ptr + low, mask=inside, other=0)
         return tl.where(inside, start, at), tl.where(inside, end, at)
 
 
 @triton.jit
-def keys_seen(rows, tensors, numbers, S, STATIC: tl.constexpr):
+def keys_seen(rows, tensors, documents, numbers, S, STATIC: tl.constexpr):
     """Returns [first, last) of the keys that each query sees; rows beyond S see what the last one sees."""
     rows = tl.minimum(rows, S - 1)
-    first, last = _document(rows, tensors, numbers, S, STATIC.STEPS)
+    first, last = _document(rows, tensors, documents, S, STATIC.STEPS)
     if STATIC.CAUSAL:
         last = tl.minimum(last, rows + 1)
     if numbers.window is not None:
@@ -166,10 +179,10 @@ def keys_seen(rows, tensors, numbers, S, STATIC: tl.constexpr):
 
 
 @triton.jit
-def queries_seeing(keys, tensors, numbers, S, STATIC: tl.constexpr):
+def queries_seeing(keys, tensors, documents, numbers, S, STATIC: tl.constexpr):
     """Returns [first, last) of the queries that see each key."""
     keys = tl.minimum(keys, S - 1)
-    first, last = _document(keys, tensors, numbers, S, STATIC.STEPS)
+    first, last = _document(keys, tensors, documents, S, STATIC.STEPS)
     if STATIC.CAUSAL:
         first = tl.maximum(first, keys)
     if numbers.window is not None:
