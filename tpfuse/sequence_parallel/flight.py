@@ -87,20 +87,35 @@ class Flight:
 
     def post(self, to: int, rows: slice) -> None:
         """Starts to send these rows of tile ``to``, and to receive those of the tile from as far on the other side."""
-        source = (2 * self.rank - to) % self.size
         with named(f"{self.what}: sending rows to rank {to}", self.group):
-            if not in_pairs(self.into):
-                group = self.group if self.rank < to else self._down
-                self._leaving += started(dist.isend(self.outgoing(to, rows), group=group, group_dst=to))
+            if in_pairs(self.into):
+                self._post_pairs([to], rows)
                 return
-            send = dist.P2POp(dist.isend, self.outgoing(to, rows), group=self.group, group_peer=to)
-            receive = dist.P2POp(dist.irecv, self.into[source, rows], group=self.group, group_peer=source)
-            self._coming[source, rows.start] = dist.batch_isend_irecv([send, receive])
+            group = self.group if self.rank < to else self._down
+            self._leaving += started(dist.isend(self.outgoing(to, rows), group=group, group_dst=to))
+
+    def _post_pairs(self, peers: list[int], rows: slice) -> None:
+        """Posts each peer's send and the receive that goes with it in one batch, for NCCL one launch.
+
+        What it is waited for by is shared by its sources, and emptied by the first of them that is.
+        """
+        messages = []
+        for to in peers:
+            source = (2 * self.rank - to) % self.size
+            messages.append(dist.P2POp(dist.isend, self.outgoing(to, rows), group=self.group, group_peer=to))
+            messages.append(dist.P2POp(dist.irecv, self.into[source, rows], group=self.group, group_peer=source))
+        handles = dist.batch_isend_irecv(messages)
+        for to in peers:
+            self._coming[(2 * self.rank - to) % self.size, rows.start] = handles
 
     def post_all(self) -> "Flight":
         for rows in self.cut:
-            for to in self.after:
-                self.post(to, rows)
+            if in_pairs(self.into):
+                with named(f"{self.what}: sending rows to all ranks", self.group):
+                    self._post_pairs(self.after, rows)
+            else:
+                for to in self.after:
+                    self.post(to, rows)
         if self.own:
             self.into[self.rank] = self.x[self.rank]
         return self
@@ -108,8 +123,9 @@ class Flight:
     def arrived(self, source: int, rows: slice) -> Tensor:
         """Waits for these rows of the tile from ``source``, and returns them."""
         with named(f"{self.what}: waiting for rows from rank {source}", self.group):
-            for handle in self._coming.pop((source, rows.start)):
-                handle.wait()
+            handles = self._coming.pop((source, rows.start))
+            while handles:
+                handles.pop(0).wait()
         return self.into[source, rows]
 
     def finish(self) -> Tensor:
