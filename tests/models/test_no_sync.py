@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.models.common import BERT_CONFIG, GPT_CONFIG
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch
 from tests.models.test_llama import config_of
 from tests.no_sync import GPU, Waits, no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
@@ -123,3 +125,42 @@ def test_generation_that_may_end():
     with no_sync() as watch, pytest.raises(Waits):
         model.generate(integers(B, 4), max_new_tokens=20, eos_token_id=[1, 2])
     assert watch.started["_split_kernel"] == 7 * CONFIGS["gpt2"].num_layers
+
+
+class Tape(TorchDispatchMode):
+    """Records ops with the numbers of the host they were given, and runs them again, as a CUDA graph does."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self, wanted):
+        now = {}
+        for func, args, kwargs, before in self.calls:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t, now=now: now.get(id(t), t), (args, kwargs))
+            after = func(*args, **kwargs)
+            now |= {id(a): b for a, b in zip(tree_leaves(before), tree_leaves(after)) if isinstance(a, torch.Tensor)}
+        return now[id(wanted)]
+
+
+@pytest.mark.parametrize("config", [GPT_CONFIG, BERT_CONFIG], ids=["gpt", "bert"])
+def test_masks_change_from_replay_to_replay(config):
+    """The counter of steps is a tensor that a step advances; a step that is an integer stays what it was."""
+    call, options = batch(config), dict(masked_lm=True) if config is BERT_CONFIG else {}
+    model, other = ((Bert if options else GPT)(config, **options) for _ in range(2))
+    with Tape() as tape:
+        loss = model(**call).loss
+    losses = [loss, tape.replay(loss), tape.replay(loss)]
+    assert all(torch.equal(a, other(**call).loss) for a in losses) and model.step == 3
+    assert len({float(a) for a in losses}) == 3
+    counter = torch.zeros((), dtype=torch.int64)
+    for step, differs in ((counter, True), (0, False)):
+        with Tape() as tape:
+            loss = model(**call, step=step).loss
+        counter += 1
+        assert torch.equal(tape.replay(loss), loss) != differs
