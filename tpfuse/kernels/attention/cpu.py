@@ -61,7 +61,7 @@ class _Sample:
         self.key_mask = None if options.key_mask is None else options.key_mask[b]
         self.bias = None
         if options.bias is not None:
-            self.bias = options.bias.view(-1, self.Q if len(options.bias) > 1 else 1, self.S, self.S)
+            self.bias = options.bias.unflatten(0, (self.G, self.Q) if len(options.bias) > 1 else (1, 1))
         self.may_see_nothing = options.key_mask is not None or options.bias is not None
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:

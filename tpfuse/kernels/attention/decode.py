@@ -157,7 +157,7 @@ def decode_launch(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Te
         k,
         v,
         key_mask,
-        lengths,
+        None if lengths is None else lengths.contiguous(),
         stride_b=k.stride(0),
         stride_l=k.stride(1),
         stride_g=k.stride(2),

@@ -103,7 +103,7 @@ def _dense(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tenso
         tanh = torch.tanh(s / options.softcap)
         s, slope = options.softcap * tanh, options.scale * (1 - tanh.square())
     if options.bias is not None:
-        s = s + options.bias.to(s.dtype).view(-1, q.shape[2] if len(options.bias) > 1 else 1, *s.shape[-2:])
+        s = s + options.bias.to(s.dtype).unflatten(0, q.shape[1:3] if len(options.bias) > 1 else (1, 1))
     return q, k, v, s.masked_fill(~visible(options, qkv.device), -INF), slope
 
 

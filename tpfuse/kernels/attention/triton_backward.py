@@ -212,7 +212,7 @@ def mask_once(width: int, arch: str) -> bool:
 
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
-    qkv = dense_heads(qkv)
+    qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
     batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
     arch = target(qkv.device).arch
     dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)

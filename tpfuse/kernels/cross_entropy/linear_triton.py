@@ -258,7 +258,12 @@ def bwd_launch(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, T
         _dlogits(chunk, rows, loss._replace(first_token=loss.first_token + start), dz=dz_chunk, db=db[tokens])
         _contract("dw", dz_chunk, x, out=dw[tokens])
         _contract("dx", dz_chunk, w[tokens], out=dx if stop == V else total, add=None if start == 0 else total)
-    return (dx, dw, db) if D == width else (dx[:, :width].contiguous(), dw[:, :width].contiguous(), db)
+    return (dx, dw, db) if D == width else (_columns(dx, width), _columns(dw, width), db)
+
+
+def _columns(t: Tensor, width: int) -> Tensor:
+    """Returns a copy of the first columns; of one row, contiguous() would be a view whose stride is the whole row."""
+    return t[:, :width].clone(memory_format=torch.contiguous_format)
 
 
 def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -> None:

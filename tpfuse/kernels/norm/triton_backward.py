@@ -22,7 +22,7 @@ from torch import Tensor
 from ..runtime.device import load, sum_ranks
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
-from ..runtime.op import Cost, moved
+from ..runtime.op import Cost, dense, moved
 from ..runtime.partials import reduce_vectors
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
@@ -274,8 +274,7 @@ def backward(
     partials = [None if v is None else out.dparts.new_empty(P, D, dtype=torch.float32) for v in vectors]
     own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
-    saved = saved._replace(h=None if saved.h is None else saved.h.contiguous())
-    entering, drops = (strided(dn), dh, saved), kernel_mask(mask)
+    entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
     flags = dict(
         D=D, R=1 if dn is None else dn.shape[0], KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE
     )

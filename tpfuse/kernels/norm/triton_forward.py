@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..runtime.device import load, sum_ranks
 from ..runtime.launch import launch, target
-from ..runtime.op import Cost, least, moved
+from ..runtime.op import Cost, dense, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
@@ -272,7 +272,7 @@ def forward(parts: Tensor, add: Add, norm: Norm, mask: Mask, *, order: str, out:
     )
     config = tuned(name, arch, parts.dtype, (m, D), default=default)
     grid = (-(-m // config.get("ROWS", 1)),)
-    add = Add(*(None if t is None else t.contiguous() for t in add))
+    add, norm = dense(add), dense(norm)
     args = strided(parts), add, norm.gamma, norm.beta, kernel_mask(mask), out, m, norm.eps
     launch(kernel, grid, device, *args, D=D, R=R, KIND=KINDS[norm.kind], DROP_N=order == DROP, **config)
 
@@ -305,7 +305,8 @@ def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 def apply_launch(recipe: Recompute) -> Tensor:
     """The launcher of norm_apply."""
     m, D = recipe.h.shape
-    x, y = recipe.h.contiguous(), recipe.h.new_empty(m, D, dtype=recipe.dtype)
+    recipe = dense(recipe)
+    x, y = recipe.h, recipe.h.new_empty(m, D, dtype=recipe.dtype)
     config = tuned("norm_apply", target(x.device).arch, x.dtype, (m, D), default=apply_config(D))
     grid = -(-m // config["ROWS"]), -(-D // config["A"])
     tensors = x, recipe.mean, recipe.rstd, recipe.gamma, recipe.beta, y

@@ -24,6 +24,7 @@ from ..._version import __version__
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, "Op"] = {}  # by name
+R = typing.TypeVar("R", bound=tuple[Any, ...])  # a record
 _CONSTANTS = {int, float, bool, str, torch.dtype}
 GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = (
     "GEMM",
@@ -78,6 +79,12 @@ def flatten(args: Iterable[Any]) -> list[Any]:
     for arg in args:
         flat.extend(arg) if isinstance(arg, tuple) else flat.append(arg)
     return flat
+
+
+def dense(record: R) -> R:
+    """Returns a record whose tensors are contiguous, as kernels read those that they are given no strides of."""
+    make: Any = type(record)
+    return make(*(value.contiguous() if isinstance(value, Tensor) else value for value in record))
 
 
 def eager() -> bool:

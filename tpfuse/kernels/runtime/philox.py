@@ -61,7 +61,7 @@ class KernelMask(NamedTuple):
 def kernel_mask(mask: Mask) -> KernelMask:
     T = threshold(mask.p)
     return KernelMask(
-        rng_ptr=mask.rng,
+        rng_ptr=None if mask.rng is None else mask.rng.contiguous(),
         first_row=mask.first_row,
         batch=mask.batch,
         site_head=mask.site << 16,
