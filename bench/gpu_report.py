@@ -1,14 +1,17 @@
-"""A report of this GPU in nine minutes: the gpu tests, every op, two transformer layers, the host's time.
+"""A report of this GPU in nine minutes, or as many as --seconds gives: the gpu tests, every op, two transformer layers,
+the host's time.
 
 python -m bench.gpu_report --out FOLDER          FOLDER/<gpu>.json and plots; the JSON is kept in bench/results/ too, of
                                                  which python -m bench.measured makes the tables of docs/measured.md
 python -m bench.gpu_report --device cpu --out F  a rehearsal on tiny shapes, marked as one and kept nowhere else
 
-Each part has its share of the time, and what an earlier one leaves goes to the next; what did not fit is listed.
+Each part has its share of the time, and what an earlier one leaves goes to the next; what did not fit is listed.  Most
+of a test's time is its compilation, so the tests run in as many processes as there are cores, kernels first.
 """
 
 import argparse
 import collections
+import dataclasses
 import os
 import pathlib
 import re
@@ -65,6 +68,7 @@ class Plan:
     """What is run.  Seconds are the whole budget; a part's share counts from the start."""
 
     tests: tuple[str, ...]  # pytest's arguments
+    processes: int  # that run them
     cases: list[tuple[Bench, Shape]]
     layers: tuple[Layer, ...]
     dtype: str
@@ -81,7 +85,9 @@ def full() -> Plan:
         Layer("BERT-large layer", 1024, 16, 8, 512, 0.1, True),
         Layer("GPT 2.7B block", 2560, 32, 4, 2048, 0.0, False),
     )
-    return Plan(("-m", "gpu"), in_turn([load(name) for name in discover()]), layers, "bf16", True, 64, 1024)
+    tests = ("-m", "gpu", "tests/kernels", "tests/layers", "tests")
+    processes = min(os.cpu_count() or 1, 16)  # each holds a context of the GPU, half a GiB
+    return Plan(tests, processes, in_turn([load(name) for name in discover()]), layers, "bf16", True, 64, 1024)
 
 
 def tiny() -> Plan:
@@ -90,6 +96,7 @@ def tiny() -> Plan:
     layers = Layer("BERT-large layer", 32, 2, 2, 8, 0.1, True), Layer("GPT 2.7B block", 32, 2, 2, 8, 0.0, False)
     return Plan(
         ("tests/kernels/runtime/test_tuning.py", "-k", "bucket"),
+        2,
         cases,
         layers,
         "fp32",
@@ -106,24 +113,28 @@ def in_turn(benches: list[Bench]) -> list[tuple[Bench, Shape]]:
     return [(bench, bench.shapes[i]) for i in range(longest) for bench in benches if i < len(bench.shapes)]
 
 
+ENDED = re.compile(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (\S+::.*\S)")  # a line of pytest-xdist
+
+
 # ---- parts: each takes the time by which it is to end, and returns what it found and what did not fit ----
 
 
 def run_tests(plan: Plan, until: float) -> tuple[dict, list[str]]:
     """How many tests ended how, and the names of those that failed; what had ended when the time was over counts."""
-    command = [sys.executable, "-u", "-m", "pytest", "-vv", "--color=no", *plan.tests]
+    parallel = "-n", str(plan.processes), "--dist", "worksteal"
+    command = [sys.executable, "-u", "-m", "pytest", "-vv", "--color=no", *parallel, *plan.tests]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         killer = threading.Timer(max(until - time.monotonic(), 0.1), lambda: os.killpg(process.pid, signal.SIGKILL))
         killer.start()
         ended = [
             found.groups()
-            for found in map(re.compile(r"(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)").match, process.stdout)
+            for found in map(ENDED.match, process.stdout)
             if found
         ]
         killer.cancel()
     notes = ["tests: not all of them ended in time"] if process.returncode == -signal.SIGKILL else []
-    outcomes = collections.Counter(outcome for _, outcome in ended)
-    failed = [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]
+    outcomes = collections.Counter(outcome for outcome, _ in ended)
+    failed = [name for outcome, name in ended if outcome in ("FAILED", "ERROR")]
     return dict(passed=outcomes["PASSED"], failed=len(failed), skipped=outcomes["SKIPPED"], failures=failed), notes
 
 
@@ -290,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it (default 540)")
     args = parser.parse_args(argv)
     if args.out is None:
         parser.error("--out FOLDER says where the report goes")
@@ -298,7 +310,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
-    found = report(full() if args.device == "cuda" else tiny(), device, start)
+    plan = dataclasses.replace(full() if args.device == "cuda" else tiny(), seconds=args.seconds)
+    found = report(plan, device, start)
     name = "rehearsal" if found["dry_run"] else re.sub(r"\W+", "_", found["card"]["name"].lower())
     output.write_json(found, args.out / f"{name}.json")
     card = Card(**found["card"])

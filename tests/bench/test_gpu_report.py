@@ -34,6 +34,28 @@ def test_tests_are_counted(tmp_path):
     assert [name.split("::")[-1] for name in found["failures"]] == ["test_bad[a b]"]
 
 
+MEETING = """
+import pathlib, time, pytest
+HERE = pathlib.Path(__file__).parent
+@pytest.mark.parametrize("own, other", ["ab", "ba"])
+def test_meets(own, other):
+    (HERE / own).touch()
+    for _ in range(1000):
+        if (HERE / other).exists():
+            return
+        time.sleep(0.01)
+    assert False
+"""
+
+
+def test_tests_run_side_by_side(tmp_path):
+    """Each waits for the other: what they spend on compiling kernels is spent at the same time."""
+    plan = plan_with(tmp_path, 0)
+    (tmp_path / "test_some.py").write_text(MEETING)
+    found, notes = gpu_report.run_tests(plan, time.monotonic() + 60)
+    assert (found["passed"], found["failed"], notes) == (2, 0, [])
+
+
 def test_tests_that_take_too_long_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gpu_report.threading,
@@ -95,6 +117,15 @@ def test_the_full_plan_sees_every_op_first():
         2048,
     )
     assert bert.flops == pytest.approx(335.007e9, rel=1e-3)
+
+
+def test_the_time_is_given(tmp_path, monkeypatch):
+    plans = []
+    monkeypatch.setattr(gpu_report, "report", lambda plan, device, start: plans.append(plan) or exit())
+    for given in ((), ("--seconds", "1200")):
+        with pytest.raises(SystemExit):
+            gpu_report.main(["--device", "cpu", "--out", str(tmp_path / "out"), *given])
+    assert [plan.seconds for plan in plans] == [540, 1200]
 
 
 def test_it_needs_a_gpu(monkeypatch, tmp_path, capsys):
