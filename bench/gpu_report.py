@@ -126,11 +126,7 @@ def run_tests(plan: Plan, until: float) -> tuple[dict, list[str]]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         killer = threading.Timer(max(until - time.monotonic(), 0.1), lambda: os.killpg(process.pid, signal.SIGKILL))
         killer.start()
-        ended = [
-            found.groups()
-            for found in map(ENDED.match, process.stdout)
-            if found
-        ]
+        ended = [found.groups() for found in map(ENDED.match, process.stdout) if found]
         killer.cancel()
     notes = ["tests: not all of them ended in time"] if process.returncode == -signal.SIGKILL else []
     outcomes = collections.Counter(outcome for outcome, _ in ended)

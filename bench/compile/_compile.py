@@ -109,7 +109,12 @@ def _signature(value: Any, constant: set[tuple[int, ...]], path: tuple[int, ...]
     return _kind(value)
 
 
-def compile_launch(launch: Launch, arch: str) -> Report:
+def target_of(arch: str) -> GPUTarget:
+    return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+
+
+def build(launch: Launch, arch: str) -> Any:
+    """Returns Triton's compiled kernel."""
     parameters = {p.name: p for p in launch.kernel.params}
     values = dict(zip(parameters, launch.args)) | {k: v for k, v in launch.config.items() if k in parameters}
     options = {k: v for k, v in launch.config.items() if k not in parameters}
@@ -125,11 +130,13 @@ def compile_launch(launch: Launch, arch: str) -> Report:
                 aligned[path] = [["tt.divisibility", 16]]
     signature = {name: _signature(values[name], set(constant), (i,)) for i, name in enumerate(parameters)}
     source = ASTSource(launch.kernel, signature, constant, aligned)
-    hip = arch.startswith("gfx")
-    target = GPUTarget("hip", arch, 64) if hip else GPUTarget("cuda", int(arch[3:]), 32)
-    compiled = triton.compile(source, target=target, options=options)
-    name, threads = launch.kernel.fn.__name__, compiled.metadata.num_warps * target.warp_size
-    if hip:
+    return triton.compile(source, target=target_of(arch), options=options)
+
+
+def compile_launch(launch: Launch, arch: str) -> Report:
+    compiled = build(launch, arch)
+    name, threads = launch.kernel.fn.__name__, compiled.metadata.num_warps * target_of(arch).warp_size
+    if arch.startswith("gfx"):
         return _read_amd(name, threads, compiled.metadata.shared, compiled.asm["amdgcn"])
     return _read_cuda(name, threads, compiled.metadata.shared, compiled.asm["cubin"])
 

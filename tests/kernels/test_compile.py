@@ -8,6 +8,7 @@ out is checked in.
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +20,7 @@ import triton
 
 import tpfuse.kernels
 from bench.compile.__main__ import line
-from bench.compile._compile import capture
+from bench.compile._compile import build, capture
 from bench.compile._pool import ARCHS, HERE, OPS, compile_call, wanted
 from tests.forking import forking
 
@@ -136,6 +137,27 @@ def test_packing_compiles_few(compiler, most, count):
     batches = [dict(E=64, documents=n) for n in documents]
     found = compiler.submit(variants, "attention", "packed", batches).result()
     assert found == dict(_fwd_kernel=count, _prepare_kernel=1, _dkdv_kernel=count, _dq_kernel=count)
+
+
+def amd_code_of_wide_rows() -> str:
+    call = importlib.import_module("bench.compile.reduce_bias_dropout_add_norm").CALLS["D=20480 R=1"]
+    (launch,) = (
+        launch for launch in capture(call.run, "gfx942") if _name(launch.kernel).endswith("_fwd_chunks_kernel")
+    )
+    return build(launch, "gfx942").asm["amdgcn"]
+
+
+@pytest.mark.slow
+def test_wide_rows_are_read_after_they_were_written_on_amd(compiler):
+    """In a wide row's first loop other threads write h, its second loop reads it.  Between them stands a barrier, and
+    no wait for the stores: LLVM's memory model of gfx942 needs none while the wavefronts of a work-group share a
+    compute unit and its L1, which is so unless the kernel splits its thread groups (tg_split)."""
+    code = compiler.submit(amd_code_of_wide_rows).result()
+    assert re.findall(r"\.amdhsa_tg_split (\d)", code) == ["0"]
+    accesses = re.findall(r"^\t(s_barrier|(?:global|buffer)_(?:store|load)_dword\w*)", code, re.MULTILINE)
+    *_, previous, last = (i for i, access in enumerate(accesses) if "store" in access)  # of the statistics, of n
+    barrier, *reads = accesses[previous + 1 : last]
+    assert barrier == "s_barrier" and reads and all("load" in read for read in reads)
 
 
 def _name(kernel) -> str:

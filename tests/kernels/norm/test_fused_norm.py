@@ -11,6 +11,7 @@ from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_sa
 from tpfuse.kernels.norm import config
 from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
+from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import Mask, make_rng
 from tpfuse.sequence_parallel.crossings import reduce_parts
 
@@ -115,6 +116,19 @@ def test_one_element():
     arguments = forward_arguments(1, 1, 1)
     assert_accurate_launch(fwd, arguments)
     assert_accurate_launch(bwd, backward_arguments(arguments))
+
+
+@pytest.mark.parametrize("order", [PRE, POST])
+@pytest.mark.parametrize("dn, beta", [(True, True), (True, False), (False, False)])
+def test_vector_gradients_are_what_tracing_expects(dn, beta, order):
+    """Shapes and dtypes of launcher, reference and fake, empty gradients included; gamma narrower than fp32."""
+    dy, dh, saved, mask, _, wanted = backward_arguments(forward_arguments(2, 3, 16, beta=beta))
+    saved = saved._replace(gamma=saved.gamma.bfloat16())
+    given = dy if dn else None, dh, saved, mask, order, wanted
+    on_meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in flatten(given)]
+    expected = [(t.dtype, t.shape) for t in bwd.overload(*on_meta)]
+    for made in (bwd.launch(*given), bwd.reference(*given)):
+        assert [(t.dtype, t.shape) for t in made] == expected
 
 
 def test_strides():
