@@ -203,7 +203,8 @@ def tune(
 
 
 def with_and_without_dropout(bench: Bench) -> list[Bench]:
-    """Some paths are asked for only without; where both ask, what dropout finds stays, being the heavier."""
+    """Some paths are asked for only without, and attention's kernels go by another name with it; where both ask the
+    same, what dropout finds stays, being the heavier."""
     return [bench] if not bench.p or bench.exact else [dataclasses.replace(bench, p=0.0), bench]
 
 

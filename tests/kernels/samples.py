@@ -85,7 +85,7 @@ def options_of(S: int, E: int) -> list[Options]:
 
 
 def attention_forward(S: int, E: int) -> list[tuple[Any, ...]]:
-    return [(random(S * options.batch + 1, 2, 4, E), options) for options in options_of(S, E)]
+    return [(random(S * options.batch + 1, 2, 4, E) / 3, options) for options in options_of(S, E)]
 
 
 def attention_backward(S: int, E: int) -> list[tuple[Any, ...]]:

@@ -12,6 +12,9 @@ from tpfuse.kernels.attention.op import attention_bwd as bwd
 from tpfuse.kernels.attention.op import attention_decode as decode
 from tpfuse.kernels.attention.op import attention_fwd as fwd
 from tpfuse.kernels.attention.options import DecodeOptions, Options
+from tpfuse.kernels.runtime import launch as _launch
+from tpfuse.kernels.runtime import tuning
+from tpfuse.kernels.runtime.launch import pretending
 from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key, scale
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,6 +127,57 @@ def test_documents_alone_and_packed():
         packed, _ = fwd.launch(qkv, Options(cu_seqlens=ends, seq=44, scale=0.3, **more))
         alone = [fwd.launch(part, Options(seq=len(part), scale=0.3, **more))[0] for part in qkv.split(lengths)]
         torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_documents_end_where_the_positions_do():
+    """Boundaries beyond them, which nobody checks on a GPU, read nothing there."""
+    qkv, do, options = arguments("causal+dropout", batch=1, S=43, padding=90)
+    qkv[43:], do[43:] = torch.nan, torch.nan
+    results = []
+    for ends in ([0, 7, 43], [-50, 7, 130]):
+        own = options._replace(causal=False, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+        o, lse = fwd.launch(qkv, own)
+        results.append((o, lse, bwd.launch(do, qkv, o, lse, own)))
+    for right, beyond in zip(*results, strict=True):
+        assert right.isfinite().all() and torch.equal(beyond, right)
+
+
+def test_a_head_too_wide_for_a_gpu_is_refused():
+    """256 columns are taken, 257 are not, whoever asks; the interpreter takes any."""
+    started = []
+
+    def calls(E):
+        with torch.device("meta"):
+            qkv, o, lse, q, cache = map(torch.empty, [(8, 1, 3, E), (8, E), (1, 1, 8), (1, 1, 1, E), (1, 8, 1, E)])
+        options, seen = Options(seq=8, scale=0.3), DecodeOptions(None, None, None, 0.3, None)
+        yield lambda: fwd.launch(qkv, options)
+        yield lambda: bwd.launch(o, qkv, o, lse, options)
+        yield lambda: decode.launch(q, cache, cache, seen)
+
+    with pytest.MonkeyPatch.context() as patch, pretending("sm_90"):
+        patch.setattr(_launch, "_start", lambda *_, **__: started.append(_))
+        for call in calls(256):
+            call()
+        assert len(started) == 6
+        for call in calls(257):
+            with pytest.raises(ValueError, match="a head has at most 256 columns.* got 257"):
+                call()
+        assert len(started) == 6
+    assert fwd.launch(*arguments("", batch=1, S=3, Q=1, E=257)[::2])[0].shape == (3, 257)
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq"])
+def test_measured_parameters_hold_for_the_same_features_only(monkeypatch, kernel):
+    """Registers decide: what wins for plain heads of 128 may spill with a feature, or where 96 are padded to 128."""
+    measured = {f"attention_{kernel}": dict(num_stages=5), f"attention_{kernel} rope dropout": dict(num_stages=4)}
+    table = {"sm_90": {name: {"bf16 64x128": entry} for name, entry in measured.items()}}
+    monkeypatch.setattr(tuning, "_table", lambda: table)
+    stages = lambda names, E=128: triton_forward.config(
+        kernel, "sm_90", random(1, 1, 3, E, dtype=BF16), features(names, 1, 64, 1, E)
+    )["num_stages"]
+    assert [stages(names) for names in ("", "causal+window+key_mask", "rope+dropout")] == [5, 5, 4]
+    others = [stages(names) for names in ("rope", "dropout", "bias", "softcap", "rope+dropout+softcap")]
+    assert not {4, 5} & {*others, stages("", E=96)}
 
 
 # widths that fill no tile, a table of odd width, one column

@@ -16,7 +16,7 @@ from ..runtime.launch import launch, multiprocessors, next_power_of_2, target
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
-from .options import LOG2E, DecodeOptions
+from .options import LOG2E, DecodeOptions, check_width
 
 
 class Cache(NamedTuple):
@@ -145,6 +145,7 @@ def _shape(q: Tensor, k: Tensor) -> tuple[dict[str, int], int]:
 
 def decode_launch(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
     """Launches attention_decode."""
+    check_width(q)
     q, (B, G, Q, E), (key_mask, lengths, window, scale, softcap) = q.contiguous(), q.shape, options
     if k.stride() != v.stride() or k.stride(3) != 1:
         k, v = k.contiguous(), v.contiguous()

@@ -120,8 +120,8 @@ def attention(
     Dropout: with probability ``p``, drawn from ``rng`` at ``site``; ``first_head`` is the global number of the first
     query head here.
 
-    Raises ValueError for shapes, dtypes and numbers that break these rules; on a CPU also for cu_seqlens that do not
-    rise and documents longer than max_seqlen.
+    Raises ValueError for shapes, dtypes and numbers that break these rules; on a GPU also for E > 256 (but in fp64), on
+    a CPU for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
     check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     options = Options(

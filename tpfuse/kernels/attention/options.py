@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import check
+from ..runtime.launch import target
 from ..runtime.philox import active_rng
 
 INF = float("inf")
 LOG2E = 1.4426950408889634
+GPU_WIDTH = 256  # columns of a head that the kernels hold: tiles of 512 do not fit shared memory
 
 
 class Options(NamedTuple):
@@ -68,6 +70,13 @@ def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
 
 
 # ---- checks ----
+
+
+def check_width(x: Tensor) -> None:
+    """Raises ValueError, before anything is launched, for heads [..., E] too wide for the kernels of a GPU."""
+    E = x.shape[-1]
+    fits = E <= GPU_WIDTH or target(x.device).arch == "cpu"
+    check(fits, f"attention: on a GPU a head has at most {GPU_WIDTH} columns (fp64 excepted), got {E}")
 
 
 def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None, scale: float | None) -> Options:

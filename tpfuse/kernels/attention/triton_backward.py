@@ -12,7 +12,7 @@ from torch import Tensor
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
-from .options import TENSORS, Options, scores
+from .options import TENSORS, Options, check_width, scores
 from .triton_forward import config, prepare, rotated_bytes
 from .triton_tiles import (
     LOG2_E,
@@ -30,6 +30,7 @@ from .triton_tiles import (
     queries_seeing,
     score_tile,
     static_of,
+    steps_of,
     store_rotated_back,
     store_tile,
     strides_of,
@@ -68,7 +69,7 @@ def _dkdv_tile(
     head, S, EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns dk and dv with one tile of the group's query head i; q and do are Rows, and they, the pointers and head
-    are those of head 0."""
+    are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q would be 2^31 E elements."""
     rows = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), rows, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
     do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), rows, S, EDGE, STATIC.E, STATIC.BLOCK_E)
@@ -95,7 +96,7 @@ def _dkdv_kernel(
     lse_ptr, delta_ptr,  # [B, H, S] in, fp32
     tensors,
     dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group
-    B, S, G, Q, documents, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one group: its query heads one after the other, so that their sum has one order."""
@@ -109,7 +110,7 @@ def _dkdv_kernel(
     group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + g.to(tl.int64) * qk_strides.g
     v_ptr += b.to(tl.int64) * v_strides.b + g.to(tl.int64) * v_strides.g
     h = plane.to(tl.int64) * Q
-    q_rows, do_rows = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, B * G * Q * E)
+    q_rows, do_rows = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, steps.o)
     lse_ptr += h * S
     delta_ptr += h * S
     head = locate_head(tensors, numbers, b, g * Q, S)
@@ -133,10 +134,9 @@ def _dkdv_kernel(
             dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, documents,
             numbers, head, S, True, STATIC, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    stride = G * (Q + 2) * E * B
     out_ptr = dqkv_ptr + (b.to(tl.int64) * G + g) * (Q + 2) * E
-    store_rotated_back(Rows(out_ptr + Q * E, stride), dk * numbers.scale, keys, tensors, B, b, S, STATIC)
-    store_tile(Rows(out_ptr + (Q + 1) * E, stride), dv, keys, S, E, BLOCK_E)
+    store_rotated_back(Rows(out_ptr + Q * E, steps.dqkv), dk * numbers.scale, keys, tensors, B, b, S, STATIC)
+    store_tile(Rows(out_ptr + (Q + 1) * E, steps.dqkv), dv, keys, S, E, BLOCK_E)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _dq_tile(
 def _dq_kernel(
     do_ptr, qk_ptr, v_ptr, lse_ptr, delta_ptr, tensors,  # as above
     dqkv_ptr,  # [M, G, Q + 2, E] out: the first Q of every group
-    B, S, G, Q, documents, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -177,7 +177,7 @@ def _dq_kernel(
     rows = start_m + tl.arange(0, BLOCK_M)
     first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
     q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, S, True, E_QK, BLOCK_E)
-    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E)
+    do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E)
     offsets = plane.to(tl.int64) * S + rows
     lse2 = tl.load(lse_ptr + offsets, mask=rows < S, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + offsets, mask=rows < S, other=0.0)
@@ -195,7 +195,7 @@ def _dq_kernel(
             True, STATIC, BLOCK_N,
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
-    y = Rows(out_ptr, G * (Q + 2) * E * B)
+    y = Rows(out_ptr, steps.dqkv)
     store_rotated_back(y, dq * numbers.scale, rows, tensors, B, b, S, STATIC)
 
 
@@ -212,17 +212,19 @@ def mask_once(width: int, arch: str) -> bool:
 
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
+    check_width(qkv)
     qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
     batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
     arch = target(qkv.device).arch
     dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)
     dqkv[seq * batch :].zero_()
     qk = prepare(qkv, options, do=do, o=o, delta=delta)
-    arrays = do, qk, qkv[:, :, -1], lse, delta, tensors_of(options), dqkv
-    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
-    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     static = attending(static_of(qkv, options), qk, options)
     static = static._replace(MASK_ONCE=mask_once(static.BLOCK_E, arch))
+    arrays = do, qk, qkv[:, :, -1], lse, delta, tensors_of(options), dqkv
+    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
+    numbers |= dict(steps=steps_of(qkv, batch, static))
+    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     for name, kernel, planes, block in (
         ("dkdv", _dkdv_kernel, G, "BLOCK_N"),
         ("dq", _dq_kernel, G * (slots - 2), "BLOCK_M"),

@@ -14,7 +14,7 @@ from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
-from .options import TENSORS, Options, scores
+from .options import TENSORS, Options, check_width, scores
 from .triton_tiles import (
     LN_2,
     Rows,
@@ -30,6 +30,7 @@ from .triton_tiles import (
     numbers_of,
     score_tile,
     static_of,
+    steps_of,
     store_tile,
     strides_of,
     tensors_of,
@@ -46,7 +47,7 @@ def _prepare_kernel(
     tensors,  # of the rotation alone
     delta_ptr,  # [B, H, S] out, fp32
     rotated_ptr,  # [S B, G, Q + 1, BLOCK_E] out with cos: q and k as load_rotated orders them
-    B, S, G, Q, strides,
+    B, S, G, Q, strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -56,18 +57,17 @@ def _prepare_kernel(
     b, h = plane // H, plane % H
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     if delta_ptr is not None:
-        do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E).to(tl.float32)
-        o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, B * H * E), rows, S, True, E, BLOCK_E).to(tl.float32)
+        do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
+        o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
         tl.store(delta_ptr + plane.to(tl.int64) * S + rows, tl.sum(do * o, 1), mask=rows < S)
     if tensors.cos_ptr is not None:
         in_ptr = qkv_ptr + b.to(tl.int64) * strides.b + (h // Q).to(tl.int64) * strides.g
         out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
-        stride = B * G * (Q + 1) * BLOCK_E
         q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
-        store_tile(Rows(out_ptr + h % Q * BLOCK_E, stride), q, rows, S, BLOCK_E, BLOCK_E)
+        store_tile(Rows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
         if h % Q == 0:
             k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
-            store_tile(Rows(out_ptr + Q * BLOCK_E, stride), k, rows, S, BLOCK_E, BLOCK_E)
+            store_tile(Rows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
 
 
 # ---- forward ----
@@ -107,7 +107,7 @@ def _fwd_kernel(
     tensors,
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
-    B, S, G, Q, documents, numbers, qk_strides, v_strides,
+    B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -146,7 +146,7 @@ def _fwd_kernel(
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
     tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
     o *= (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
-    store_tile(Rows(o_ptr + plane.to(tl.int64) * E, B * H * E), o, rows, S, E, BLOCK_E)
+    store_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), o, rows, S, E, BLOCK_E)
 
 
 # ---- launch parameters: free of spills on sm_90, sm_80 and gfx942; a measured table may replace them ----
@@ -176,6 +176,20 @@ _DEFAULT: dict[str, dict[str, Any]] = {
 }
 
 
+def tuning_name(kernel: str, qkv: Tensor, options: Options) -> str:
+    """Returns what the table of measured parameters calls ``kernel``: by the features that take registers too, so that
+    a winner without them is not taken for a call with them; "attention_fwd" where there is none."""
+    E = qkv.shape[-1]
+    features = dict(
+        padded=E < next_power_of_2(E),
+        rope=options.cos is not None,
+        bias=options.bias is not None,
+        softcap=options.softcap is not None,
+        dropout=options.rng is not None,
+    )
+    return " ".join([kernel, *(name for name, there in features.items() if there)])
+
+
 def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, int]:
     """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq".
 
@@ -187,7 +201,8 @@ def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, i
     row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
     default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
     parameters = dict(zip(_SHAPE, default, strict=True))
-    return tuned(f"attention_{kernel}", arch, qkv.dtype, (options.seq, E), default=parameters)
+    name = tuning_name(f"attention_{kernel}", qkv, options)
+    return tuned(name, arch, qkv.dtype, (options.seq, E), default=parameters)
 
 
 def path(qkv: Tensor, options: Options) -> str:
@@ -201,8 +216,8 @@ def path(qkv: Tensor, options: Options) -> str:
     plain = not any(t is not None for t in (*options[:TENSORS], options.window, options.softcap))
     if not plain or qkv.dtype not in half or slots != 3 or E % 8 or E > 256:
         return "tpfuse"
-    shape = (options.seq, E)
-    return tuned("attention", target(qkv.device).arch, qkv.dtype, shape, default=dict(path="tpfuse"))["path"]
+    name, shape = tuning_name("attention", qkv, options), (options.seq, E)
+    return tuned(name, target(qkv.device).arch, qkv.dtype, shape, default=dict(path="tpfuse"))["path"]
 
 
 # ---- launchers ----
@@ -220,7 +235,7 @@ def prepare(
     grid = (-(-S // block) * B * G * (slots - 2),)
     rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
     arrays = do, o, qkv, rotation, delta, rotated
-    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B))
+    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
     launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, BLOCK_M=block, num_warps=4)
     return qkv if rotated is None else rotated
 
@@ -237,6 +252,7 @@ def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
 
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
+    check_width(qkv)
     if path(qkv, options) == "sdpa":
         return _sdpa(qkv, options)
     qkv = dense_heads(qkv)
@@ -253,6 +269,7 @@ def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
     arrays = qk, v, tensors_of(options), o, lse
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
+    numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
     return o, lse

@@ -50,6 +50,15 @@ class Strides(NamedTuple):
     g: int
 
 
+class Steps(NamedTuple):
+    """From position to position of what is written and of do, all samples of a position side by side; from the host,
+    because inside a kernel their products would be 32 bits wide."""
+
+    o: int  # [M, H E], and do
+    dqkv: int  # [M, G, Q + 2, E]
+    rotated: int  # [S B, G, Q + 1, BLOCK_E]
+
+
 class Numbers(NamedTuple):
     """The numbers of Options, as kernels use them."""
 
@@ -102,6 +111,13 @@ def strides_of(x: Tensor, batch: int) -> Strides:
     return Strides(x.stride(0), x.stride(0) * batch, x.stride(1))
 
 
+def steps_of(qkv: Tensor, batch: int, static: Static) -> Steps:
+    """Returns the steps of what is made of qkv [M, G, Q + 2, E]."""
+    _, G, slots, E = qkv.shape
+    groups = batch * G
+    return Steps(o=groups * (slots - 2) * E, dqkv=groups * slots * E, rotated=groups * (slots - 1) * static.BLOCK_E)
+
+
 def tensors_of(options: Options) -> Tensors:
     return Tensors(*(None if t is None else t.contiguous() for t in options[:TENSORS]))
 
@@ -151,7 +167,8 @@ def _steps(options: Options) -> int:
 
 @triton.jit
 def _document(at, tensors, documents, S, STEPS: tl.constexpr):
-    """Returns [start, end) of the document that each position lies in, empty where it lies in none."""
+    """Returns [start, end) of the document that each position lies in, empty where it lies in none; within [0, S),
+    whatever the boundaries are: on a GPU they are not checked."""
     if tensors.cu_ptr is None:
         return at * 0, at * 0 + S
     else:
@@ -163,7 +180,7 @@ def _document(at, tensors, documents, S, STEPS: tl.constexpr):
         inside = (low > 0) & (low <= documents)
         start = tl.load(tensors.cu_ptr + low - 1, mask=inside, other=0)
         end = tl.load(tensors.cu_ptr + low, mask=inside, other=0)
-        return tl.where(inside, start, at), tl.where(inside, end, at)
+        return tl.where(inside, tl.maximum(start, 0), at), tl.where(inside, tl.minimum(end, S), at)
 
 
 @triton.jit

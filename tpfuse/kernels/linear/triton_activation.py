@@ -72,7 +72,7 @@ def _activation_fwd_kernel(
     W: tl.constexpr = 2 if GATED else 1
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets, offsets_z = start + tl.arange(0, BLOCK)[None, :], start * W + tl.arange(0, BLOCK * W)[None, :]
-    y = activate_tile(load(z_ptr, offsets_z, offsets_z < n * W), ACT, GATED)
+    y = activate_tile(load(z_ptr, offsets_z, offsets_z < tl.cast(n, tl.int64) * W), ACT, GATED)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=offsets < n)
 
 
