@@ -110,7 +110,8 @@ def _dkdv_kernel(
     group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + g.to(tl.int64) * qk_strides.g
     v_ptr += b.to(tl.int64) * v_strides.b + g.to(tl.int64) * v_strides.g
     h = plane.to(tl.int64) * Q
-    q_rows, do_rows = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, steps.o)
+    do_stride = tl.cast(B, tl.int64) * (G * Q * E)  # steps.o, made here: read from an argument, E = 96 spills on sm_90
+    q_rows, do_rows = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)
     lse_ptr += h * S
     delta_ptr += h * S
     head = locate_head(tensors, numbers, b, g * Q, S)
