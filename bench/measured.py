@@ -223,9 +223,23 @@ def overlap(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def host(rows: list[dict]) -> str:
+    """Microseconds of the host and kernels started, forward + backward; "torch: .." rows stand beside the others."""
+    heads = "", "host, us", "kernels", "plain torch: host, us", "kernels", "host time over torch's"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    beside = {row["call"].removeprefix("torch: "): row for row in rows if row["call"].startswith("torch: ")}
+    both = lambda row: [" + ".join(f"{n:.0f}" for n in row[key]) for key in ("us", "kernels")]
+    for row in rows:
+        if not row["call"].startswith("torch: "):
+            other = beside.get(row["call"])
+            theirs = [*both(other), f"{sum(row['us']) / sum(other['us']):.2f}"] if other else [""] * 3
+            lines.append(f"| {' | '.join([row['call'], *both(row), *theirs])} |")
+    return "\n".join(lines)
+
+
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
-    made = {"train_step": train_step(results("train_step")), "gpu": gpu(reports())}
+    made = {"train_step": train_step(results("train_step")), "gpu": gpu(reports()), "host": host(results("host"))}
     return made | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
 
 

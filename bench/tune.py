@@ -27,6 +27,7 @@ from bench.__main__ import chosen, progress, shapes_of
 from bench.harness.bench import DTYPES, Bench, Random, Shape, discover, load
 from bench.harness.measure import Timing, interleaved, sets_needed, side_stream
 from bench.harness.run import Errors, calls
+from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
 
@@ -228,6 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench.tune: torch sees no GPU here, and launch parameters are tuned on one", file=sys.stderr)
         return 2
+    replay.REPLAY = False  # every launcher runs, and asks the table, every time
     device = torch.device("cuda")
     try:
         dtypes, benches = chosen(args.dtype, DTYPES, "dtype"), [load(name) for name in args.ops or discover()]

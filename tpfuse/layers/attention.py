@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..collectives import copy_within
 from ..kernels.attention.op import attention
+from ..kernels.attention.options import Options, checked_options
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rope import rope as rotate
 from ..kernels.runtime.errors import check
@@ -136,12 +137,12 @@ class ParallelAttention(ParallelModule):
         heads = num_heads // groups
         shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
         if groups % self.tp.size == 0:
-            self.heads_per_group = heads + 2  # of each group here: query heads, k and v
+            self.groups, self.heads_per_group = groups // self.tp.size, heads + 2  # of each: query heads, k and v
             self.qkv = ColumnParallelLinear(hidden_size, (groups, heads + 2, E), **shared)
         else:
             check(self.tp.size % groups == 0, _kv_heads_error(num_heads, groups, self.tp.size))
             copies = self.tp.size // groups
-            self.heads_per_group = heads // copies + 2
+            self.groups, self.heads_per_group = 1, heads // copies + 2
             self.qkv = CopiedKV(hidden_size, groups=groups, heads=heads, head_width=E, copies=copies, **shared)
         self.q_norm, self.k_norm = (HeadNorm(E, eps, tp=self.tp, **factory) if qk_norm else None for _ in range(2))
         shared["bias"] = bias if out_bias is None else out_bias
@@ -152,6 +153,27 @@ class ParallelAttention(ParallelModule):
     def in_one(self) -> bool:
         """Whether nothing but rotary positions stands between the projections and attention."""
         return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None
+
+    def options(
+        self,
+        x: Tensor,
+        *,
+        batch: int,
+        seq: int | None = None,
+        rng: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        rope: Rope | None = None,
+    ) -> Options:
+        """Returns the checked options of attention over the rows of x [M, D]."""
+        options = Options(
+            key_mask=key_mask, cu_seqlens=cu_seqlens, rng=rng, batch=batch, max_seqlen=max_seqlen, causal=self.causal,
+            window=self.window, p=self.dropout if self.training else 0.0, site=self.site, first_head=self.first_head,
+            **({} if rope is None else rope._asdict()),
+        )  # fmt: skip
+        shape = len(x), self.groups, self.heads_per_group, self.head_width
+        return checked_options(shape, options, seq=seq, scale=None)
 
     def parts(
         self,

@@ -17,16 +17,20 @@ runs it.  Its six vectors travel as one packed fp32 message, whose gradients are
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..kernels.norm import Recompute, check_kind, norm_in, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.op import autocasts
+from ..kernels.runtime.philox import Mask, active_rng
 from ..parallel import TensorParallel
 from .attention import ParallelAttention, Rope
 from .cache import KVCache
 from .mlp import ParallelMLP
-from .module import ParallelModule, replicated
+from .module import ParallelModule, local, replicated
 from .norm import LayerNorm, norm_layer
+from .one_node import Constants, Parameters, block
 from .sites import sites
 
 SAVING = "fastest", "smallest"
@@ -137,6 +141,17 @@ class TransformerBlock(ParallelModule):
             not alone or self.norm_in is not None or self.post_norm,
             "TransformerBlock: without norm_in it takes (h, normed)",
         )
+        attending: dict[str, Any] = dict(
+            batch=batch,
+            seq=seq,
+            rng=rng,
+            key_mask=None if attention_mask is None else attention_mask.bool(),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            rope=rope,
+        )
+        if cache is None and self._is_one_node(h, normed):
+            return self._one_node(h, normed, **attending)
         a, m = self.norm_attention, self.norm_mlp
         vectors = [self.attention.out.bias, a.weight, a.bias, self.mlp.fc2.bias]
         vectors += [None, None] if m is None else [m.weight, m.bias]
@@ -149,18 +164,7 @@ class TransformerBlock(ParallelModule):
             h, n, recompute = norm_in(h, *first, eps=self.norm_in.eps, norm=self.norm_in.kind, ranks=self.tp.row_shards)
         else:
             n, recompute = h, None
-        parts = self.attention.parts(
-            n,
-            batch=batch,
-            seq=seq,
-            rng=rng,
-            key_mask=None if attention_mask is None else attention_mask.bool(),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            rope=rope,
-            recompute=self._keep(recompute),
-            cache=cache,
-        )
+        parts = self.attention.parts(n, recompute=self._keep(recompute), cache=cache, **attending)
         add: dict[str, Any] = dict(
             p=self.dropout if self.training else 0.0,
             rng=rng,
@@ -177,5 +181,53 @@ class TransformerBlock(ParallelModule):
         h, n, recompute = reduce_bias_dropout_add_norm(parts, fc2_bias, h, wm, norm_bias=bm, site=site, **add)
         return h if alone else (h, Normed(n, self._keep(recompute)))
 
+    def _is_one_node(self, h: Tensor, normed: Normed | None) -> bool:
+        """Whether the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
+        return (
+            self.tp.size == 1
+            and self.saving == "fastest"
+            and (normed is None or normed.recompute is None)
+            and not torch.compiler.is_compiling()
+            and not autocasts(h)
+            and self.attention.in_one
+            and self.mlp.in_one
+        )
+
+    def _parameters_of(self) -> Parameters:
+        attention, mlp = self.attention, self.mlp
+        modules = (
+            self.norm_in, attention.qkv, attention.out, self.norm_attention, mlp.fc1, mlp.fc2, self.norm_mlp
+        )  # fmt: skip
+        tensors: list[Any] = []
+        for module in modules:
+            tensors += (None, None) if module is None else (_parameter(module, "weight"), _parameter(module, "bias"))
+        return Parameters(*tensors)
+
+    def _one_node(self, h: Tensor, normed: Normed | None, *, rng: Tensor | None, **attending: Any) -> Any:
+        first, a, batch = self.norm_in, self.norm_attention, attending["batch"]
+        p = self.dropout if self.training else 0.0
+        mask = Mask(active_rng("TransformerBlock", p, rng), p, self.sites.after_attention, first_row=0, batch=batch)
+        constants = Constants(
+            tp=self.tp,
+            activation=self.mlp.activation,
+            kind=a.kind,
+            eps_in=a.eps if first is None else first.eps,
+            eps=a.eps,
+            post_norm=self.post_norm,
+            attention_mask=mask,
+            mlp_mask=mask._replace(site=self.sites.after_mlp),
+        )
+        n = None if normed is None else normed.n if normed.n.dim() == 3 else normed.n[None]
+        options, parameters = self.attention.options(h, rng=rng, **attending), self._parameters_of()
+        made = block(h.contiguous(), n, constants=constants, options=options, parameters=parameters)
+        return made if normed is None else (made[0], Normed(made[1]))
+
     def _keep(self, recompute: Recompute | None) -> Recompute | None:
         return recompute if self.saving == "smallest" else None
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a parameter from the module's dictionary, which spares the host nn.Module's attribute access; or, where a
+    parametrization has taken its place, the attribute."""
+    own = module._parameters
+    return local(own[name] if name in own else getattr(module, name))

@@ -50,9 +50,14 @@ class ParallelMLP(ParallelModule):
         out_std = init_std if out_init_std is None else out_init_std
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, init_std=out_std, **shared)
 
+    @property
+    def in_one(self) -> bool:
+        """Whether nothing stands between the two GEMMs but the activation."""
+        return self.fc1.adapter is None and self.fc2.adapter is None
+
     def parts(self, n: Tensor, recompute: Recompute | None = None) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
-        if self.fc1.adapter is None and self.fc2.adapter is None:
+        if self.in_one:
             options: dict[str, Any] = dict(activation=self.activation, tp=self.tp, recompute=recompute)
             return gather_mlp_exchange(n, *self.fc1.flat(), local(self.fc2.weight), **options)
         return self.fc2.parts(self.fc1.project(n, recompute, self.activation))

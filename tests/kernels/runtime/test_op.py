@@ -1,5 +1,6 @@
 """The machinery of an op, and the completeness of the other files: every op in the library went through opcheck."""
 
+import functools
 import importlib
 import pathlib
 import pkgutil
@@ -18,6 +19,16 @@ from tpfuse.kernels.runtime.op import ELEMENTWISE, NAMESPACE, Cost, Op, acc_dtyp
 BF16 = torch.bfloat16
 
 
+@functools.cache
+def samples() -> dict[tuple[str, int], tuple[Op, tuple]]:
+    """(op, arguments) of everything that goes through opcheck, by module and index among its SAMPLES."""
+    root = pathlib.Path(__file__).parents[3]
+    files = sorted((root / "tests" / "kernels").rglob("test_*.py"))
+    names = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
+    tests = {name: module for name in names if hasattr(module := importlib.import_module(name), "test_opcheck")}
+    return {(name, i): sample for name, module in tests.items() for i, sample in enumerate(module.SAMPLES)}
+
+
 def test_every_op_is_checked():
     modules = [
         importlib.import_module(m.name) for m in pkgutil.walk_packages(tpfuse.kernels.__path__, "tpfuse.kernels.")
@@ -25,11 +36,7 @@ def test_every_op_is_checked():
     values = [value for module in modules for value in vars(module).values()]
     values += [op for value in values if isinstance(value, Pair) for op in value]
     ops = {value.name for value in values if isinstance(value, Op)}
-    root = pathlib.Path(__file__).parents[3]
-    files = (root / "tests" / "kernels").rglob("test_*.py")
-    tests = [importlib.import_module(".".join(f.relative_to(root).with_suffix("").parts)) for f in files]
-    checked = {sample[0].name for test in tests if hasattr(test, "test_opcheck") for sample in test.SAMPLES}
-    assert len(ops) > 10 and ops == checked
+    assert len(ops) > 10 and ops == {op.name for op, _ in samples().values()}
 
 
 def twice_scaled_ref(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -210,9 +217,9 @@ def test_a_call_is_not_direct_in_a_trace_or_a_transform():
     assert torch.equal(compiled(torch.zeros(1)), torch.zeros(1))
 
 
-@torch.no_grad()
-def test_devices_of_arguments():
-    meta = torch.ones(2, device="meta")
-    assert _op.plain_device((None, Window(5, None), PLAIN, 2.0, "a", BF16)) == "cpu"
-    assert _op.plain_device((PLAIN, Window(5, meta))) is None and _op.plain_device((Window(5, meta), PLAIN)) is None
-    assert _op.plain_device((1, Window(5, None))) == "" and _op.plain_device(([PLAIN],)) is None
+def test_what_the_dispatcher_resolves():
+    meta, constants = torch.ones(2, device="meta"), (None, Window(5, None), 2.0, "a", BF16)
+    assert _op.call_of((*constants, PLAIN)).device == PLAIN.device and not _op.call_of((PLAIN,)).double
+    assert _op.call_of((PLAIN, Window(5, meta))) is None and _op.call_of((Window(5, meta), PLAIN)) is None
+    assert _op.call_of(constants) is None and _op.call_of(([PLAIN],)) is None
+    assert _op.call_of((PLAIN, Window(5, PLAIN.double()))).double

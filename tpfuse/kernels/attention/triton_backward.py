@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, moved
+from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from .options import TENSORS, Options, check_width, scores
 from .triton_forward import config, prepare, rotated_bytes
@@ -211,14 +212,16 @@ def mask_once(width: int, arch: str) -> bool:
     return width == 128 and not arch.startswith("gfx")
 
 
+@Replayed
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
     check_width(qkv)
     qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
-    batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
+    batch, seq, (M, G, slots, _) = options.batch, options.seq, qkv.shape
     arch = target(qkv.device).arch
     dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)
-    dqkv[seq * batch :].zero_()
+    if M > seq * batch:
+        dqkv[seq * batch :].zero_()
     qk = prepare(qkv, options, do=do, o=o, delta=delta)
     static = attending(static_of(qkv, options), qk, options)
     static = static._replace(MASK_ONCE=mask_once(static.BLOCK_E, arch))

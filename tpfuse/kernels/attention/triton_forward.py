@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.op import Cost, moved
+from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .options import TENSORS, Options, check_width, scores
@@ -250,6 +251,7 @@ def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
     return options.cos is not None and qkv.shape[3] > 128
 
 
+@Replayed
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)
@@ -259,7 +261,8 @@ def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
     H = G * (slots - 2)
     o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
-    o[seq * batch :].zero_()
+    if M > seq * batch:
+        o[seq * batch :].zero_()
     qk, v = qkv, None
     if _rotates_ahead(qkv, options):
         qk, v = prepare(qkv, options), qkv[:, :, -1]

@@ -10,6 +10,7 @@ half a tile at a time, which keeps it in registers.  An activation is taken of z
 tensor is None, for which Triton compiles no code.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -166,12 +167,17 @@ TILES = {
 }
 
 
-def parameters(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Returns the path of the GEMM C [M, N] = A B over K, shape (M, N, K), and a fused kernel's tiles."""
+@functools.cache
+def _default(op: str, activation: str, arch: str, dtype: torch.dtype) -> dict[str, Any]:
     tiles = TILES["fp32"] if dtype == torch.float32 and arch != "cpu" else TILES.get(arch, TILES["sm_80"])
     if op == "linear_dgrad_act":  # as many columns of z: more would spill where the activation is rebuilt too
         tiles = tiles | dict(BN=min(tiles["BN"], 128) // width(activation))
-    return tuned(f"{op} {activation}", arch, dtype, shape, default=dict(path="torch") | tiles)
+    return dict(path="torch") | tiles
+
+
+def parameters(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Returns the path of the GEMM C [M, N] = A B over K, shape (M, N, K), and a fused kernel's tiles."""
+    return tuned(f"{op} {activation}", arch, dtype, shape, default=_default(op, activation, arch, dtype=dtype))
 
 
 def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> str:
@@ -278,7 +284,8 @@ def linear_dgrad_act_launch(
     M, K, N = *dy.shape, w.shape[1]
     config = _fused("linear_dgrad_act", activation, dy, (M, N, K))
     if config is None:
-        return activation_bwd_launch(dy @ w, z, activation, rebuild=rebuild, dz=dz, y=y)
+        places = {name: t for name, t in dict(dz=dz, y=y).items() if t is not None}
+        return activation_bwd_launch(dy @ w, z, activation, rebuild, **places)
     z = z.contiguous()
     dz = z.new_empty(z.shape) if dz is None else dz
     y = z.new_empty(M, N) if rebuild and y is None else y

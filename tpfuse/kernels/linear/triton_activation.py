@@ -15,6 +15,7 @@ from ..runtime.device import load
 from ..runtime.launch import launch, multiprocessors
 from ..runtime.op import Cost, least
 from ..runtime.partials import reduce_partials
+from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from .activation import ACTIVATIONS, GATED, identity_tile, width
 
@@ -122,6 +123,7 @@ def partial_rows(dy: Tensor) -> int:
 # ---- launchers ----
 
 
+@Replayed
 def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     z = z.contiguous()
     y = z.new_empty(z.shape[0], z.shape[1] // width(activation)) if y is None else y
@@ -131,6 +133,7 @@ def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -
     return y
 
 
+@Replayed
 def activation_bwd_launch(
     dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,6 +144,7 @@ def activation_bwd_launch(
     return dz, db, z.new_empty(0) if y is None else y
 
 
+@Replayed
 def column_sum_launch(x: Tensor) -> Tensor:
     """[M, N] -> [N] in fp32"""
     return _sum_columns(x.contiguous(), "none", dict(z_ptr=None, dz_ptr=None, y_ptr=None))

@@ -25,6 +25,7 @@ from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, moved
 from ..runtime.partials import reduce_vectors
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
+from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import BWD_COLUMNS, BWD_ROWS, bwd_config
@@ -291,6 +292,7 @@ def backward(
     reduce_vectors(partials, vectors)
 
 
+@Replayed
 def bwd_launch(
     dn: Tensor | None,
     dh: Tensor | None,

@@ -21,6 +21,7 @@ from ..runtime.device import load, sum_ranks
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
+from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import apply_config, fwd_chunks_config, fwd_config
@@ -277,6 +278,7 @@ def forward(parts: Tensor, add: Add, norm: Norm, mask: Mask, *, order: str, out:
     launch(kernel, grid, device, *args, D=D, R=R, KIND=KINDS[norm.kind], DROP_N=order == DROP, **config)
 
 
+@Replayed
 def fwd_launch(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_fwd."""
     _, m, D = parts.shape
@@ -302,6 +304,7 @@ def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     return cost._replace(read=cost.read + moved(h)) if D > FWD_ROW and rstd.numel() else cost
 
 
+@Replayed
 def apply_launch(recipe: Recompute) -> Tensor:
     """The launcher of norm_apply."""
     m, D = recipe.h.shape
@@ -314,6 +317,7 @@ def apply_launch(recipe: Recompute) -> Tensor:
     return y
 
 
+@Replayed
 def reduce_launch(parts: Tensor) -> Tensor:
     """The launcher of reduce_parts.
 
@@ -326,6 +330,7 @@ def reduce_launch(parts: Tensor) -> Tensor:
     return drop_launch(parts.reshape(len(parts), n // D, D), NO_MASK).view(parts.shape[1:])
 
 
+@Replayed
 def drop_launch(parts: Tensor, mask: Mask) -> Tensor:
     """[R, m, D] -> [m, D]: the launcher of dropout, of one part."""
     total = parts.new_empty(parts.shape[1:])

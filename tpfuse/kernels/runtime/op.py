@@ -20,12 +20,12 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
+from .replay import LAUNCHED, Replayed, call_of
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, "Op"] = {}  # by name
 R = typing.TypeVar("R", bound=tuple[Any, ...])  # a record
-_CONSTANTS = {int, float, bool, str, torch.dtype}
 GEMM, ATTENTION, NORM, ELEMENTWISE, COMMUNICATION = KINDS = (
     "GEMM",
     "attention",
@@ -99,28 +99,6 @@ def eager() -> bool:
         or _C._autograd._profiler_enabled()
         or _C._get_tracing_state()
     )
-
-
-def plain_device(args: Iterable[Any], device: str = "") -> str | None:
-    """Returns the type of the one device that all tensors among the arguments are on, ``device`` where there are none.
-
-    None, for several devices, a subclass, a lazily negated tensor or a symbolic number: those need the dispatcher.
-    """
-    for arg in args:
-        kind = type(arg)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            own = arg.device.type
-            if arg.is_neg() or device not in ("", own):
-                return None
-            device = own
-        elif isinstance(arg, tuple):
-            inside = plain_device(arg, device)
-            if inside is None:
-                return None
-            device = inside
-        elif arg is not None and kind not in _CONSTANTS:
-            return None
-    return device
 
 
 Make = Callable[..., Any]  # makes a record of its fields
@@ -221,12 +199,15 @@ class Op:
         the host the spelling out, the dispatch and the packing."""
         if named:
             args = self._in_order(args, named)
-        device = plain_device(args) if eager() else None
+        call = call_of(args) if eager() else None
+        if call is None or call.device is None:
+            return self.overload(*flatten(args))
+        device = call.device.type
+        if device in LAUNCHED and self.launch is not None and not call.double:
+            return self.launch.run(args, call) if isinstance(self.launch, Replayed) else self.launch(*args)
         if device == "cpu":
             return self.cpu(*args)
-        if device == "cuda":
-            return self._cuda(*args)
-        return self.overload(*flatten(args))
+        return self._cuda(*args) if device == "cuda" else self.overload(*flatten(args))
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments, of which those behind ``args`` are given by name, in the reference's order."""
@@ -268,12 +249,18 @@ def autocast(a: A, b: B, c: C, /) -> tuple[A, B, C]: ...
 def autocast(a: A, b: B, c: C, d: D, /) -> tuple[A, B, C, D]: ...
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under ``torch.autocast``: floating tensors (fp64 excepted) in its dtype; otherwise the tensors as they are."""
-    device = next(t.device.type for t in tensors if t is not None)
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    like = next(t for t in tensors if t is not None)
+    if not autocasts(like):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(like.device.type)
     lower = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t.to(dtype) if t is not None and t.dtype in lower else t for t in tensors)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def acc_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,225 @@
+"""A replayed call starts what its launcher would start: the same kernels, grids and constants, at the same places.
+
+Shown in a process of its own, by a driver that starts nothing (bench/idle.py): tensors on the CPU stand for a GPU's.
+"""
+
+import functools
+import importlib
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from torch import Tensor
+
+from tests.forking import forking
+from tests.kernels.runtime.test_op import samples
+from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.replay import Call, Replayed, call_of
+
+FUSED = next(where for where, (op, _) in samples().items() if op.name == "reduce_bias_dropout_add_norm_fwd")
+
+
+def _install():
+    from bench import idle
+
+    idle.install()
+
+
+@pytest.fixture(scope="module")
+def idle():
+    with ProcessPoolExecutor(1, mp_context=forking(), initializer=_install) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()
+
+
+# ---- in that process ----
+
+
+def _place(address: int, tensors: list[Tensor], outputs: list[Tensor], seen: list[int]) -> tuple | str:
+    """What an address is told from: an argument, an output, or a temporary, numbered as they come."""
+    if address == 0:  # of an empty tensor
+        return "0"
+    for name, group in (("in", tensors), ("out", outputs)):
+        for i, t in enumerate(group):
+            if t.numel() and 0 <= address - t.data_ptr() < t.untyped_storage().nbytes():
+                return name, i, address - t.data_ptr()
+    seen.append(address) if address not in seen else None
+    return "temporary", seen.index(address)
+
+
+def _leaves(value):
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]
+
+
+def _call(op, args) -> tuple[list, list[Tensor]]:
+    """-> the kernels that a call starts, addresses told from what it was given and made; and what it returns."""
+    from bench import idle
+
+    idle.STARTED = []
+    with torch.no_grad():
+        result = op(*args)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    tensors, seen, started = call_of(args).tensors, [], []
+    for name, given in idle.STARTED:
+        _, _, _, stream, function, packed, metadata, enter, leave, *arguments = given
+        told = [
+            _place(leaf.data_ptr(), tensors, outputs, seen)
+            if isinstance(leaf, Tensor)
+            else _place(leaf, tensors, outputs, seen)
+            if type(leaf) is int and leaf > 1 << 32
+            else repr(leaf)
+            for leaf in _leaves(tuple(arguments))
+        ]
+        started.append((name, given[:3], function, told))
+    idle.STARTED = None
+    return started, outputs
+
+
+def _sample(module: str, index: int):
+    op, args = importlib.import_module(module).SAMPLES[index]
+    return op, op.pack(tuple(flatten(args)))
+
+
+def _twice(module: str, index: int) -> tuple[bool, list, list, bool]:
+    """Runs a sample of an op twice -> whether there is a plan, what each started, whether results are alike."""
+    op, args = _sample(module, index)
+    op.launch.plans.clear()
+    first, made = _call(op, args)
+    (plan,) = op.launch.plans.values()
+    again, remade = _call(op, args)
+    alike = [(o.shape, o.stride(), o.dtype) for o in made] == [(o.shape, o.stride(), o.dtype) for o in remade]
+    apart = not {o.data_ptr() for o in made if o.numel()} & {o.data_ptr() for o in remade if o.numel()}
+    return plan is not None, first, again, alike and apart
+
+
+def _cases():
+    """Every sample of every op that is replayed; the first of each op every day."""
+    seen = set()
+    for (module, index), (op, _) in samples().items():
+        if isinstance(op.launch, Replayed):
+            yield pytest.param(module, index, id=f"{op.name}-{index}", marks=[pytest.mark.slow] * (op.name in seen))
+            seen.add(op.name)
+
+
+def padded(op, args) -> bool:
+    """Whether attention has rows beyond its positions, which torch fills with zeros: such a call is not replayed."""
+    return op.name.startswith("attention") and len(args[0]) > args[-1].seq * args[-1].batch
+
+
+@pytest.mark.parametrize("module, index", list(_cases()))
+def test_a_replay_starts_what_the_launcher_does(idle, module, index):
+    planned, first, again, alike = idle(_twice, module, index)
+    assert planned is not padded(*_sample(module, index))
+    assert first and alike and again == first
+
+
+def _kinds() -> dict[str, list[bool]]:
+    """Which calls replay after a first one, by the number of kernels that Triton's own path looked at."""
+    op, (parts, *rest) = _sample(*FUSED)
+    looked, launcher = [], op.launch.launcher
+    op.launch.launcher = lambda *args: (looked.append(1), launcher(*args))[1]
+    wide = torch.zeros(parts.numel() + 8, dtype=parts.dtype)
+    unaligned = wide[1 : 1 + parts.numel()].view(parts.shape)
+    aligned = wide[: parts.numel()].view(parts.shape)
+
+    def run(parts, **options):
+        looked.clear()
+        with torch.no_grad():
+            op(parts, *rest)
+        return not looked
+
+    op.launch.plans.clear()
+    found = dict(unaligned_first=[run(unaligned), run(unaligned)], first=[run(parts)], again=[run(parts), run(aligned)])
+    found["unaligned"] = [run(unaligned)]
+    found["other strides"] = [run(parts.expand(2, *parts.shape[1:]) if len(parts) == 1 else parts[:1])]
+    before, replay.REPLAY = replay.REPLAY, False
+    found["off"] = [run(parts)]
+    replay.REPLAY = before
+    stream, replay.stream_of = replay.stream_of, lambda device: None
+    found["another device is current"] = [run(parts)]
+    replay.stream_of = stream
+    found["on again"] = [run(parts)]
+    op.launch.launcher = launcher
+    return found
+
+
+def test_which_calls_are_replayed(idle):
+    assert idle(_kinds) == {
+        "unaligned_first": [False, False],
+        "first": [False],
+        "again": [True, True],
+        "unaligned": [False],
+        "other strides": [False],
+        "off": [False],
+        "another device is current": [False],
+        "on again": [True],
+    }
+
+
+def _impure() -> list[bool]:
+    """Launchers that do more than allocate and start; -> whether a plan was made."""
+    from tpfuse.kernels.norm.triton_forward import reduce_launch
+
+    kept = torch.zeros(3, 4)
+    launchers = dict(
+        a_product=lambda parts: reduce_launch.launcher(parts) @ torch.ones(parts.shape[2], 2),
+        zeros=lambda parts: reduce_launch.launcher(parts).zero_(),
+        nothing_started=lambda parts: parts.new_empty(3),
+        an_older_tensor=lambda parts: reduce_launch.launcher(kept[None]),
+        a_part_of_what_it_made=lambda parts: reduce_launch.launcher(parts)[:1],
+        its_argument=lambda parts: (reduce_launch.launcher(parts), parts)[1],
+        pure=reduce_launch.launcher,
+    )
+    found = {}
+    for name, launcher in launchers.items():
+        replayed = Replayed(launcher)
+        with torch.no_grad():
+            replayed(torch.ones(2, 3, 4))
+        found[name] = [plan is not None for plan in replayed.plans.values()]
+    return found
+
+
+def test_what_else_a_launcher_does_is_never_replayed(idle):
+    found = idle(_impure)
+    assert found.pop("pure") == [True]
+    assert found == dict.fromkeys(found, [False]) and len(found) == 6
+
+
+def _limited() -> int:
+    from tpfuse.kernels.norm.triton_forward import reduce_launch
+
+    replayed = Replayed(reduce_launch.launcher)
+    replay.LIMIT, before = 3, replay.LIMIT
+    for m in range(1, 6):
+        replayed(torch.ones(2, m, 4))
+    replay.LIMIT = before
+    return len(replayed.plans)
+
+
+def test_plans_are_bounded(idle):
+    assert idle(_limited) == 2
+
+
+# ---- in this one ----
+
+
+def key(*args):
+    call = Call([])
+    assert call.read(args)
+    return call.key
+
+
+def test_a_key_holds_all_that_a_launcher_may_read():
+    x = torch.ones(4, 6)
+    others = [x.double(), torch.ones(4, 5), torch.ones(6, 4).t(), torch.ones(8, 6)[::2], x.to("meta")]
+    assert key(x) == key(torch.zeros(4, 6)) and all(key(x) != key(other) for other in others)
+    assert key(x, 1) != key(x, 2) and key(x, None) != key(x, 0) and key(x, "a") != key(x, "b")
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    calls = []
+    launcher = Replayed(functools.partial(lambda x: calls.append(x) or x))
+    x = torch.ones(1)
+    assert launcher(x) is x and launcher(x) is x and len(calls) == 2 and not launcher.plans
