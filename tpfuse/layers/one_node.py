@@ -82,6 +82,13 @@ def _linear(w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1)
 
 
+def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Returns the gradient of a parameter in its shape; ops give empty ones for what is not there."""
+    if gradient is None or like is None or gradient.numel() == 0:
+        return None
+    return gradient if gradient.dim() == like.dim() else gradient.view(like.shape)
+
+
 class _Block(Function):
     """h [m, D], n [1, m, D] (None but in a stack of pre-norm blocks) -> h [m, D], and in such a stack n [1, m, D]."""
 
@@ -157,8 +164,7 @@ class _Block(Function):
         gradients = (
             din, din_bias, dw, db, dout, dout_bias, dnorm, dnorm_bias, dw1, db1, dw2, dfc2_bias, dlast, dlast_bias
         )  # fmt: skip
-        shaped = (None if g is None or not g.numel() or q is None else g.view(q.shape) for g, q in zip(gradients, p))
-        return dh, dn, None, None, *shaped
+        return dh, dn, None, None, *[_shaped(g, like) for g, like in zip(gradients, p)]
 
 
 def block(h: Tensor, n: Tensor | None, *, constants: Constants, options: Options, parameters: Parameters) -> Any:

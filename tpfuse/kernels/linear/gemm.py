@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..runtime import tuning
 from ..runtime.device import load, swizzle
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, least, moved
@@ -192,9 +193,16 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
 
 def _fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
     """Returns the fused kernel's launch parameters; None for the other path."""
-    config = parameters(op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
-    path = config["path"]
-    return {name: value for name, value in config.items() if name != "path"} if path == "fused" else None
+    return _choice((tuned, tuning._table), op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(
+    table: tuple[Any, Any], op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> dict[str, Any] | None:
+    """What _fused returns, once for each ``table``: the functions that answer, which tests and tuning replace."""
+    config = parameters(op, activation, arch, dtype=dtype, shape=shape)
+    return {name: value for name, value in config.items() if name != "path"} if config["path"] == "fused" else None
 
 
 # ---- launchers ----
