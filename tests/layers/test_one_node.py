@@ -18,6 +18,7 @@ KINDS = {
     "post-norm": dict(post_norm=True, causal=False, activation="gelu"),
     "pre-norm": dict(),
     "stack": dict(norm_in=False),
+    "stack, post-norm": dict(norm_in=False, post_norm=True, causal=False),
     "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, norm_in=False),
     "no dropout": dict(dropout=0.0, attention_dropout=0.0),
 }

@@ -90,7 +90,7 @@ def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class _Block(Function):
-    """h [m, D], n [1, m, D] (None but in a stack of pre-norm blocks) -> h [m, D], and in such a stack n [1, m, D]."""
+    """h [m, D], n [1, m, D] (None but in a stack) -> h [m, D], and in a stack n [1, m, D]."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, n: Tensor | None, c: Constants, options: Options, *tensors: Any) -> Any:
@@ -116,9 +116,8 @@ class _Block(Function):
         ctx.save_for_backward(*tensors, *options[:TENSORS], n, qkv, o, lse, n1, z, a, *in_stats, h1, *stats, *last)
         ctx.args = c, options[TENSORS:], h.dtype, in_stack
         ctx.set_materialize_grads(False)
-        if in_stack:
-            return h2, rows[None]
-        return rows if c.post_norm else h2
+        on = rows if c.post_norm else h2
+        return (on, rows[None]) if in_stack else on
 
     @staticmethod
     @once_differentiable
@@ -168,7 +167,7 @@ class _Block(Function):
 
 
 def block(h: Tensor, n: Tensor | None, *, constants: Constants, options: Options, parameters: Parameters) -> Any:
-    """Runs a block with gradients: h [m, D] and, in a stack of pre-norm blocks, n [1, m, D] -> the same of the next.
+    """Runs a block with gradients: h [m, D] and, in a stack, n [1, m, D] -> the same of the next.
 
     ``options`` are attention's, checked.
     """
