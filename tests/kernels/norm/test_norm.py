@@ -12,6 +12,7 @@ from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, narrow, on_a_gpu
 from tpfuse.kernels import layer_norm, rms_norm
 from tpfuse.kernels.norm import Recompute, norm_apply, norm_in
+from tpfuse.kernels.norm.core import reduce_parts
 from tpfuse.kernels.norm.records import ALONE, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import NORM, REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime.philox import Mask
@@ -36,6 +37,7 @@ SAMPLES = [
     (norm_apply, (Recompute(X, STAT[:0], STAT, GAMMA, None, 1e-5, "rms", FP32),)),
     (norm_bwd, back(X[None].expand(2, 3, 7), X, Saved(X, STAT, STAT, GAMMA, "layer"), True)),
     (norm_bwd, back(X.bfloat16()[None], None, Saved(X.bfloat16(), STAT[:0], STAT, GAMMA, "rms"), False)),
+    (reduce_parts, (torch.randn(3, 4, 5),)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
