@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import idle  # before tpfuse: kernels are not interpreted here
+from bench import idle
 from bench.measured import host
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
 from tpfuse.kernels.runtime import launch, op, replay

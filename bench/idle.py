@@ -9,9 +9,6 @@ import os
 from typing import Any
 
 import torch
-
-os.environ.pop("TRITON_INTERPRET", None)  # it replaces triton.jit
-
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -78,7 +75,12 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """From here on, for this process: tensors on the CPU run launchers, and nothing is started or multiplied."""
+    """From here on, for this process: tensors on the CPU run launchers, and nothing is started or multiplied.
+
+    RuntimeError where TRITON_INTERPRET is set: it replaces triton.jit.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise RuntimeError("bench.idle: kernels are interpreted in this process; unset TRITON_INTERPRET")
     triton.runtime.driver.set_active(_Driver())
     launch._start, launch._pretended = _start, launch.Target(ARCH, launch.MULTIPROCESSORS[ARCH])
     replay.stream_of = lambda device: 0

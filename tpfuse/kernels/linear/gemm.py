@@ -193,14 +193,15 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
 
 def _fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
     """Returns the fused kernel's launch parameters; None for the other path."""
-    return _choice((tuned, tuning._table), op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
+    answers = parameters, tuned, tuning._table
+    return _choice(answers, op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def _choice(
-    table: tuple[Any, Any], op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]
+    answers: tuple[Any, ...], op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> dict[str, Any] | None:
-    """What _fused returns, once for each ``table``: the functions that answer, which tests and tuning replace."""
+    """Returns what _fused does; computed once while ``answers``, the functions that give it, are not replaced."""
     config = parameters(op, activation, arch, dtype=dtype, shape=shape)
     return {name: value for name, value in config.items() if name != "path"} if config["path"] == "fused" else None
 
