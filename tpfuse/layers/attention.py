@@ -154,24 +154,15 @@ class ParallelAttention(ParallelModule):
         """Whether nothing but rotary positions stands between the projections and attention."""
         return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None
 
-    def options(
-        self,
-        x: Tensor,
-        *,
-        batch: int,
-        seq: int | None = None,
-        rng: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        rope: Rope | None = None,
-    ) -> Options:
-        """Returns the checked options of attention over the rows of x [M, D]."""
-        options = Options(
-            key_mask=key_mask, cu_seqlens=cu_seqlens, rng=rng, batch=batch, max_seqlen=max_seqlen, causal=self.causal,
-            window=self.window, p=self.dropout if self.training else 0.0, site=self.site, first_head=self.first_head,
-            **({} if rope is None else rope._asdict()),
-        )  # fmt: skip
+    def _attending(self, **given: Any) -> dict[str, Any]:
+        """Returns the arguments of attention: those of a call, and this layer's own."""
+        own = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
+        return given | own | dict(p=self.dropout if self.training else 0.0)
+
+    def options(self, x: Tensor, *, seq: int | None = None, rope: Rope | None = None, **given: Any) -> Options:
+        """Returns the checked options of attention over the rows of x [M, D]; the arguments are those of
+        :meth:`parts`."""
+        options = Options(**self._attending(**given), **({} if rope is None else rope._asdict()))
         shape = len(x), self.groups, self.heads_per_group, self.head_width
         return checked_options(shape, options, seq=seq, scale=None)
 
@@ -193,18 +184,8 @@ class ParallelAttention(ParallelModule):
 
         ``key_mask`` bool [batch, seq]; the rest as in :meth:`forward`.
         """
-        options: dict[str, Any] = dict(
-            batch=batch,
-            seq=seq,
-            causal=self.causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            window=self.window,
-            p=self.dropout if self.training else 0.0,
-            rng=rng,
-            site=self.site,
-            first_head=self.first_head,
+        options = self._attending(
+            batch=batch, seq=seq, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rng=rng
         )
         if self.in_one and cache is None:
             options |= dict(heads_per_group=self.heads_per_group, head_width=self.head_width)

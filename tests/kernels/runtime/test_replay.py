@@ -78,8 +78,14 @@ def _call(op, args) -> tuple[list, list[Tensor]]:
 
 
 def _sample(module: str, index: int):
+    """(op, arguments), no tensor twice: such a call is not replayed."""
     op, args = importlib.import_module(module).SAMPLES[index]
-    return op, op.pack(tuple(flatten(args)))
+    flat, seen = list(flatten(args)), set()
+    for i, arg in enumerate(flat):
+        if isinstance(arg, Tensor):
+            flat[i] = arg.clone() if id(arg) in seen else arg
+            seen.add(id(arg))
+    return op, op.pack(tuple(flat))
 
 
 def _twice(module: str, index: int) -> tuple[bool, list, list, bool]:
@@ -156,6 +162,25 @@ def test_which_calls_are_replayed(idle):
         "another device is current": [False],
         "on again": [True],
     }
+
+
+def _given_twice() -> list[list]:
+    """What distinct tensors start: after a call that was given one of them twice, again, and without replay."""
+    op, (parts, add, norm, *rest) = _sample(*FUSED)
+    vectors = torch.rand_like(norm.gamma), torch.rand_like(norm.gamma)
+    apart = parts, add, norm._replace(gamma=vectors[0], beta=vectors[1]), *rest
+    op.launch.plans.clear()
+    _call(op, (parts, add, norm._replace(gamma=vectors[0], beta=vectors[0]), *rest))
+    found = [_call(op, apart)[0], _call(op, apart)[0]]
+    before, replay.REPLAY = replay.REPLAY, False
+    found.append(_call(op, apart)[0])
+    replay.REPLAY = before
+    return found
+
+
+def test_a_tensor_given_twice_leaves_no_plan(idle):
+    after, again, launched = idle(_given_twice)
+    assert after == again == launched
 
 
 def _impure() -> list[bool]:

@@ -160,7 +160,7 @@ class Replayed:
             result = None if plan is None else plan.replay(call.tensors)
             return self.launcher(*args) if result is None else result
         result, plan = self._record(args, call.tensors)
-        if plan is not None or aligned(call.tensors):
+        if plan is not None or (aligned(call.tensors) and distinct(call.tensors)):
             if len(self.plans) >= LIMIT:
                 self.plans.clear()
             self.plans[key] = plan
@@ -171,13 +171,18 @@ class Replayed:
         with recording() as starts, _Watch() as watch:
             result = self.launcher(*args)
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        if not (watch.pure and starts and aligned(tensors) and all(_whole(o) for o in outputs)):
+        if not (watch.pure and starts and aligned(tensors) and distinct(tensors) and all(_whole(o) for o in outputs)):
             return result, None
         return result, _Addresses(tensors, outputs, watch.made).plan(starts, isinstance(result, Tensor))
 
 
 def aligned(tensors: list[Tensor]) -> bool:
     return all(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+
+
+def distinct(tensors: list[Tensor]) -> bool:
+    """Whether no tensor is given twice: which of its two places a kernel's pointer came from could not be told."""
+    return len({id(t) for t in tensors}) == len(tensors)
 
 
 def _whole(t: Tensor) -> bool:
