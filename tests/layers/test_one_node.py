@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.common import make_tp
+from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers import Normed, Rope, TransformerBlock
+from tpfuse.layers import Normed, Rope, TransformerBlock, one_node
 from tpfuse.layers import block as blocks
 from tpfuse.ledger import saved_bytes
 
@@ -168,6 +169,30 @@ def test_the_bytes_saved_are_the_same(monkeypatch, kind):
     ours = bytes_of()
     monkeypatch.setattr(TransformerBlock, "_is_one_node", lambda *_: False)
     assert ours <= bytes_of()
+
+
+@pytest.mark.parametrize("frozen", ["", "fc1.weight"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_of_the_whole_block(monkeypatch, kind, frozen):
+    """Bitwise the block itself, on other tensors than those it was recorded with; a CPU's ops stand for kernels."""
+    monkeypatch.setattr(replay, "LAUNCHED", {"cpu"})
+    monkeypatch.setattr(replay, "stream_of", lambda device: 0)
+    functions = one_node._forward, one_node._backward
+    for function in functions:
+        monkeypatch.setattr(function, "tapes", {})
+    # on a CPU masks are made in NumPy, and gelu_tanh has a constant of its own: a tape holds neither
+    options = dict(dropout=0.0, attention_dropout=0.0, activation=KINDS[kind].get("activation", "relu"))
+    for seed in range(3):
+        block, xs = make(kind, torch.float32, **options), inputs(kind, torch.float32)
+        for name, t in [*block.named_parameters(), *(("", x) for x in xs)]:
+            nn.init.normal_(t, std=0.3 + seed)
+            t.requires_grad_(not frozen or not name.endswith(frozen))
+        ours = run(block, xs)
+        assert [len(function.tapes) for function in functions] == [1, 1]
+        assert all(tape is not None for function in functions for tape in function.tapes.values())
+        monkeypatch.setattr(replay, "REPLAY", False)
+        assert_same(ours, run(block, xs))
+        monkeypatch.setattr(replay, "REPLAY", True)
 
 
 class Doubled(nn.Module):

@@ -30,7 +30,7 @@ from .cache import KVCache
 from .mlp import ParallelMLP
 from .module import ParallelModule, local, replicated
 from .norm import LayerNorm, norm_layer
-from .one_node import Constants, Parameters, block
+from .one_node import Constants, Layer, Parameters, block
 from .sites import sites
 
 SAVING = "fastest", "smallest"
@@ -204,22 +204,21 @@ class TransformerBlock(ParallelModule):
         return Parameters(*tensors)
 
     def _one_node(self, h: Tensor, normed: Normed | None, *, rng: Tensor | None, **attending: Any) -> Any:
-        first, a, batch = self.norm_in, self.norm_attention, attending["batch"]
+        first, a, batch, sites = self.norm_in, self.norm_attention, attending["batch"], self.sites
         p = self.dropout if self.training else 0.0
-        mask = Mask(active_rng("TransformerBlock", p, rng), p, self.sites.after_attention, first_row=0, batch=batch)
+        drops = active_rng("TransformerBlock", p, rng)
         constants = Constants(
-            tp=self.tp,
             activation=self.mlp.activation,
             kind=a.kind,
             eps_in=a.eps if first is None else first.eps,
             eps=a.eps,
             post_norm=self.post_norm,
-            attention_mask=mask,
-            mlp_mask=mask._replace(site=self.sites.after_mlp),
+            attention_mask=Mask(drops, p, sites.after_attention, first_row=0, batch=batch),
+            mlp_mask=Mask(drops, p, sites.after_mlp, first_row=0, batch=batch),
         )
         n = None if normed is None else normed.n if normed.n.dim() == 3 else normed.n[None]
-        options, parameters = self.attention.options(h, rng=rng, **attending), self._parameters_of()
-        made = block(h.contiguous(), n, constants=constants, options=options, parameters=parameters)
+        options = self.attention.options(h, rng=rng, **attending)
+        made = block(h.contiguous(), n, Layer(constants, options, self._parameters_of()))
         return made if normed is None else (made[0], Normed(made[1]))
 
     def _keep(self, recompute: Recompute | None) -> Recompute | None:

@@ -1,12 +1,14 @@
 """A block on one rank as one autograd node: the ops of block.py one after another, without a Function for each.
 
-On one rank nothing is exchanged, and what a block costs the host beside its kernels is autograd: seven Functions, each
-with checks and records of its own.  Values and gradients are bitwise those of the ops called one by one, and so are the
-bytes saved; they are freed together, when the block's backward has ended.
+On one rank nothing is exchanged, and what a block costs the host beside its kernels is Python: seven Functions, each
+with checks and records of its own, around a launcher for each op.  Forward and backward are functions of tensors here,
+recorded and replayed whole.  Values and gradients are bitwise those of the ops called one by one, and so are the bytes
+saved; they are freed together, when the block's backward has ended.
 """
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..kernels.attention.op import attention_bwd, attention_fwd
@@ -15,7 +17,9 @@ from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
 from ..kernels.norm.records import Saved as NormSaved
 from ..kernels.norm.verbs import NORM, REDUCE_BIAS_DROPOUT_ADD_NORM
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.op import eager
 from ..kernels.runtime.philox import NO_MASK, Mask
+from ..kernels.runtime.replay import Replayed
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved
@@ -41,7 +45,6 @@ class Parameters(NamedTuple):
 
 
 class Constants(NamedTuple):
-    tp: TensorParallel
     activation: str
     kind: str  # of its norms
     eps_in: float  # of the norm that enters
@@ -49,6 +52,22 @@ class Constants(NamedTuple):
     post_norm: bool
     attention_mask: Mask  # of dropout after attention
     mlp_mask: Mask
+
+
+class Layer(NamedTuple):
+    """What a block is made of, but for its rows."""
+
+    constants: Constants
+    options: Options  # of attention, checked
+    parameters: Parameters
+
+
+class Asked(NamedTuple):
+    """What backward is asked for."""
+
+    parameters: Any  # a Parameters of flags
+    residual: torch.dtype  # of the gradient of h
+    in_stack: bool
 
 
 Stats = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -75,6 +94,7 @@ class Kept(NamedTuple):
 NO_STATS: Stats = (None, None, None)
 PARAMETERS, FLAT = len(Parameters._fields), len(Kept._fields) - 3
 FUSED = REDUCE_BIAS_DROPOUT_ADD_NORM
+ONE = TensorParallel()  # rank
 
 
 def _linear(w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -89,86 +109,103 @@ def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient if gradient.dim() == like.dim() else gradient.view(like.shape)
 
 
+@Replayed
+def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
+    """h [m, D], n [1, m, D] (None but in a stack) -> h, n of the next, and the fields of Kept, spelled out."""
+    c, options, p = layer
+    order, in_stats = POST if c.post_norm else PRE, NO_STATS
+    if p.in_weight is not None:
+        norm = Norm(p.in_weight, p.in_bias, c.eps_in, c.kind)
+        _, rows, mean, rstd = NORM.fwd(h[None], Add(), norm, NO_MASK, order=ALONE)
+        n, in_stats = rows[None], (h, mean, rstd)
+    elif n is None:
+        n = h[None]
+    qkv, _ = plain.gather_linear_fwd(n, Linear(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
+    qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
+    o, lse = attention_fwd(qkv, options)
+    parts = plain.linear_exchange_fwd(o, p.out_weight, ONE)
+    add, norm = Add(p.out_bias, residual=h), Norm(p.norm_weight, p.norm_bias, c.eps, c.kind)
+    h1, rows, *stats = FUSED.fwd(parts, add, norm, c.attention_mask, order=order)
+    n1, stream = rows[None], rows if c.post_norm else h1
+    mlp = MLP(*_linear(p.fc1_weight, p.fc1_bias), p.fc2_weight, c.activation)
+    parts, z, a = plain.gather_mlp_exchange_fwd(n1, mlp, keep=True, tp=ONE)
+    add, norm = Add(p.fc2_bias, residual=stream), Norm(p.last_weight, p.last_bias, c.eps, c.kind)
+    h2, rows, *last_stats = FUSED.fwd(parts, add, norm, c.mlp_mask, order=order)
+    last = NO_STATS if p.last_weight is None else (h2, *last_stats)
+    on, then = (rows, rows[None]) if c.post_norm else (h2, None if p.last_weight is None else rows[None])
+    return on, then, n, qkv, o, lse, n1, z, a, *in_stats, h1, *stats, *last
+
+
+@Replayed
+def _backward(
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked
+) -> tuple[Tensor | None, ...]:
+    """Gradients of what _forward returned first -> those of h, n and the parameters."""
+    (dh, dn), (c, options, p) = gradients, layer
+    order, dtype, needed = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters
+
+    wanted = Wanted(p.fc2_bias is not None, p.last_bias is not None, asked.residual, dtype)
+    state = NormSaved(*kept.last_stats, p.last_weight, kind=c.kind)
+    dh = None if dh is None else dh.contiguous()
+    dp, dh, dfc2_bias, dlast, dlast_bias = FUSED.bwd(dn, dh, state, c.mlp_mask, order=order, wanted=wanted)
+
+    w1, _ = _linear(p.fc1_weight, None)
+    mlp, n1 = MLP(w1, None, p.fc2_weight, c.activation), MLPSaved(Saved(kept.n1, ONE), kept.z, kept.a)
+    needs = Needs(needed.fc1_weight, needed.fc1_bias, needed.fc2_weight)
+    dn, dw1, db1, dw2 = plain.gather_mlp_exchange_bwd(dp[None], mlp, saved=n1, needs=needs, tp=ONE)
+
+    wanted = Wanted(p.out_bias is not None, p.norm_bias is not None, asked.residual, dtype)
+    state = NormSaved(*kept.stats, p.norm_weight, kind=c.kind)
+    dp, dh, dout_bias, dnorm, dnorm_bias = FUSED.bwd(dn, dh, state, c.attention_mask, order=order, wanted=wanted)
+
+    needs = Needs(needed.qkv_weight, needed.qkv_bias, needed.out_weight)
+    do, dout = plain.linear_exchange_bwd(dp[None], p.out_weight, x=kept.o, needs=needs, tp=ONE)
+    dqkv = attention_bwd(do, kept.qkv, kept.o, kept.lse, options=options).flatten(1)
+    w, n = _linear(p.qkv_weight, None)[0], Saved(kept.n, ONE)
+    dn, dw, db = plain.gather_linear_bwd(dqkv, w, n=n, needs=needs, tp=ONE)
+
+    din = din_bias = None
+    if p.in_weight is not None:
+        wanted = Wanted(False, p.in_bias is not None, None, dtype)
+        state = NormSaved(*kept.in_stats, p.in_weight, kind=c.kind)
+        dh, _, _, din, din_bias = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=wanted)
+        dn = None
+    elif not asked.in_stack:
+        dh, dn = dh + dn[0], None
+    made = (
+        din, din_bias, dw, db, dout, dout_bias, dnorm, dnorm_bias, dw1, db1, dw2, dfc2_bias, dlast, dlast_bias
+    )  # fmt: skip
+    return dh, dn, *[_shaped(g, like) for g, like in zip(made, p)]
+
+
 class _Block(Function):
     """h [m, D], n [1, m, D] (None but in a stack) -> h [m, D], and in a stack n [1, m, D]."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, n: Tensor | None, c: Constants, options: Options, *tensors: Any) -> Any:
-        p, order, in_stack, in_stats = Parameters(*tensors), POST if c.post_norm else PRE, n is not None, NO_STATS
-        if p.in_weight is not None:
-            norm = Norm(p.in_weight, p.in_bias, c.eps_in, c.kind)
-            _, rows, mean, rstd = NORM.fwd(h[None], Add(), norm, NO_MASK, order=ALONE)
-            n, in_stats = rows[None], (h, mean, rstd)
-        elif n is None:
-            n = h[None]
-        qkv, _ = plain.gather_linear_fwd(n, Linear(*_linear(p.qkv_weight, p.qkv_bias), "none"), c.tp)
-        qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
-        o, lse = attention_fwd(qkv, options)
-        parts = plain.linear_exchange_fwd(o, p.out_weight, c.tp)
-        add, norm = Add(p.out_bias, residual=h), Norm(p.norm_weight, p.norm_bias, c.eps, c.kind)
-        h1, rows, *stats = FUSED.fwd(parts, add, norm, c.attention_mask, order=order)
-        n1, stream = rows[None], rows if c.post_norm else h1
-        mlp = MLP(*_linear(p.fc1_weight, p.fc1_bias), p.fc2_weight, c.activation)
-        parts, z, a = plain.gather_mlp_exchange_fwd(n1, mlp, keep=True, tp=c.tp)
-        add, norm = Add(p.fc2_bias, residual=stream), Norm(p.last_weight, p.last_bias, c.eps, c.kind)
-        h2, rows, *last_stats = FUSED.fwd(parts, add, norm, c.mlp_mask, order=order)
-        last = NO_STATS if p.last_weight is None else (h2, *last_stats)
-        ctx.save_for_backward(*tensors, *options[:TENSORS], n, qkv, o, lse, n1, z, a, *in_stats, h1, *stats, *last)
-        ctx.args = c, options[TENSORS:], h.dtype, in_stack
+    def forward(ctx: Any, h: Tensor, n: Tensor | None, layer: Layer, *parameters: Any) -> Any:
+        constants, options, _ = layer
+        on, then, *kept = (_forward if eager() else _forward.launcher)(h, n, layer)
+        ctx.save_for_backward(*parameters, *options[:TENSORS], *kept)
+        ctx.args = constants, options[TENSORS:], h.dtype, n is not None
         ctx.set_materialize_grads(False)
-        on = rows if c.post_norm else h2
-        return (on, rows[None]) if in_stack else on
+        return on if n is None else (on, then)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None = None) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
         if dh is None and dn is None:
-            return (None,) * len(ctx.needs_input_grad)
-        (c, numbers, residual, in_stack), saved = ctx.args, ctx.saved_tensors
+            return (None,) * len(needed)
+        (constants, numbers, residual, in_stack), saved = ctx.args, ctx.saved_tensors
         p, saved = Parameters(*saved[:PARAMETERS]), saved[PARAMETERS:]
         options, saved = Options(*saved[:TENSORS], *numbers), saved[TENSORS:]
         stats: tuple[Any, ...] = saved[FLAT : FLAT + 3], saved[FLAT + 3 : FLAT + 6], saved[FLAT + 6 :]
-        kept = Kept(*saved[:FLAT], *stats)
-        order, dtype = POST if c.post_norm else PRE, kept.n.dtype
-        wanted: Any = Parameters(*ctx.needs_input_grad[4:])  # flags, by the parameters' names
-
-        asks = Wanted(p.fc2_bias is not None, p.last_bias is not None, residual, dtype)
-        state = NormSaved(*kept.last_stats, p.last_weight, kind=c.kind)
-        dh = None if dh is None else dh.contiguous()
-        dp, dh, dfc2_bias, dlast, dlast_bias = FUSED.bwd(dn, dh, state, c.mlp_mask, order=order, wanted=asks)
-
-        w1, _ = _linear(p.fc1_weight, None)
-        mlp, n1 = MLP(w1, None, p.fc2_weight, c.activation), MLPSaved(Saved(kept.n1, c.tp), kept.z, kept.a)
-        needs = Needs(wanted.fc1_weight, wanted.fc1_bias, wanted.fc2_weight)
-        dn, dw1, db1, dw2 = plain.gather_mlp_exchange_bwd(dp[None], mlp, saved=n1, needs=needs, tp=c.tp)
-
-        asks = Wanted(p.out_bias is not None, p.norm_bias is not None, residual, dtype)
-        state = NormSaved(*kept.stats, p.norm_weight, kind=c.kind)
-        dp, dh, dout_bias, dnorm, dnorm_bias = FUSED.bwd(dn, dh, state, c.attention_mask, order=order, wanted=asks)
-
-        needs = Needs(wanted.qkv_weight, wanted.qkv_bias, wanted.out_weight)
-        do, dout = plain.linear_exchange_bwd(dp[None], p.out_weight, x=kept.o, needs=needs, tp=c.tp)
-        dqkv = attention_bwd(do, kept.qkv, kept.o, kept.lse, options=options).flatten(1)
-        w, n = _linear(p.qkv_weight, None)[0], Saved(kept.n, c.tp)
-        dn, dw, db = plain.gather_linear_bwd(dqkv, w, n=n, needs=needs, tp=c.tp)
-
-        din = din_bias = None
-        if p.in_weight is not None:
-            asks = Wanted(False, p.in_bias is not None, None, dtype)
-            state = NormSaved(*kept.in_stats, p.in_weight, kind=c.kind)
-            dh, _, _, din, din_bias = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=asks)
-            dn = None
-        elif not in_stack:
-            dh, dn = dh + dn[0], None
-        gradients = (
-            din, din_bias, dw, db, dout, dout_bias, dnorm, dnorm_bias, dw1, db1, dw2, dfc2_bias, dlast, dlast_bias
-        )  # fmt: skip
-        return dh, dn, None, None, *[_shaped(g, like) for g, like in zip(gradients, p)]
+        layer, kept = Layer(constants, options, p), Kept(*saved[:FLAT], *stats)
+        asked = Asked(Parameters(*needed[3:]), residual, in_stack)
+        dh, dn, *gradients = (_backward if eager() else _backward.launcher)((dh, dn), layer, kept, asked)
+        return dh, dn, None, *gradients
 
 
-def block(h: Tensor, n: Tensor | None, *, constants: Constants, options: Options, parameters: Parameters) -> Any:
-    """Runs a block with gradients: h [m, D] and, in a stack, n [1, m, D] -> the same of the next.
-
-    ``options`` are attention's, checked.
-    """
-    return _Block.apply(h, n, constants, options, *parameters)
+def block(h: Tensor, n: Tensor | None, layer: Layer) -> Any:
+    """Runs a block with gradients: h [m, D] and, in a stack, n [1, m, D] -> the same of the next."""
+    return _Block.apply(h, n, layer, *layer.parameters)

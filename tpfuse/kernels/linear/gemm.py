@@ -22,6 +22,7 @@ from ..runtime.device import load, swizzle
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, least, moved
 from ..runtime.partials import reduce_partials
+from ..runtime.replay import Replayed
 from ..runtime.triton import TensorDescriptor, tl, triton
 from ..runtime.tuning import tuned
 from .activation import width
@@ -269,6 +270,7 @@ def gemm(
     return c
 
 
+@Replayed
 def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     M, K, N = *x.shape, len(w)
     plain = activation == "none"
@@ -281,12 +283,14 @@ def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -
     return (z, z.new_empty(0)) if plain else (activation_fwd_launch(z, activation), z)
 
 
+@Replayed
 def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
     M, K, N = *dy.shape, w.shape[1]
     config = _fused("linear_dgrad", "none", dy, (M, N, K))
     return gemm(Product("NN", dy, w, config), dy.new_empty(M, N)) if config else dy @ w
 
 
+@Replayed
 def linear_dgrad_act_launch(
     dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,6 +313,7 @@ def linear_dgrad_act_launch(
     return dz, reduce_partials(partial), y if rebuild and y is not None else z.new_empty(0)
 
 
+@Replayed
 def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:
     """The bias gradient is a pass over dy of its own: in the GEMM it would take the operand through registers."""
     db = column_sum_launch(dy) if has_bias else dy.new_empty(0, dtype=torch.float32)

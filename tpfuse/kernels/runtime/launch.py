@@ -3,12 +3,13 @@ shapes."""
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .recorder import recorder
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
 
@@ -53,43 +54,14 @@ def multiprocessors(x: Tensor) -> int:
     return target(x.device).multiprocessors
 
 
-class Start(NamedTuple):
-    """A kernel as it was started: compiled, with every argument in order, constants included."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    args: tuple[Any, ...]
-
-
-class _Tape(threading.local):  # backward runs in a thread of its own
-    starts: list[Start] | None = None
-
-
-_tape = _Tape()
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Start]]:
-    """Yields a list of the kernels that this thread starts inside, in order."""
-    before, _tape.starts = _tape.starts, []
-    try:
-        yield _tape.starts
-    finally:
-        _tape.starts = before
-
-
-def is_recording() -> bool:
-    return _tape.starts is not None
-
-
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **config: Any) -> None:
     """Starts ``kernel`` with the current device set to ``device``; an empty grid starts nothing."""
     if 0 not in grid:
         compiled = _start(kernel, grid, device, args=args, config=config)
-        if _tape.starts is not None:
+        if (tape := recorder()) is not None:
             values = dict(zip(kernel.arg_names, args)) | config
             x, y, z, *_ = (*grid, 1, 1)
-            _tape.starts.append(Start(compiled, (x, y, z), tuple(values[name] for name in kernel.arg_names)))
+            tape.start(compiled, (x, y, z), tuple(values[name] for name in kernel.arg_names))
 
 
 def _start(

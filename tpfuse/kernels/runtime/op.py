@@ -20,6 +20,7 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
+from .recorder import recorder
 from .replay import LAUNCHED, Replayed, call_of
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
@@ -199,7 +200,7 @@ class Op:
         the host the spelling out, the dispatch and the packing."""
         if named:
             args = self._in_order(args, named)
-        call = call_of(args) if eager() else None
+        call = call_of(args) if eager() or recorder() is not None else None
         if call is None or call.device is None:
             return self.overload(*flatten(args))
         device = call.device.type

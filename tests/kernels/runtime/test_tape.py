@@ -1,0 +1,211 @@
+"""A tape does to other tensors what the function that it was recorded of does to them, with the same memory."""
+
+import ctypes
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels.runtime.recorder import recorder, recording
+from tpfuse.kernels.runtime.tape import tape
+
+
+class Doubled:
+    """A kernel: out[i] = 2 x[i] + by for n fp32 elements; a compiled one takes addresses."""
+
+    def __getitem__(self, grid):
+        assert grid == (1, 1, 1)
+
+        def run(out, x, n, by, *, stream):
+            addresses = [t.data_ptr() if isinstance(t, Tensor) else t for t in (out, x)]
+            out, x = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in addresses)
+            for i in range(n):
+                out[i] = 2 * x[i] + by
+
+        return run
+
+
+def doubled(out, x, by=0.0):
+    """Starts it as kernels.runtime.launch does."""
+    args = out, x, x.numel(), by
+    Doubled()[1, 1, 1](*args, stream=0)
+    if recorder() is not None:
+        recorder().start(Doubled(), (1, 1, 1), args)
+    return out
+
+
+def taped(function, *tensors):
+    with recording(tensors) as recorded:
+        result = function(*tensors)
+    return tape(recorded, result)
+
+
+def replay(made, *tensors):
+    return made.replay(list(tensors), [t.data_ptr() for t in tensors], 0)
+
+
+def random(*shape):
+    return torch.randn(shape)
+
+
+def kernels_and_products(x, w):
+    a = doubled(x.new_empty(x.shape), x, 1.0)
+    b = a @ w.t()
+    return b, doubled(torch.empty_like(b), b), None
+
+
+def parts_of_what_was_made(x, w):
+    a = x.new_empty(3, *x.shape)
+    doubled(a[1], x)
+    a[0] = a[1] + 1
+    a[2].zero_()
+    doubled(a[2][1:], x[1:], 3.0)
+    return a, a[1], a.sum(0)
+
+
+def parts_of_arguments(x, w):
+    return doubled(w.new_empty(2), w[2, :2]), x[1:] @ w.reshape(-1, 4).t()[:, 1:3], x[None]
+
+
+def an_argument(x, w):
+    return x, w.t(), x + 1
+
+
+def several_outputs(x, w):
+    values, indices = torch.max(x @ w.t(), 1)
+    return doubled(torch.empty_like(values), values), indices
+
+
+def lists_of_tensors(x, w):
+    a = x * 2
+    return torch.cat([a, w[1:3]]), torch.stack([a, x]).to(torch.promote_types(x.dtype, torch.float64))
+
+
+def one_tensor(x, w):
+    return x.add_(1).mm(w.t())
+
+
+FUNCTIONS = (
+    kernels_and_products,
+    parts_of_what_was_made,
+    parts_of_arguments,
+    an_argument,
+    several_outputs,
+    lists_of_tensors,
+    one_tensor,
+)
+
+
+def same(a, b):
+    return (a is None) is (b is None) and (a is None or (torch.equal(a, b) and a.stride() == b.stride()))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values_are_the_functions(function):
+    made = taped(function, random(3, 4), random(5, 4))
+    for _ in range(2):
+        inputs = random(3, 4), random(5, 4)
+        copies = [t.clone() for t in inputs]
+        result, wanted = replay(made, *inputs), function(*copies)
+        if isinstance(wanted, Tensor):
+            assert isinstance(result, Tensor)
+            result, wanted = (result,), (wanted,)
+        assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(inputs, copies))  # what was changed in place too
+
+
+def test_arguments_may_lie_anywhere_in_their_storage():
+    made = taped(parts_of_arguments, random(3, 4), random(5, 4))
+    wide = random(9, 4)
+    inputs = wide[4:7], random(7, 4)[2:]
+    assert all(same(a, b) for a, b in zip(replay(made, *inputs), parts_of_arguments(*inputs), strict=True))
+
+
+def test_results_of_two_replays_are_apart():
+    made, inputs = taped(kernels_and_products, random(3, 4), random(5, 4)), (random(3, 4), random(5, 4))
+    first = replay(made, *inputs)
+    kept = [t.clone() for t in first if t is not None]
+    replay(made, random(3, 4), random(5, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first, kept))
+
+
+def test_what_was_made_is_freed_after_its_last_use(monkeypatch):
+    def chain(x):
+        for _ in range(4):
+            x = doubled(torch.empty_like(x), x)
+        return x @ x
+
+    made = taped(chain, random(4, 4))
+    alive, most, empty_like = [], [], torch.empty_like
+
+    def counted(*args, **options):
+        t = empty_like(*args, **options)
+        alive.append(weakref.ref(t))
+        most.append(sum(ref() is not None for ref in alive))
+        return t
+
+    monkeypatch.setattr(torch, "empty_like", counted)
+    made = taped(chain, random(4, 4))  # steps take empty_like when they are made
+    alive.clear(), most.clear()
+    x = random(4, 4)
+    assert torch.equal(replay(made, x), chain(x.clone()))
+    assert max(most[:4]) == 2
+
+
+def test_storages_that_take_the_place_of_freed_ones():
+    """The allocator hands out freed memory again: an identity or address may stand for several tensors."""
+
+    def function(x):
+        for by in range(5):
+            a = doubled(x.new_empty(4), x, float(by))
+            x = a * a
+            del a
+        return x
+
+    made, x = taped(function, random(4)), random(4)
+    assert torch.equal(replay(made, x), function(x))
+
+
+OLDER = torch.ones(4)
+UNREPEATABLE = dict(
+    nothing=lambda x: (),
+    an_older_tensor=lambda x: x + OLDER,
+    an_older_one_in_a_kernel=lambda x: doubled(x.new_empty(4), OLDER),
+    an_older_result=lambda x: (doubled(x.new_empty(4), x), OLDER),
+    a_value_that_is_read=lambda x: x * x.sum().item(),
+    a_comparison=lambda x: x if torch.equal(x, x) else -x,
+    a_list_with_nothing=lambda x: torch.ops.aten.index.Tensor(x[None], [None, torch.tensor([0, 1])]),
+    a_place_by_name=lambda x: torch.add(x, x, out=x.new_empty(4)),
+    another_dtypes_bits=lambda x: x.view(torch.int32) + 1,
+    made_unseen=lambda x: doubled(torch.from_numpy(OLDER.numpy()), x),
+)
+
+
+@pytest.mark.parametrize("name", UNREPEATABLE)
+def test_what_cannot_be_repeated_has_no_tape(name):
+    assert taped(UNREPEATABLE[name], random(4)) is None
+
+
+def test_a_descriptor_holds_an_address():
+    class Descriptor:
+        block_shape = [1]
+
+    def function(x):
+        recorder().start(Doubled(), (1, 1, 1), (Descriptor(), x))
+        return x + 1
+
+    assert taped(function, random(4)) is None
+
+
+def test_views_of_arguments_in_one_storage_have_no_tape():
+    both = random(2, 4)
+    function = lambda a, b: a[1:] + b[:-1]
+    assert taped(function, both[0], both[1]) is None and taped(function, random(4), random(4)) is not None
+
+
+def test_recordings_end_with_an_error_too():
+    with pytest.raises(ZeroDivisionError), recording([]):
+        assert recorder() is not None
+        raise ZeroDivisionError
+    assert recorder() is None
