@@ -194,12 +194,14 @@ class TransformerBlock(ParallelModule):
         )
 
     def _parameters_of(self) -> Parameters:
-        attention, mlp = self.attention, self.mlp
-        modules = (
-            self.norm_in, attention.qkv, attention.out, self.norm_attention, mlp.fc1, mlp.fc2, self.norm_mlp
-        )  # fmt: skip
+        """Modules are taken from their dictionaries, as parameters are: nn.Module's attribute access costs the host."""
+        own: dict[str, Any] = self._modules
+        attention, mlp = own["attention"]._modules, own["mlp"]._modules
         tensors: list[Any] = []
-        for module in modules:
+        for module in (
+            own.get("norm_in"), attention["qkv"], attention["out"], own["norm_attention"],
+            mlp["fc1"], mlp["fc2"], own.get("norm_mlp"),
+        ):  # fmt: skip
             tensors += (None, None) if module is None else (_parameter(module, "weight"), _parameter(module, "bias"))
         return Parameters(*tensors)
 
