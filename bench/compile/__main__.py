@@ -1,7 +1,7 @@
 """Registers, spills, shared memory and instructions of every kernel as it would be launched, compiled without a GPU.
 
 python -m bench.compile                        every call on every arch; --write keeps the table in table.md
-python -m bench.compile linear --arch sm_90    one op
+python -m bench.compile linear --arch sm_90    one op; linear --write replaces its part of table.md
 python -m bench.compile --default --json       one call of each op, as JSON lines
 """
 
@@ -9,30 +9,35 @@ import argparse
 import json
 import os
 
-from bench.compile._pool import ARCHS, HERE, OPS, compile_all, wanted
+from bench.compile._pool import ARCHS, HERE, OPS, compile_all
+
+CELLS = "op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_bytes", "instructions"
 
 
 def line(row: dict) -> str:
     opcodes = " ".join(f"{k} {v}" for k, v in row["opcodes"].items() if v)
     each = "" if row["instructions_an_element"] is None else row["instructions_an_element"]
-    cells = (
-        row[k] for k in ("op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_bytes", "instructions")
-    )
-    return "| " + " | ".join(map(str, (*cells, each, opcodes))) + " |"
+    return "| " + " | ".join(map(str, (*(row[k] for k in CELLS), each, opcodes, row["digest"]))) + " |"
 
 
-def table(rows: list[dict]) -> str:
+def table(lines: list[str]) -> str:
     import triton
 
-    lines = [
+    head = [
         f"Compiled by Triton {triton.__version__}: `python -m bench.compile --write`.  Instructions are those of the",
         "largest loop, or of a kernel without one; on gfx942 of the whole kernel.  Registers and spill bytes are a",
-        "thread's, shared bytes a block's.",
+        "thread's, shared bytes a block's.  The digest is of what was compiled: where it is the same, so is the rest.",
         "",
-        "| op | call | arch | kernel | registers | spill bytes | shared bytes | instructions | an element | opcodes |",
-        "|---" * 10 + "|",
+        f"| {' | '.join(CELLS).replace('_', ' ')} | an element | opcodes | digest |",
+        "|---" * (len(CELLS) + 3) + "|",
     ]
-    return "\n".join((*lines, *map(line, rows))) + "\n"
+    return "\n".join((*head, *lines)) + "\n"
+
+
+def kept(ops: list[str]) -> list[str]:
+    """Returns the lines of table.md that are of none of ``ops``."""
+    lines = [row for row in (HERE / "table.md").read_text().splitlines() if row.startswith("| ")][1:]
+    return [row for row in lines if row.split(" | ")[0][2:] not in ops]
 
 
 def main() -> None:
@@ -49,12 +54,15 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := sorted(set(args.ops) - set(OPS)):
         parser.error(f"no op {', '.join(unknown)}; there are {', '.join(OPS)}")
-    if args.write and (args.ops or args.arch or args.default):
-        parser.error("--write keeps the whole table: give it no op, no --arch and no --default")
-    rows = compile_all(wanted(args.ops or OPS, args.arch or list(ARCHS), args.default), args.jobs)
-    print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows) if args.json else table(rows).rstrip())
-    if args.write:
-        (HERE / "table.md").write_text(table(rows))
+    if args.write and (args.arch or args.default):
+        parser.error("--write keeps all of an op's rows: give it no --arch and no --default")
+    ops = args.ops or OPS
+    rows = compile_all(ops, args.arch or list(ARCHS), default=args.default, jobs=args.jobs)
+    lines = [line(row) for row in rows]
+    print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows) if args.json else table(lines).rstrip())
+    if args.write:  # ops in the table's order, an op's rows in its own
+        whole = sorted((*kept(ops), *lines), key=lambda row: row.split(" | ")[0])
+        (HERE / "table.md").write_text(table(whole))
 
 
 if __name__ == "__main__":

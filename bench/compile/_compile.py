@@ -1,14 +1,13 @@
 """Compile what a launcher would launch, for a GPU that is not here, and read what the assembler says of it.
 
 ``capture(call, arch)`` runs a launcher on meta tensors and records its launches: the very kernels, dtypes, constants
-and parameters that this arch would get.  ``compile_launch`` builds one.  TRITON_INTERPRET must not be set: it
+and parameters that this arch would get.  ``reports`` builds them.  TRITON_INTERPRET must not be set: it
 replaces ``triton.jit``.
 """
 
+import hashlib
 import math
-import pathlib
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,15 +17,16 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
+from bench.compile._disassembly import Instruction, disassembled, run
 from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
-_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Report:
     instructions: int  # of the largest loop, or of a kernel without one
     threads: int  # a block
     opcodes: dict[str, int]  # those that tell how it works: HGMMA, UTMALDG, LDGSTS, LDG.E.128
+    digest: str  # of what was compiled
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -113,8 +114,8 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
-def build(launch: Launch, arch: str) -> Any:
-    """Returns Triton's compiled kernel."""
+def _ast(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
+    """Returns what Triton compiles, and the options it compiles with."""
     parameters = {p.name: p for p in launch.kernel.params}
     values = dict(zip(parameters, launch.args)) | {k: v for k, v in launch.config.items() if k in parameters}
     options = {k: v for k, v in launch.config.items() if k not in parameters}
@@ -129,29 +130,55 @@ def build(launch: Launch, arch: str) -> Any:
             elif _divisible(value) and not parameter.do_not_specialize:
                 aligned[path] = [["tt.divisibility", 16]]
     signature = {name: _signature(values[name], set(constant), (i,)) for i, name in enumerate(parameters)}
-    source = ASTSource(launch.kernel, signature, constant, aligned)
+    return ASTSource(launch.kernel, signature, constant, aligned), options
+
+
+def build(launch: Launch, arch: str) -> Any:
+    """Returns Triton's compiled kernel."""
+    source, options = _ast(launch)
     return triton.compile(source, target=target_of(arch), options=options)
 
 
-def compile_launch(launch: Launch, arch: str) -> Report:
-    compiled = build(launch, arch)
-    name, threads = launch.kernel.fn.__name__, compiled.metadata.num_warps * target_of(arch).warp_size
+def digest(launch: Launch, arch: str) -> str:
+    """Returns what tells a kernel from another before it is compiled: a hash of Triton's first form of it, which knows
+    nothing of comments and line numbers, and of its options.  One version of Triton makes the same code of the same."""
+    source, options = _ast(launch)
+    target = target_of(arch)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(options | source.parse_options())
+    helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source.make_ir(target, parsed, *helpers, context)
+    return hashlib.sha256(f"{module.str_nodebug()} {sorted(options.items())}".encode()).hexdigest()[:12]
+
+
+def reports(launches: list[Launch], arch: str) -> list[Report]:
+    """Compiles launches and reads what came out."""
+    built = [build(launch, arch) for launch in launches]
     if arch.startswith("gfx"):
-        return _read_amd(name, threads, compiled.metadata.shared, compiled.asm["amdgcn"])
-    return _read_cuda(name, threads, compiled.metadata.shared, compiled.asm["cubin"])
+        read = [_read_amd(compiled.asm["amdgcn"]) for compiled in built]
+    else:
+        cubins = [compiled.asm["cubin"] for compiled in built]
+        read = [_read_cuda(*pair) for pair in zip(cubins, disassembled(cubins, arch))]
+    return [
+        Report(
+            kernel=launch.kernel.fn.__name__,
+            shared_bytes=compiled.metadata.shared,
+            threads=compiled.metadata.num_warps * target_of(arch).warp_size,
+            digest=digest(launch, arch),
+            **found,
+        )
+        for launch, compiled, found in zip(launches, built, read)
+    ]
 
 
-def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
-    cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def _read_cuda(cubin: bytes, code: list[Instruction]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        read = lambda option: (
-            subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout
-        )
-        usage, sass = read("--dump-resource-usage"), read("-sass")
+        usage = run("cuobjdump", "--dump-resource-usage", f.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    code = [(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, sass.splitlines()) if m and m[2] != "NOP"]
     loops = [
         (int(t[-1], 16), at)
         for at, op, rest in code
@@ -161,11 +188,12 @@ def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
     body = [op for at, op, _ in code if first <= at <= last]
     opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")}
     opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
-    return Report(name, registers, stack, shared, len(body), threads, opcodes)
+    return dict(registers=registers, spill_bytes=stack, instructions=len(body), opcodes=opcodes)
 
 
-def _read_amd(name: str, threads: int, shared: int, asm: str) -> Report:
+def _read_amd(asm: str) -> dict[str, Any]:
     number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", asm)[1])
     code = [line.split()[0] for line in asm.splitlines() if re.match(r"\t[a-z]+_\w+", line)]
     opcodes = {"MFMA": sum("mfma" in op for op in code)}
-    return Report(name, number("vgpr_count"), number("private_segment_fixed_size"), shared, len(code), threads, opcodes)
+    sizes = dict(registers=number("vgpr_count"), spill_bytes=number("private_segment_fixed_size"))
+    return dict(**sizes, instructions=len(code), opcodes=opcodes)

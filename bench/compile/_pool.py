@@ -3,23 +3,26 @@
 import importlib
 import multiprocessing
 import pathlib
-import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 
+from tqdm import tqdm
+
 HERE = pathlib.Path(__file__).parent
 ARCHS = "sm_90", "sm_80", "gfx942"
+PART = 8  # calls that are compiled together
 OPS = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 
 
-def compile_call(op: str, label: str, arch: str) -> list[dict]:
-    """One entry for every kernel that the call launches."""
-    from bench.compile._compile import SHARED_BYTES, capture, compile_launch
+def compile_calls(op: str, labels: list[str], arch: str) -> list[dict]:
+    """One entry for every kernel that the calls launch, in their order."""
+    from bench.compile._compile import SHARED_BYTES, capture, reports
 
-    call = importlib.import_module(f"bench.compile.{op}").CALLS[label]
+    calls = importlib.import_module(f"bench.compile.{op}").CALLS
+    launches = [(label, launch) for label in labels for launch in capture(calls[label].run, arch)]
     rows = []
-    for launch in capture(call.run, arch):
-        report = compile_launch(launch, arch)
+    for (label, launch), report in zip(launches, reports([launch for _, launch in launches], arch), strict=True):
+        call = calls[label]
         elements = call.elements.get(report.kernel)
         each = None if elements is None else round(report.instructions * report.threads / elements(launch.config), 1)
         limits = dict(
@@ -32,23 +35,34 @@ def compile_call(op: str, label: str, arch: str) -> list[dict]:
     return rows
 
 
-def wanted(ops: list[str], archs: list[str], default: bool) -> list[tuple[str, str, str]]:
-    calls = [(op, list(importlib.import_module(f"bench.compile.{op}").CALLS)) for op in ops]
-    return [
-        (op, label, arch) for op, labels in calls for label in (labels[:1] if default else labels) for arch in archs
+def digests(op: str, arch: str) -> list[tuple[str, str, str]]:
+    """(call, kernel, digest) of every kernel that an op's calls launch: what compile_calls would compile."""
+    from bench.compile._compile import capture, digest
+
+    calls = importlib.import_module(f"bench.compile.{op}").CALLS
+    launches = ((label, launch) for label, call in calls.items() for launch in capture(call.run, arch))
+    return [(label, launch.kernel.fn.__name__, digest(launch, arch)) for label, launch in launches]
+
+
+def wanted(op: str, default: bool) -> list[str]:
+    """Returns the labels of an op's calls, or of its first alone."""
+    labels = list(importlib.import_module(f"bench.compile.{op}").CALLS)
+    return labels[:1] if default else labels
+
+
+def compile_all(ops: list[str], archs: list[str], default: bool, jobs: int) -> list[dict]:
+    """Compiles in ``jobs`` processes; the order of the entries is the table's."""
+    requests = [(op, label, arch) for op in ops for label in wanted(op, default) for arch in archs]
+    parts = [
+        (op, labels[i : i + PART], arch)
+        for op in ops
+        for labels in [wanted(op, default)]
+        for arch in archs
+        for i in range(0, len(labels), PART)
     ]
-
-
-def compile_all(requests: list[tuple[str, str, str]], jobs: int, progress: bool = True) -> list[dict]:
     rows: dict[tuple[str, str, str], list[dict]] = {}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(compile_call, *request): request for request in requests}
-        for done, future in enumerate(as_completed(futures), 1):
-            rows[futures[future]] = future.result()
-            if progress:
-                print(
-                    f"\r{done}/{len(futures)} {' '.join(futures[future]):<70.70}", end="", file=sys.stderr, flush=True
-                )
-    if progress:
-        print(file=sys.stderr)
+        for future in tqdm(as_completed([pool.submit(compile_calls, *part) for part in parts]), total=len(parts)):
+            for row in future.result():
+                rows.setdefault((row["op"], row["call"], row["arch"]), []).append(row)
     return [row for request in requests for row in rows[request]]
