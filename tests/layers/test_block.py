@@ -450,8 +450,16 @@ def _compiled(world, case, backend):
     return out
 
 
-@pytest.mark.parametrize("case", ["pre-norm", "post-norm, smallest", "stack, smallest"])
-@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize(
+    "R, case",
+    [
+        (1, "pre-norm"),
+        (1, "post-norm, smallest"),
+        (2, "post-norm, smallest"),
+        (2, "stack, smallest"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in [(1, "stack, smallest"), (2, "pre-norm")]),
+    ],
+)
 def test_compiled_in_one_graph(ranks, R, case):
     for eager, compiled in ranks(R, _compiled, CASES[case], "aot_eager"):
         assert_equal(compiled, eager)

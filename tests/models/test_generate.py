@@ -103,7 +103,9 @@ def continued_in_fp64(world, path, ids, mask, sp):
     return model.generate(ids, attention_mask=mask, max_new_tokens=NEW)[:, -NEW:]
 
 
-@pytest.mark.parametrize("R, sp", [(1, False), (2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "R, sp", [(1, False), (4, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(2, True), (4, False)])]
+)
 def test_the_tokens_of_the_llama_family(ranks, llama, reached, R, sp):
     """Each prompt alone and without a cache there, as one batch here; kv heads more than ranks, as many, and fewer."""
     model, path = llama
@@ -227,7 +229,7 @@ def test_errors_are_named_and_the_same_on_every_rank(ranks, name):
     assert first == second and re.search(ERRORS[name][1], first), first
 
 
-@pytest.mark.parametrize("every", [2, 4, 100])
+@pytest.mark.parametrize("every", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 100))])
 def test_whether_all_have_ended_may_be_asked_late(monkeypatch, every):
     """The tokens are those of asking after each, whatever ends them; ``on_token`` is given none that comes too late."""
     model = GPT(replace(GPT_CONFIG, init_std=0.3))

@@ -95,7 +95,7 @@ def total_error(ours, exact):
     return torch.stack(scaled).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_error_of_bf16_does_not_grow_with_the_split(ranks, name, autocast):
     """Under autocast the parameters and their gradients are fp32."""

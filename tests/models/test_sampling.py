@@ -26,7 +26,9 @@ def sampled(world, name, lengths, sp, seed=4):
     return model.generate(ids, attention_mask=mask, max_new_tokens=9, seed=seed, **OPTIONS)[:, 8:]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "qwen3"))) for name in CONFIGS]
+)
 def test_the_split_does_not_show(ranks, reached, name):
     one = sampled(None, name, (8, 5, 1), False)
     assert len(one.unique()) > 5

@@ -204,8 +204,10 @@ def _block(world, overlap, sp, saving, compiled):
     "sp, saving",
     [
         (True, "smallest"),
-        (False, "fastest"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in [(True, "fastest"), (False, "smallest")]),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in [(True, "fastest"), (False, "smallest"), (False, "fastest")]
+        ),
     ],
 )
 def test_a_block_compiled_in_one_graph(ranks, sp, saving):

@@ -239,7 +239,16 @@ def _compiled(world, op, sp, x, dy, weights, norm):
     return out
 
 
-@pytest.mark.parametrize("op, sp", [*((op, True) for op in (*OPS, "exchange")), ("gather_mlp_exchange", False)])
+BESIDE = {("gather_linear_act", True), ("gather_mlp_exchange", True)}  # of each another form is compiled every day
+
+
+@pytest.mark.parametrize(
+    "op, sp",
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case in BESIDE))
+        for case in [*((op, True) for op in (*OPS, "exchange")), ("gather_mlp_exchange", False)]
+    ],
+)
 def test_compiled_in_one_graph(ranks, op, sp):
     for eager, compiled in ranks(2, _compiled, op, sp, *_data(op, torch.float64)):
         assert_equal(compiled, eager)

@@ -59,14 +59,14 @@ F64 = torch.float64
 TP2, FSDP = (2, 1, "ddp"), (4, 2, "fsdp")
 RESUMES = [
     (TP2, TP2),
-    (TP2, (4, 1, "ddp")),
     (TP2, (1, 1, "ddp")),
-    (TP2, (4, 2, "ddp")),
     (TP2, FSDP),
     (FSDP, FSDP),
     (FSDP, (1, 1, "ddp")),
 ]
 MORE = [
+    (TP2, (4, 1, "ddp")),
+    (TP2, (4, 2, "ddp")),
     ((4, 2, "ddp"), TP2),
     ((4, 1, "ddp"), (3, 1, "ddp")),
     (FSDP, (2, 2, "fsdp")),

@@ -86,7 +86,6 @@ def measured(device: torch.device, dtype: torch.dtype, ranks: int) -> Measured |
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no types
 def _measured(device: torch.device, dtype: torch.dtype) -> list[tuple[int, Measured]]:
     """Its arguments are never dynamic."""
     arch = device.type if device.type != "cuda" else target(device).arch
@@ -96,6 +95,10 @@ def _measured(device: torch.device, dtype: torch.dtype) -> list[tuple[int, Measu
         for ranks, row in rows
         if row
     ]
+
+
+# torch.compiler.assume_constant_result does no more, but imports the compiler for it, and so would every import of ours.
+_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hidden(op: str, tp: TensorParallel) -> Hidden:
