@@ -32,7 +32,8 @@ def described(error: BaseException) -> str:
 
 
 def usable(context: Context) -> bool:
-    """Whether the GPU still answers: an illegal access leaves a context in which everything fails."""
+    """Whether the GPU still answers: an illegal access leaves a context in which everything fails.  Gives back what the
+    last job held of its memory."""
     torch = sys.modules.get("torch")
     if torch is None or context.tiny or not torch.cuda.is_initialized():
         return True
@@ -58,7 +59,7 @@ def do(part: Part, jobs: list[str], context: Context, say) -> int:
             traceback.print_exc()
             error = described(raised)
         say(job=job, event="end", time=time.time(), error=error)
-        if error and not usable(context):
+        if not usable(context):
             return FRESH
     return 0
 

@@ -139,8 +139,10 @@ class Day:
     # ---- a stage ----
 
     def _environment(self) -> dict[str, str]:
-        own = dict(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = dict(PYTHONPATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99")
         own |= dict(TRITON_CACHE_DIR=str(self.cache / "triton"), TORCHINDUCTOR_CACHE_DIR=str(self.cache / "inductor"))
+        own |= dict(TORCHINDUCTOR_COMPILE_THREADS="4")  # of each of many processes
         if self.rehearse:
             own |= dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
             own["PATH"] = f"{self.scratch / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -158,6 +160,8 @@ class Day:
             jobs = self._jobs(part)
             lanes = [jobs[i :: part.parallel] for i in range(min(part.parallel, len(jobs)))]
             until = min(end, began + part.seconds)
+            if jobs:
+                say(f"{self._clock()} {part.name}: {len(jobs)} jobs, up to {until - began:.0f} s")
             made = [Lane(part, own, setting=setting, results=self.results, until=until) for own in lanes]
             self.lanes += made
             open_parts[part.name] = part, began, made
@@ -186,10 +190,11 @@ class Day:
         self.results.close(part.name, now - began)
         self.results.save()
         status = self.results.part(part.name)["status"]
-        say(
-            f"[{now - self.began:4.0f} s, {max(self.until - now, 0):4.0f} s left] {part.name}: {status} in"
-            f" {now - began:.0f} s. {self._headline(part)}"
-        )
+        say(f"{self._clock()} {part.name}: {status} in {now - began:.0f} s. {self._headline(part)}")
+
+    def _clock(self) -> str:
+        now = time.time()
+        return f"[{now - self.began:4.0f} s, {max(self.until - now, 0):4.0f} s left]"
 
     def _headline(self, part: Part) -> str:
         try:

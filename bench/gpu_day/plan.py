@@ -21,11 +21,11 @@ def _part(name: str, module: str, seconds: float, each: float, **rest: Any) -> P
 
 
 DAY = (
-    _part(SETUP, "setup", 60, 45),
-    _part("correctness", "check", 60, 50, parallel=13, stage="first"),
+    _part(SETUP, "setup", 120, 90),
+    _part("correctness", "check", 90, 85, parallel=13, stage="first"),
     _part("kernels compiled", "warm", 100, 80, parallel=12, stage="warm"),
-    _part("memcheck", "sanitize", 100, 100, stage="warm", options=dict(tool="memcheck")),
-    _part("racecheck", "sanitize", 100, 100, stage="warm", options=dict(tool="racecheck")),
+    _part("memcheck", "sanitize", 120, 120, stage="warm", options=dict(tool="memcheck")),
+    _part("racecheck", "sanitize", 120, 120, stage="warm", options=dict(tool="racecheck")),
     _part("rows of worth", "rows", 180, 40, options=dict(ops=WORTH)),
     _part("layers", "layers", 90, 60),
     _part("host time", "host", 25, 20),

@@ -1,4 +1,4 @@
-"""This card's two ceilings, copy bandwidth and matrix rate: as measured in the run that they judge, and by data sheet."""
+"""This card's two ceilings, copy bandwidth and matrix rate: measured in the run that they judge, and by data sheet."""
 
 import pathlib
 import platform

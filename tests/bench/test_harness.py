@@ -11,8 +11,8 @@ from bench.harness.count import Call, Counted, Kernel, _Watched, count
 from bench.harness.measure import interleaved, peak_bytes, quantiles, sets_needed
 from bench.harness.roofline import Card, measure_card
 from bench.harness.run import COLUMNS, Errors, available, calls, measure, speed
-from tpfuse.kernels.norm.config import BWD_ROW
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
 from tpfuse.kernels.runtime.op import Cost
 from tpfuse.kernels.runtime.philox import Mask

@@ -90,7 +90,7 @@ def _block(context: Context) -> None:
 
 def model_of(tiny: bool, device: torch.device) -> tuple[GPT, Tensor]:
     """-> a GPT in bf16, and a batch"""
-    width, depth, S, B = (32, 1, 16, 2) if tiny else (1024, 8, 512, 8)
+    width, depth, S, B = (32, 1, 8, 1) if tiny else (1024, 8, 512, 8)
     sizes = dict(hidden_size=width, num_layers=depth, num_heads=2 if tiny else 16, max_positions=S)
     model = GPT(GPTConfig(vocab_size=256 if tiny else 50304, **sizes), seed=0).to(device, BF16)
     return model, Random(BF16, device, 0).ids(256, B, S)

@@ -137,4 +137,15 @@ def headline(rows: list[dict]) -> str:
         if "layer" in row:
             key = row["layer"], row["provider"]
             best[key] = min(best.get(key, float("inf")), row["p50_ms"])
-    return ", ".join(f"{layer} by {who} {ms:.2f} ms" for (layer, who), ms in best.items())
+    cells = [f"{layer} by {who} {ms:.2f} ms" for (layer, who), ms in best.items()]
+    ours = max((row for row in rows if row.get("provider") == "tpfuse"), key=lambda row: row["tflops"], default=None)
+    if ours is not None:
+        mfu = (
+            f"MFU {100 * ours['mfu']:.0f} % of the data sheet's rate, "
+            if ours["mfu"]
+            else "no data sheet of this card, "
+        )
+        cells.append(
+            f"tpfuse at best {ours['tflops']:.0f} TFLOP/s: {mfu}{100 * ours['matrix_share']:.0f} % of the measured"
+        )
+    return ", ".join(cells)

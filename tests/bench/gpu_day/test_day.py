@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import signal
@@ -22,12 +21,11 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def gone(pid: int) -> bool:
-    for _ in range(200):
+    for _ in range(1000):
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text():
+            if "State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.01)
     return False

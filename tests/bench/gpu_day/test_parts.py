@@ -31,7 +31,6 @@ def test_the_day_in_order_of_worth():
 
 def test_every_op_is_seen_first(tmp_path):
     """Of the rows of worth and of the others; all shapes are there."""
-
     full = Context(False, tmp_path, {}, print)
     listed = [name for part in DAY if part.module == rows.__name__ for name in part.jobs(full)]
     plain = [name for name in listed if not name.startswith(rows.COMPILED)]
