@@ -74,22 +74,23 @@ class Day:
         guard = threading.Timer(self.seconds, self._cut)
         guard.daemon = True
         guard.start()
-        before = signal.signal(signal.SIGTERM, _stop)
+        handler = signal.signal(signal.SIGTERM, _stop)
         reached: list[str] = []
         try:
             self._begin()
             for stage in self.plan or []:
+                before = len(self.lanes)
                 reached += self._stage(stage)
                 if stage[0].name == SETUP and not self._ready():
                     break
-                if stage[0].stage == "warm":
+                if stage[0].stage == "warm" and len(self.lanes) > before:
                     self._pack(time.time() + self.packing / 2)
         finally:
             for lane in self.lanes:
                 lane.stop()
             self._finish()
             guard.cancel()
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
         return self._report(reached)
 
     def _cut(self) -> None:
@@ -187,9 +188,10 @@ class Day:
 
     def _close(self, part: Part, began: float) -> None:
         now = time.time()
-        self.results.close(part.name, now - began)
+        found = self.results.part(part.name)
+        found["seconds"] = round(found["seconds"] + now - began, 2)
         self.results.save()
-        status = self.results.part(part.name)["status"]
+        status = found["status"]
         say(f"{self._clock()} {part.name}: {status} in {now - began:.0f} s. {self._headline(part)}")
 
     def _clock(self) -> str:

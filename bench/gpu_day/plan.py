@@ -34,6 +34,7 @@ DAY = (
     _part("time of each kernel", "kernels", 60, 30),
     _part("counters", "counters", 150, 40),
     _part("rows of torch.compile", "rows", 150, 50, options=dict(ops=WORTH, compiled=True)),
+    _part("candidates compiled", "candidates", 120, 60, parallel=12),
     _part("tuning", "tuning", 300, 120),
     _part("CUDA graphs", "graphs", 90, 45),
     _part("training curve", "training", 90, 45),

@@ -23,7 +23,12 @@ class Results:
     # ---- the file ----
 
     def save(self) -> None:
-        """Replaces the file as a whole, so that a kill leaves the old one or the new one."""
+        """Replaces the file as a whole, so that a kill leaves the old one or the new one.  A part's status and first
+        error follow from its jobs."""
+        for _, part in self.parts():
+            errors = [f"{name}: {job['error']}" for name, job in part["jobs"].items() if job["error"]]
+            part["status"] = status_of([job["status"] for job in part["jobs"].values()])
+            part["error"] = errors[0] if errors else ""
         new = self.path.with_name(self.path.name + ".new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)
@@ -54,15 +59,6 @@ class Results:
 
     def end(self, part: str, job: str, status: str, *, seconds: float, error: str = "") -> None:
         self.part(part)["jobs"][job] |= dict(status=status, seconds=round(seconds, 2), error=error)
-
-    def close(self, name: str, seconds: float) -> None:
-        """Sums up a part: its status and first error follow from its jobs."""
-        part = self.part(name)
-        jobs = part["jobs"].values()
-        errors = [f"{name}: {job['error']}" for name, job in part["jobs"].items() if job["error"]]
-        part["status"] = status_of([job["status"] for job in jobs])
-        part["seconds"] = round(part["seconds"] + seconds, 2)
-        part["error"] = errors[0] if errors else ""
 
     def rows(self) -> dict[str, list[dict]]:
         return {name: [row for job in part["jobs"].values() for row in job["rows"]] for name, part in self.parts()}

@@ -111,6 +111,7 @@ def test_a_kill_leaves_what_was_found_and_no_process(tmp_path, how):
         hangs = jobs_of(tmp_path).get("hangs", {}) if (tmp_path / NAME).exists() else {}
     running.send_signal(how)
     assert running.wait(20) != 0
+    assert load(tmp_path)["parts"]["part"]["status"] == "partial"
     assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
         "good": "done", "hangs": "timed out", "last": "not reached",
     }  # fmt: skip

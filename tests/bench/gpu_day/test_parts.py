@@ -1,17 +1,21 @@
 """What a day runs and in which order; the tables it is read from."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from bench import tune
 from bench.gpu_day.part import Absent, Context, needs, tool
-from bench.gpu_day.parts import counters, kernels, rows, setup, suite, tuning
+from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
 from bench.harness.bench import discover
 from bench.harness.bench import load as load_bench
 from bench.harness.roofline import data_sheet
+from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.runtime import tuning as _tuning
 
 # ---- what is run ----
 
@@ -71,6 +75,32 @@ def test_what_lies_farthest_from_its_roofline_is_tuned_first():
     row = lambda op, share, **rest: dict(op=op, shape="8x8", mode="fwd", provider="tpfuse", roofline=share) | rest
     found = [row("a", 0.8), row("b", 0.3), row("a", 0.1, mode="step"), row("c", 0.2, provider="torch"), row("d", None)]
     assert tuning.farthest([*found, row("a", 0.25, mode="bwd"), dict(note="no")]) == ["a 8x8", "b 8x8"]
+
+
+def test_what_tuning_will_try_is_dealt_out(tmp_path, monkeypatch):
+    """All candidates of a question together are its neighbours; one that fails costs nothing."""
+    ask, ran = tune.Ask("k", "sm_90", "bf16 8x8", (("A", 128), ("num_warps", 4))), []
+
+    @contextlib.contextmanager
+    def asked():
+        yield [ask]
+
+    def call(i):
+        ran.append(_tuning._table().get("sm_90", {}).get("k", {}).get("bf16 8x8"))
+        if ran[-1] == dict(A=64):
+            raise RuntimeError("out of resource")
+
+    monkeypatch.setattr(tune, "asked", asked)
+    monkeypatch.setattr(candidates, "calls", lambda *_: call)
+    monkeypatch.setattr(replay, "REPLAY", True)
+    found = []
+    context = Context(True, tmp_path, {}, found.append)
+    for number in (1, 2, 3):
+        candidates.run(f"rms_norm 4x8 {number} of 3", context)
+    tried = sorted(str(entry) for entry in ran if entry is not None)
+    both_modes = [dict(A=64), dict(A=256), dict(num_warps=2), dict(num_warps=8)] * 2
+    assert tried == sorted(map(str, both_modes))
+    assert sum(row["tried"] for row in found) == 8 and sum(row["failed"] for row in found) == 2
 
 
 def test_the_longest_kernels_once_each(tmp_path):

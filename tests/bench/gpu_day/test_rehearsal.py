@@ -23,7 +23,7 @@ def test_a_rehearsal(tmp_path):
     pytest.importorskip("triton")
     pytest.importorskip("transformers")
     out, again = tmp_path / "out", tmp_path / "again"
-    command = [sys.executable, "-m", "bench.gpu_day", "--rehearse", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.gpu_day", "--rehearse", "--minutes", "40", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = load(out)
