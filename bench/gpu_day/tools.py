@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (.*)$")
 COUNTED = re.compile(r"(\d+) (?:error|hazard)s?")
-FINDING = re.compile(r"^========= (\S.*)$")  # its details are indented
+FINDING = re.compile(r"^========= (\S.*)$")  # its details are indented, of which one names the kernel
+WHERE = re.compile(r"^========= +(at .*)$")
 CASE = re.compile(r"^case (\S+)$")  # printed by the program that is watched
 
 
@@ -27,6 +28,8 @@ def sanitized(lines: Iterable[str]) -> Iterator[dict]:
             summary = found[1]
         elif (found := FINDING.match(line)) and "COMPUTE-SANITIZER" not in line:
             findings.append(found[1])
+        elif (found := WHERE.match(line)) and findings and " at " not in findings[-1]:
+            findings[-1] += f" {found[1]}"
     if case:
         yield dict(case=case, findings=findings)
     if summary is None:

@@ -9,6 +9,7 @@ from bench.gpu_day.parts.check import every_kernel
 from bench.gpu_day.tools import sanitized
 from bench.harness.bench import discover
 
+OPTIONS = {"memcheck": ["--report-api-errors", "no"]}  # torch asks CUDA what it expects to be refused
 TINY = "layer_norm", "linear_gelu"
 
 
@@ -24,7 +25,8 @@ def run(job: str, context: Context) -> None:
     ops = [name for name in (TINY if context.tiny else discover()) if name not in clean]
     program = [sys.executable, "-u", "-m", "bench.gpu_day.parts.check", *ops, *["--rehearse"] * context.tiny]
     own = dict(PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # every tensor is an allocation: what lies beyond it is not ours
-    watched, errors = [tool("compute-sanitizer"), "--tool", job, *names, *program], 0
+    options = ["--tool", job, "--launch-timeout", "120", *OPTIONS.get(job, [])]  # torch's import takes its time
+    watched, errors = [tool("compute-sanitizer"), *options, *names, *program], 0
     with subprocess.Popen(
         watched, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -22,7 +22,7 @@ case linear
 
 def test_findings_belong_to_the_case_that_ran():
     *found, summary = tools.sanitized(SANITIZED.splitlines())
-    write = "Invalid __global__ write of size 4 bytes"
+    write = "Invalid __global__ write of size 4 bytes at _bwd_kernel+0x70 in gemm.py:8"
     assert found == [dict(case="layer_norm", findings=[]), dict(case="linear", findings=[write])]
     assert summary == dict(summary="1 error", errors=1)
     race = ["case a", "========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)"]
