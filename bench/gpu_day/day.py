@@ -62,15 +62,15 @@ class Day:
                 kind = "a rehearsal" if data["rehearsed"] else "no rehearsal"
                 raise Broken(f"{self.resume / NAME} is of {kind}, and the two are never mixed")
             self.results.data = data
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="gpu-day-"))
-        self.cache = self.scratch / "cache" if self.rehearse else cache.ROOT
         self.lanes: list[Lane] = []
 
     # ---- from beginning to end ----
 
     def run(self) -> int:
         """Returns the exit status; results are in the file whatever happens."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="gpu-day-"))
+        self.cache = self.scratch / "cache" if self.rehearse else cache.ROOT
         guard = threading.Timer(self.seconds, self._cut)
         guard.daemon = True
         guard.start()

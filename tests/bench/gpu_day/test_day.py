@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import signal
@@ -95,6 +96,7 @@ def test_a_list_that_cannot_be_made_is_a_failed_part(tmp_path):
 
 
 KILLED = """
+import os
 import pathlib, sys
 from bench.gpu_day.day import Day
 from tests.bench.gpu_day.fakes import part
@@ -104,7 +106,8 @@ Day(pathlib.Path(sys.argv[1]), 60.0, False, plan=[[part("good", "hangs", "last")
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_kill_leaves_what_was_found_and_no_process(tmp_path, how):
-    running = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    command, environment = [sys.executable, "-c", KILLED, str(tmp_path)], os.environ | dict(TMPDIR=str(tmp_path))
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     hangs = {}
     while len(hangs.get("rows", [])) < 2:
         time.sleep(0.02)
