@@ -4,8 +4,9 @@ python -m bench                                  the ops, their axes, standard s
 python -m bench layer_norm --dtype bf16 --shape 8192x4096 --mode fwd,bwd --providers tpfuse,torch,compile
 python -m bench all --plot out/plots             everything at its standard shapes
 
-The card's copy bandwidth and matrix rate are measured first; a row's roofline is the time that they leave for the
-bytes and flops tpfuse's ops declare (so GB/s and TFLOP/s count the same work for every provider).  fwd is a training
+The card's copy bandwidth and matrix rate are measured first; a row's roofline is the time that they leave for the least
+bytes (the inputs and outputs of tpfuse's ops, once each) and the flops that these ops declare, so GB/s and TFLOP/s
+count the same work for every provider.  fwd is a training
 forward: what backward needs is saved.  bwd is autograd.grad on a graph that is kept.  step is a forward and its
 backward.  An error is ||result - truth|| / ||truth||, the truth being torch in fp64, with dropout off; beside it its
 ratio to torch's error in the same dtype.  The path names the kernels that were launched, and the ops that ran as

@@ -93,11 +93,14 @@ def bert_layer(report: dict) -> str | None:
 def gpt_block(report: dict) -> str | None:
     rows = [row for (name, _), row in layer_times(report, "GPT 2.7B block").items() if name == "tpfuse"]
     best = max(rows, key=lambda row: row["tflops"], default=None)
-    return best and f"{best['tflops']:.0f} TFLOP/s, {100 * best['matrix_share']:.0f} % of the measured matrix rate"
+    if best is None:
+        return None
+    mfu = f"MFU {100 * best['mfu']:.0f} % of the data sheet's rate, " if best.get("mfu") else ""
+    return f"{best['tflops']:.0f} TFLOP/s, {mfu}{100 * best['matrix_share']:.0f} % of the measured matrix rate"
 
 
 def host_time(report: dict) -> str | None:
-    return f"{report['host_us']['tpfuse']:.0f} us" if report["host_us"] else None
+    return f"{report['host_us']['tpfuse']:.0f} us" if "tpfuse" in report["host_us"] else None
 
 
 FLASH = "attention with dropout, causal, head width 128: speed over SDPA's flash backend, forward / backward"
@@ -182,8 +185,19 @@ def layers(found: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def evidence(found: list[dict]) -> str:
+    """Each part of a day on a GPU: how it ended, and what it found in a few words."""
+    lines = ["| part | GPU | status | |", "|---|---|---|---|"]
+    for report in found:
+        for part in report.get("day", []):
+            said = part["headline"].replace("|", "/")
+            lines.append(f"| {part['part']} | {report['card']['name']} | {part['status']} | {said} |")
+    return "\n".join(lines)
+
+
 def gpu(found: list[dict]) -> str:
-    return "\n\n".join([summary(found), *([layers(found)] if found else []), ops(found)])
+    more = [layers(found), *([evidence(found)] if any("day" in report for report in found) else [])]
+    return "\n\n".join([summary(found), *(more if found else []), ops(found)])
 
 
 # ---- CPU: one training step, and messages behind GEMMs ----

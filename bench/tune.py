@@ -180,14 +180,22 @@ class Trial:
 
 
 def tune(
-    bench: Bench, shape: Shape, dtype: str, table: dict, device: torch.device, seconds: float, say=lambda line: None
+    bench: Bench,
+    shape: Shape,
+    dtype: str,
+    table: dict,
+    device: torch.device,
+    seconds: float,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    keep: Callable[[Ask, dict], None] = lambda ask, table: None,
 ) -> dict:
-    """The table, with the winners of one op at one shape in it."""
+    """The table, with the winners of one op at one shape in it; ``keep`` is given it after every question."""
     make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
-    fn, slack = bench.providers["tpfuse"], torch.finfo(DTYPES[dtype]).eps / 10
+    fn = bench.providers["tpfuse"]
     with side_stream(device):
         errors = Errors(bench, lambda: make(0))
-        allowed = [2 * error + slack for error in errors.torch["step"]]
+        allowed = errors.allowed
         sets = [make(0)]
         sets += [make(i) for i in range(1, sets_needed(sum(t.nbytes for t in sets[0]), device))]
         for mode in ("fwd", "bwd"):
@@ -200,6 +208,7 @@ def tune(
                     ask, call, lambda: errors.against_truth(fn)["step"], allowed, table, len(sets), device, seconds, say
                 )
                 table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))
+                keep(ask, table)
     return table
 
 

@@ -1,4 +1,4 @@
-"""This card's two ceilings, measured in the run that they judge: copy bandwidth and matrix rate."""
+"""This card's two ceilings, copy bandwidth and matrix rate: measured in the run that they judge, and by data sheet."""
 
 import pathlib
 import platform
@@ -8,6 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from bench.harness.measure import once, side_stream
+from tpfuse.ledger.mfu import known_peak
+
+MEMORY_GBS = {  # by what is in the device's name; NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU"
+    "NVIDIA H200": 4800.0,
+    "NVIDIA H100 PCIe": 2000.0,
+    "NVIDIA H100 80GB HBM3": 3350.0,
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,20 @@ class Card:
     def floor(self, dtype: str, moved: int, flops: int) -> float:
         """Seconds below which nothing that moves and computes this much can go."""
         return max(moved / (self.copy_gbs * 1e9), flops / (self.matrix_tflops[dtype] * 1e12))
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What the maker says: MFU divides by its dense bf16 rate, which is 989 TFLOP/s of an H100 SXM and of an H200."""
+
+    matrix_tflops: float
+    memory_gbs: float
+
+
+def data_sheet(name: str) -> Sheet | None:
+    """None for a card that is not in the table: shares are then of what was measured."""
+    peak, memory = known_peak(name), next((gbs for key, gbs in MEMORY_GBS.items() if key in name), None)
+    return None if peak is None or memory is None else Sheet(peak / 1e12, memory)
 
 
 def card_name(device: torch.device) -> str:

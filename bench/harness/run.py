@@ -108,6 +108,11 @@ class Errors:
         self.truth = results(exact, double(inputs), self.p, self.dtype)
         self.torch = self.against_truth(exact)
 
+    @property
+    def allowed(self) -> list[float]:
+        """What counts as right of each value and gradient: twice torch's error, and a tenth of a rounding."""
+        return [2 * error + torch.finfo(self.dtype).eps / 10 for error in self.torch["step"]]
+
     def against_truth(self, fn: Callable) -> dict[str, list[float]]:
         values = results(fn, self.make(), self.p, self.dtype)
         return {mode: distances(values[mode], self.truth[mode]) for mode in MODES}
@@ -134,13 +139,16 @@ def measure(
     device: torch.device,
     seconds: float,
     say: Progress = lambda line: None,
+    *,
+    keep: Callable[[dict], None] = lambda row: None,
 ) -> tuple[list[dict], list[str]]:
-    """-> rows with the keys COLUMNS, and a line for everything that could not be had."""
+    """-> rows with the keys COLUMNS, and a line for everything that could not be had.  ``keep`` is given every row as
+    it comes."""
     with side_stream(device), functorch.patch(donated_buffer=False):  # so that a compiled graph can be kept
-        return _measure(bench, shape, dtype, modes, providers, card, device, seconds, say)
+        return _measure(bench, shape, dtype, modes, providers, card, device, seconds, say, keep)
 
 
-def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say) -> tuple[list[dict], list[str]]:
+def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say, keep) -> tuple[list[dict], list[str]]:
     what = f"{bench.name} {'x'.join(map(str, shape))} {dtype}"
     make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
     notes: list[str] = []
@@ -187,6 +195,7 @@ def _measure(bench, shape, dtype, modes, providers, card, device, seconds, say) 
                 own = details(counted if name == "tpfuse" else None, name)
                 row = case | times | rates | own | dict(error=error, error_ratio=ratio, peak_mib=peaks[name] / 2**20)
                 rows.append({key: row[key] for key in (*COLUMNS, "bytes", "flops")})
+                keep(rows[-1])
     return rows, notes
 
 
@@ -200,10 +209,10 @@ def attempt(what: str, notes: list[str]) -> Iterator[None]:
 
 
 def speed(counted: Counted | None, dtype: str, seconds: float, card: Card) -> dict:
-    """Every provider's rates count the bytes and flops that tpfuse declares: the useful work."""
+    """Every provider's rates count the useful work: the least bytes, and the flops that tpfuse declares."""
     if counted is None:
         return dict(tflops=None, gbs=None, roofline=None, bytes=None, flops=None)
-    moved, flops = counted.bytes, counted.flops
+    moved, flops = counted.least, counted.flops
     share = card.floor(dtype, moved, flops) / seconds
     return dict(
         tflops=flops / seconds / 1e12 if flops else None,

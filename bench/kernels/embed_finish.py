@@ -7,7 +7,8 @@ from tpfuse.kernels import embed_finish
 
 
 def inputs(random: Random, R: int, M: int, D: int) -> tuple:
-    table, positions = random(2048, D), random.ids(2048, M)
+    most = min(2048, R * M)
+    table, positions = random(most, D), random.ids(most, M)
     return random(R, M, D), table, positions, random(D, mean=1.0, std=0.1), random(D, std=0.1), random.rng()
 
 

@@ -12,6 +12,7 @@ from bench.harness.measure import interleaved, peak_bytes, quantiles, sets_neede
 from bench.harness.roofline import Card, measure_card
 from bench.harness.run import COLUMNS, Errors, available, calls, measure, speed
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
 from tpfuse.kernels.runtime.op import Cost
 from tpfuse.kernels.runtime.philox import Mask
@@ -41,6 +42,26 @@ def test_counted_bytes_are_the_declared_costs():
     assert [call.op for call in counted.calls] == ["norm_fwd", "norm_bwd"]
     assert counted.bytes == sum(cost.read + cost.written for cost in costs) > 0
     assert counted.flops == sum(cost.flops for cost in costs)
+
+
+def test_the_roofline_counts_the_least_bytes():
+    """The backward of a wide row reads it twice, as declared: no useful work."""
+    M, D = 2, 2 * BWD_ROW
+    x, weight, bias = LAYER_NORM.inputs(random(dtype=torch.bfloat16), M, D)
+    y = LAYER_NORM.providers["tpfuse"](x, weight, bias)
+    with count() as counted:
+        torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
+    rows, vectors, statistics = 2 * M * D, 2 * D, 4 * M
+    assert counted.least == 3 * rows + 3 * vectors + 2 * statistics < counted.bytes - rows
+    assert speed(counted, "bf16", 1.0, CARD)["bytes"] == counted.least
+
+
+def test_a_table_is_not_read_whole():
+    bench = load("embedding")
+    weight, ids = bench.inputs(random(), 1000, 4, 8)
+    with count() as counted:
+        bench.providers["tpfuse"](weight, ids)
+    assert counted.least == 8 * 4 + 2 * (4 * 4 * 8)
 
 
 def test_what_is_not_ours_counts_nothing():
