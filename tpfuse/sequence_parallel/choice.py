@@ -97,7 +97,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> list[tuple[int, Measu
     ]
 
 
-# torch.compiler.assume_constant_result does no more, but imports the compiler for it, and so would every import of ours.
+# torch.compiler.assume_constant_result does no more, but imports the compiler for it, with every import of ours.
 _measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
