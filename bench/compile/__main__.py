@@ -3,6 +3,8 @@
 python -m bench.compile                        every call on every arch; --write keeps the table in table.md
 python -m bench.compile linear --arch sm_90    one op
 python -m bench.compile --default --json       one call of each op, as JSON lines
+
+Of sm_90 it also prints how long each pipe is busy with the main loop, and what share of the roofline that leaves.
 """
 
 import argparse
@@ -35,6 +37,23 @@ def table(rows: list[dict]) -> str:
     return "\n".join((*lines, *map(line, rows))) + "\n"
 
 
+def accounts(rows: list[dict]) -> str:
+    """The clocks of _account.py beside each kernel compiled for sm_90."""
+    rows = [row for row in rows if row["account"]]
+    if not rows:
+        return ""
+    lines = [
+        "",
+        "Clocks of one scheduler of an H100 for a turn of the main loop, and the share of the roofline (tensor cores,",
+        "without products HBM) that it can reach: with the roofline's pipe waiting for the others, and never waiting.",
+        "",
+        f"| op | call | kernel | {' | '.join(name.replace('_', ' ') for name in rows[0]['account'])} |",
+        "|---" * (3 + len(rows[0]["account"])) + "|",
+    ]
+    cells = ((row["op"], row["call"], row["kernel"], *row["account"].values()) for row in rows)
+    return "\n".join((*lines, *("| " + " | ".join(map(str, values)) + " |" for values in cells)))
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # before any kernel is defined, here and in the workers
     parser = argparse.ArgumentParser(
@@ -52,7 +71,10 @@ def main() -> None:
     if args.write and (args.ops or args.arch or args.default):
         parser.error("--write keeps the whole table: give it no op, no --arch and no --default")
     rows = compile_all(wanted(args.ops or OPS, args.arch or list(ARCHS), args.default), args.jobs)
-    print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows) if args.json else table(rows).rstrip())
+    if args.json:
+        print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows))
+    else:
+        print(table(rows) + accounts(rows))
     if args.write:
         (HERE / "table.md").write_text(table(rows))
 

@@ -21,25 +21,28 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.compile._account import account, instructions, loops
 from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
-_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 
 
 @dataclass(frozen=True)
 class Call:
     """Something to compile: ``run()`` calls a launcher on meta tensors.  ``elements`` {kernel: (parameters) -> elements
     that one program (or one turn of its loop) handles} gives instructions an element; ``uses`` {kernel: opcodes} must
-    be in its sm_90 code; ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``."""
+    be in its sm_90 code; ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``; ``archs`` and ``only``: a
+    call made for some archs and one kernel alone."""
 
     run: Callable[[], Any]
     elements: dict[str, Callable[[dict], int]] = field(default_factory=dict)
     uses: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spills: dict[str, int] = field(default_factory=dict)
     why: str = ""
+    archs: tuple[str, ...] = tuple(SHARED_BYTES)
+    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Report:
     instructions: int  # of the largest loop, or of a kernel without one
     threads: int  # a block
     opcodes: dict[str, int]  # those that tell how it works: HGMMA, UTMALDG, LDGSTS, LDG.E.128
+    account: dict[str, float] | None = None  # of sm_90: see _account.py
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -138,10 +142,10 @@ def compile_launch(launch: Launch, arch: str) -> Report:
     name, threads = launch.kernel.fn.__name__, compiled.metadata.num_warps * target_of(arch).warp_size
     if arch.startswith("gfx"):
         return _read_amd(name, threads, compiled.metadata.shared, compiled.asm["amdgcn"])
-    return _read_cuda(name, threads, compiled.metadata.shared, compiled.asm["cubin"])
+    return _read_cuda(name, threads, arch, compiled.metadata.shared, compiled.asm["cubin"])
 
 
-def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
+def _read_cuda(name: str, threads: int, arch: str, shared: int, cubin: bytes) -> Report:
     cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
@@ -151,17 +155,13 @@ def _read_cuda(name: str, threads: int, shared: int, cubin: bytes) -> Report:
         )
         usage, sass = read("--dump-resource-usage"), read("-sass")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    code = [(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, sass.splitlines()) if m and m[2] != "NOP"]
-    loops = [
-        (int(t[-1], 16), at)
-        for at, op, rest in code
-        if op == "BRA" and (t := re.findall(r"0x([0-9a-f]+)", rest)) and int(t[-1], 16) < at
-    ]
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
-    body = [op for at, op, _ in code if first <= at <= last]
+    code = instructions(sass)
+    first, last = max(loops(code), key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
+    body = [i for i in code if first <= i.address <= last]
     opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")}
     opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
-    return Report(name, registers, stack, shared, len(body), threads, opcodes)
+    busy = account(code, threads)._asdict() if arch == "sm_90" else None
+    return Report(name, registers, stack, shared, len(body), threads, opcodes, busy)
 
 
 def _read_amd(name: str, threads: int, shared: int, asm: str) -> Report:
