@@ -19,6 +19,8 @@ def compile_call(op: str, label: str, arch: str) -> list[dict]:
     call = importlib.import_module(f"bench.compile.{op}").CALLS[label]
     rows = []
     for launch in capture(call.run, arch):
+        if call.only not in (None, launch.kernel.fn.__name__):
+            continue
         report = compile_launch(launch, arch)
         elements = call.elements.get(report.kernel)
         each = None if elements is None else round(report.instructions * report.threads / elements(launch.config), 1)
@@ -33,9 +35,13 @@ def compile_call(op: str, label: str, arch: str) -> list[dict]:
 
 
 def wanted(ops: list[str], archs: list[str], default: bool) -> list[tuple[str, str, str]]:
-    calls = [(op, list(importlib.import_module(f"bench.compile.{op}").CALLS)) for op in ops]
+    calls = [(op, list(importlib.import_module(f"bench.compile.{op}").CALLS.items())) for op in ops]
     return [
-        (op, label, arch) for op, labels in calls for label in (labels[:1] if default else labels) for arch in archs
+        (op, label, arch)
+        for op, entries in calls
+        for label, call in (entries[:1] if default else entries)
+        for arch in archs
+        if arch in call.archs
     ]
 
 

@@ -53,6 +53,22 @@ def multiprocessors(x: Tensor) -> int:
     return target(x.device).multiprocessors
 
 
+def has_tma(arch: str) -> bool:
+    """Returns whether tiles can move by the copy engine, which descriptors are for; the interpreter has one too."""
+    return arch == "cpu" or (arch.startswith("sm_") and int(arch[3:]) >= 90)
+
+
+def describable(x: Tensor) -> bool:
+    """Returns whether a descriptor can hold x [M, N]: the copy engine counts in 16 bytes."""
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(1) == 1
+        and x.stride(0) >= x.shape[1]
+        and x.stride(0) * x.element_size() % 16 == 0
+    )
+
+
 class Start(NamedTuple):
     """A kernel as it was started: compiled, with every argument in order, constants included."""
 
