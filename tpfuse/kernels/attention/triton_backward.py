@@ -303,7 +303,7 @@ def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
-    dkdv = _dkdv_parameters(qkv, qk, do, static, options)
+    dkdv = _dkdv_parameters(qkv, qk, do, static=static, options=options)
     dq = dict(STATIC=static) | config("dq", target(qkv.device).arch, qkv, options)
     launch(_dkdv_kernel, (-(-seq // dkdv["BLOCK_N"]) * batch * G,), qkv.device, *arrays, **numbers, **dkdv)
     launch(_dq_kernel, (-(-seq // dq["BLOCK_M"]) * batch * G * (slots - 2),), qkv.device, *arrays, **numbers, **dq)
