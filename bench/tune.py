@@ -56,11 +56,14 @@ class Ask:
 
 
 def neighbours(parameters: dict) -> list[dict]:
-    """One parameter changed; beyond the other path, that path's own neighbours."""
+    """One parameter changed; beyond the other path, and the other form, their own neighbours."""
     if parameters.get("path") in OTHER_PATH:
         other = parameters | {"path": OTHER_PATH[parameters["path"]]}
         return [other, *neighbours(other)]
     changed = []
+    if parameters.get("TRANSPOSED") is False:  # which is made for more stages
+        other = parameters | dict(TRANSPOSED=True)
+        changed += [other, *neighbours(other)]
     for name in filter(RANGES.__contains__, parameters):
         value, (low, high) = parameters[name], RANGES[name]
         if isinstance(value, bool):

@@ -3,6 +3,8 @@
 python -m bench.compile                        every call on every arch; --write keeps the table in table.md
 python -m bench.compile linear --arch sm_90    one op; linear --write replaces its part of table.md
 python -m bench.compile --default --json       one call of each op, as JSON lines
+
+Of sm_90 it also prints how long each pipe is busy with the main loop, and what share of the roofline that leaves.
 """
 
 import argparse
@@ -40,6 +42,23 @@ def kept(ops: list[str]) -> list[str]:
     return [row for row in lines if row.split(" | ")[0][2:] not in ops]
 
 
+def accounts(rows: list[dict]) -> str:
+    """The clocks of _account.py beside each kernel compiled for sm_90."""
+    rows = [row for row in rows if row["account"]]
+    if not rows:
+        return ""
+    lines = [
+        "",
+        "Clocks of one scheduler of an H100 for a turn of the main loop, and the share of the roofline (tensor cores,",
+        "without products HBM) that it can reach: with the roofline's pipe waiting for the others, and never waiting.",
+        "",
+        f"| op | call | kernel | {' | '.join(name.replace('_', ' ') for name in rows[0]['account'])} |",
+        "|---" * (3 + len(rows[0]["account"])) + "|",
+    ]
+    cells = ((row["op"], row["call"], row["kernel"], *row["account"].values()) for row in rows)
+    return "\n".join((*lines, *("| " + " | ".join(map(str, values)) + " |" for values in cells)))
+
+
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # before any kernel is defined, here and in the workers
     parser = argparse.ArgumentParser(
@@ -59,7 +78,10 @@ def main() -> None:
     ops = args.ops or OPS
     rows = compile_all(ops, args.arch or list(ARCHS), default=args.default, jobs=args.jobs)
     lines = [line(row) for row in rows]
-    print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows) if args.json else table(lines).rstrip())
+    if args.json:
+        print("\n".join(json.dumps(row | dict(line=line(row))) for row in rows))
+    else:
+        print(table(lines) + accounts(rows))
     if args.write:  # ops in the table's order, an op's rows in its own
         whole = sorted((*kept(ops), *lines), key=lambda row: row.split(" | ")[0])
         (HERE / "table.md").write_text(table(whole))

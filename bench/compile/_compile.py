@@ -21,6 +21,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from bench.compile._account import account, loops
 from bench.compile._disassembly import Instruction, disassembled, run
 from tpfuse.kernels.runtime import launch as _launch
 
@@ -33,13 +34,16 @@ _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8
 class Call:
     """Something to compile: ``run()`` calls a launcher on meta tensors.  ``elements`` {kernel: (parameters) -> elements
     that one program (or one turn of its loop) handles} gives instructions an element; ``uses`` {kernel: opcodes} must
-    be in its sm_90 code; ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``."""
+    be in its sm_90 code; ``spills`` {kernel: bytes} are exceptions on any arch, with ``why``; ``archs`` and ``only``: a
+    call made for some archs and one kernel alone."""
 
     run: Callable[[], Any]
     elements: dict[str, Callable[[dict], int]] = field(default_factory=dict)
     uses: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spills: dict[str, int] = field(default_factory=dict)
     why: str = ""
+    archs: tuple[str, ...] = tuple(SHARED_BYTES)
+    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Report:
     threads: int  # a block
     opcodes: dict[str, int]  # those that tell how it works: HGMMA, UTMALDG, LDGSTS, LDG.E.128
     digest: str  # of what was compiled
+    account: dict[str, float] | None = None  # of sm_90: see _account.py
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -156,20 +161,24 @@ def digest(launch: Launch, arch: str) -> str:
 def reports(launches: list[Launch], arch: str) -> list[Report]:
     """Compiles launches and reads what came out."""
     built = [build(launch, arch) for launch in launches]
+    threads = [compiled.metadata.num_warps * target_of(arch).warp_size for compiled in built]
     if arch.startswith("gfx"):
         read = [_read_amd(compiled.asm["amdgcn"]) for compiled in built]
     else:
         cubins = [compiled.asm["cubin"] for compiled in built]
-        read = [_read_cuda(*pair) for pair in zip(cubins, disassembled(cubins, arch))]
+        codes = disassembled(cubins, arch)
+        read = [_read_cuda(*each) for each in zip(cubins, codes)]
+        if arch == "sm_90":
+            read = [found | dict(account=account(*each)._asdict()) for found, *each in zip(read, codes, threads)]
     return [
         Report(
             kernel=launch.kernel.fn.__name__,
             shared_bytes=compiled.metadata.shared,
-            threads=compiled.metadata.num_warps * target_of(arch).warp_size,
+            threads=each,
             digest=digest(launch, arch),
             **found,
         )
-        for launch, compiled, found in zip(launches, built, read)
+        for launch, compiled, each, found in zip(launches, built, threads, read)
     ]
 
 
@@ -179,13 +188,8 @@ def _read_cuda(cubin: bytes, code: list[Instruction]) -> dict[str, Any]:
         f.flush()
         usage = run("cuobjdump", "--dump-resource-usage", f.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    loops = [
-        (int(t[-1], 16), at)
-        for at, op, rest in code
-        if op == "BRA" and (t := re.findall(r"0x([0-9a-f]+)", rest)) and int(t[-1], 16) < at
-    ]
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
-    body = [op for at, op, _ in code if first <= at <= last]
+    first, last = max(loops(code), key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
+    body = [i for i in code if first <= i.address <= last]
     opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")}
     opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
     return dict(registers=registers, spill_bytes=stack, instructions=len(body), opcodes=opcodes)

@@ -39,17 +39,23 @@ def code(cubin: bytes) -> bytes:
     return cubin[offset : offset + length]
 
 
+def instructions(text: str) -> list[Instruction]:
+    """Returns those of a disassembler's text, but for the NOPs that fill a kernel up."""
+    found = (Instruction(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, text.splitlines()) if m)
+    return [i for i in found if i.opcode != "NOP"]
+
+
 def disassembled(cubins: list[bytes], arch: str) -> list[list[Instruction]]:
-    """Returns the instructions of each kernel, but for the NOPs that fill it up."""
+    """Returns the instructions of each kernel."""
     parts = [code(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile(suffix=".bin") as f:
         f.write(b"".join(parts))
         f.flush()
         text = run("nvdisasm", "--binary", _MACHINES[arch], f.name)
-    found = [Instruction(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, text.splitlines()) if m]
+    found = instructions(text)
     kernels, start = [], 0
     for part in parts:
         end = start + len(part)
-        kernels.append([i for i in found if start <= i.address < end and i.opcode != "NOP"])
+        kernels.append([i for i in found if start <= i.address < end])
         start = end
     return kernels

@@ -1,6 +1,8 @@
 """attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and
 packing; decode."""
 
+from unittest import mock
+
 import torch
 
 from bench.compile._compile import Call, meta
@@ -8,6 +10,7 @@ from tpfuse.kernels.attention.decode import decode_launch
 from tpfuse.kernels.attention.options import DecodeOptions, Options
 from tpfuse.kernels.attention.triton_backward import bwd_launch
 from tpfuse.kernels.attention.triton_forward import fwd_launch
+from tpfuse.kernels.runtime import tuning
 
 TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]
 ELEMENTS = dict(_fwd_kernel=TILE, _dkdv_kernel=TILE, _dq_kernel=TILE)
@@ -55,6 +58,27 @@ def both(
     return run
 
 
+def transposed(E: int, *features: str, **sizes: int) -> Call:
+    """dk and dv in their other form, as a measured table would ask for it."""
+    name = " ".join(["attention_dkdv", *(f for f in ("rope", "softcap", "dropout") if f in features)])
+    bucket = tuning.bucket(torch.bfloat16, (2048, E))
+    table = {"sm_90": {name: {bucket: dict(TRANSPOSED=True, num_stages=2)}}}
+
+    def run():
+        with mock.patch.object(tuning, "_table", lambda: table):
+            both(E, *features, **sizes)()
+
+    return Call(
+        run,
+        ELEMENTS,
+        uses=dict(_dkdv_kernel=("HGMMA", "UTMALDG")),
+        spills=dict(_dkdv_kernel=8),
+        why="Triton 3.6 keeps two numbers of the loop in memory; 3.8 keeps them in registers",
+        archs=("sm_90",),
+        only="_dkdv_kernel",
+    )
+
+
 def packed(E: int, documents: int):
     return both(E, "packed", "causal", "dropout", "rope", documents=documents)
 
@@ -85,6 +109,10 @@ CALLS |= {
     "E=64 key_mask bias dropout": Call(both(64, "key_mask", "bias", "dropout"), ELEMENTS, GEMMS),
     "E=64 packed one position": Call(
         both(64, "packed", "causal", "dropout", "rope", "window", B=1, S=1, G=1), ELEMENTS, GEMMS
+    ),
+    "E=128 causal dropout transposed": transposed(128, "causal", "dropout"),
+    "E=64 causal window key_mask softcap dropout Q=4 transposed": transposed(
+        64, "causal", "window", "key_mask", "softcap", "dropout", Q=4
     ),
     "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
     "E=128 decode": Call(decode(128, 1)),

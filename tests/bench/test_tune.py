@@ -46,6 +46,13 @@ def test_the_choice_between_a_fused_gemm_and_torchs_is_one_of_them():
     assert tune.neighbours(dict(FLATTEN=True)) == [dict(FLATTEN=False)]
 
 
+def test_another_form_is_tried_with_its_own_neighbours():
+    found = tune.neighbours(dict(TRANSPOSED=False, num_stages=1))
+    forms = [dict(TRANSPOSED=True, num_stages=1), dict(TRANSPOSED=True, num_stages=2)]
+    assert found == [*forms, dict(TRANSPOSED=False, num_stages=2)]
+    assert tune.neighbours(forms[1]) == [dict(TRANSPOSED=True, num_stages=n) for n in (1, 3)]
+
+
 def test_a_sweep_climbs_passes_over_what_is_wrong_and_stops():
     """Time falls with A up to 1024, but 512 gives a wrong answer at 8 warps, and 16 warps would be fastest of all."""
     fields = []

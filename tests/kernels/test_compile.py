@@ -36,7 +36,7 @@ def compiler():
 
 
 def compiled(compiler, op: str, arch: str, default: bool) -> list[dict]:
-    rows = compiler.submit(compile_calls, op, wanted(op, default), arch).result()
+    rows = compiler.submit(compile_calls, op, wanted(op, arch, default), arch).result()
     return [row | dict(line=line(row)) for row in rows]
 
 

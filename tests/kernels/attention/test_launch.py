@@ -12,6 +12,7 @@ from tpfuse.kernels.attention.op import attention_bwd as bwd
 from tpfuse.kernels.attention.op import attention_decode as decode
 from tpfuse.kernels.attention.op import attention_fwd as fwd
 from tpfuse.kernels.attention.options import DecodeOptions, Options
+from tpfuse.kernels.attention.triton_forward import tuning_name
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import tuning
 from tpfuse.kernels.runtime.launch import pretending
@@ -230,6 +231,107 @@ def both_exact(qkv, do, options):
     qkv, do = qkv.double(), do.double()
     o, lse = fwd.reference(qkv, options)
     return o, lse, bwd.reference(do, qkv, o, lse, options)
+
+
+# ---- the transposed form of dk and dv ----
+
+
+def measured(patch, qkv, options, arch="cpu", **entry):
+    """A table in which ``entry`` was measured for dk and dv of such a call; returns what the kernel is started with."""
+    name, bucket = tuning_name("attention_dkdv", qkv, options), tuning.bucket(qkv.dtype, (options.seq, qkv.shape[-1]))
+    patch.setattr(tuning, "_table", lambda: {arch: {name: {bucket: entry}}})
+    started, start = [], _launch._start
+
+    def watch(kernel, grid, device, args, config):
+        if "TRANSPOSED" in config:
+            started.append(config)
+        return start(kernel, grid, device, args=args, config=config)
+
+    patch.setattr(_launch, "_start", watch)
+    return started
+
+
+FORMS = ["dropout+rope", "key_mask+bias+dropout", "window+softcap"]
+
+
+@pytest.mark.parametrize("names", [FORMS[0], *map(slow, FORMS[1:])])
+def test_transposed_dk_and_dv(monkeypatch, names):
+    """Two whole tiles and a ragged one, two heads of a group, two samples."""
+    qkv, do, options = arguments(names, S=70, padding=3)
+    qkv[-3:], do[-3:] = torch.nan, torch.nan
+    started = measured(monkeypatch, qkv, options, TRANSPOSED=True, num_stages=2)
+    o, lse = fwd.reference(qkv[:-3], options)
+    o, do[-3:] = torch.cat([o, do[-3:]]), 0
+    want = bwd.reference(do[:-3], qkv[:-3], o[:-3], lse, options)
+    got = bwd.launch(do, qkv, o, lse, options)
+    torch.testing.assert_close(got[:-3], want, rtol=2e-5, atol=2e-5)
+    assert not got[-3:].any() and [config["TRANSPOSED"] for config in started] == [True]
+
+
+def test_transposed_low_precision(monkeypatch):
+    """The rule of test_low_precision."""
+    qkv, do, options = arguments("causal+dropout", S=34, Q=1, E=32, dtype=BF16)
+    started = measured(monkeypatch, qkv, options, TRANSPOSED=True)
+    o, lse = fwd.reference(qkv, options)
+    got, theirs = bwd.launch(do, qkv, o, lse, options), bwd.reference(do, qkv, o, lse, options)
+    truth = both_exact(qkv, do, options)[-1]
+    error, allowed = ((x.double() - truth).abs().max() for x in (got, theirs))
+    assert error <= 2 * allowed + torch.finfo(BF16).eps * truth.abs().max() and started[0]["TRANSPOSED"]
+
+
+# what has no registers for the other form, heads that fill no tile, rows that the copy engine cannot step over
+@pytest.mark.parametrize(
+    "names, E, step", [slow("packed", 16, 64), slow("causal", 8, 32), ("causal", 16, 65), slow("dropout", 80, 320)]
+)
+def test_the_plain_form_where_the_other_cannot_be(monkeypatch, names, E, step):
+    """The entry is passed over as a whole: its tiles are the other form's."""
+    _, do, options = arguments(names, batch=1, E=E)
+    qkv = random(40, step)[:, : 4 * E].unflatten(1, (1, 4, E))
+    started = measured(monkeypatch, qkv, options, TRANSPOSED=True, BLOCK_N=16)
+    assert_same((qkv, do, options))
+    assert [(config["TRANSPOSED"], config["BLOCK_N"]) for config in started] == [(False, 32)]
+
+
+@pytest.mark.parametrize(
+    "names, E, arch, form",
+    [
+        ("causal+rope+dropout", 128, "sm_90", True),
+        ("window+softcap+key_mask", 64, "sm_90", True),
+        ("window", 128, "sm_90", False),
+        ("softcap", 128, "sm_90", False),
+        ("key_mask", 128, "sm_90", False),
+        ("bias", 128, "sm_90", False),
+        ("packed", 64, "sm_90", False),
+        ("causal", 256, "sm_90", False),
+        ("causal", 96, "sm_90", False),
+        ("causal", 64, "sm_80", False),
+        ("causal", 64, "gfx942", False),
+    ],
+)
+def test_which_calls_take_the_transposed_form(monkeypatch, names, E, arch, form):
+    """As a launcher would start them on a GPU: by features, width and arch."""
+    with torch.device("meta"):
+        qkv, o, lse = (torch.empty(shape, dtype=BF16) for shape in ((40, 1, 3, E), (40, E), (1, 1, 40)))
+    options = features(names, 1, 40, 1, E, BF16)
+    monkeypatch.setattr(_launch, "_start", lambda *_, **__: None)
+    started = measured(monkeypatch, qkv, options, arch, TRANSPOSED=True, num_stages=2)
+    with pretending(arch):
+        bwd.launch(o, qkv, o, lse, options)
+    assert [config["TRANSPOSED"] for config in started] == [form]
+
+
+@pytest.mark.parametrize("batch, form", [((1 << 31) // 48, True), ((1 << 31) // 48 + 1, False)])
+def test_columns_of_the_transposed_form_have_32_bits(monkeypatch, batch, form):
+    with torch.device("meta"):
+        qkv, o, lse = (
+            torch.empty(shape, dtype=BF16) for shape in ((2 * batch, 1, 3, 16), (2 * batch, 16), (batch, 1, 2))
+        )
+    options = Options(batch=batch, seq=2, scale=0.3)
+    monkeypatch.setattr(_launch, "_start", lambda *_, **__: None)
+    started = measured(monkeypatch, qkv, options, "sm_90", TRANSPOSED=True)
+    with pretending("sm_90"):
+        bwd.launch(o, qkv, o, lse, options)
+    assert [config["TRANSPOSED"] for config in started] == [form]
 
 
 # ---- masks ----

@@ -112,7 +112,7 @@ def test_low_precision(take, activation, dtype, taken):
 def test_descriptors_and_pointers_give_the_same_bits(take, variants, monkeypatch):
     every = [c for activation in ("none", "gelu_tanh", "swiglu") for c in calls(*SHAPES[0], activation, torch.bfloat16)]
     by_descriptors = [op.launch(*arguments) for op, arguments in every]
-    monkeypatch.setattr(_gemm, "_tma", lambda arch: False)
+    monkeypatch.setattr(_gemm, "has_tma", lambda arch: False)
     for (op, arguments), want in zip(every, by_descriptors, strict=True):
         assert_same(op.launch(*arguments), want, rtol=0, atol=0)
     assert variants == [True] * len(every) + [False] * len(every)

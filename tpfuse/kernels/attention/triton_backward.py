@@ -3,90 +3,122 @@
 Both walk their tiles as forward does.  Their loops read a tile of q, or of k, many times, so q and k are rotated once
 ahead, by the kernel that computes delta: where dk and dv rotated q as they loaded it, that took 49 instructions an
 element instead of 28, and spilled.  Gradients are rotated back in registers, and dqkv is written once.
+
+P, dP and delta are those of dropout without its factor, which comes back with the last multiplication.
+
+dk and dv have two forms.  Where TRANSPOSED they are accumulated as [E, keys], of do' P and q' dS: both products then
+read their operands from shared memory, where descriptors bring q and do while the tile before is computed.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from ..runtime.launch import launch, target
+from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.replay import Replayed
-from ..runtime.triton import tl, triton
+from ..runtime.triton import TensorDescriptor, tl, triton
 from .options import TENSORS, Options, check_width, scores
-from .triton_forward import config, prepare, rotated_bytes
-from .triton_tiles import (
-    LOG2_E,
-    Head,
-    Rows,
+from .triton_forward import config, default_config, prepare, rotated_bytes
+from .triton_records import (
+    Static,
     attending,
     dense_heads,
     documents_of,
+    numbers_of,
+    static_of,
+    steps_of,
+    strides_of,
+    tensors_of,
+)
+from .triton_tiles import (
+    LOG2_E,
+    Columns,
+    Head,
+    Rows,
     keep_mask_tile,
     key_order,
     keys_seen,
     load_tile,
     locate_head,
-    numbers_of,
+    nth_place,
     queries_seeing,
     score_tile,
-    static_of,
-    steps_of,
     store_rotated_back,
     store_tile,
-    strides_of,
-    tensors_of,
     tile_range,
 )
 
 
 @triton.jit
 def _probabilities(
-    q, k, v, do, lse2, delta, rows, keys, start, seen, tensors, numbers, head, S,
-    EDGE: tl.constexpr, MASK_ONCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, do, lse2, rows, keys, start, seen, head,
+    EDGE: tl.constexpr, SELECT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns dropout(P) and dz / scale, [rows, keys]; ``seen`` is used where EDGE.  MASK_ONCE: see mask_once."""
-    s, slope = score_tile(q, k, tensors, numbers, head, rows, keys, S)
-    p = tl.exp2(s * numbers.unit - lse2[:, None])
+    """Returns P, what dropout keeps of it and of dP, and d scores / d (scale q k'), [rows, keys]; ``seen`` is used
+    where EDGE.  SELECT: see selects."""
+    s, slope = score_tile(q, k, head, rows, keys)
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    p = tl.exp2(s * head.numbers.unit - lse2[:, None])
     if EDGE:
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-    if tensors.rng_ptr is not None:
-        keep_mask = keep_mask_tile(tensors, numbers, head, rows, start, BLOCK_N)
-        if MASK_ONCE:
-            dropped = tl.where(keep_mask, p * numbers.keep_scale, 0.0)
-            return dropped, (dropped * dp - p * delta[:, None]) * slope
+    kept = p
+    if head.tensors.rng_ptr is not None:
+        keep_mask = keep_mask_tile(head, rows, start, BLOCK_N)
+        if SELECT:
+            kept, dp = tl.where(keep_mask, p, 0.0), tl.where(keep_mask, dp, 0.0)
         else:
-            factor = tl.where(keep_mask, numbers.keep_scale, 0.0)
-            dp *= factor
-            return p * factor, p * (dp - delta[:, None]) * slope
-    else:
-        return p, p * (dp - delta[:, None]) * slope
+            factor = tl.where(keep_mask, 1.0, 0.0)
+            kept, dp = p * factor, dp * factor
+    return p, kept, dp, slope
 
 
 @triton.jit
 def _dkdv_tile(
-    dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start_m, start_n, keys, tensors, documents, numbers,
-    head, S, EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start_m, start_n, keys, head,
+    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Returns dk and dv with one tile of the group's query head i; q and do are Rows, and they, the pointers and head
-    are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q would be 2^31 E elements."""
+    """Returns dk and dv with one tile of the group's query head i; q and do are Rows, or Columns where TRANSPOSED, and
+    they, the pointers and head are those of head 0.  Q S, unlike other products, has 32 bits: that many rows of q would
+    be 2^31 E elements."""
+    S = head.S
     rows = start_m + tl.arange(0, BLOCK_M)
-    q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), rows, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
-    do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), rows, S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    lse2 = tl.load(lse_ptr + i * S + rows, mask=rows < S, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + i * S + rows, mask=rows < S, other=0.0)
+    if TRANSPOSED:
+        q = q.descriptor.load([start_m, q.first + i * STATIC.E_QK])
+        do = do.descriptor.load([start_m, do.first + i * STATIC.E])
+    else:
+        q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), rows, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+        do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), rows, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    at = tl.minimum(rows, S - 1) if EDGE else rows
+    lse2 = tl.load(lse_ptr + i * S + at) * LOG2_E
+    delta = tl.load(delta_ptr + i * S + at)
     seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
-        first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
+        first, last = keys_seen(rows, head, STATIC)
         seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (rows < S)[:, None]
-    bias, site_head = head.bias + i.to(tl.int64) * numbers.stride_bias, head.site_head + i.to(tl.uint32)
-    head = Head(head.key_mask, bias, head.k0, head.k1, head.sample, site_head)
-    p, ds = _probabilities(
-        q, k, v, do, lse2, delta, rows, keys, start_n, seen, tensors, numbers, head, S, EDGE, STATIC.MASK_ONCE, BLOCK_N
+    place = nth_place(head.place, i, head.numbers)
+    head = Head(head.tensors, head.numbers, head.documents, head.B, head.S, head.b, place)
+    p, kept, dp, slope = _probabilities(
+        q, k, v, do, lse2, rows, keys, start_n, seen, head, EDGE, STATIC.SELECT, BLOCK_N
     )
-    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
-    return tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee"), dv
+    kept = kept.to(do.dtype)
+    if TRANSPOSED:  # before dS, which then takes the registers of what was kept
+        dv = tl.dot(tl.trans(do), kept, dv, input_precision="ieee")
+    else:
+        dv = tl.dot(tl.trans(kept), do, dv, input_precision="ieee")
+    ds = (p * (dp - delta[:, None]) * slope).to(q.dtype)
+    if TRANSPOSED:
+        dk = tl.dot(tl.trans(q), ds, dk, input_precision="ieee")
+    else:
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def _next_tile(i, start, first, end):
+    """Returns the query head and the start of the tile after one: beyond ``end`` lies the first of the next head."""
+    return tl.where(start < end, i, i + 1), tl.where(start < end, start, first)
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -97,8 +129,9 @@ def _dkdv_kernel(
     lse_ptr, delta_ptr,  # [B, H, S] in, fp32
     tensors,
     dqkv_ptr,  # [M, G, Q + 2, E] out: the last two of every group
+    do_rows, qk_rows,  # do and qk as [S, columns]: descriptors where TRANSPOSED, else None
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
-    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one group: its query heads one after the other, so that their sum has one order."""
     E: tl.constexpr = STATIC.E
@@ -112,48 +145,55 @@ def _dkdv_kernel(
     v_ptr += b.to(tl.int64) * v_strides.b + g.to(tl.int64) * v_strides.g
     h = plane.to(tl.int64) * Q
     do_stride = tl.cast(B, tl.int64) * (G * Q * E)  # steps.o, made here: read from an argument, E = 96 spills on sm_90
-    q_rows, do_rows = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)
+    q_columns, do_columns = Columns(qk_rows, b * qk_strides.b + g * qk_strides.g), Columns(do_rows, plane * Q * E)
+    q = q_columns if TRANSPOSED else Rows(group_ptr, qk_strides.s)
+    do = do_columns if TRANSPOSED else Rows(do_ptr + h * E, do_stride)
     lse_ptr += h * S
     delta_ptr += h * S
-    head = locate_head(tensors, numbers, b, g * Q, S)
-    keys = start_n + key_order(tensors, BLOCK_N)
-    first, last = queries_seeing(keys, tensors, documents, numbers, S, STATIC)
+    head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
+    keys = start_n + key_order(head, BLOCK_N)
+    first, last = queries_seeing(keys, head, STATIC)
     k = load_tile(Rows(group_ptr + Q * E_QK, qk_strides.s), keys, S, True, E_QK, BLOCK_E)
     v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
-    dk, dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32), tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    dk = tl.zeros([BLOCK_E, BLOCK_N] if TRANSPOSED else [BLOCK_N, BLOCK_E], tl.float32)
+    dv = dk
     begin, a, e, end = tile_range(first, last, BLOCK_M)
-    full, edges = (e - a) // BLOCK_M, (end - begin - (e - a)) // BLOCK_M
-    for t in tl.range(0, Q * full):
-        i, start = t // full, a + t % full * BLOCK_M
+    i, start = a * 0, a
+    for _ in tl.range(0, Q * ((e - a) // BLOCK_M)):
         dk, dv = _dkdv_tile(
-            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, documents,
-            numbers, head, S, False, STATIC, BLOCK_M, BLOCK_N,
+            dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start, start_n, keys, head,
+            False, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED,
         )  # fmt: skip
-    for t in tl.range(0, Q * edges):
-        start = begin + t % edges * BLOCK_M
-        i, start = t // edges, tl.where(start < a, start, start + e - a)
+        i, start = _next_tile(i, start + BLOCK_M, a, e)
+    first_edge = tl.where(begin == a, e, begin)
+    i, start = a * 0, first_edge
+    for _ in tl.range(0, Q * ((end - begin - (e - a)) // BLOCK_M)):
         dk, dv = _dkdv_tile(
-            dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, i, start, start_n, keys, tensors, documents,
-            numbers, head, S, True, STATIC, BLOCK_M, BLOCK_N,
+            dk, dv, k, v, q, do, lse_ptr, delta_ptr, i, start, start_n, keys, head,
+            True, STATIC, BLOCK_M, BLOCK_N, TRANSPOSED,
         )  # fmt: skip
+        start += BLOCK_M
+        i, start = _next_tile(i, tl.where(start == a, e, start), first_edge, end)
+    dk, dv = dk * (numbers.scale * numbers.keep_scale), dv * numbers.keep_scale
+    if TRANSPOSED:
+        dk, dv = tl.trans(dk), tl.trans(dv)
     out_ptr = dqkv_ptr + (b.to(tl.int64) * G + g) * (Q + 2) * E
-    store_rotated_back(Rows(out_ptr + Q * E, steps.dqkv), dk * numbers.scale, keys, tensors, B, b, S, STATIC)
+    store_rotated_back(Rows(out_ptr + Q * E, steps.dqkv), dk, keys, head, STATIC)
     store_tile(Rows(out_ptr + (Q + 1) * E, steps.dqkv), dv, keys, S, E, BLOCK_E)
 
 
 @triton.jit
 def _dq_tile(
-    dq, q, do, lse2, delta, k, v, start, rows, first, last, tensors, numbers, head, S,
+    dq, q, do, lse2, delta, k, v, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns dq with one tile of keys; k and v are Rows."""
-    keys = start + key_order(tensors, BLOCK_N)
-    k = load_tile(k, keys, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
-    v = load_tile(v, keys, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    keys = start + key_order(head, BLOCK_N)
+    k = load_tile(k, keys, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+    v = load_tile(v, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None])
-    _, ds = _probabilities(
-        q, k, v, do, lse2, delta, rows, keys, start, seen, tensors, numbers, head, S, EDGE, False, BLOCK_N
-    )
+    p, _, dp, slope = _probabilities(q, k, v, do, lse2, rows, keys, start, seen, head, EDGE, STATIC.SELECT, BLOCK_N)
+    ds = p * (dp - delta[:, None]) * slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
@@ -175,9 +215,9 @@ def _dq_kernel(
     group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + (h // Q).to(tl.int64) * qk_strides.g
     v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
     k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
-    head = locate_head(tensors, numbers, b, h, S)
+    head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
+    first, last = keys_seen(rows, head, STATIC)
     q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, S, True, E_QK, BLOCK_E)
     do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E)
     offsets = plane.to(tl.int64) * S + rows
@@ -187,29 +227,65 @@ def _dq_kernel(
     begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, first, last, tensors, numbers, head, S,
-            False, STATIC, BLOCK_N,
+            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
         )  # fmt: skip
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, first, last, tensors, numbers, head, S,
-            True, STATIC, BLOCK_N,
+            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
-    y = Rows(out_ptr, steps.dqkv)
-    store_rotated_back(y, dq * numbers.scale, rows, tensors, B, b, S, STATIC)
+    dq *= numbers.scale * numbers.keep_scale
+    store_rotated_back(Rows(out_ptr, steps.dqkv), dq, rows, head, STATIC)
+
+
+# ---- the form of dk and dv ----
+
+
+def selects(width: int, arch: str, transposed: bool) -> bool:
+    """Returns whether dk and dv select by the dropout mask, of P and of dP, instead of multiplying by it.
+
+    It takes fewer registers, without which heads that fill 128 columns spill on sm_90, and 4 % more instructions.
+    """
+    return transposed or (width == 128 and not arch.startswith("gfx"))
+
+
+def transposable(static: Static, options: Options) -> bool:
+    """Returns whether the transposed form has registers for what a call asks for: never for documents, and for heads
+    wider than 64 only for causal, dropout and rotary positions."""
+    limits = options.window, options.softcap, options.bias, options.key_mask
+    plain = static.BLOCK_E <= 64 or (static.BLOCK_E == 128 and all(limit is None for limit in limits))
+    return plain and options.cu_seqlens is None and static.E == static.BLOCK_E
+
+
+def _by_position(x: Tensor, options: Options) -> Tensor:
+    """Returns x [M, ...] as [S, columns]: the samples of a position side by side."""
+    step = options.batch * x.stride(0)
+    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
+
+
+def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options) -> dict[str, Any]:
+    """Returns the launch parameters of dk and dv, descriptors included; the plain form's where the other form was
+    measured to be faster, but descriptors cannot hold q, k and do or it has no registers for this call.
+
+    A call with descriptors is not replayed: it costs the host its launcher every time.
+    """
+    arch = target(qkv.device).arch
+    parameters = config("dkdv", arch, qkv, options)
+    rows: tuple[Any, ...] = None, None
+    if parameters["TRANSPOSED"]:
+        views = [_by_position(x, options) for x in (do, qk)] if has_tma(arch) and transposable(static, options) else []
+        if views and all(describable(view) and view.shape[1] < 1 << 31 for view in views):  # columns have 32 bits
+            block = [parameters["BLOCK_M"], static.BLOCK_E]
+            rows = tuple(TensorDescriptor.from_tensor(view, block) for view in views)
+        else:
+            parameters = default_config("dkdv", arch, qkv, options)
+    select = selects(static.BLOCK_E, arch, parameters["TRANSPOSED"])
+    return dict(do_rows=rows[0], qk_rows=rows[1], STATIC=static._replace(SELECT=select)) | parameters
 
 
 # ---- launcher and cost ----
-
-
-def mask_once(width: int, arch: str) -> bool:
-    """Returns whether dk and dv use a tile's dropout mask once, as a factor of P, instead of twice, of P and of dP.
-
-    Twice spilled on sm_90 with Triton 3.6 for heads that fill 128 columns; elsewhere once takes more registers.
-    """
-    return width == 128 and not arch.startswith("gfx")
 
 
 @Replayed
@@ -218,24 +294,19 @@ def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options
     check_width(qkv)
     qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
     batch, seq, (M, G, slots, _) = options.batch, options.seq, qkv.shape
-    arch = target(qkv.device).arch
     dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)
     if M > seq * batch:
         dqkv[seq * batch :].zero_()
     qk = prepare(qkv, options, do=do, o=o, delta=delta)
     static = attending(static_of(qkv, options), qk, options)
-    static = static._replace(MASK_ONCE=mask_once(static.BLOCK_E, arch))
     arrays = do, qk, qkv[:, :, -1], lse, delta, tensors_of(options), dqkv
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
-    for name, kernel, planes, block in (
-        ("dkdv", _dkdv_kernel, G, "BLOCK_N"),
-        ("dq", _dq_kernel, G * (slots - 2), "BLOCK_M"),
-    ):
-        shape = config(name, arch, qkv, options)
-        grid = (-(-seq // shape[block]) * batch * planes,)
-        launch(kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
+    dkdv = _dkdv_parameters(qkv, qk, do, static=static, options=options)
+    dq = dict(STATIC=static) | config("dq", target(qkv.device).arch, qkv, options)
+    launch(_dkdv_kernel, (-(-seq // dkdv["BLOCK_N"]) * batch * G,), qkv.device, *arrays, **numbers, **dkdv)
+    launch(_dq_kernel, (-(-seq // dq["BLOCK_M"]) * batch * G * (slots - 2),), qkv.device, *arrays, **numbers, **dq)
     return dqkv
 
 

@@ -12,29 +12,33 @@ from torch import Tensor
 
 from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.op import Cost, moved
+from ..runtime.philox import scale
 from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .options import TENSORS, Options, check_width, scores
-from .triton_tiles import (
-    LN_2,
-    Rows,
+from .triton_records import (
     attending,
     dense_heads,
     documents_of,
+    numbers_of,
+    static_of,
+    steps_of,
+    strides_of,
+    tensors_of,
+)
+from .triton_tiles import (
+    LN_2,
+    Head,
+    Rows,
     keep_mask_tile,
     key_order,
     keys_seen,
     load_rotated,
     load_tile,
     locate_head,
-    numbers_of,
     score_tile,
-    static_of,
-    steps_of,
     store_tile,
-    strides_of,
-    tensors_of,
     tile_range,
 )
 
@@ -46,9 +50,9 @@ def _prepare_kernel(
     do_ptr, o_ptr,  # [M, H E] in
     qkv_ptr,  # [M, G, Q + 2, E] in, the last two dimensions contiguous
     tensors,  # of the rotation alone
-    delta_ptr,  # [B, H, S] out, fp32
+    delta_ptr,  # [B, H, S] out, fp32: times kept_share
     rotated_ptr,  # [S B, G, Q + 1, BLOCK_E] out with cos: q and k as load_rotated orders them
-    B, S, G, Q, strides, steps,
+    B, S, G, Q, kept_share, strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
@@ -60,14 +64,16 @@ def _prepare_kernel(
     if delta_ptr is not None:
         do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
         o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
-        tl.store(delta_ptr + plane.to(tl.int64) * S + rows, tl.sum(do * o, 1), mask=rows < S)
+        delta = tl.sum(do * o, 1) * kept_share
+        tl.store(delta_ptr + plane.to(tl.int64) * S + rows, delta, mask=rows < S)
     if tensors.cos_ptr is not None:
         in_ptr = qkv_ptr + b.to(tl.int64) * strides.b + (h // Q).to(tl.int64) * strides.g
         out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
-        q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
+        head = Head(tensors, None, None, B, S, b, None)
+        q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, head, True, STATIC)
         store_tile(Rows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
         if h % Q == 0:
-            k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, tensors, B, b, S, True, STATIC)
+            k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, head, True, STATIC)
             store_tile(Rows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
 
 
@@ -76,27 +82,28 @@ def _prepare_kernel(
 
 @triton.jit
 def _fwd_tile(
-    o, total, top, q, k_rows, v_rows, start, rows, first, last, tensors, numbers, head, B, b, S,
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
-    keys = start + key_order(tensors, BLOCK_N)
-    k = load_rotated(k_rows, keys, tensors, B, b, S, EDGE, STATIC)
-    s, _ = score_tile(q, k, tensors, numbers, head, rows, keys, S)
+    tensors, unit = head.tensors, head.numbers.unit
+    keys = start + key_order(head, BLOCK_N)
+    k = load_rotated(k_rows, keys, head, EDGE, STATIC)
+    s, _ = score_tile(q, k, head, rows, keys)
     if EDGE:
         s = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
-    new = tl.maximum(top, tl.max(s, 1) * numbers.unit)
+    new = tl.maximum(top, tl.max(s, 1) * unit)
     shift = new
     if EDGE or tensors.key_mask_ptr is not None or tensors.bias_ptr is not None:
         shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
-    p = tl.exp2(s * numbers.unit - shift[:, None])
+    p = tl.exp2(s * unit - shift[:, None])
     old = tl.exp2(top - shift)
     total = total * old + tl.sum(p, 1)
     if tensors.rng_ptr is not None:
-        p = tl.where(keep_mask_tile(tensors, numbers, head, rows, start, BLOCK_N), p, 0.0)
+        p = tl.where(keep_mask_tile(head, rows, start, BLOCK_N), p, 0.0)
     if v_rows is None:
         v_rows = Rows(k_rows.ptr + STATIC.E, k_rows.stride)
-    v = load_tile(v_rows, keys, S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    v = load_tile(v_rows, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
     o = tl.dot(p.to(v.dtype), v, o * old[:, None], input_precision="ieee")
     return o, total, new
 
@@ -125,23 +132,21 @@ def _fwd_kernel(
     if v_ptr is not None:
         v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
         v_rows = Rows(v_ptr, v_strides.s)
-    head = locate_head(tensors, numbers, b, h, S)
+    head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    first, last = keys_seen(rows, tensors, documents, numbers, S, STATIC)
-    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, tensors, B, b, S, True, STATIC)
+    first, last = keys_seen(rows, head, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
         o, total, top = _fwd_tile(
-            o, total, top, q, k_rows, v_rows, start, rows, first, last, tensors, numbers, head, B, b, S,
-            False, STATIC, BLOCK_N,
+            o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
         )  # fmt: skip
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         o, total, top = _fwd_tile(
-            o, total, top, q, k_rows, v_rows, tile, rows, first, last, tensors, numbers, head, B, b, S,
-            True, STATIC, BLOCK_N,
+            o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
         )  # fmt: skip
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
@@ -191,8 +196,8 @@ def tuning_name(kernel: str, qkv: Tensor, options: Options) -> str:
     return " ".join([kernel, *(name for name, there in features.items() if there)])
 
 
-def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, int]:
-    """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq".
+def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
+    """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq", where none were measured.
 
     Registers are short where masks of columns, the rotation of keys or a bias need some of their own.
     """
@@ -201,9 +206,14 @@ def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, i
     short = (E > 64 and (E < next_power_of_2(E) or rotates)) or options.bias is not None
     row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
     default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
-    parameters = dict(zip(_SHAPE, default, strict=True))
-    name = tuning_name(f"attention_{kernel}", qkv, options)
-    return tuned(name, arch, qkv.dtype, (options.seq, E), default=parameters)
+    form = dict(TRANSPOSED=False) if kernel == "dkdv" else {}
+    return dict(zip(_SHAPE, default, strict=True)) | form
+
+
+def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
+    """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster."""
+    name, shape = tuning_name(f"attention_{kernel}", qkv, options), (options.seq, qkv.shape[-1])
+    return tuned(name, arch, qkv.dtype, shape, default=default_config(kernel, arch, qkv, options))
 
 
 def path(qkv: Tensor, options: Options) -> str:
@@ -227,8 +237,8 @@ def path(qkv: Tensor, options: Options) -> str:
 def prepare(
     qkv: Tensor, options: Options, do: Tensor | None = None, o: Tensor | None = None, delta: Tensor | None = None
 ) -> Tensor:
-    """Fills delta [B, H, S] where one is given, and returns q and k as the kernels after it read them: rotated where
-    there are rotary positions."""
+    """Fills delta [B, H, S], divided by dropout's factor, where one is given, and returns q and k as the kernels after
+    it read them: rotated where there are rotary positions."""
     B, S, (_, G, slots, _) = options.batch, options.seq, qkv.shape
     static = static_of(qkv, options)
     rotated = None if options.cos is None else qkv.new_empty(S * B, G, slots - 1, static.BLOCK_E)
@@ -236,7 +246,8 @@ def prepare(
     grid = (-(-S // block) * B * G * (slots - 2),)
     rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
     arrays = do, o, qkv, rotation, delta, rotated
-    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
+    numbers: dict[str, Any] = dict(B=B, S=S, G=G, Q=slots - 2, kept_share=1 / scale(options.p))
+    numbers |= dict(strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
     launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, BLOCK_M=block, num_warps=4)
     return qkv if rotated is None else rotated
 

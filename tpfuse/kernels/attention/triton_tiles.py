@@ -1,5 +1,5 @@
-"""What attention's kernels share: their records, what sees what, and the tiles of one head with their rotation, scores
-and dropout mask.
+"""What attention's kernels share: what sees what, and the tiles of one head with their rotation, scores and dropout
+mask.
 
 Through causal, window and document masks a query sees one interval of keys, and a key is seen by one interval of
 queries.  A program therefore walks the tiles between the least and the greatest end of its rows' intervals, first
@@ -16,77 +16,22 @@ Offsets are int64.  Scores are in units of log 2.  An absent tensor or number is
 code.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..runtime.launch import next_power_of_2
-from ..runtime.philox import keep_lane_device, mask_key_device, scale, threshold
+from ..runtime.philox import keep_lane_device, mask_key_device
 from ..runtime.triton import tl, triton
-from .options import LOG2E, TENSORS, Options
+from .options import LOG2E
+from .triton_records import Numbers, Tensors
 
 LOG2_E, LN_2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 
-# ---- records that kernels take, and where launchers get them from ----
+# ---- records inside kernels ----
 
 
-class Tensors(NamedTuple):
-    """The tensors of Options."""
-
-    key_mask_ptr: Tensor | None  # [B, S]
-    cu_ptr: Tensor | None  # [documents + 1]
-    bias_ptr: Tensor | None  # [H or 1, S, S]
-    cos_ptr: Tensor | None  # [P, HALF]
-    sin_ptr: Tensor | None
-    positions_ptr: Tensor | None  # [S B]
-    rng_ptr: Tensor | None  # [3]
-
-
-class Strides(NamedTuple):
-    """From sample to sample, position to position and group to group of q, k or v."""
-
-    b: int
-    s: int
-    g: int
-
-
-class Steps(NamedTuple):
-    """From position to position of what is written and of do, all samples of a position side by side; from the host,
-    because inside a kernel their products would be 32 bits wide."""
-
-    o: int  # [M, H E], and do
-    dqkv: int  # [M, G, Q + 2, E]
-    rotated: int  # [S B, G, Q + 1, BLOCK_E]
-
-
-class Numbers(NamedTuple):
-    """The numbers of Options, as kernels use them."""
-
-    stride_bias: int  # from head to head
-    window: int | None
-    scale: float
-    unit: float  # brings scores into units of log 2
-    softcap: float | None
-    site_head: int  # site << 16, and the first head
-    threshold: int  # T << 16
-    keep_scale: float
-
-
-class Static(NamedTuple):
-    """What a kernel is compiled for, besides its blocks."""
-
-    E: int  # columns of a head
-    E_QK: int  # columns of q and k, which are BLOCK_E once they are rotated ahead
-    BLOCK_E: int  # a power of two, at least 16
-    HALF: int  # columns of cos
-    INTERLEAVED: bool
-    CAUSAL: bool = False
-    STEPS: int = 0  # halvings that find a document
-    MASK_ONCE: bool = False  # see mask_once in triton_backward.py
-
-
-class Head(NamedTuple):
-    """Where one head of one sample lies, inside a kernel: offsets in key_mask and bias, and its words of the mask."""
+class Place(NamedTuple):
+    """Where one head of one sample lies: offsets in key_mask and bias, and its words of the mask."""
 
     key_mask: int
     bias: int
@@ -96,114 +41,74 @@ class Head(NamedTuple):
     site_head: int
 
 
+class Head(NamedTuple):
+    """One head of sample b, and what its kernel was given; rotation alone needs no numbers, documents and place."""
+
+    tensors: Tensors
+    numbers: Numbers | None
+    documents: int | None
+    B: int
+    S: int
+    b: int
+    place: Place | None
+
+
 class Rows(NamedTuple):
-    """One head's rows of a tensor, inside a kernel."""
+    """One head's rows of a tensor."""
 
     ptr: Tensor
     stride: int
 
 
-def dense_heads(qkv: Tensor) -> Tensor:
-    return qkv if qkv.stride(3) == 1 and qkv.stride(2) == qkv.shape[3] else qkv.contiguous()
+class Columns(NamedTuple):
+    """One head's columns of a descriptor [S, columns]."""
 
-
-def strides_of(x: Tensor, batch: int) -> Strides:
-    return Strides(x.stride(0), x.stride(0) * batch, x.stride(1))
-
-
-def steps_of(qkv: Tensor, batch: int, static: Static) -> Steps:
-    """Returns the steps of what is made of qkv [M, G, Q + 2, E]."""
-    _, G, slots, E = qkv.shape
-    groups = batch * G
-    return Steps(o=groups * (slots - 2) * E, dqkv=groups * slots * E, rotated=groups * (slots - 1) * static.BLOCK_E)
-
-
-def tensors_of(options: Options) -> Tensors:
-    return Tensors(*(None if t is None else t.contiguous() for t in options[:TENSORS]))
-
-
-def numbers_of(options: Options) -> Numbers:
-    bias = options.bias
-    return Numbers(
-        stride_bias=0 if bias is None or len(bias) == 1 else options.seq**2,
-        window=options.window,
-        scale=options.scale,
-        unit=options.scale * LOG2E if options.softcap is None and bias is None else LOG2E,
-        softcap=options.softcap,
-        site_head=(options.site << 16) + options.first_head,
-        threshold=threshold(options.p) << 16,
-        keep_scale=scale(options.p),
-    )
-
-
-def documents_of(options: Options) -> int:
-    return 0 if options.cu_seqlens is None else options.cu_seqlens.numel() - 1
-
-
-def static_of(qkv: Tensor, options: Options) -> Static:
-    E, half = qkv.shape[3], 0 if options.cos is None else options.cos.shape[1]
-    return Static(E=E, E_QK=E, BLOCK_E=max(next_power_of_2(E), 16), HALF=half, INTERLEAVED=options.interleaved)
-
-
-def attending(static: Static, qk: Tensor, options: Options) -> Static:
-    """Returns ``static`` for a kernel that attends: to columns of ``qk``, under the options' masks."""
-    return static._replace(E_QK=qk.shape[3], CAUSAL=options.causal, STEPS=_steps(options))
-
-
-def _steps(options: Options) -> int:
-    """Returns how often a search among the documents' bounds halves them: 4 times for up to 14 documents, 8 for up to
-    254, 16, 32.
-
-    Their number changes from batch to batch, and kernels are not to be compiled again each time; a loop that runs as
-    often as it must (a ``while``) makes the kernels around it spill.
-    """
-    if options.cu_seqlens is None:
-        return 0
-    return max(4, next_power_of_2(options.cu_seqlens.numel().bit_length()))
+    descriptor: Any
+    first: int
 
 
 # ---- what sees what ----
 
 
 @triton.jit
-def _document(at, tensors, documents, S, STEPS: tl.constexpr):
+def _document(at, head, STEPS: tl.constexpr):
     """Returns [start, end) of the document that each position lies in, empty where it lies in none; within [0, S),
     whatever the boundaries are: on a GPU they are not checked."""
-    if tensors.cu_ptr is None:
-        return at * 0, at * 0 + S
+    if head.tensors.cu_ptr is None:
+        return at * 0, at * 0 + head.S
     else:
-        low, high = at * 0, at * 0 + documents + 1  # how many boundaries are <= at
+        low, high = at * 0, at * 0 + head.documents + 1  # how many boundaries are <= at
         for _ in tl.static_range(STEPS):
             mid = (low + high) // 2
-            below = (mid < high) & (tl.load(tensors.cu_ptr + mid, mask=mid < high, other=0) <= at)
+            below = (mid < high) & (tl.load(head.tensors.cu_ptr + mid, mask=mid < high, other=0) <= at)
             low, high = tl.where(below, mid + 1, low), tl.where(below, high, mid)
-        inside = (low > 0) & (low <= documents)
-        start = tl.load(tensors.cu_ptr + low - 1, mask=inside, other=0)
-        end = tl.load(tensors.cu_ptr + low, mask=inside, other=0)
-        return tl.where(inside, tl.maximum(start, 0), at), tl.where(inside, tl.minimum(end, S), at)
+        inside = (low > 0) & (low <= head.documents)
+        start = tl.load(head.tensors.cu_ptr + low - 1, mask=inside, other=0)
+        end = tl.load(head.tensors.cu_ptr + low, mask=inside, other=0)
+        return tl.where(inside, tl.maximum(start, 0), at), tl.where(inside, tl.minimum(end, head.S), at)
 
 
 @triton.jit
-def keys_seen(rows, tensors, documents, numbers, S, STATIC: tl.constexpr):
+def keys_seen(rows, head, STATIC: tl.constexpr):
     """Returns [first, last) of the keys that each query sees; rows beyond S see what the last one sees."""
-    rows = tl.minimum(rows, S - 1)
-    first, last = _document(rows, tensors, documents, S, STATIC.STEPS)
+    rows = tl.minimum(rows, head.S - 1)
+    first, last = _document(rows, head, STATIC.STEPS)
     if STATIC.CAUSAL:
         last = tl.minimum(last, rows + 1)
-    if numbers.window is not None:
-        first = tl.maximum(first, rows - numbers.window + 1)
+    if head.numbers.window is not None:
+        first = tl.maximum(first, rows - head.numbers.window + 1)
     return first, last
 
 
 @triton.jit
-def queries_seeing(keys, tensors, documents, numbers, S, STATIC: tl.constexpr):
+def queries_seeing(keys, head, STATIC: tl.constexpr):
     """Returns [first, last) of the queries that see each key."""
-    keys = tl.minimum(keys, S - 1)
-    first, last = _document(keys, tensors, documents, S, STATIC.STEPS)
+    keys = tl.minimum(keys, head.S - 1)
+    first, last = _document(keys, head, STATIC.STEPS)
     if STATIC.CAUSAL:
         first = tl.maximum(first, keys)
-    if numbers.window is not None:
-        last = tl.minimum(last, keys + numbers.window)
+    if head.numbers.window is not None:
+        last = tl.minimum(last, keys + head.numbers.window)
     return first, last
 
 
@@ -222,27 +127,34 @@ def tile_range(first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate_head(tensors, numbers, b, h, S):
-    """Returns the Head of query head h of sample b; without dropout its words mean nothing."""
+    """Returns the Place of query head h of sample b; without dropout its words mean nothing."""
     key_mask, bias = b.to(tl.int64) * S, h.to(tl.int64) * numbers.stride_bias
     if tensors.rng_ptr is None:
-        return Head(key_mask, bias, b, b, b, h)
+        return Place(key_mask, bias, b, b, b, h)
     else:
         k0, k1, first_sample = mask_key_device(tensors.rng_ptr)
         site_head = (numbers.site_head + h).to(tl.uint32)
-        return Head(key_mask, bias, k0, k1, first_sample + b.to(tl.uint32), site_head)
+        return Place(key_mask, bias, k0, k1, first_sample + b.to(tl.uint32), site_head)
 
 
 @triton.jit
-def key_order(tensors, BLOCK: tl.constexpr):
+def nth_place(place, i, numbers):
+    """Returns the Place of the query head i heads further on, in the same group."""
+    bias, site_head = place.bias + i.to(tl.int64) * numbers.stride_bias, place.site_head + i.to(tl.uint32)
+    return Place(place.key_mask, bias, place.k0, place.k1, place.sample, site_head)
+
+
+@triton.jit
+def key_order(head, BLOCK: tl.constexpr):
     """Returns the key within its tile that each column holds."""
     n = tl.arange(0, BLOCK)
-    if tensors.rng_ptr is not None:
+    if head.tensors.rng_ptr is not None:
         n = (n & -32) | (((n >> 1) & 3) << 3) | (((n >> 3) & 3) << 1) | (n & 1)
     return n
 
 
 @triton.jit
-def keep_mask_tile(tensors, numbers, head, rows, start, BLOCK: tl.constexpr):
+def keep_mask_tile(head, rows, start, BLOCK: tl.constexpr):
     """Returns booleans [rows, BLOCK keys from start, in their order].
 
     Which lane a column is depends on the register alone, not on the thread.
@@ -251,8 +163,8 @@ def keep_mask_tile(tensors, numbers, head, rows, start, BLOCK: tl.constexpr):
     group, lane = ((n >> 5) << 2) | ((n >> 1) & 3), (((n >> 3) & 3) << 1) | (n & 1)
     block = (group + start // 8).to(tl.uint32)[None, :]
     position, lane = rows.to(tl.uint32)[:, None], lane.to(tl.uint32)[None, :]
-    threshold = numbers.threshold.to(tl.uint32)
-    return keep_lane_device(head.k0, head.k1, position, head.site_head, block, lane, head.sample, threshold)
+    place, threshold = head.place, head.numbers.threshold.to(tl.uint32)
+    return keep_lane_device(place.k0, place.k1, position, place.site_head, block, lane, place.sample, threshold)
 
 
 @triton.jit
@@ -277,8 +189,9 @@ def store_tile(y, x, at, S, E: tl.constexpr, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def score_tile(q, k, tensors, numbers, head, rows, keys, S):
+def score_tile(q, k, head, rows, keys):
     """Returns what ``unit`` brings into units of log 2, -inf where key_mask hides it; and d scores / d (scale q k')."""
+    tensors, numbers, S = head.tensors, head.numbers, head.S
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     slope = 1.0
     if numbers.softcap is not None:
@@ -287,10 +200,10 @@ def score_tile(q, k, tensors, numbers, head, rows, keys, S):
     if tensors.bias_ptr is not None:
         if numbers.softcap is None:
             s *= numbers.scale
-        ptr = tensors.bias_ptr + head.bias + rows.to(tl.int64)[:, None] * S + keys[None, :]
+        ptr = tensors.bias_ptr + head.place.bias + rows.to(tl.int64)[:, None] * S + keys[None, :]
         s += tl.load(ptr, mask=(rows < S)[:, None] & (keys < S)[None, :], other=0.0).to(tl.float32)
     if tensors.key_mask_ptr is not None:
-        seen = tl.load(tensors.key_mask_ptr + head.key_mask + keys, mask=keys < S, other=0)
+        seen = tl.load(tensors.key_mask_ptr + head.place.key_mask + keys, mask=keys < S, other=0)
         s = tl.where((seen != 0)[None, :], s, float("-inf"))
     return s, slope
 
@@ -320,12 +233,13 @@ def _pairs(STATIC: tl.constexpr):
 
 
 @triton.jit
-def _angles(at, tensors, B, b, S, STATIC: tl.constexpr):
+def _angles(at, head, STATIC: tl.constexpr):
     """Returns cos and sin [positions, BLOCK_E / 2]; 1 and 0 where nothing rotates."""
+    tensors, S = head.tensors, head.S
     i = tl.arange(0, STATIC.BLOCK_E // 2)
     row = at
     if tensors.positions_ptr is not None:
-        row = tl.load(tensors.positions_ptr + at.to(tl.int64) * B + b, mask=at < S, other=0)
+        row = tl.load(tensors.positions_ptr + at.to(tl.int64) * head.B + head.b, mask=at < S, other=0)
     offsets = row.to(tl.int64)[:, None] * STATIC.HALF + i[None, :]
     mask = (at < S)[:, None] & (i < STATIC.HALF)[None, :]
     cos = tl.load(tensors.cos_ptr + offsets, mask=mask, other=1.0).to(tl.float32)
@@ -333,31 +247,31 @@ def _angles(at, tensors, B, b, S, STATIC: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(x, at, tensors, B, b, S, EDGE: tl.constexpr, STATIC: tl.constexpr):
+def load_rotated(x, at, head, EDGE: tl.constexpr, STATIC: tl.constexpr):
     """Returns the rows ``at`` of q or k [positions, BLOCK_E]; with cos rotated, the first columns of all pairs, then
     the second."""
-    if tensors.cos_ptr is None:
-        return load_tile(x, at, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
+    if head.tensors.cos_ptr is None:
+        return load_tile(x, at, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
     else:
         first, second, has_first, has_second = _pairs(STATIC)
-        ptr, mask = x.ptr + at.to(tl.int64)[:, None] * x.stride, (at < S)[:, None]
+        ptr, mask = x.ptr + at.to(tl.int64)[:, None] * x.stride, (at < head.S)[:, None]
         u = tl.load(ptr + first[None, :], mask=mask & has_first[None, :], other=0.0)
         v = tl.load(ptr + second[None, :], mask=mask & has_second[None, :], other=0.0)
-        cos, sin = _angles(at, tensors, B, b, S, STATIC)
+        cos, sin = _angles(at, head, STATIC)
         rotated = tl.join((u * cos - v * sin).to(u.dtype), (v * cos + u * sin).to(u.dtype))
         return tl.reshape(tl.permute(rotated, (0, 2, 1)), (at.shape[0], STATIC.BLOCK_E))
 
 
 @triton.jit
-def store_rotated_back(y, x, at, tensors, B, b, S, STATIC: tl.constexpr):
+def store_rotated_back(y, x, at, head, STATIC: tl.constexpr):
     """Writes x, in the order of load_rotated, rotated back to the rows ``at`` of y."""
-    if tensors.cos_ptr is None:
-        store_tile(y, x, at, S, STATIC.E, STATIC.BLOCK_E)
+    if head.tensors.cos_ptr is None:
+        store_tile(y, x, at, head.S, STATIC.E, STATIC.BLOCK_E)
     else:
         u, v = tl.split(tl.permute(tl.reshape(x, (at.shape[0], 2, STATIC.BLOCK_E // 2)), (0, 2, 1)))
-        cos, sin = _angles(at, tensors, B, b, S, STATIC)
+        cos, sin = _angles(at, head, STATIC)
         first, second, has_first, has_second = _pairs(STATIC)
-        ptr, mask = y.ptr + at.to(tl.int64)[:, None] * y.stride, (at < S)[:, None]
+        ptr, mask = y.ptr + at.to(tl.int64)[:, None] * y.stride, (at < head.S)[:, None]
         dtype: tl.constexpr = y.ptr.dtype.element_ty
         tl.store(ptr + first[None, :], (u * cos + v * sin).to(dtype), mask=mask & has_first[None, :])
         tl.store(ptr + second[None, :], (v * cos - u * sin).to(dtype), mask=mask & has_second[None, :])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..runtime import tuning
 from ..runtime.device import load, swizzle
-from ..runtime.launch import launch, target
+from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import Cost, least, moved
 from ..runtime.partials import reduce_partials
 from ..runtime.replay import Replayed
@@ -219,21 +219,6 @@ class Product(NamedTuple):
     config: dict[str, Any]  # tiles and launch options
 
 
-def _tma(arch: str) -> bool:
-    return arch == "cpu" or (arch.startswith("sm_") and int(arch[3:]) >= 90)
-
-
-def _describable(x: Tensor) -> bool:
-    """Returns whether a descriptor can hold x [M, N]: the copy engine counts in 16 bytes."""
-    return (
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and x.stride(1) == 1
-        and x.stride(0) >= x.shape[1]
-        and x.stride(0) * x.element_size() % 16 == 0
-    )
-
-
 def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **others: Any) -> None:
     """Starts ``kernel``.
 
@@ -251,7 +236,7 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **other
     present |= dict(a=a, b=b)
     tensors: dict[str, Any] = dict(a=a, b=b, **tiles)
     arch, multiprocessors = target(a.device)
-    tma = _tma(arch) and all(_describable(t) for t in present.values())
+    tma = has_tma(arch) and all(describable(t) for t in present.values())
     if tma:
         tensors |= {name: TensorDescriptor.from_tensor(present[name], list(block)) for name, block in blocks.items()}
     else:  # pointers take registers too

@@ -54,6 +54,22 @@ def multiprocessors(x: Tensor) -> int:
     return target(x.device).multiprocessors
 
 
+def has_tma(arch: str) -> bool:
+    """Returns whether tiles can move by the copy engine, which descriptors are for; the interpreter has one too."""
+    return arch == "cpu" or (arch.startswith("sm_") and int(arch[3:]) >= 90)
+
+
+def describable(x: Tensor) -> bool:
+    """Returns whether a descriptor can hold x [M, N]: the copy engine counts in 16 bytes."""
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(1) == 1
+        and x.stride(0) >= x.shape[1]
+        and x.stride(0) * x.element_size() % 16 == 0
+    )
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **config: Any) -> None:
     """Starts ``kernel`` with the current device set to ``device``; an empty grid starts nothing."""
     if 0 not in grid:

@@ -1,0 +1,103 @@
+"""How long the pipes of an H100 are busy with one turn of a kernel's main loop, counted in its SASS.
+
+The clock is that of one of an SM's four schedulers, which has a quarter of the block's warps.  Rates are those of the
+table of throughputs in CUDA's guide, for compute capability 9.0; a wide IMAD is taken for two.  Nothing is measured:
+the account is a prediction that the first run on a card confirms or refutes.
+"""
+
+import re
+from typing import NamedTuple
+
+from bench.compile._disassembly import Instruction
+
+FLOPS = 1024  # of a scheduler's tensor core in a clock, 16 bits
+MMA_SYNC = 2  # how much longer HMMA takes than HGMMA
+BYTES = 3.35e12 / (132 * 4 * 1.755e9)  # of HBM for a scheduler in a clock
+FP32 = "FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2"
+GLOBAL = "LDG", "STG"
+MEMORY = *GLOBAL, "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDL", "STL", "SHFL", "ATOMG", "RED"
+CONTROL = (
+    "BRA", "BAR", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "SYNCS", "FENCE", "MEMBAR",
+    "ELECT", "R2UR", "S2R", "S2UR", "CS2R", "VOTE", "YIELD", "CALL", "RET", "LDC", "ERRBAR", "CCTL", "NANOSLEEP",
+)  # fmt: skip
+
+
+class Account(NamedTuple):
+    """Clocks of each pipe, and the share of its roofline that the loop can reach: of the tensor cores where it
+    multiplies tiles, otherwise of HBM (where its loads and stores miss every cache)."""
+
+    tensor: int
+    issue: int
+    alu: int
+    fma: int
+    mufu: int
+    memory: int
+    hbm: int
+    in_turn: float  # the roofline's pipe waits while the others work
+    overlapped: float  # it never waits
+
+
+def loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """(first, last) address of every loop; what waits behind the last EXIT jumps back into one, and counts as another,
+    longer one."""
+    found = []
+    for at, opcode, operands in code:
+        target = re.findall(r"0x([0-9a-f]+)", operands)
+        if opcode == "BRA" and target and int(target[-1], 16) < at:
+            found.append((int(target[-1], 16), at))
+    return found
+
+
+def account(code: list[Instruction], threads: int) -> Account:
+    """Of the main loop: the first that multiplies tiles and holds no other such loop; without one the largest loop, or
+    the whole kernel."""
+    body = _main_loop(code)
+    warps = threads / 128  # a scheduler's
+    each = dict.fromkeys(Account._fields, 0.0)
+    for _, opcode, _ in body:
+        for pipe, clocks in _clocks(opcode).items():
+            each[pipe] += clocks * warps
+    pipes = {name: round(clocks) for name, clocks in each.items()}
+    roofline = each["tensor"] or each["hbm"]
+    others = max(each[name] for name in ("issue", "alu", "fma", "mufu", "memory"))
+    share = lambda clocks: round(roofline / clocks, 2) if clocks else 0.0
+    return Account(**pipes | dict(in_turn=share(roofline + others), overlapped=share(max(roofline, others))))
+
+
+def _main_loop(code: list[Instruction]) -> list[Instruction]:
+    bodies = [[i for i in code if first <= i.address <= last] for first, last in sorted(loops(code))]
+    products = [body for body in bodies if any(_clocks(i.opcode).get("tensor") for i in body)]
+    inner = [
+        body
+        for body in products
+        if not any(
+            o is not body and body[0].address <= o[0].address and o[-1].address <= body[-1].address for o in products
+        )
+    ]
+    return inner[0] if inner else max(bodies, key=len, default=code)
+
+
+def _clocks(opcode: str) -> dict[str, float]:
+    """{pipe: clocks} of one warp's instruction."""
+    base = opcode.split(".")[0]
+    busy = dict(issue=1.0)
+    if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", opcode):  # of a warpgroup, a quarter on each scheduler
+        m, n, k = map(int, shape.groups())
+        return busy | dict(tensor=2 * m * n * k / 4 / FLOPS)
+    if shape := re.match(r"HMMA\.(16)(8)(\d+)", opcode):
+        m, n, k = map(int, shape.groups())
+        return busy | dict(tensor=MMA_SYNC * 2 * m * n * k / FLOPS)
+    if base in GLOBAL:
+        width = re.search(r"\.(?:U|S)?(8|16|64|128)\b", opcode)
+        return busy | dict(memory=4.0, hbm=32 * int(width[1] if width else 32) / 8 / BYTES)
+    if base in MEMORY:
+        return busy | dict(memory=4.0)
+    if base == "MUFU":
+        return busy | dict(mufu=8.0)
+    if base in FP32:
+        return busy | dict(fma=1.0)
+    if base == "IMAD":
+        return busy | dict(fma=4.0 if ".WIDE" in opcode or ".HI" in opcode else 2.0)
+    if base.startswith("U") or base in CONTROL:
+        return busy
+    return busy | dict(alu=2.0)
