@@ -15,8 +15,8 @@ What is not there is omitted.  ``order`` says what comes when, and which of the 
 Shapes: parts [R, m, D] (stride 0 allowed), bias, gamma, beta [D], residual [m, D], positions and types [m] -> h, n [m,
 D], mean, rstd [m]; dn parts [R, m, D], unsummed, dh [m, D].  Sums over ranks are taken in rank order in fp32 (fp64 for
 fp64), and so are statistics; h has the residual's dtype (parts' without one), n has parts' dtype, dgamma and dbeta have
-gamma's, dbias is fp32.  The statistics are of h as rounded and stored, so that an n recomputed from them is bitwise the
-first.
+gamma's, dbias has the one that is asked for.  The statistics are of h as rounded and stored, so that an n recomputed
+from them is bitwise the first.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, op, row_blocks, sum_parts
+from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
@@ -103,7 +103,8 @@ def fused_norm_bwd_ref(
     dparts = d.to(wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)
     if out is not None:
         out.copy_(d)
-    return dparts, dresidual, d.sum(0) if wanted.bias else d.new_empty(0), dgamma, dbeta
+    dbias = d.new_empty(0) if wanted.bias is None else d.sum(0).to(wanted.bias)
+    return dparts, dresidual, dbias, dgamma, dbeta
 
 
 def norm_apply_ref(recipe: Recompute) -> Tensor:
@@ -140,16 +141,18 @@ def bwd_cpu(
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
+    whole = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
         cut = lambda t: None if t is None else t[..., i:j, :]
         h, mean, rstd = (t if t is None or len(t) == 0 else t[i:j] for t in (saved.h, saved.mean, saved.rstd))
         own = saved._replace(h=h, mean=mean, rstd=rstd)
         rows = mask._replace(first_row=mask.first_row + i)
-        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=wanted, out=cut(out))
+        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=whole, out=cut(out))
 
     dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
-    return torch.cat(dparts), torch.cat(dresidual), *(torch.stack(v).sum(0) for v in vectors)
+    dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in vectors)
+    return torch.cat(dparts), torch.cat(dresidual), dbias.to(wanted.bias or dbias.dtype), dgamma, dbeta
 
 
 # ---- shapes alone ----
@@ -181,7 +184,7 @@ def _bwd_fake(
     normed = dn is not None or order in (POST, DROP)
     dgamma = like.new_empty(0, dtype=acc) if gamma is None or not normed else gamma.new_empty(D)
     dbeta = dgamma.new_empty(D if gamma is not None and normed and wanted.beta else 0)
-    return dparts, like.new_empty(rows, dtype=dtype), like.new_empty(D if wanted.bias else 0, dtype=acc), dgamma, dbeta
+    return dparts, like.new_empty(rows, dtype=dtype), new_vector(like, D, wanted.bias), dgamma, dbeta
 
 
 norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch)
@@ -236,8 +239,8 @@ class _FusedNorm(Function):
         out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
         saved = (None,) * 4 if norm.gamma is None else (h, mean, rstd, norm.gamma)
         ctx.save_for_backward(*saved, mask.rng, add.positions, add.types)
-        residual = None if add.residual is None else add.residual.dtype
-        ctx.wanted = Wanted(add.bias is not None, norm.beta is not None, residual, parts.dtype)
+        bias, residual = dtype_of(add.bias), dtype_of(add.residual)
+        ctx.wanted = Wanted(bias, norm.beta is not None, residual, parts.dtype)
         ctx.tables = [None if w is None else (len(w), w.dtype) for w in (add.position_weight, add.type_weight)]
         ctx.args = ops, order, parts.shape[0], norm.kind, mask if mask.rng is None else mask._replace(rng=None)
         ctx.set_materialize_grads(False)

@@ -266,7 +266,16 @@ def autocasts(x: Tensor) -> bool:
 
 def acc_dtype(x: Tensor) -> torch.dtype:
     """The dtype that sums and statistics of x are kept in: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
+
+
+def new_vector(like: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
+    """Returns [n] to be filled, in the dtype that is asked for; [0] where None is."""
+    return like.new_empty(0, dtype=acc_dtype(like)) if dtype is None else like.new_empty(n, dtype=dtype)
 
 
 def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
