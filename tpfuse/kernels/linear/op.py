@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, autocast, dtype_of, op, row_blocks
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, eager, op, row_blocks
+from ..runtime.replay import Replayed
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .gemm import (
     linear_dgrad_act_cost,
@@ -187,16 +187,27 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
         _, weight, bias, _ = ctx.needs_input_grad
-        dy, dtype = dy.contiguous(), ctx.bias if bias else None
-        dw = db = None
-        if z is not None:
-            dy, db, _ = activation_bwd(dy, z, ctx.activation, rebuild=False, bias=dtype)
-        if weight:
-            dw, db_plain = linear_wgrad(dy, x, w.dtype, None if db is not None else dtype)
-            db = db_plain if db is None else db
-        elif bias and db is None:
-            db = column_sum(dy, dtype)
-        return linear_dgrad(dy, w), dw, db if bias else None, None
+        asked = weight, ctx.bias if bias else None
+        run = _gradients if eager() else _gradients.launcher
+        return *run((dy.contiguous(), x, w, z), ctx.activation, *asked), None
+
+
+@Replayed
+def _gradients(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, weight: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for; recorded and
+    replayed whole."""
+    dy, x, w, z = tensors
+    dw = db = None
+    if z is not None:
+        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
+    if weight:
+        dw, db_plain = linear_wgrad(dy, x, w.dtype, bias if z is None else None)
+        db = db_plain if z is None else db
+    elif z is None and bias is not None:
+        db = column_sum(dy, bias)
+    return linear_dgrad(dy, w), dw, None if bias is None else db
 
 
 # ---- public ----
@@ -211,23 +222,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     """
     check_linear("linear", x, weight, bias, activation=activation)
     x, weight, bias = autocast(x, weight, bias)
-    y = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, activation)
-    return y.view(*x.shape[:-1], len(weight) // width(activation))
+    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
     """Raises the ValueError of the public function ``name`` for arguments that linear cannot take."""
-    known = *PLAIN, *GATED
-    check(activation in known, f"{name}: activation must be one of {', '.join(known)}, got {activation!r}")
-    check(
-        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
-        f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}",
-    )
-    pairs = len(weight) % width(activation) == 0
-    check(pairs, f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {len(weight)} rows")
-    check(
-        bias is None or bias.shape == weight.shape[:1],
-        f"{name}: bias must be [{len(weight)}], got {getattr(bias, 'shape', None)}",
-    )
-    same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
-    check(same, f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")
+    shape, columns = weight.shape, x.shape[-1]
+    if activation not in PLAIN and activation not in GATED:
+        raise ValueError(f"{name}: activation must be one of {', '.join((*PLAIN, *GATED))}, got {activation!r}")
+    if len(shape) != 2 or shape[1] != columns:
+        raise ValueError(f"{name}: weight must be [N, {columns}], got {tuple(shape)}")
+    rows = shape[0]
+    if rows % width(activation):
+        raise ValueError(f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {rows} rows")
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"{name}: bias must be [{rows}], got {bias.shape}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

@@ -220,8 +220,8 @@ def pair(name: str, blocked: bool = False) -> Pair:
 
 # ---- autograd ----
 
+NOTHING = Add()
 _ADD = len(Add._fields)
-_NORM = _ADD + len(Norm._fields)
 
 
 class _FusedNorm(Function):
@@ -232,8 +232,10 @@ class _FusedNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ops: Pair, order: str, ranks: int, parts: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-        add, norm, mask = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:_NORM]), Mask._make(fields[_NORM:])
+    def forward(
+        ctx: Any, ops: Pair, order: str, ranks: int, mask: Mask, parts: Tensor, *fields: Any
+    ) -> tuple[Tensor, ...]:
+        add, norm = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:])
         h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order=order)
         h = parts[0] if order == ALONE else h
         out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
@@ -270,13 +272,33 @@ class _FusedNorm(Function):
             ]
             add = Add(dbias, position_weight=tables[0], type_weight=tables[1], residual=dresidual)
         dparts = None if dparts is None else dparts.expand(ranks, -1, -1)
-        rest = [None] * (_NORM - _ADD - 2 + len(Mask._fields))  # of the norm eps and kind, and the mask
-        return None, None, None, dparts, *add, dgamma, dbeta, *rest
+        return None, None, None, None, dparts, *add, dgamma, dbeta, None, None  # the last of the norm's eps and kind
+
+
+class _NormAlone(Function):
+    """x [m, D] -> n [m, D]: the fused norm with all else omitted, and so with fewer arguments to hand on."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Pair, x: Tensor, gamma: Tensor, *rest: Any) -> Tensor:
+        norm = Norm(gamma, *rest)
+        _, n, mean, rstd = ops.fwd(x[None], NOTHING, norm, NO_MASK, order=ALONE)
+        ctx.save_for_backward(x, mean, rstd, gamma)
+        ctx.args = ops, norm.kind, Wanted(None, norm.beta is not None, None, x.dtype)
+        return n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dn: Tensor) -> tuple[Any, ...]:
+        ops, kind, wanted = ctx.args
+        x, mean, rstd, gamma = ctx.saved_tensors
+        saved = Saved(x, mean, rstd, gamma, kind=kind)
+        dx, _, _, dgamma, dbeta = ops.bwd(dn[None], None, saved, NO_MASK, order=ALONE, wanted=wanted)
+        return None, dx, dgamma, dbeta if wanted.beta else None, None, None
 
 
 def norm_alone(ops: Pair, x: Tensor, norm: Norm) -> Tensor:
-    """Runs a pair with gradients, for nothing but the norm of x [1, m, D]: -> [1, m, D]."""
-    return _FusedNorm.apply(ops, ALONE, 1, x, *Add(), *norm, *NO_MASK)[1]
+    """Runs a pair with gradients, for nothing but the norm of x [m, D]: -> [m, D]."""
+    return _NormAlone.apply(ops, x, *norm)
 
 
 def fused_norm(
@@ -284,7 +306,7 @@ def fused_norm(
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """Runs a pair with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
     without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
-    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, parts, *add, *norm, *mask)
+    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, mask, parts, *add, *norm)
     if norm.gamma is None or order == DROP:
         return out, n, None
     h = inner if order == POST else out
