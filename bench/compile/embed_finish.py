@@ -15,7 +15,7 @@ def both(D: int, R: int, order: str):
         add = Add(None, meta(1024, D), index, *((meta(2, D), index) if order == DROP else (None, None)))
         fwd_launch(meta(R, M, D), add, Norm(gamma, gamma, 1e-5), MASK, order)
         saved = Saved(h, vector(M), vector(M), gamma, "layer")
-        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(False, True, None, h.dtype))
+        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(None, True, None, h.dtype))
 
     return run
 

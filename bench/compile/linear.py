@@ -11,6 +11,7 @@ from tpfuse.kernels.linear.activation import width
 from tpfuse.kernels.linear.triton_activation import activation_bwd_launch, activation_fwd_launch, column_sum_launch
 
 M, N, K = 4096, 4096, 1024
+BIAS = torch.bfloat16  # a bias's gradient, as its parameter's
 # An epilogue and one step of K.
 ELEMENTS = dict.fromkeys(("_linear_kernel", "_dgrad_act_kernel"), lambda c: c["BM"] * c["BN"])
 ELEMENTS |= dict(_activation_fwd_kernel=lambda c: c["BLOCK"], _activation_bwd_kernel=lambda c: c["ROWS"] * c["A"])
@@ -35,13 +36,13 @@ def forward(activation: str, K: int = K):
 def backward(activation: str, rebuild: bool = True):
     """Runs the gradient through fc2 [K, N] and the activation: N columns of activation, K of output."""
     z = meta(M, N * width(activation))
-    _gemm.linear_dgrad_act_launch(meta(M, K), meta(K, N), z, activation, rebuild=rebuild)
+    _gemm.linear_dgrad_act_launch(meta(M, K), meta(K, N), z, activation, rebuild=rebuild, bias=BIAS)
 
 
 def passes(activation: str):
     z = meta(M, N * width(activation))
     activation_fwd_launch(z, activation)
-    activation_bwd_launch(meta(M, N), z, activation, rebuild=True)
+    activation_bwd_launch(meta(M, N), z, activation, rebuild=True, bias=BIAS)
 
 
 def gemm(run: Callable, *args, **parameters) -> Call:
@@ -63,11 +64,11 @@ CALLS = {
     "dgrad relu": gemm(backward, "relu"),
     "dgrad relu2": gemm(backward, "relu2"),
     "dgrad silu": gemm(backward, "silu"),
-    "wgrad": gemm(_gemm.linear_wgrad_launch, meta(M, N), meta(M, K), torch.bfloat16, True),
+    "wgrad": gemm(_gemm.linear_wgrad_launch, meta(M, N), meta(M, K), torch.bfloat16, BIAS),
     "none fp32": Call(
         fused(_gemm.linear_dgrad_launch, *(meta(*s, dtype=torch.float32) for s in ((M, N), (N, K)))), ELEMENTS
     ),
     "passes gelu_tanh": Call(lambda: passes("gelu_tanh"), ELEMENTS),
     "passes gelu": Call(lambda: passes("gelu"), ELEMENTS),
-    "column sum": Call(lambda: column_sum_launch(meta(M, N)), ELEMENTS),
+    "column sum": Call(lambda: column_sum_launch(meta(M, N), BIAS), ELEMENTS),
 }

@@ -15,7 +15,7 @@ def every(D: int, kind: str):
         norm, mean, rstd = Norm(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
         fwd_launch(x[None], Add(), norm, Mask(), ALONE)
         apply_launch(Recompute(x, mean, rstd, *norm, x.dtype))
-        wanted = Wanted(False, beta is not None, None, x.dtype)
+        wanted = Wanted(None, beta is not None, None, x.dtype)
         bwd_launch(x[None], x, Saved(x, mean, rstd, gamma, kind), Mask(), ALONE, wanted)
 
     return run

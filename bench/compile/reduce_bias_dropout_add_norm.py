@@ -33,7 +33,7 @@ def both(D: int, R: int, kind: str = "layer", order: str = PRE):
         beta = gamma if kind == "layer" else None
         fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), Norm(gamma, beta, 1e-5, kind), MASK, order)
         saved = Saved(h, vector(M), vector(M), gamma, kind)
-        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(True, beta is not None, h.dtype, h.dtype))
+        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(h.dtype, beta is not None, h.dtype, h.dtype))
 
     return run
 
@@ -44,7 +44,7 @@ def without_norm(D: int):
         reduce_launch(meta(8, M, D))
         fwd_launch(meta(8, M, D), Add(residual=h), Norm(), MASK, PRE)
         saved = Saved(None, None, None, None, "layer")
-        bwd_launch(meta(8, M, D), h, saved, MASK, PRE, Wanted(True, False, h.dtype, h.dtype))
+        bwd_launch(meta(8, M, D), h, saved, MASK, PRE, Wanted(h.dtype, False, h.dtype, h.dtype))
 
     return run
 

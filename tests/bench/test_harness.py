@@ -36,7 +36,7 @@ def test_counted_bytes_are_the_declared_costs():
         torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
     args = x[None], Add(), Norm(weight, bias, 1e-5), Mask(), ALONE
     made = NORM.fwd(*args)
-    saved, wanted = Saved(x, made[2], made[3], weight, "layer"), Wanted(False, True, None, x.dtype)
+    saved, wanted = Saved(x, made[2], made[3], weight, "layer"), Wanted(None, True, None, x.dtype)
     back = torch.ones(1, 8, 16), None, saved, Mask(), ALONE, wanted
     costs = NORM.fwd.cost(args, made), NORM.bwd.cost(back, NORM.bwd(*back))
     assert [call.op for call in counted.calls] == ["norm_fwd", "norm_bwd"]

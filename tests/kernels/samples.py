@@ -61,10 +61,10 @@ def norm_forward(m: int, D: int) -> list[tuple[Any, ...]]:
 
 
 def norm_backward(m: int, D: int) -> list[tuple[Any, ...]]:
-    everything, nothing = Wanted(True, True, FP32, FP32), Wanted(False, False, None, FP32)
+    everything, nothing = Wanted(FP32, True, FP32, FP32), Wanted(None, False, None, FP32)
     return [
         (random(2, m, D), random(m, D), saved_of(m, D), mask(), PRE, everything),
-        (random(1, m, D), random(m, D), saved_of(m, D, "rms"), mask(), POST, Wanted(True, False, FP32, FP32)),
+        (random(1, m, D), random(m, D), saved_of(m, D, "rms"), mask(), POST, Wanted(FP32, False, FP32, FP32)),
         (None, random(m, D), saved_of(m, D), mask(), DROP, everything),
         (random(2, m, D), None, Saved(None, None, None, None, "layer"), Mask(), PRE, nothing),
     ]
@@ -137,16 +137,16 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     ],
     "activation_fwd": lambda m, n: [(random(m, 2 * n), name) for name in ("gelu", "swiglu")],
     "activation_bwd": lambda m, n: [
-        (random(m, 2 * n), random(m, 2 * n), "gelu", True),
-        (random(m, n), random(m, 2 * n), "swiglu", False),
+        (random(m, 2 * n), random(m, 2 * n), "gelu", True, FP32),
+        (random(m, n), random(m, 2 * n), "swiglu", False, None),
     ],
     "linear_fwd": lambda m, n: [(random(m, 8), random(2 * n, 8), random(2 * n), act) for act in ("gelu", "swiglu")],
     "linear_dgrad": lambda m, n: (random(m, n), random(n, 8)),
     "linear_dgrad_act": lambda m, n: [
-        (random(m, 8), random(8, n), random(m, n), "gelu", True),
-        (random(m, 8), random(8, n), random(m, 2 * n), "swiglu", False),
+        (random(m, 8), random(8, n), random(m, n), "gelu", True, FP32),
+        (random(m, 8), random(8, n), random(m, 2 * n), "swiglu", False, None),
     ],
-    "linear_wgrad": lambda m, n: (random(m, n), random(m, 8), FP32, True),
+    "linear_wgrad": lambda m, n: (random(m, n), random(m, 8), FP32, FP32),
     "cross_entropy_stats": lambda m, V: (random(m, V), *losses(m, V)[:2]),
     "cross_entropy_bwd": lambda m, V: (random(m, V), losses(m, V)[2], losses(m, V)[1]),
     "linear_cross_entropy_stats": lambda m, V: linear_loss(m, V, backward=False),

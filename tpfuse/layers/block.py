@@ -135,12 +135,9 @@ class TransformerBlock(ParallelModule):
         positions.  ``rope``: rotary positions.  ``rng`` int64 [3] = (seed, step, first_sample), needed where dropout is
         on.
         """
-        alone = normed is None
-        check(alone or self.norm_in is None, "TransformerBlock: a block with norm_in takes h alone")
-        check(
-            not alone or self.norm_in is not None or self.post_norm,
-            "TransformerBlock: without norm_in it takes (h, normed)",
-        )
+        alone, enters = normed is None, self.norm_in is not None
+        check(alone or not enters, "TransformerBlock: a block with norm_in takes h alone")
+        check(not alone or enters or self.post_norm, "TransformerBlock: without norm_in it takes (h, normed)")
         attending: dict[str, Any] = dict(
             batch=batch,
             seq=seq,

@@ -55,7 +55,8 @@ class Adaptable(ParallelModule):
     @property
     def adapter(self) -> Adapter | None:
         """The adapter to be added to the product; None where there is none or it is merged into the weight."""
-        return None if self.lora is None or self.lora.merged else self.lora
+        lora: Any = self._modules["lora"]  # nn.Module's attribute access costs the host
+        return None if lora is None or lora.merged else lora
 
 
 class ColumnProjection(Adaptable):

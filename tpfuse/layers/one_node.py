@@ -17,7 +17,7 @@ from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
 from ..kernels.norm.records import Saved as NormSaved
 from ..kernels.norm.verbs import NORM, REDUCE_BIAS_DROPOUT_ADD_NORM
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import eager
+from ..kernels.runtime.op import dtype_of, eager
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..kernels.runtime.replay import Replayed
 from ..parallel import TensorParallel
@@ -144,21 +144,21 @@ def _backward(
     (dh, dn), (c, options, p) = gradients, layer
     order, dtype, needed = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters
 
-    wanted = Wanted(p.fc2_bias is not None, p.last_bias is not None, asked.residual, dtype)
+    wanted = Wanted(dtype_of(p.fc2_bias), p.last_bias is not None, asked.residual, dtype)
     state = NormSaved(*kept.last_stats, p.last_weight, kind=c.kind)
     dh = None if dh is None else dh.contiguous()
     dp, dh, dfc2_bias, dlast, dlast_bias = FUSED.bwd(dn, dh, state, c.mlp_mask, order=order, wanted=wanted)
 
     w1, _ = _linear(p.fc1_weight, None)
     mlp, n1 = MLP(w1, None, p.fc2_weight, c.activation), MLPSaved(Saved(kept.n1, ONE), kept.z, kept.a)
-    needs = Needs(needed.fc1_weight, needed.fc1_bias, needed.fc2_weight)
+    needs = Needs(needed.fc1_weight, dtype_of(p.fc1_bias) if needed.fc1_bias else None, needed.fc2_weight)
     dn, dw1, db1, dw2 = plain.gather_mlp_exchange_bwd(dp[None], mlp, saved=n1, needs=needs, tp=ONE)
 
-    wanted = Wanted(p.out_bias is not None, p.norm_bias is not None, asked.residual, dtype)
+    wanted = Wanted(dtype_of(p.out_bias), p.norm_bias is not None, asked.residual, dtype)
     state = NormSaved(*kept.stats, p.norm_weight, kind=c.kind)
     dp, dh, dout_bias, dnorm, dnorm_bias = FUSED.bwd(dn, dh, state, c.attention_mask, order=order, wanted=wanted)
 
-    needs = Needs(needed.qkv_weight, needed.qkv_bias, needed.out_weight)
+    needs = Needs(needed.qkv_weight, dtype_of(p.qkv_bias) if needed.qkv_bias else None, needed.out_weight)
     do, dout = plain.linear_exchange_bwd(dp[None], p.out_weight, x=kept.o, needs=needs, tp=ONE)
     dqkv = attention_bwd(do, kept.qkv, kept.o, kept.lse, options=options).flatten(1)
     w, n = _linear(p.qkv_weight, None)[0], Saved(kept.n, ONE)
@@ -166,7 +166,7 @@ def _backward(
 
     din = din_bias = None
     if p.in_weight is not None:
-        wanted = Wanted(False, p.in_bias is not None, None, dtype)
+        wanted = Wanted(None, p.in_bias is not None, None, dtype)
         state = NormSaved(*kept.in_stats, p.in_weight, kind=c.kind)
         dh, _, _, din, din_bias = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=wanted)
         dn = None

@@ -14,7 +14,7 @@ from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import autocast
+from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
@@ -42,16 +42,17 @@ class _GatherAttentionExchange(Function):
         weights = Projections(w, b, w_out, *heads)
         parts, *kept = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
         save(ctx, (w, w_out, *kept, *options[:TENSORS]), Saved.of(n, recompute, tp))
-        ctx.args = heads, options[TENSORS:], tp
+        ctx.args = heads, options[TENSORS:], dtype_of(b), tp
         return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w, w_out, qkv, o, lse, *tensors), n = restore(ctx)
-        heads, constants, tp = ctx.args
+        heads, constants, dtype, tp = ctx.args
         _, weight, bias, out_weight, *_ = ctx.needs_input_grad
-        weights, needs = Projections(w, None, w_out, *heads), Needs(weight, bias, out_weight)
+        weights = Projections(w, None, w_out, *heads)
+        needs = Needs(weight, dtype if bias else None, out_weight)
         saved = AttentionSaved(n, qkv, o, lse, options=Options(*tensors, *constants))
         grads = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, needs=needs, tp=tp)
         return *grads, None, None, None, None

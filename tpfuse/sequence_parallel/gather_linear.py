@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.linear.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import autocast
+from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
@@ -37,19 +37,19 @@ class GatherLinear(Function):
     ) -> Tensor:
         y, z = form.gather_linear_fwd(n, Linear(w, b, activation), tp)
         save(ctx, (w, None if activation == "none" else z), Saved.of(n, recompute, tp))
-        ctx.args = activation, tp, form
+        ctx.args = activation, dtype_of(b), tp, form
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (w, z), n = restore(ctx)
-        activation, tp, form = ctx.args
+        activation, dtype, tp, form = ctx.args
         _, weight, bias, *_ = ctx.needs_input_grad
-        dy, db = dy.contiguous(), None
+        dy, dtype, db = dy.contiguous(), dtype if bias else None, None
         if z is not None:
-            dy, db, _ = activation_bwd(dy, z, activation, False)
-        needs = Needs(weight, bias and z is None)
+            dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=dtype)
+        needs = Needs(weight, dtype if z is None else None)
         dn, dw, db_here = form.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
         return dn, dw, (db_here if db is None else db) if bias else None, None, None, None, None
 

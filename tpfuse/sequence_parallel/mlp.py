@@ -19,7 +19,7 @@ from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import autocast
+from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
@@ -43,16 +43,16 @@ class GatherMLPExchange(Function):
         mlp = MLP(w1, b1, w2, activation)
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=recompute is None, tp=tp)
         save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
-        ctx.args = activation, tp, form
+        ctx.args = activation, dtype_of(b1), tp, form
         return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w1, w2, z, a), n = restore(ctx)
-        activation, tp, form = ctx.args
+        activation, dtype, tp, form = ctx.args
         _, weight, bias, out_weight, *_ = ctx.needs_input_grad
-        mlp, needs = MLP(w1, None, w2, activation), Needs(weight, bias, out_weight)
+        mlp, needs = MLP(w1, None, w2, activation), Needs(weight, dtype if bias else None, out_weight)
         grads = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), needs=needs, tp=tp)
         return *grads, None, None, None, None
 

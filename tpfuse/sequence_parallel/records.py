@@ -113,17 +113,17 @@ class AttentionSaved(NamedTuple):
 
 
 class WeightGrad(NamedTuple):
-    """dW = dy' x in ``dtype``, and with ``bias`` db = sum_rows dy in fp32.  dy [M, N], x [M, K]."""
+    """dW = dy' x in ``dtype``, and unless None db = sum_rows dy in the dtype ``bias``.  dy [M, N], x [M, K]."""
 
     dy: Tensor
     x: Tensor
     dtype: torch.dtype
-    bias: bool
+    bias: torch.dtype | None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Returns dW [N, K] and db [N]."""
         dw, db = linear_wgrad(*self)
-        return dw, db if self.bias else None
+        return dw, None if self.bias is None else db
 
 
 class GatheredWeightGrad(NamedTuple):
@@ -132,7 +132,7 @@ class GatheredWeightGrad(NamedTuple):
     dy: Tensor
     n: Saved
     dtype: torch.dtype
-    bias: bool
+    bias: torch.dtype | None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias).run()
@@ -148,9 +148,9 @@ def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
 
 class Needs(NamedTuple):
     """Which gradients of weights are asked for: those of the linear layer whose input is gathered, and of the one whose
-    output is scattered.  ``run`` is given the name of each weight and the work for it."""
+    output is scattered; a bias's in which dtype.  ``run`` is given the name of each weight and the work for it."""
 
     weight: bool = False
-    bias: bool = False
+    bias: torch.dtype | None = None
     out_weight: bool = False
     run: Callable[[str, Work], tuple[Tensor | None, Tensor | None]] = run

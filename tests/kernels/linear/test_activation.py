@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def arguments(rows, columns, activation, dtype=torch.float32, rebuild=True):
     z, dy = 2 * torch.randn(rows, columns * width(activation), device=DEVICE), torch.randn(rows, columns, device=DEVICE)
-    return dy.to(dtype), z.to(dtype), activation, rebuild
+    return dy.to(dtype), z.to(dtype), activation, rebuild, torch.float32
 
 
 def assert_same(got, want, **tolerance):
@@ -64,10 +64,28 @@ def test_results_in_places_that_are_given(activation, side):
 
 def test_column_sum():
     x = torch.randn(130, 300, device=DEVICE)
-    assert_same([column_sum_launch(x)], [x.sum(0)])
+    assert_same([column_sum_launch(x, torch.float32)], [x.sum(0)])
     assert (
-        column_sum_launch(torch.ones(4096, 1, device=DEVICE).bfloat16()).item() == 4096
+        column_sum_launch(torch.ones(4096, 1, device=DEVICE).bfloat16(), torch.float32).item() == 4096
     )  # a running sum in bf16 stops at 256
+
+
+@pytest.mark.parametrize("side", ["launch", "cpu", "reference"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swiglu"])
+def test_the_bias_gradient_in_the_dtype_asked_for(monkeypatch, activation, side):
+    """It is the fp32 sum, rounded once; where none is asked for nothing is summed, and dz is the same."""
+    started, start = [], _launch._start
+    monkeypatch.setattr(_launch, "_start", lambda k, *a, **o: (started.append(k.fn.__name__), start(k, *a, **o))[1])
+    run, (dy, z, *rest, _) = getattr(activation_bwd, side), arguments(130, 300, activation, torch.bfloat16)
+    dz, db, y = run(dy, z, *rest, torch.float32)
+    reductions = len(started)
+    for dtype in (torch.bfloat16, None):
+        other = run(dy, z, *rest, dtype)
+        assert torch.equal(other[0], dz) and torch.equal(other[2], y)
+        expected = db.to(dtype) if dtype is not None else db.new_empty(0)
+        assert other[1].dtype == expected.dtype and torch.equal(other[1], expected)
+    if side == "launch":
+        assert started[reductions:] == ["_activation_bwd_kernel", "_reduce_kernel", "_activation_bwd_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -89,9 +107,9 @@ def test_in_the_tails(activation):
     large."""
     z = torch.cat((torch.linspace(-12, 12, 2001), torch.tensor([-1e4, -100.0, -0.0, 100.0, 1e4]))).to(DEVICE)[None]
     ones = torch.ones_like(z)
-    ours = activation_fwd.launch(z, activation), activation_bwd.launch(ones, z, activation, False)[0]
+    ours = activation_fwd.launch(z, activation), activation_bwd.launch(ones, z, activation, False, None)[0]
     double = z.double(), activation
-    exact = activation_fwd.reference(*double), activation_bwd.reference(ones.double(), *double, False)[0]
+    exact = activation_fwd.reference(*double), activation_bwd.reference(ones.double(), *double, False, None)[0]
     assert_same(ours, [x.float() for x in exact], rtol=1e-6, atol=1e-6)
 
 
@@ -109,7 +127,7 @@ def test_declared_bytes(activation):
     dy, z, *_ = arguments(66, 64, activation, torch.bfloat16)
     assert_declared(activation_fwd, (z, activation))
     for rebuild in (False, True):
-        moved = assert_declared(activation_bwd, (dy, z, activation, rebuild))
+        moved = assert_declared(activation_bwd, (dy, z, activation, rebuild, torch.float32))
         assert moved.written > 2 * z.numel() + 2 * dy.numel() * rebuild  # the partial sums are counted
 
 

@@ -66,7 +66,7 @@ def test_a_gemm_and_its_gate():
 
 def test_backward_gives_the_bias_gradient_and_the_product():
     z, dy = torch.randn(7, 12), torch.randn(7, 6)
-    dz, db, y = activation_bwd(dy, z, "geglu", True)
+    dz, db, y = activation_bwd(dy, z, "geglu", True, dy.dtype)
     torch.testing.assert_close(db, dz.sum(0))
     assert torch.equal(y, activation_fwd(z, "geglu"))
 

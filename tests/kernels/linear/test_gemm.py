@@ -64,12 +64,13 @@ def calls(M, N, K, activation="none", dtype=torch.float32, bias=True):
         random(N * width(activation)) if bias else None,
     )
     z, dy = random(M, N * width(activation), dtype=dtype), random(M, N * width(activation), dtype=dtype)
+    summed = torch.float32 if bias else None
     yield linear_fwd, (x, w, b, activation)
     if activation == "none":
         yield linear_dgrad, (dy, w)
-        yield linear_wgrad, (dy, x, dtype, bias)
+        yield linear_wgrad, (dy, x, dtype, summed)
     else:
-        yield linear_dgrad_act, (random(M, K, dtype=dtype), random(K, N, dtype=dtype), z, activation, bias)
+        yield linear_dgrad_act, (random(M, K, dtype=dtype), random(K, N, dtype=dtype), z, activation, bias, summed)
 
 
 def assert_same(got, want, **tolerance):
@@ -139,7 +140,7 @@ def test_an_activation_rebuilt_is_the_first_one(take, activation):
     for taken in PATHS:
         take(taken)
         y, z = linear_fwd.launch(*forward)
-        assert torch.equal(linear_dgrad_act.launch(*backward[:2], z, activation, True)[2], y)
+        assert torch.equal(linear_dgrad_act.launch(*backward[:2], z, activation, True, None)[2], y)
 
 
 @pytest.mark.parametrize("taken", PATHS)
@@ -151,10 +152,10 @@ def test_strides(take, variants, taken):
     for x in (random(M, K + 8)[:, :K], random(M, K + 1)[:, 1:], random(K, M).t(), random(1, K).expand(M, K)):
         assert_same(linear_fwd.launch(x, w, b, "gelu"), linear_fwd.reference(x, w, b, "gelu"))
         assert_same(linear_dgrad.launch(x, w.t()), x @ w.t())
-        assert_same(linear_wgrad.launch(x, z, x.dtype, True), linear_wgrad.reference(x, z, x.dtype, True))
+        assert_same(linear_wgrad.launch(x, z, x.dtype, x.dtype), linear_wgrad.reference(x, z, x.dtype, x.dtype))
         assert_same(
-            linear_dgrad_act.launch(x, w.t(), z, "relu", True),
-            linear_dgrad_act.reference(x, w.t(), z.contiguous(), "relu", True),
+            linear_dgrad_act.launch(x, w.t(), z, "relu", True, x.dtype),
+            linear_dgrad_act.reference(x, w.t(), z.contiguous(), "relu", True, x.dtype),
         )
     assert set(variants) == (set() if taken == "torch" else {True, False})
 

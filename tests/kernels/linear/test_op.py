@@ -15,6 +15,7 @@ from tpfuse.kernels.linear.op import (
     linear_fwd,
     linear_wgrad,
 )
+from tpfuse.kernels.runtime.op import acc_dtype
 
 X, W, B, Z = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4), torch.randn(3, 4)
 ALL = *PLAIN, *GATED
@@ -22,7 +23,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 SAMPLES = [
     *((activation_fwd, (Z, activation)) for activation in (*ACTIVATIONS, *GATED)),
     *(
-        (activation_bwd, (Z[:, :: width(activation)].contiguous(), Z, activation, rebuild))
+        (activation_bwd, (Z[:, :: width(activation)].contiguous(), Z, activation, rebuild, FP32))
         for activation in (*ACTIVATIONS, *GATED)
         for rebuild in (False, True)
     ),
@@ -31,11 +32,11 @@ SAMPLES = [
     (linear_fwd, (X, W, None, "relu")),
     (linear_fwd, (X, W, B, "swiglu")),
     (linear_dgrad, (Z, W)),
-    (linear_dgrad_act, (Z, W, X, "gelu_tanh", True)),
-    (linear_dgrad_act, (Z, W, X, "gelu", False)),
-    (linear_dgrad_act, (Z, W[:, :2].contiguous(), Z, "geglu", True)),
-    (linear_wgrad, (Z, X, FP32, True)),
-    (linear_wgrad, (Z.bfloat16(), X.bfloat16(), FP32, False)),
+    (linear_dgrad_act, (Z, W, X, "gelu_tanh", True, FP32)),
+    (linear_dgrad_act, (Z, W, X, "gelu", False, None)),
+    (linear_dgrad_act, (Z, W[:, :2].contiguous(), Z, "geglu", True, BF16)),
+    (linear_wgrad, (Z, X, FP32, FP32)),
+    (linear_wgrad, (Z.bfloat16(), X.bfloat16(), FP32, None)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
@@ -89,31 +90,31 @@ def test_cpu_gelu(rows, dtype):
     def errors(fwd, bwd):
         exact = (
             activation_fwd.reference(z.double(), "gelu_tanh"),
-            *activation_bwd.reference(dy.double(), z.double(), "gelu_tanh", True),
+            *activation_bwd.reference(dy.double(), z.double(), "gelu_tanh", True, FP32),
         )
-        got = fwd(z, "gelu_tanh"), *bwd(dy, z, "gelu_tanh", True)
+        got = fwd(z, "gelu_tanh"), *bwd(dy, z, "gelu_tanh", True, FP32)
         return [(a - b).abs().max() if rows else 0 for a, b in zip(got, exact)]
 
     for mine, theirs in zip(
         errors(activation_fwd.cpu, activation_bwd.cpu), errors(activation_fwd.reference, activation_bwd.reference)
     ):
         assert mine <= factor * theirs + eps
-    dz, db, nothing = activation_bwd.cpu(dy, z, "gelu_tanh", False)
-    assert nothing.shape == (0,) and torch.equal(dz, activation_bwd.cpu(dy, z, "gelu_tanh", True)[0])
+    dz, db, nothing = activation_bwd.cpu(dy, z, "gelu_tanh", False, FP32)
+    assert nothing.shape == (0,) and torch.equal(dz, activation_bwd.cpu(dy, z, "gelu_tanh", True, FP32)[0])
     torch.testing.assert_close(db, dz.sum(0, dtype=FP32))
 
 
 def test_cpu_gelu_is_the_reference_in_fp64():
     z, dy = torch.randn(2, 130, 5, dtype=torch.float64)
     for got, exact in zip(
-        activation_bwd.cpu(dy, z, "gelu_tanh", True), activation_bwd.reference(dy, z, "gelu_tanh", True)
+        *(f(dy, z, "gelu_tanh", True, z.dtype) for f in (activation_bwd.cpu, activation_bwd.reference))
     ):
         torch.testing.assert_close(got, exact, rtol=1e-13, atol=1e-13)
 
 
 def test_dgrad_act_is_dgrad_and_activation_bwd():
-    dz, db, a = linear_dgrad_act(Z, W, X, "gelu_tanh", True)
-    for got, exact in zip((dz, db, a), activation_bwd(linear_dgrad(Z, W), X, "gelu_tanh", True)):
+    dz, db, a = linear_dgrad_act(Z, W, X, "gelu_tanh", True, FP32)
+    for got, exact in zip((dz, db, a), activation_bwd(linear_dgrad(Z, W), X, "gelu_tanh", True, FP32)):
         assert torch.equal(got, exact)
     torch.testing.assert_close(a, F.gelu(X, approximate="tanh"))
 
@@ -126,7 +127,8 @@ def test_cpu_gated(activation, dtype):
         z, dy = torch.randn(rows, columns, dtype=dtype), torch.randn(rows, columns // 2, dtype=dtype)
         assert torch.equal(activation_fwd.cpu(z, activation), activation_fwd.reference(z, activation))
         for rebuild in (False, True):
-            (dz, db, a), exact = (f(dy, z, activation, rebuild) for f in (activation_bwd.cpu, activation_bwd.reference))
+            args = dy, z, activation, rebuild, acc_dtype(z)
+            (dz, db, a), exact = (f(*args) for f in (activation_bwd.cpu, activation_bwd.reference))
             assert torch.equal(dz, exact[0]) and torch.equal(a, exact[2])
             torch.testing.assert_close(db, exact[1])
 
@@ -142,8 +144,8 @@ def test_low_precision(activation, dtype):
 def test_bias_gradient_is_summed_in_fp32():
     """4096 ones: a running sum in bf16 stops at 256."""
     dy = torch.ones(4096, 1).bfloat16()
-    assert linear_wgrad(dy, dy, FP32, True)[1].item() == 4096
-    assert activation_bwd(dy, dy, "relu", False)[1].item() == 4096
+    assert linear_wgrad(dy, dy, FP32, FP32)[1].item() == 4096
+    assert activation_bwd(dy, dy, "relu", False, FP32)[1].item() == 4096
 
 
 @ACTIVATION

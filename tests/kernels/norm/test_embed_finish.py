@@ -33,10 +33,10 @@ SAMPLES = [
     (fwd, (P, BOTH, Norm(V, V, 1e-5), MASK, PRE)),
     (fwd, (P.bfloat16(), POSITION, Norm(V, None, 1e-5, "rms"), MASK, DROP)),
     (fwd, (P, Add(), Norm(), Mask(), PRE)),
-    (bwd, (P, D, LAYER, MASK, PRE, Wanted(False, True, None, FP32))),
-    (bwd, (P.bfloat16(), None, RMS, MASK, DROP, Wanted(False, False, None, BF16))),
-    (bwd, (None, D, LAYER, MASK, DROP, Wanted(False, True, None, FP32))),
-    (bwd, (None, D, NONE, Mask(), PRE, Wanted(False, False, None, FP32))),
+    (bwd, (P, D, LAYER, MASK, PRE, Wanted(None, True, None, FP32))),
+    (bwd, (P.bfloat16(), None, RMS, MASK, DROP, Wanted(None, False, None, BF16))),
+    (bwd, (None, D, LAYER, MASK, DROP, Wanted(None, True, None, FP32))),
+    (bwd, (None, D, NONE, Mask(), PRE, Wanted(None, False, None, FP32))),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
@@ -274,7 +274,7 @@ def backward_arguments(arguments, dn=True, dh=True):
     x, _, mean, rstd = fwd.reference(*arguments)
     saved = (x, mean, rstd, norm.gamma) if norm.gamma is not None else (None,) * 4
     incoming = like(parts) if dn else None, like(x) if dh else None
-    wanted = Wanted(False, norm.beta is not None, None, parts.dtype)
+    wanted = Wanted(None, norm.beta is not None, None, parts.dtype)
     return *incoming, Saved(*saved, norm.kind), mask, order, wanted
 
 

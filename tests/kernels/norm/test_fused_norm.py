@@ -11,7 +11,7 @@ from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_sa
 from tpfuse.kernels.norm import config
 from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
-from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.op import dtype_of, flatten
 from tpfuse.kernels.runtime.philox import Mask, make_rng
 from tpfuse.sequence_parallel.crossings import reduce_parts
 
@@ -50,7 +50,7 @@ def backward_arguments(arguments, post=False, dn=True, dh=True):
     saved = (h, mean, rstd, norm.gamma) if norm.gamma is not None else (None,) * 4
     incoming = (like(parts) if dn else None, like(h) if dh else None)
     residual = None if add.residual is None else add.residual.dtype
-    wanted = Wanted(add.bias is not None, norm.beta is not None, residual, parts.dtype)
+    wanted = Wanted(dtype_of(add.bias), norm.beta is not None, residual, parts.dtype)
     return *incoming, Saved(*saved, norm.kind), mask, POST if post else PRE, wanted
 
 
@@ -116,6 +116,18 @@ def test_one_element():
     arguments = forward_arguments(1, 1, 1)
     assert_accurate_launch(fwd, arguments)
     assert_accurate_launch(bwd, backward_arguments(arguments))
+
+
+@pytest.mark.parametrize("side", ["launch", "cpu", "reference"])
+@pytest.mark.parametrize("m, D", [(35, 100), (3, 1 << 16)])
+def test_the_bias_gradient_in_the_dtype_asked_for(side, m, D):
+    """It is the fp32 sum, rounded once, though the CPU adds blocks of rows."""
+    given, run = backward_arguments(forward_arguments(1, m, D)), getattr(bwd, side)
+    *others, wanted = given
+    dbias = run(*others, wanted)[2]
+    rounded, nothing = (run(*others, wanted._replace(bias=dtype))[2] for dtype in (torch.bfloat16, None))
+    assert dbias.dtype == torch.float32 and rounded.dtype == torch.bfloat16 and nothing.shape == (0,)
+    assert torch.equal(rounded, dbias.bfloat16())
 
 
 @pytest.mark.parametrize("order", [PRE, POST])

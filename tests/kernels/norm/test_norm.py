@@ -27,7 +27,7 @@ def alone(x, norm):
 
 
 def back(dn, dh, saved, beta):
-    return dn, dh, saved, Mask(), ALONE, Wanted(False, beta, None, saved.h.dtype)
+    return dn, dh, saved, Mask(), ALONE, Wanted(None, beta, None, saved.h.dtype)
 
 
 SAMPLES = [

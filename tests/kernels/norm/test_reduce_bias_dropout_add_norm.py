@@ -21,17 +21,17 @@ FP32, BF16 = torch.float32, torch.bfloat16
 FWD, BWD = REDUCE_BIAS_DROPOUT_ADD_NORM
 LAYER, RMS = (Saved(D, STAT[:n], STAT, V, kind) for n, kind in ((3, "layer"), (0, "rms")))
 NONE = Saved(None, None, None, None, "layer")
-ALL = Wanted(True, True, FP32, FP32)
+ALL = Wanted(FP32, True, FP32, FP32)
 SAMPLES = [
     (FWD, (P, Add(bias=V, residual=D), Norm(V, V, 1e-5), MASK, PRE)),
     (FWD, (P[:1].expand(2, 3, 7).bfloat16(), Add(residual=D), Norm(V, None, 1e-5, "rms"), MASK, POST)),
     (FWD, (P, Add(), Norm(), Mask(), PRE)),
     (BWD, (P, D, LAYER, MASK, PRE, ALL)),
-    (BWD, (P, D, LAYER, MASK, POST, Wanted(True, True, BF16, FP32))),
+    (BWD, (P, D, LAYER, MASK, POST, Wanted(FP32, True, BF16, FP32))),
     (BWD, (P, D, LAYER, MASK, PRE, ALL, torch.empty(3, 9)[:, :7])),
-    (BWD, (P.bfloat16(), None, RMS, MASK, POST, Wanted(False, False, FP32, BF16))),
+    (BWD, (P.bfloat16(), None, RMS, MASK, POST, Wanted(None, False, FP32, BF16))),
     (BWD, (None, D, LAYER, MASK, PRE, ALL)),
-    (BWD, (P, D, NONE, Mask(), PRE, Wanted(False, False, None, FP32))),
+    (BWD, (P, D, NONE, Mask(), PRE, Wanted(None, False, None, FP32))),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 

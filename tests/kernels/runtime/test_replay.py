@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.forking import forking
 from tests.kernels.runtime.test_op import samples
+from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.replay import Call, Replayed, call_of
@@ -95,7 +96,7 @@ def _sample(module: str, index: int):
 def _twice(module: str, index: int) -> tuple[bool, list, list, bool]:
     """Runs a sample of an op twice -> whether there is a tape, what each started, whether results are alike."""
     op, args = _sample(module, index)
-    op.launch.tapes.clear()
+    op.launch.forget()
     first, made = _call(op, args)
     (tape,) = op.launch.tapes.values()
     again, remade = _call(op, args)
@@ -134,7 +135,7 @@ def _kinds() -> dict[str, list[bool]]:
             op(parts, *rest)
         return not looked
 
-    op.launch.tapes.clear()
+    op.launch.forget()
     found = dict(unaligned_first=[run(unaligned), run(unaligned)], first=[run(parts)], again=[run(parts), run(aligned)])
     found["unaligned"] = [run(unaligned)]
     found["other strides"] = [run(parts.expand(2, *parts.shape[1:]) if len(parts) == 1 else parts[:1])]
@@ -167,7 +168,7 @@ def _given_twice() -> list[list]:
     op, (parts, add, norm, *rest) = _sample(*FUSED)
     vectors = torch.rand_like(norm.gamma), torch.rand_like(norm.gamma)
     apart = parts, add, norm._replace(gamma=vectors[0], beta=vectors[1]), *rest
-    op.launch.tapes.clear()
+    op.launch.forget()
     _call(op, (parts, add, norm._replace(gamma=vectors[0], beta=vectors[0]), *rest))
     found = [_call(op, apart)[0], _call(op, apart)[0]]
     before, replay.REPLAY = replay.REPLAY, False
@@ -179,6 +180,44 @@ def _given_twice() -> list[list]:
 def test_a_call_with_a_tensor_given_twice_is_of_another_kind(idle):
     after, again, launched = idle(_given_twice)
     assert after == again == launched
+
+
+def _compared() -> tuple[list[bool], list[list], list[list]]:
+    """Whether calls were found by comparison; what each started, and what it starts without replay."""
+    op, args = _sample(*FUSED)
+    parts, add, norm, *rest = args
+    gamma, wide = norm.gamma, torch.zeros(*parts.shape[:2], 2 * parts.shape[2], dtype=parts.dtype)
+    twice = add._replace(bias=gamma)
+    calls = [
+        args,
+        (parts, add, norm._replace(gamma=torch.nn.Parameter(gamma)), *rest),
+        (wide[..., ::2], add, norm, *rest),
+        (parts, add, norm._replace(gamma=gamma.bfloat16()), *rest),
+        (parts, twice, norm, *rest),
+        (parts, twice._replace(bias=gamma.clone()), norm, *rest),
+    ]
+    op.launch.forget()
+    for _ in range(2):
+        for given in calls:
+            _call(op, given)
+    looked, read = [], _op.call_of
+    _op.call_of = lambda given: (looked.append(given), read(given))[1]
+    found, started = [], []
+    for given in calls:
+        looked.clear()
+        started.append(_call(op, given)[0])
+        found.append(not looked)
+    _op.call_of = read
+    before, replay.REPLAY = replay.REPLAY, False
+    launched = [_call(op, given)[0] for given in calls]
+    replay.REPLAY = before
+    return found, started, launched
+
+
+def test_a_known_kind_is_found_by_comparison(idle):
+    """Calls that differ in tensors' metadata alone, or in which of them are one, are not mixed up."""
+    found, started, launched = idle(_compared)
+    assert all(found) and started == launched and started[0] != started[2] != started[3] != started[4]
 
 
 def _limited() -> int:

@@ -22,7 +22,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from .cpu import bwd_cpu, fwd_cpu
@@ -123,7 +122,8 @@ def attention(
     Raises ValueError for shapes, dtypes and numbers that break these rules; on a GPU also for E > 256 (but in fp64), on
     a CPU for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
-    check(qkv.dim() == 4 and qkv.shape[2] >= 3, f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
+    if qkv.dim() != 4 or qkv.shape[2] < 3:
+        raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     options = Options(
         key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions, rng=rng,
         batch=batch, max_seqlen=max_seqlen, causal=causal, window=window, softcap=softcap, interleaved=interleaved,

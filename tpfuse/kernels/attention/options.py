@@ -83,21 +83,23 @@ def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None
     """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
     (their defaults where None), and without ``rng`` where p drops nothing."""
     (M, G, slots, E), batch = shape, options.batch
-    check(batch >= 1, f"attention: batch must be at least 1, got {batch}")
+    if batch < 1:  # messages made in advance would cost more than the checks
+        raise ValueError(f"attention: batch must be at least 1, got {batch}")
     options = options._replace(
         seq=M // batch if seq is None else seq,
         scale=E**-0.5 if scale is None else scale,
         rng=active_rng("attention", options.p, options.rng),
     )
     seq, scale, softcap = options.seq, options.scale, options.softcap
-    check(seq * batch <= M, f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
-    check(scale > 0, f"attention: scale must be positive, got {scale}")
-    check(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}")
+    if seq * batch > M:
+        raise ValueError(f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
+    if not scale > 0:
+        raise ValueError(f"attention: scale must be positive, got {scale}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap must be positive, got {softcap}")
     causal, window, bias, cu_seqlens = options.causal, options.window, options.bias, options.cu_seqlens
-    check(
-        window is None or (causal and window >= 1),
-        f"attention: window needs causal and must be at least 1, got {window}, {causal=}",
-    )
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(f"attention: window needs causal and must be at least 1, got {window}, {causal=}")
     if options.key_mask is not None:
         _check_tensor("key_mask", options.key_mask, torch.bool, (batch, seq))
     if cu_seqlens is not None:
@@ -128,8 +130,11 @@ def _check_rotation(E: int, options: Options) -> None:
         _check_tensor("positions", positions, torch.int64, (seq * options.batch,))
     if cos is not None and sin is not None:
         alike = cos.dim() == 2 and cos.shape == sin.shape and cos.is_floating_point() and cos.dtype == sin.dtype
-        got = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
-        check(alike, f"attention: cos and sin must be floating [positions, W / 2], alike, got {got}")
-        check(2 * cos.shape[1] <= E, f"attention: cos turns {2 * cos.shape[1]} columns, a head has {E}")
-        enough = positions is not None or len(cos) >= seq
-        check(enough, f"attention: cos has {len(cos)} rows for {seq} positions; give at least {seq}, or positions")
+        if not alike:
+            got = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+            raise ValueError(f"attention: cos and sin must be floating [positions, W / 2], alike, got {got}")
+        rows, columns = cos.shape
+        if 2 * columns > E:
+            raise ValueError(f"attention: cos turns {2 * columns} columns, a head has {E}")
+        if positions is None and rows < seq:
+            raise ValueError(f"attention: cos has {rows} rows for {seq} positions; give at least {seq}, or positions")

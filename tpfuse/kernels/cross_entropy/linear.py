@@ -78,7 +78,7 @@ def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Ten
         dx += dz @ w[tokens]
         torch.mm(dz.t(), x, out=dw[tokens])
         if b is not None:
-            db[tokens] = column_sum(dz)
+            db[tokens] = column_sum(dz, db.dtype)
     return dx.to(x.dtype), dw, db
 
 

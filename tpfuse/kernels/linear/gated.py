@@ -30,7 +30,7 @@ class _Activation(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (z,) = ctx.saved_tensors
-        return activation_bwd(dy.contiguous(), z, ctx.activation, False)[0], None
+        return activation_bwd(dy.contiguous(), z, ctx.activation, rebuild=False, bias=None)[0], None
 
 
 def activate(z: Tensor, activation: str) -> Tensor:

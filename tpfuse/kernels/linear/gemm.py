@@ -20,7 +20,7 @@ from torch import Tensor
 from ..runtime import tuning
 from ..runtime.device import load, swizzle
 from ..runtime.launch import describable, has_tma, launch, target
-from ..runtime.op import Cost, least, moved
+from ..runtime.op import Cost, least, moved, new_vector
 from ..runtime.partials import reduce_partials
 from ..runtime.replay import Replayed
 from ..runtime.triton import TensorDescriptor, tl, triton
@@ -111,7 +111,8 @@ def _dgrad_act_half(
     d = activate_tile_backward(t, s, ACT, GATED)
     _put(dz, d, row, column * W, M, N * W, BM, BN * W, TMA)
     columns = column * W + tl.arange(0, BN * W)
-    tl.store(partial_ptr + (row // BM).to(tl.int64) * (N * W) + columns, tl.sum(d, 0), mask=columns < N * W)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + (row // BM).to(tl.int64) * (N * W) + columns, tl.sum(d, 0), mask=columns < N * W)
 
 
 # ---- kernels ----
@@ -142,7 +143,7 @@ def _dgrad_act_kernel(
     z,  # [M, W N] in, W = 2 where GATED
     dz,  # [M, W N] out
     y,  # [M, N] out
-    partial_ptr,  # [row tiles, W N] out, fp32
+    partial_ptr,  # [row tiles, W N] out, fp32; None: nothing is summed
     M, N, K, stride_a, stride_b,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     ACT: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
@@ -277,17 +278,25 @@ def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
 
 @Replayed
 def linear_dgrad_act_launch(
-    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+    dy: Tensor,
+    w: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     M, K, N = *dy.shape, w.shape[1]
     config = _fused("linear_dgrad_act", activation, dy, (M, N, K))
     if config is None:
         places = {name: t for name, t in dict(dz=dz, y=y).items() if t is not None}
-        return activation_bwd_launch(dy @ w, z, activation, rebuild, **places)
+        return activation_bwd_launch(dy @ w, z, activation, rebuild=rebuild, bias=bias, **places)
     z = z.contiguous()
     dz = z.new_empty(z.shape) if dz is None else dz
     y = z.new_empty(M, N) if rebuild and y is None else y
-    partial = z.new_empty(-(-M // config["BM"]), z.shape[1], dtype=torch.float32)
+    columns = z.shape[1]
+    partial = None if bias is None else z.new_empty(-(-M // config["BM"]), columns, dtype=torch.float32)
     _run(
         _dgrad_act_kernel,
         Product("NN", dy, w, config),
@@ -295,13 +304,17 @@ def linear_dgrad_act_launch(
         partial_ptr=partial,
         **constants(activation),
     )
-    return dz, reduce_partials(partial), y if rebuild and y is not None else z.new_empty(0)
+    return (
+        dz,
+        reduce_partials(partial, new_vector(z, columns, bias)),
+        y if rebuild and y is not None else z.new_empty(0),
+    )
 
 
 @Replayed
-def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:
+def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The bias gradient is a pass over dy of its own: in the GEMM it would take the operand through registers."""
-    db = column_sum_launch(dy) if has_bias else dy.new_empty(0, dtype=torch.float32)
+    db = new_vector(dy, 0, None) if bias is None else column_sum_launch(dy, bias)
     K, M, N = *dy.shape, x.shape[1]
     if config := _fused("linear_wgrad", "none", dy, (M, N, K)):
         return gemm(Product("TN", dy, x, config), dy.new_empty(M, N, dtype=dtype)), db
@@ -325,20 +338,21 @@ def linear_dgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, w, z, activation, _ = args
+    dy, w, z, activation, _, bias = args
     (M, K), N = dy.shape, w.shape[1]
     cost = least(args, outputs)._replace(flops=2 * M * K * N)
+    columns = 0 if bias is None else z.shape[1]
     if config := _fused("linear_dgrad_act", activation, dy, (M, N, K)):
-        return with_partials(cost, -(-M // config["BM"]), z.shape[1])
+        return with_partials(cost, -(-M // config["BM"]), columns)
     da = dy.new_empty(1, 1).expand(M, N)
     between = da.element_size() * M * N
     cost = cost._replace(read=cost.read + between, written=cost.written + between)
-    return with_partials(cost, partial_rows(da), z.shape[1])
+    return with_partials(cost, partial_rows(da), columns)
 
 
 def linear_wgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, x, _, has_bias = args
+    dy, x, _, bias = args
     cost = least(args, outputs)._replace(flops=2 * dy.numel() * x.shape[1])
-    if not has_bias:
+    if bias is None:
         return cost
     return with_partials(cost._replace(read=cost.read + moved(dy)), partial_rows(dy), dy.shape[1])

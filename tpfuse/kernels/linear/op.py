@@ -5,8 +5,8 @@
 
 Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none" and those of activation.py.  A gated one, such as
 "swiglu", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N], y [M, N].
-GEMMs accumulate in fp32; outputs have x's dtype, dW has W's; db is fp32.  The activation is taken of z as rounded and
-stored, and recomputed from z in the same pass as its derivative.
+GEMMs accumulate in fp32; outputs have x's dtype, dW and db that which is asked for.  The activation is taken of z as
+rounded and stored, and recomputed from z in the same pass as its derivative.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, autocast, op, row_blocks
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, eager, op, row_blocks
+from ..runtime.replay import Replayed
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .gemm import (
     linear_dgrad_act_cost,
@@ -34,9 +34,10 @@ from .triton_activation import activation_bwd_cost, activation_bwd_launch, activ
 # ---- reference ----
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """[M, N] -> [N] in fp32"""
-    return x.sum(0, dtype=acc_dtype(x))
+def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """[M, N] -> [N], summed in fp32 and rounded to ``dtype``; empty if that is None."""
+    acc = acc_dtype(x)
+    return x.new_empty(0, dtype=acc) if dtype is None else x.sum(0, dtype=acc).to(dtype)
 
 
 def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +61,12 @@ def _dz_ref(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     return torch.stack((dgate, dup), 2).flatten(1).to(z.dtype)
 
 
-def activation_bwd_ref(dy: Tensor, z: Tensor, activation: str, rebuild: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dz like z, db [columns of z] fp32, act(z) (empty unless ``rebuild``)."""
+def activation_bwd_ref(
+    dy: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dz like z, db [columns of z] in the dtype ``bias`` (empty if None), act(z) (empty unless ``rebuild``)."""
     dz = _dz_ref(dy, z, activation)
-    return dz, column_sum(dz), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
+    return dz, column_sum(dz, bias), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
 
 
 def linear_fwd_ref(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
@@ -78,17 +81,16 @@ def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
 
 
 def linear_dgrad_act_ref(
-    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
-    db its columns' sums in fp32, act(z) [M, K] or empty."""
-    return activation_bwd(dy @ w, z, activation, rebuild)
+    db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
+    return activation_bwd(dy @ w, z, activation, rebuild=rebuild, bias=bias)
 
 
-def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, has_bias: bool) -> tuple[Tensor, Tensor]:
-    """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] fp32 (empty without a bias)."""
-    db = column_sum(dy) if has_bias else dy.new_empty(0, dtype=acc_dtype(dy))
-    return (dy.t() @ x).to(dtype), db
+def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
+    return (dy.t() @ x).to(dtype), column_sum(dy, bias)
 
 
 # ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
@@ -107,31 +109,46 @@ def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> 
 
 
 def _activation_bwd_cpu(
-    dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+    dy: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gated = activation in GATED
     rows = None if gated else ACTIVATIONS[activation].rows
     if rows is None and not gated:
-        made, db, again = activation_bwd_ref(dy, z, activation, rebuild)
+        made, db, again = activation_bwd_ref(dy, z, activation, rebuild=rebuild, bias=bias)
         return made if dz is None else dz.copy_(made), db, again if y is None else y.copy_(again)
     dz = torch.empty_like(z) if dz is None else dz
     y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
-    db = z.new_zeros(z.shape[1], dtype=acc_dtype(z))
+    acc = acc_dtype(z)
+    db = z.new_zeros(0 if bias is None else z.shape[1], dtype=acc)
+    own = None if bias is None else acc
     for i, j in row_blocks(*z.shape):
         if rows is None:
-            dz[i:j], db_block, again = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild)
+            dz[i:j], db_block, again = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild=rebuild, bias=own)
             db += db_block
         else:
             dz[i:j], again = rows.backward(dy[i:j], z[i:j])
         if rebuild:
             y[i:j] = again
-    return dz, db if rows is None else column_sum(dz), y
+    return dz, db.to(bias or acc) if rows is None else column_sum(dz, bias), y
 
 
 def _linear_dgrad_act_cpu(
-    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+    dy: Tensor,
+    w: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, dz=dz, y=y)
+    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, bias=bias, dz=dz, y=y)
 
 
 activation_fwd = op(activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
@@ -162,23 +179,35 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
         y, z = linear_fwd(x, w, b, activation)
         ctx.save_for_backward(x, w, None if activation == "none" else z)
-        ctx.activation, ctx.has_bias = activation, b is not None
+        ctx.activation, ctx.bias = activation, dtype_of(b)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
-        dy = dy.contiguous()
-        dw = db = None
-        if z is not None:
-            dy, db, _ = activation_bwd(dy, z, ctx.activation, False)
-        if ctx.needs_input_grad[1]:
-            dw, db_plain = linear_wgrad(dy, x, w.dtype, ctx.has_bias and z is None)
-            db = db_plain if z is None else db
-        elif ctx.needs_input_grad[2] and z is None:
-            db = column_sum(dy)
-        return linear_dgrad(dy, w), dw, db if ctx.has_bias else None, None
+        _, weight, bias, _ = ctx.needs_input_grad
+        asked = weight, ctx.bias if bias else None
+        run = _gradients if eager() else _gradients.launcher
+        return *run((dy.contiguous(), x, w, z), ctx.activation, *asked), None
+
+
+@Replayed
+def _gradients(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, weight: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for; recorded and
+    replayed whole."""
+    dy, x, w, z = tensors
+    dw = db = None
+    if z is not None:
+        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
+    if weight:
+        dw, db_plain = linear_wgrad(dy, x, w.dtype, bias if z is None else None)
+        db = db_plain if z is None else db
+    elif z is None and bias is not None:
+        db = column_sum(dy, bias)
+    return linear_dgrad(dy, w), dw, None if bias is None else db
 
 
 # ---- public ----
@@ -193,23 +222,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     """
     check_linear("linear", x, weight, bias, activation=activation)
     x, weight, bias = autocast(x, weight, bias)
-    y = _Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, activation)
-    return y.view(*x.shape[:-1], len(weight) // width(activation))
+    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
     """Raises the ValueError of the public function ``name`` for arguments that linear cannot take."""
-    known = *PLAIN, *GATED
-    check(activation in known, f"{name}: activation must be one of {', '.join(known)}, got {activation!r}")
-    check(
-        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
-        f"{name}: weight must be [N, {x.shape[-1]}], got {tuple(weight.shape)}",
-    )
-    pairs = len(weight) % width(activation) == 0
-    check(pairs, f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {len(weight)} rows")
-    check(
-        bias is None or bias.shape == weight.shape[:1],
-        f"{name}: bias must be [{len(weight)}], got {getattr(bias, 'shape', None)}",
-    )
-    same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
-    check(same, f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")
+    shape, columns = weight.shape, x.shape[-1]
+    if activation not in PLAIN and activation not in GATED:
+        raise ValueError(f"{name}: activation must be one of {', '.join((*PLAIN, *GATED))}, got {activation!r}")
+    if len(shape) != 2 or shape[1] != columns:
+        raise ValueError(f"{name}: weight must be [N, {columns}], got {tuple(shape)}")
+    rows = shape[0]
+    if rows % width(activation):
+        raise ValueError(f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {rows} rows")
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"{name}: bias must be [{rows}], got {bias.shape}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..runtime.device import load
 from ..runtime.launch import launch, multiprocessors
-from ..runtime.op import Cost, least
+from ..runtime.op import Cost, least, new_vector
 from ..runtime.partials import reduce_partials
 from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
@@ -83,7 +83,7 @@ def _activation_bwd_kernel(
     z_ptr,  # [M, W N] in, W = 2 where GATED; None: the columns of dy are summed
     dz_ptr,  # [M, W N] out
     y_ptr,  # [M, N] out
-    partial_ptr,  # [P, W N] out, fp32
+    partial_ptr,  # [P, W N] out, fp32; None: nothing is summed
     M, N,
     ROWS: tl.constexpr, A: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,9 @@ def _activation_bwd_kernel(
             if y_ptr is not None:
                 tl.store(y_ptr + offsets, activate_tile(z, ACT, GATED).to(y_ptr.dtype.element_ty), mask=mask)
         db += d
-    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * (N * W) + columns_z, tl.sum(db, 0), mask=columns_z < N * W)
+    if partial_ptr is not None:
+        sums_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (N * W)
+        tl.store(sums_ptr + columns_z, tl.sum(db, 0), mask=columns_z < N * W)
 
 
 # ---- launch parameters ----
@@ -135,32 +137,39 @@ def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -
 
 @Replayed
 def activation_bwd_launch(
-    dy: Tensor, z: Tensor, activation: str, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+    dy: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, z = dy.contiguous(), z.contiguous()
     dz = z.new_empty(z.shape) if dz is None else dz
     y = z.new_empty(dy.shape) if rebuild and y is None else y
-    db = _sum_columns(dy, activation, dict(z_ptr=z, dz_ptr=dz, y_ptr=y))
+    db = _sum_columns(dy, activation, bias, dict(z_ptr=z, dz_ptr=dz, y_ptr=y))
     return dz, db, z.new_empty(0) if y is None else y
 
 
 @Replayed
-def column_sum_launch(x: Tensor) -> Tensor:
-    """[M, N] -> [N] in fp32"""
-    return _sum_columns(x.contiguous(), "none", dict(z_ptr=None, dz_ptr=None, y_ptr=None))
+def column_sum_launch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, N] -> [N], summed in fp32 and rounded to ``dtype``"""
+    return _sum_columns(x.contiguous(), "none", dtype, dict(z_ptr=None, dz_ptr=None, y_ptr=None))
 
 
-def _sum_columns(dy: Tensor, activation: str, tensors: dict[str, Tensor | None]) -> Tensor:
-    """Returns the sums of dz over its rows; dz is dy where ``tensors``, the kernel's by name, hold no z."""
-    M, N = dy.shape
-    partial = dy.new_empty(partial_rows(dy), N * width(activation), dtype=torch.float32)
-    grid = len(partial), -(-N // BWD["A"])
+def _sum_columns(dy: Tensor, activation: str, dtype: torch.dtype | None, tensors: dict[str, Tensor | None]) -> Tensor:
+    """Returns the sums of dz over its rows in ``dtype`` (None: no sums, and an empty tensor); dz is dy where
+    ``tensors``, the kernel's by name, hold no z."""
+    (M, N), P, columns = dy.shape, partial_rows(dy), dy.shape[1] * width(activation)
+    partial = None if dtype is None else dy.new_empty(P, columns, dtype=torch.float32)
+    grid = P, -(-N // BWD["A"])
     sizes = dict(M=M, N=N)
     launch(
         _activation_bwd_kernel, grid, dy.device,
         dy_ptr=dy, partial_ptr=partial, **tensors, **sizes, **constants(activation), **BWD,
     )  # fmt: skip
-    return reduce_partials(partial)
+    return reduce_partials(partial, new_vector(dy, columns, dtype))
 
 
 # ---- costs ----
@@ -173,4 +182,5 @@ def with_partials(cost: Cost, rows: int, columns: int) -> Cost:
 
 
 def activation_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    return with_partials(least(args, outputs), partial_rows(args[0]), args[1].shape[1])
+    dy, z, _, _, bias = args
+    return with_partials(least(args, outputs), partial_rows(dy), 0 if bias is None else z.shape[1])

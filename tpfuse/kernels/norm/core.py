@@ -15,8 +15,8 @@ What is not there is omitted.  ``order`` says what comes when, and which of the 
 Shapes: parts [R, m, D] (stride 0 allowed), bias, gamma, beta [D], residual [m, D], positions and types [m] -> h, n [m,
 D], mean, rstd [m]; dn parts [R, m, D], unsummed, dh [m, D].  Sums over ranks are taken in rank order in fp32 (fp64 for
 fp64), and so are statistics; h has the residual's dtype (parts' without one), n has parts' dtype, dgamma and dbeta have
-gamma's, dbias is fp32.  The statistics are of h as rounded and stored, so that an n recomputed from them is bitwise the
-first.
+gamma's, dbias has the one that is asked for.  The statistics are of h as rounded and stored, so that an n recomputed
+from them is bitwise the first.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, op, row_blocks, sum_parts
+from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
@@ -103,7 +103,8 @@ def fused_norm_bwd_ref(
     dparts = d.to(wanted.parts) if out is None else d.new_empty(0, dtype=wanted.parts)
     if out is not None:
         out.copy_(d)
-    return dparts, dresidual, d.sum(0) if wanted.bias else d.new_empty(0), dgamma, dbeta
+    dbias = d.new_empty(0) if wanted.bias is None else d.sum(0).to(wanted.bias)
+    return dparts, dresidual, dbias, dgamma, dbeta
 
 
 def norm_apply_ref(recipe: Recompute) -> Tensor:
@@ -140,16 +141,18 @@ def bwd_cpu(
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
+    whole = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
         cut = lambda t: None if t is None else t[..., i:j, :]
         h, mean, rstd = (t if t is None or len(t) == 0 else t[i:j] for t in (saved.h, saved.mean, saved.rstd))
         own = saved._replace(h=h, mean=mean, rstd=rstd)
         rows = mask._replace(first_row=mask.first_row + i)
-        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=wanted, out=cut(out))
+        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=whole, out=cut(out))
 
     dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
-    return torch.cat(dparts), torch.cat(dresidual), *(torch.stack(v).sum(0) for v in vectors)
+    dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in vectors)
+    return torch.cat(dparts), torch.cat(dresidual), dbias.to(wanted.bias or dbias.dtype), dgamma, dbeta
 
 
 # ---- shapes alone ----
@@ -181,7 +184,7 @@ def _bwd_fake(
     normed = dn is not None or order in (POST, DROP)
     dgamma = like.new_empty(0, dtype=acc) if gamma is None or not normed else gamma.new_empty(D)
     dbeta = dgamma.new_empty(D if gamma is not None and normed and wanted.beta else 0)
-    return dparts, like.new_empty(rows, dtype=dtype), like.new_empty(D if wanted.bias else 0, dtype=acc), dgamma, dbeta
+    return dparts, like.new_empty(rows, dtype=dtype), new_vector(like, D, wanted.bias), dgamma, dbeta
 
 
 norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch)
@@ -217,8 +220,8 @@ def pair(name: str, blocked: bool = False) -> Pair:
 
 # ---- autograd ----
 
+NOTHING = Add()
 _ADD = len(Add._fields)
-_NORM = _ADD + len(Norm._fields)
 
 
 class _FusedNorm(Function):
@@ -229,15 +232,17 @@ class _FusedNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ops: Pair, order: str, ranks: int, parts: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-        add, norm, mask = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:_NORM]), Mask._make(fields[_NORM:])
+    def forward(
+        ctx: Any, ops: Pair, order: str, ranks: int, mask: Mask, parts: Tensor, *fields: Any
+    ) -> tuple[Tensor, ...]:
+        add, norm = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:])
         h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order=order)
         h = parts[0] if order == ALONE else h
         out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
         saved = (None,) * 4 if norm.gamma is None else (h, mean, rstd, norm.gamma)
         ctx.save_for_backward(*saved, mask.rng, add.positions, add.types)
-        residual = None if add.residual is None else add.residual.dtype
-        ctx.wanted = Wanted(add.bias is not None, norm.beta is not None, residual, parts.dtype)
+        bias, residual = dtype_of(add.bias), dtype_of(add.residual)
+        ctx.wanted = Wanted(bias, norm.beta is not None, residual, parts.dtype)
         ctx.tables = [None if w is None else (len(w), w.dtype) for w in (add.position_weight, add.type_weight)]
         ctx.args = ops, order, parts.shape[0], norm.kind, mask if mask.rng is None else mask._replace(rng=None)
         ctx.set_materialize_grads(False)
@@ -267,13 +272,33 @@ class _FusedNorm(Function):
             ]
             add = Add(dbias, position_weight=tables[0], type_weight=tables[1], residual=dresidual)
         dparts = None if dparts is None else dparts.expand(ranks, -1, -1)
-        rest = [None] * (_NORM - _ADD - 2 + len(Mask._fields))  # of the norm eps and kind, and the mask
-        return None, None, None, dparts, *add, dgamma, dbeta, *rest
+        return None, None, None, None, dparts, *add, dgamma, dbeta, None, None  # the last of the norm's eps and kind
+
+
+class _NormAlone(Function):
+    """x [m, D] -> n [m, D]: the fused norm with all else omitted, and so with fewer arguments to hand on."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Pair, x: Tensor, gamma: Tensor, *rest: Any) -> Tensor:
+        norm = Norm(gamma, *rest)
+        _, n, mean, rstd = ops.fwd(x[None], NOTHING, norm, NO_MASK, order=ALONE)
+        ctx.save_for_backward(x, mean, rstd, gamma)
+        ctx.args = ops, norm.kind, Wanted(None, norm.beta is not None, None, x.dtype)
+        return n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dn: Tensor) -> tuple[Any, ...]:
+        ops, kind, wanted = ctx.args
+        x, mean, rstd, gamma = ctx.saved_tensors
+        saved = Saved(x, mean, rstd, gamma, kind=kind)
+        dx, _, _, dgamma, dbeta = ops.bwd(dn[None], None, saved, NO_MASK, order=ALONE, wanted=wanted)
+        return None, dx, dgamma, dbeta if wanted.beta else None, None, None
 
 
 def norm_alone(ops: Pair, x: Tensor, norm: Norm) -> Tensor:
-    """Runs a pair with gradients, for nothing but the norm of x [1, m, D]: -> [1, m, D]."""
-    return _FusedNorm.apply(ops, ALONE, 1, x, *Add(), *norm, *NO_MASK)[1]
+    """Runs a pair with gradients, for nothing but the norm of x [m, D]: -> [m, D]."""
+    return _NormAlone.apply(ops, x, *norm)
 
 
 def fused_norm(
@@ -281,7 +306,7 @@ def fused_norm(
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """Runs a pair with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
     without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
-    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, parts, *add, *norm, *mask)
+    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, mask, parts, *add, *norm)
     if norm.gamma is None or order == DROP:
         return out, n, None
     h = inner if order == POST else out

@@ -46,9 +46,9 @@ def incoming(dn: Tensor | None, dh: Tensor | None) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """Which gradients backward makes, and in which dtypes."""
+    """Which gradients backward makes, and in which dtypes; dgamma and dbeta have gamma's."""
 
-    bias: bool
+    bias: torch.dtype | None
     beta: bool
     residual: torch.dtype | None
     parts: torch.dtype

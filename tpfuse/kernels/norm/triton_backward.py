@@ -309,7 +309,7 @@ def bwd_launch(
     gamma = saved.gamma if _normed(dn, saved, order) else None
     dparts = new(m, D, dtype=wanted.parts) if out is None else out
     dresidual = None if wanted.residual is None else new(m, D, dtype=wanted.residual)
-    dbias = new(D, dtype=torch.float32) if wanted.bias else None
+    dbias = None if wanted.bias is None else new(D, dtype=wanted.bias)
     dgamma = None if gamma is None else gamma.new_empty(D)
     dbeta = gamma.new_empty(D) if gamma is not None and wanted.beta else None
     read = Statistics() if gamma is None else Statistics(saved.h, saved.mean, saved.rstd, gamma)
@@ -328,7 +328,7 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     m, D = like.shape[-2:]
     wide = D > BWD_ROW
     rows = (BWD_COLUMNS if wide else bwd_config(D, target(like.device).arch))["ROWS"]
-    vectors = wanted.bias + (1 + wanted.beta if normed else 0)
+    vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
     partials = 4 * vectors * programs(like.device, m, rows) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
     read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
+from ..runtime.op import ELEMENTWISE, acc_dtype, as_rows, autocast, op
 from ..runtime.philox import Mask, active_rng
 from .core import drop, fused_norm, norm_alone, pair
 from .kinds import check_kind
@@ -63,8 +63,9 @@ def _last_dimension(name: str, x: Tensor, norm: Norm) -> Tensor:
     D = x.shape[-1]
     check_vectors(name, D, weight=norm.gamma, bias=norm.beta)
     check_kind(name, norm.kind)
-    (rows,) = autocast(x.reshape(1, -1, D).contiguous())
-    return norm_alone(NORM, rows, norm).view(x.shape)
+    (rows,) = autocast(as_rows(x))
+    n = norm_alone(NORM, rows, norm)
+    return n if x.dim() == 2 else n.view(x.shape)
 
 
 # ---- between two GEMMs ----
@@ -97,15 +98,14 @@ def reduce_bias_dropout_add_norm(
     """
     name = "reduce_bias_dropout_add_norm"
     parts = parts[None] if parts.dim() == 2 else parts
-    check(parts.dim() == 3, f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
+    if parts.dim() != 3:
+        raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
     check_vectors(name, D, bias=bias, weight=weight, norm_bias=norm_bias)
     normed = Norm(weight, norm_bias, eps, norm)
     check_norm(name, normed, post_norm)
-    check(
-        residual is None or residual.shape == (m, D),
-        f"{name}: residual must have shape {(m, D)}, got {getattr(residual, 'shape', None)}",
-    )
+    if residual is not None and residual.shape != (m, D):
+        raise ValueError(f"{name}: residual must have shape {(m, D)}, got {residual.shape}")
     mask = Mask(active_rng(name, p, rng), p, site, first_row=first_row, batch=batch)
     parts, residual = autocast(parts, residual)
     order, add = POST if post_norm else PRE, Add(bias=bias, residual=residual)

@@ -21,7 +21,7 @@ from torch import _C, Tensor
 
 from ..._version import __version__
 from .recorder import recorder
-from .replay import LAUNCHED, Replayed, call_of
+from .replay import LAUNCHED, UNKNOWN, Replayed, call_of
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -200,7 +200,10 @@ class Op:
         the host the spelling out, the dispatch and the packing."""
         if named:
             args = self._in_order(args, named)
-        call = call_of(args) if eager() or recorder() is not None else None
+        direct = eager()
+        if direct and isinstance(self.launch, Replayed) and (result := self.launch.again(args)) is not UNKNOWN:
+            return result
+        call = call_of(args) if direct or recorder() is not None else None
         if call is None or call.device is None:
             return self.overload(*flatten(args))
         device = call.device.type
@@ -266,7 +269,21 @@ def autocasts(x: Tensor) -> bool:
 
 def acc_dtype(x: Tensor) -> torch.dtype:
     """The dtype that sums and statistics of x are kept in: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
+
+
+def new_vector(like: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
+    """Returns [n] to be filled, in the dtype that is asked for; [0] where None is."""
+    return like.new_empty(0, dtype=acc_dtype(like)) if dtype is None else like.new_empty(n, dtype=dtype)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Returns x [..., D] as contiguous [M, D]: itself if it is that, which spares autograd a node."""
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
 
 
 def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

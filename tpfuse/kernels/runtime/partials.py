@@ -54,12 +54,12 @@ def _reduce_vectors_kernel(
 REDUCE = dict(ROWS=32, A=64, num_warps=4)
 
 
-def reduce_partials(partial: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the sums of partial [P, N], fp32, over P: [N], in ``out`` where it is given."""
-    P, N = partial.shape
-    total = partial.new_empty(N) if out is None else out
-    launch(_reduce_kernel, (-(-N // REDUCE["A"]), 1), partial.device, partial, total, P, N, **REDUCE)
-    return total
+def reduce_partials(partial: Tensor | None, out: Tensor) -> Tensor:
+    """Returns ``out`` [N], filled with the sums of partial [P, N], fp32, over P; as it is if there are none."""
+    if partial is not None:
+        P, N = partial.shape
+        launch(_reduce_kernel, (-(-N // REDUCE["A"]), 1), partial.device, partial, out, P, N, **REDUCE)
+    return out
 
 
 def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:

@@ -4,7 +4,8 @@ A launcher allocates, takes views, calls torch's GEMMs and starts kernels, and d
 arguments' metadata.  A call whose tensors have the same shapes, strides, dtypes and device as those of an earlier one,
 and whose numbers are the same, can therefore differ from it in addresses only.  The first call of a kind runs the
 launcher and is recorded; later ones replay the tape, which spares the host the launcher's Python and Triton's look at
-every argument.
+every argument.  A replayed kind is from then on told by torch's guards, which compare the metadata of all tensors in
+one call: to read it in Python takes about a microsecond a tensor.
 
 A launcher that does what a tape cannot hold (it reads a value, or makes a host-side descriptor) always runs itself.
 ``REPLAY = False`` here runs every launcher every time.
@@ -12,19 +13,22 @@ A launcher that does what a tape cannot hold (it reads a value, or makes a host-
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from .recorder import recorder, recording
 from .tape import Tape, tape
 
 REPLAY = True
 LIMIT = 1024  # tapes of a launcher; one more and they are made anew
+COMPARED = 8  # calls that differ in tensors alone are told apart by comparing them with at most so many
 ALIGNMENT = 16  # bytes: kernels are specialised for pointers that are multiples of this, and for others
 
 
+UNKNOWN = object()  # in a result's place
 LAUNCHED = {"cuda"}  # types of devices that launchers run on
 _TENSOR = {Tensor: True, torch.nn.Parameter: True} | dict.fromkeys(
     (int, float, bool, str, type(None), torch.dtype), False
@@ -84,18 +88,78 @@ def stream_of(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+class Known(NamedTuple):
+    """A kind of call that has been replayed: what its tensors must be like, which torch compares without Python."""
+
+    guards: TensorGuards  # of types, dispatch keys, dtypes, devices, requires_grad, shapes and strides
+    device: torch.device
+    tape: Tape
+
+
+class Spread:
+    """A call's arguments as two lists: tensors, each once, and all else, in which tensors' places are marked."""
+
+    __slots__ = "constants", "tensors", "places"
+
+    def __init__(self) -> None:
+        self.constants: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.places: dict[int, int] = {}  # of the tensors, by identity
+
+    def read(self, args: tuple[Any, ...]) -> bool:
+        """Adds arguments.  Returns False for one that no tape is of."""
+        kind_of, constants, tensors, places = _TENSOR.get, self.constants, self.tensors, self.places
+        for arg in args:
+            tensor = kind_of(type(arg))
+            if tensor is False:
+                constants.append(arg)
+            elif tensor:
+                place = places.setdefault(id(arg), len(tensors))
+                if place == len(tensors):
+                    tensors.append(arg)
+                    constants.append(Tensor)
+                else:
+                    constants += Spread, place
+            elif not (isinstance(arg, tuple) and self.read(arg)):
+                return False
+        return True
+
+
 class Replayed:
     """A launcher, or another function of tensors that starts kernels, whose calls are recorded, the first of each kind,
-    and replayed.  It returns a tensor or a tuple of tensors and Nones."""
+    and replayed.  It returns a tensor or a tuple of tensors and Nones.
+
+    A call's kind is looked up by all that is not a tensor, then by the tensors' metadata: first by comparing them with
+    those of calls that were replayed before (``known``), then by a key of all metadata (``tapes``).
+    """
 
     def __init__(self, launcher: Callable[..., Any]):
         self.launcher = launcher
         self.tapes: dict[tuple[Any, ...], Tape | None] = {}  # None: this kind of call cannot be replayed
+        self.known: dict[tuple[Any, ...], tuple[Known, ...]] = {}
         functools.update_wrapper(self, launcher)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        call = None if named else call_of(args)
-        return self.launcher(*args, **named) if call is None else self.run(args, call)
+        if named:
+            return self.launcher(*args, **named)
+        result = self.again(args)
+        if result is not UNKNOWN:
+            return result
+        call = call_of(args)
+        return self.launcher(*args) if call is None else self.run(args, call)
+
+    def again(self, args: tuple[Any, ...]) -> Any:
+        """Replays a call of a known kind; UNKNOWN where it is of none, or cannot be replayed now."""
+        spread = Spread()
+        if REPLAY and recorder() is None and spread.read(args):
+            tensors = spread.tensors
+            for guards, device, made in self.known.get(tuple(spread.constants), ()):
+                if guards.check(*tensors):
+                    addresses, stream = [t.data_ptr() for t in tensors], stream_of(device)
+                    if stream is not None and aligned(addresses):
+                        return made.replay(tensors, addresses, stream)
+                    break
+        return UNKNOWN
 
     def run(self, args: tuple[Any, ...], call: Call) -> Any:
         """Makes the call: replays it, or runs the launcher, which is recorded the first time."""
@@ -107,19 +171,36 @@ class Replayed:
         if isinstance(made, Tape):
             addresses, stream = [t.data_ptr() for t in tensors], stream_of(device)
             if stream is not None and aligned(addresses):
+                self._know(args, made)
                 return made.replay(tensors, addresses, stream)
         elif made is self and aligned([t.data_ptr() for t in tensors]):
             return self._record(key, args, tensors)
         return self.launcher(*args)
+
+    def _know(self, args: tuple[Any, ...], made: Tape) -> None:
+        """Lets later calls like this one be found by comparison."""
+        spread = Spread()
+        spread.read(args)
+        constants, tensors = tuple(spread.constants), spread.tensors
+        kinds = self.known.get(constants, ())
+        if len(kinds) < COMPARED:
+            sizes: list[Any] = [list(t.shape) for t in tensors]
+            strides: list[Any] = [list(t.stride()) for t in tensors]
+            guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self.known[constants] = (*kinds, Known(guards, tensors[0].device, made))
 
     def _record(self, key: tuple[Any, ...], args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
         """Runs the launcher, and keeps the tape of what it did, or that there can be none."""
         with recording(tensors) as recorded:
             result = self.launcher(*args)
         if len(self.tapes) >= LIMIT:
-            self.tapes.clear()
+            self.forget()
         self.tapes[key] = tape(recorded, result)
         return result
+
+    def forget(self) -> None:
+        self.tapes.clear()
+        self.known.clear()
 
 
 def aligned(addresses: list[int]) -> bool:

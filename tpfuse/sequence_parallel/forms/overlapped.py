@@ -27,7 +27,7 @@ def gather_linear_bwd(
         return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
     work = WeightGrad(dy, n.expanded(), w.dtype, needs.bias)
     dn, dw, db = linear_ops.gather_linear_bwd(w, work, tp.group_name)
-    return dn, dw, db if needs.bias else None
+    return dn, dw, None if needs.bias is None else db
 
 
 def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
@@ -54,9 +54,9 @@ def gather_mlp_exchange_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     if not (needs.weight and needs.out_weight):
         return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
-    inputs = mlp_ops.Inputs(dp, saved.n.expanded(), saved.z, saved.a)
+    inputs = mlp_ops.Inputs(dp, saved.n.expanded(), saved.z, saved.a, bias=needs.bias)
     dn, dw1, db1, dw2 = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
-    return dn, dw1, db1 if needs.bias else None, dw2
+    return dn, dw1, None if needs.bias is None else db1, dw2
 
 
 # ---- attention between its projections: this form alone has it as one op ----
@@ -77,7 +77,7 @@ def gather_attention_exchange_bwd(
     if needs.weight and needs.out_weight:
         inputs = attention_ops.Inputs(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
         dn, dw, db, dw_out = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
-        return dn, dw, db if needs.bias else None, dw_out
+        return dn, dw, None if needs.bias is None else db, dw_out
     do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)
     dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
     return *plain.gather_linear_bwd(dqkv, weights.w, n=n, needs=needs, tp=tp), dw_out

@@ -27,7 +27,7 @@ def gather_linear_bwd(
     dn = scatter_rows(linear_dgrad(dy, w), tp)
     if needs.weight:
         return dn, *needs.run("weight", GatheredWeightGrad(dy, n, w.dtype, needs.bias))
-    return dn, None, column_sum(dy) if needs.bias else None
+    return dn, None, None if needs.bias is None else column_sum(dy, needs.bias)
 
 
 def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
@@ -40,7 +40,7 @@ def linear_exchange_bwd(
     dy = gather_rows(dp, tp)
     dx, dw = linear_dgrad(dy, w), None
     if needs.out_weight:
-        dw, _ = needs.run("out_weight", WeightGrad(dy, x, w.dtype, False))
+        dw, _ = needs.run("out_weight", WeightGrad(dy, x, w.dtype, None))
     return dx, dw
 
 
@@ -58,14 +58,14 @@ def gather_mlp_exchange_bwd(
     dz, db1, a = dgrad_through_activation(dy, mlp, saved, needs)
     dn, dw1, dw2 = scatter_rows(linear_dgrad(dz, mlp.w1), tp), None, None
     if needs.out_weight:
-        dw2, _ = needs.run("out_weight", WeightGrad(dy, a, mlp.w2.dtype, False))
+        dw2, _ = needs.run("out_weight", WeightGrad(dy, a, mlp.w2.dtype, None))
     if needs.weight:
-        dw1, _ = needs.run("weight", GatheredWeightGrad(dz, saved.n, mlp.w1.dtype, False))
-    return dn, dw1, db1 if needs.bias else None, dw2
+        dw1, _ = needs.run("weight", GatheredWeightGrad(dz, saved.n, mlp.w1.dtype, None))
+    return dn, dw1, None if needs.bias is None else db1, dw2
 
 
 def dgrad_through_activation(dy: Tensor, mlp: MLP, saved: MLPSaved, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dz, db1 and act(z), the last as saved or recomputed (empty if w2's gradient does not ask for it)."""
     rebuild = saved.a is None and needs.out_weight
-    dz, db1, rebuilt = linear_dgrad_act(dy, mlp.w2, saved.z, mlp.activation, rebuild=rebuild)
+    dz, db1, rebuilt = linear_dgrad_act(dy, mlp.w2, saved.z, mlp.activation, rebuild=rebuild, bias=needs.bias)
     return dz, db1, rebuilt if saved.a is None else saved.a

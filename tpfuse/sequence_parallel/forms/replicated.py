@@ -29,7 +29,7 @@ def gather_linear_bwd(
         return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
     work = WeightGrad(dy, n.rows(), w.dtype, needs.bias)
     dn, dw, db, _ = linear_reduce_bwd(w, work, Second(), Group.of(tp))
-    return dn[None], dw, db if needs.bias else None
+    return dn[None], dw, None if needs.bias is None else db
 
 
 def gather_mlp_exchange_bwd(
@@ -39,6 +39,6 @@ def gather_mlp_exchange_bwd(
         return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
     dy = dp.flatten(0, 1)
     dz, db1, a = plain.dgrad_through_activation(dy, mlp, saved, needs)
-    work = WeightGrad(dz, saved.n.rows(), mlp.w1.dtype, False)
+    work = WeightGrad(dz, saved.n.rows(), mlp.w1.dtype, None)
     dn, dw1, _, dw2 = linear_reduce_bwd(mlp.w1, work, Second(dy, a), Group.of(tp))
-    return dn[None], dw1, db1 if needs.bias else None, dw2
+    return dn[None], dw1, None if needs.bias is None else db1, dw2

@@ -20,11 +20,10 @@ from ...kernels.attention.cpu import BLOCK, Backward, Forward
 from ...kernels.attention.op import attention_bwd, attention_fwd
 from ...kernels.attention.options import Options, scores
 from ...kernels.linear.op import linear_wgrad
-from ...kernels.runtime.op import GEMM, Cost, acc_dtype, op
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import Linear, Projections
 from .steps import (
-    empty_bias,
     gather_and_multiply,
     gather_in_background,
     gemm,
@@ -36,14 +35,14 @@ from .steps import (
 
 
 class Inputs(NamedTuple):
-    """What backward starts from: parts' gradient, n, attention's tensors, and whether db is asked for."""
+    """What backward starts from: parts' gradient, n, attention's tensors, and the dtype that db is asked for in."""
 
     dp: Tensor  # [R, m, D]
     n: Tensor  # [R, m, D]
     qkv: Tensor  # [M, G, Q + 2, E]
     o: Tensor  # [M, K]
     lse: Tensor  # [B, H, S]
-    bias: bool
+    bias: torch.dtype | None
 
 
 class Tiles:
@@ -100,7 +99,7 @@ def gather_attention_exchange_fwd_ref(
 def gather_attention_exchange_bwd_ref(
     inputs: Inputs, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dn [R, m, D] unsummed, dw, db fp32 (empty unless asked for), dw_out."""
+    """-> dn [R, m, D] unsummed, dw, db (empty unless asked for), dw_out."""
     dp, n, qkv, o, lse, bias = inputs
     w, w_out = weights.w, weights.w_out
     what, (R, m, _) = "gather_attention_exchange backward", n.shape
@@ -130,7 +129,7 @@ def gather_attention_exchange_bwd_ref(
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
     leaving = multiply_and_send(outgoing(f"{what} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
-    dw_out, _ = linear_wgrad(dy, o, w_out.dtype, False)
+    dw_out, _ = linear_wgrad(dy, o, w_out.dtype, None)
     dw, db = linear_wgrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias)
     return leaving.finish(), dw, db, dw_out
 
@@ -149,7 +148,7 @@ def _bwd_fake(
     inputs: Inputs, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, w, w_out = inputs.n, weights.w, weights.w_out
-    return n.new_empty(n.shape), w.new_empty(w.shape), empty_bias(n, len(w), inputs.bias), w_out.new_empty(w_out.shape)
+    return n.new_empty(n.shape), w.new_empty(w.shape), new_vector(n, len(w), inputs.bias), w_out.new_empty(w_out.shape)
 
 
 def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:

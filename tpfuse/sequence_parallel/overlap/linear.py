@@ -7,11 +7,10 @@ from torch import Tensor
 
 from ...kernels.linear.activation import width
 from ...kernels.linear.op import linear_wgrad
-from ...kernels.runtime.op import GEMM, Cost, op
+from ...kernels.runtime.op import GEMM, Cost, new_vector, op
 from ..flight import Flight, pieces
 from ..records import Linear, WeightGrad
 from .steps import (
-    empty_bias,
     gather_and_multiply,
     gather_in_background,
     message_cost,
@@ -29,7 +28,7 @@ def gather_linear_fwd_ref(n: Tensor, linear: Linear, group_name: str) -> tuple[T
 
 
 def gather_linear_bwd_ref(w: Tensor, work: WeightGrad, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``work.x`` is n [R, m, D], yet to be gathered -> dn [R, m, D] unsummed, dw, db fp32 (empty without a bias)."""
+    """``work.x`` is n [R, m, D], yet to be gathered -> dn [R, m, D] unsummed, dw, db (empty without a bias)."""
     dy, n, _, bias = work
     rows_of_n = gather_in_background("gather_linear backward (n)", n, group_name)
     flight = outgoing("gather_linear backward (dn)", len(dy), w.t(), n.shape[0], group_name=group_name)
@@ -46,7 +45,7 @@ def _gather_linear_fwd_fake(n: Tensor, linear: Linear, group_name: str) -> tuple
 
 
 def _gather_linear_bwd_fake(w: Tensor, work: WeightGrad, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return work.x.new_empty(work.x.shape), w.new_empty(w.shape), empty_bias(work.dy, len(w), work.bias)
+    return work.x.new_empty(work.x.shape), w.new_empty(w.shape), new_vector(work.dy, len(w), work.bias)
 
 
 def _gather_linear_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
@@ -80,7 +79,7 @@ def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -
     for rows in cut:
         for source in flight.before:
             torch.mm(flight.arrived(source, rows), w, out=dx[source, rows])
-    dw, _ = linear_wgrad(flight.finish().flatten(0, 1), x, w.dtype, False)
+    dw, _ = linear_wgrad(flight.finish().flatten(0, 1), x, w.dtype, None)
     return dx.flatten(0, 1), dw
 
 

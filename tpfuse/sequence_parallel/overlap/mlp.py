@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear.op import activation_fwd, linear_dgrad_act, linear_wgrad
-from ...kernels.runtime.op import GEMM, Cost, acc_dtype, op
+from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import MLP
-from .steps import empty_bias, gather_in_background, gemm, message_cost, row_count
+from .steps import gather_in_background, gemm, message_cost, row_count
 
 
 class Inputs(NamedTuple):
-    """What backward starts from: parts' gradient, and n, z and act(z) of forward; without ``a`` the activation is made
-    again."""
+    """What backward starts from: parts' gradient, n, z and act(z) of forward, and the dtype that db1 is asked for in;
+    without ``a`` the activation is made again."""
 
     dp: Tensor  # [R, m, D]
     n: Tensor  # [R, m, D]
     z: Tensor  # [M, F]
     a: Tensor | None  # [M, F]
+    bias: torch.dtype | None
 
 
 def _through(incoming: Flight, leaving: Flight, multiply: Callable[[Tensor, int, slice, Tensor], None]) -> None:
@@ -60,8 +61,8 @@ def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str
 
 
 def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dn [R, m, D] unsummed, dw1, db1 fp32, dw2."""
-    (dp, n, z, a), (w1, _, w2, activation) = inputs, mlp
+    """-> dn [R, m, D] unsummed, dw1, db1 (empty unless asked for), dw2."""
+    (dp, n, z, a, bias), (w1, _, w2, activation) = inputs, mlp
     cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
     incoming = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut=cut, own=True)
     rows_of_n = gather_in_background("gather_mlp_exchange backward (n)", n, group_name)
@@ -69,19 +70,21 @@ def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tu
     incoming.post_all()
     rows_of_n.post_all()
     z = z.unflatten(0, n.shape[:2])
-    dz, db1 = torch.empty_like(z), z.new_zeros(z.shape[-1], dtype=acc_dtype(z))
+    acc = None if bias is None else acc_dtype(z)
+    dz, db1 = torch.empty_like(z), new_vector(z, z.shape[-1], acc).zero_()
     act = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else a.unflatten(0, n.shape[:2])
 
     def multiply(dy: Tensor, tile: int, rows: slice, out: Tensor) -> None:
         places = (dz[tile, rows], act[tile, rows]) if a is None else (dz[tile, rows],)
-        db1.add_(linear_dgrad_act.into(places, dy, w2, z[tile, rows], activation=activation, rebuild=a is None)[1])
+        asked: dict[str, Any] = dict(activation=activation, rebuild=a is None, bias=acc)
+        db1.add_(linear_dgrad_act.into(places, dy, w2, z[tile, rows], **asked)[1])
         torch.mm(dz[tile, rows], w1, out=out)
 
     _through(incoming, leaving, multiply)
     dz = dz.flatten(0, 1)
-    dw2, _ = linear_wgrad(incoming.finish().flatten(0, 1), act.flatten(0, 1), w2.dtype, False)
-    dw1, _ = linear_wgrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, False)
-    return leaving.finish(), dw1, db1, dw2
+    dw2, _ = linear_wgrad(incoming.finish().flatten(0, 1), act.flatten(0, 1), w2.dtype, None)
+    dw1, _ = linear_wgrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, None)
+    return leaving.finish(), dw1, db1.to(bias or db1.dtype), dw2
 
 
 def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +94,7 @@ def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor,
 
 def _bwd_fake(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, z, w1, w2 = inputs.n, inputs.z, mlp.w1, mlp.w2
-    return n.new_empty(n.shape), w1.new_empty(w1.shape), empty_bias(z, len(w1), True), w2.new_empty(w2.shape)
+    return n.new_empty(n.shape), w1.new_empty(w1.shape), new_vector(z, len(w1), inputs.bias), w2.new_empty(w2.shape)
 
 
 def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:

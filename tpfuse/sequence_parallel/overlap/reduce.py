@@ -9,10 +9,9 @@ from torch import Tensor
 from ...collectives import named, start_all_gather
 from ...kernels.linear.op import column_sum, linear_dgrad, linear_wgrad
 from ...kernels.norm.core import reduce_parts
-from ...kernels.runtime.op import GEMM, Cost, acc_dtype, least, op
+from ...kernels.runtime.op import GEMM, Cost, least, new_vector, op
 from ...parallel import TensorParallel, resolve
 from ..records import WeightGrad
-from .steps import empty_bias
 
 
 class Second(NamedTuple):
@@ -34,7 +33,7 @@ class Group(NamedTuple):
 def linear_reduce_bwd_ref(
     w: Tensor, work: WeightGrad, second: Second, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dx = sum over ranks of dy W, dw = dy' x, db fp32 (empty without a bias) and dw2 (empty without ``second``).
+    """-> dx = sum over ranks of dy W, dw = dy' x, db (empty without a bias) and dw2 (empty without ``second``).
 
     The sum's two messages, an exchange of parts and a gather of their sums, each travel under a half of the wgrads.
     """
@@ -46,14 +45,14 @@ def linear_reduce_bwd_ref(
     with named(what, ranks):
         exchange = dist.all_to_all_single(parts, flat, group=ranks, async_op=True)
     half = 0 if second.dy is not None else dy.shape[1] // 2
-    dw2 = dy.new_empty(0) if second.dy is None else linear_wgrad(second.dy, second.x, w.dtype, False)[0]
+    dw2 = dy.new_empty(0) if second.dy is None else linear_wgrad(second.dy, second.x, w.dtype, None)[0]
     torch.mm(dy[:, :half].t(), x, out=dw[:half])
     with named(what, ranks):
         exchange.wait()
         mine = reduce_parts(parts)
         gather = start_all_gather(total, mine, ranks)
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
-    db = column_sum(dy) if bias else dy.new_empty(0, dtype=acc_dtype(dy))
+    db = column_sum(dy, bias)
     with named(what, ranks):
         for handle in gather:
             handle.wait()
@@ -66,7 +65,7 @@ def _fake(w: Tensor, work: WeightGrad, second: Second, group: Group) -> tuple[Te
         dw2 = dy.new_empty(0)
     else:
         dw2 = w.new_empty(second.dy.shape[1], second.x.shape[1])
-    return dy.new_empty(len(dy), w.shape[1]), w.new_empty(w.shape), empty_bias(dy, len(w), work.bias), dw2
+    return dy.new_empty(len(dy), w.shape[1]), w.new_empty(w.shape), new_vector(dy, len(w), work.bias), dw2
 
 
 def _cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:

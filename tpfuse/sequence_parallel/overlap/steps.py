@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear.activation import width
 from ...kernels.linear.op import activation_fwd
-from ...kernels.runtime.op import Cost, acc_dtype, least
+from ...kernels.runtime.op import Cost, least
 from ..flight import Flight, pieces
 from ..records import Linear
 
@@ -64,10 +64,6 @@ def gather_and_multiply(what: str, n: Tensor, linear: Linear, group_name: str) -
 
 
 # ---- for fakes and costs ----
-
-
-def empty_bias(like: Tensor, n: int, has_bias: bool) -> Tensor:
-    return like.new_empty(n if has_bias else 0, dtype=acc_dtype(like))
 
 
 def row_count(x: Tensor) -> int:
