@@ -20,7 +20,7 @@ from torch import Tensor
 from ..runtime import tuning
 from ..runtime.device import load, swizzle
 from ..runtime.launch import describable, has_tma, launch, target
-from ..runtime.op import Cost, least, moved, new_vector
+from ..runtime.op import new_vector
 from ..runtime.partials import reduce_partials
 from ..runtime.replay import Replayed
 from ..runtime.triton import TensorDescriptor, tl, triton
@@ -33,8 +33,6 @@ from .triton_activation import (
     activation_fwd_launch,
     column_sum_launch,
     constants,
-    partial_rows,
-    with_partials,
 )
 
 # ---- device functions ----
@@ -193,7 +191,7 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
     return parameters(op, activation, arch, dtype=dtype, shape=shape)["path"]
 
 
-def _fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
+def fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
     """Returns the fused kernel's launch parameters; None for the other path."""
     answers = parameters, tuned, tuning._table
     return _choice(answers, op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
@@ -203,7 +201,7 @@ def _fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) 
 def _choice(
     answers: tuple[Any, ...], op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> dict[str, Any] | None:
-    """Returns what _fused does; computed once while ``answers``, the functions that give it, are not replaced."""
+    """Returns what ``fused`` does; computed once while ``answers``, the functions that give it, are not replaced."""
     config = parameters(op, activation, arch, dtype=dtype, shape=shape)
     return {name: value for name, value in config.items() if name != "path"} if config["path"] == "fused" else None
 
@@ -260,7 +258,7 @@ def gemm(
 def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     M, K, N = *x.shape, len(w)
     plain = activation == "none"
-    if config := _fused("linear_fwd", activation, x, (M, N, K)):
+    if config := fused("linear_fwd", activation, x, (M, N, K)):
         z = None if plain else x.new_empty(M, N)
         y = x.new_empty(M, N // width(activation))
         gemm(Product("NT", x, w, config), y, bias=b, z=z, activation=activation)
@@ -272,7 +270,7 @@ def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -
 @Replayed
 def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
     M, K, N = *dy.shape, w.shape[1]
-    config = _fused("linear_dgrad", "none", dy, (M, N, K))
+    config = fused("linear_dgrad", "none", dy, (M, N, K))
     return gemm(Product("NN", dy, w, config), dy.new_empty(M, N)) if config else dy @ w
 
 
@@ -288,7 +286,7 @@ def linear_dgrad_act_launch(
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     M, K, N = *dy.shape, w.shape[1]
-    config = _fused("linear_dgrad_act", activation, dy, (M, N, K))
+    config = fused("linear_dgrad_act", activation, dy, (M, N, K))
     if config is None:
         places = {name: t for name, t in dict(dz=dz, y=y).items() if t is not None}
         return activation_bwd_launch(dy @ w, z, activation, rebuild=rebuild, bias=bias, **places)
@@ -316,43 +314,6 @@ def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.d
     """The bias gradient is a pass over dy of its own: in the GEMM it would take the operand through registers."""
     db = new_vector(dy, 0, None) if bias is None else column_sum_launch(dy, bias)
     K, M, N = *dy.shape, x.shape[1]
-    if config := _fused("linear_wgrad", "none", dy, (M, N, K)):
+    if config := fused("linear_wgrad", "none", dy, (M, N, K)):
         return gemm(Product("TN", dy, x, config), dy.new_empty(M, N, dtype=dtype)), db
     return (dy.t() @ x).to(dtype), db
-
-
-# ---- costs ----
-
-
-def linear_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (x, w, _, activation), (_, z) = args, outputs
-    cost = least(args, outputs)._replace(flops=2 * x.numel() * len(w))
-    if _fused("linear_fwd", activation, x, (len(x), *w.shape)):
-        return cost
-    return cost._replace(read=cost.read + moved(z))
-
-
-def linear_dgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, w = args
-    return least(args, outputs)._replace(flops=2 * dy.numel() * w.shape[1])
-
-
-def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, w, z, activation, _, bias = args
-    (M, K), N = dy.shape, w.shape[1]
-    cost = least(args, outputs)._replace(flops=2 * M * K * N)
-    columns = 0 if bias is None else z.shape[1]
-    if config := _fused("linear_dgrad_act", activation, dy, (M, N, K)):
-        return with_partials(cost, -(-M // config["BM"]), columns)
-    da = dy.new_empty(1, 1).expand(M, N)
-    between = da.element_size() * M * N
-    cost = cost._replace(read=cost.read + between, written=cost.written + between)
-    return with_partials(cost, partial_rows(da), columns)
-
-
-def linear_wgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, x, _, bias = args
-    cost = least(args, outputs)._replace(flops=2 * dy.numel() * x.shape[1])
-    if bias is None:
-        return cost
-    return with_partials(cost._replace(read=cost.read + moved(dy)), partial_rows(dy), dy.shape[1])

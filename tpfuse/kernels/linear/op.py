@@ -19,16 +19,8 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, eager, op, row_blocks
 from ..runtime.replay import Replayed
 from .activation import ACTIVATIONS, GATED, PLAIN, width
-from .gemm import (
-    linear_dgrad_act_cost,
-    linear_dgrad_act_launch,
-    linear_dgrad_cost,
-    linear_dgrad_launch,
-    linear_fwd_cost,
-    linear_fwd_launch,
-    linear_wgrad_cost,
-    linear_wgrad_launch,
-)
+from .cost import linear_dgrad_act_cost, linear_dgrad_cost, linear_fwd_cost, linear_wgrad_cost
+from .gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch
 
 # ---- reference ----
