@@ -118,8 +118,14 @@ def test_one_element():
     assert_accurate_launch(bwd, backward_arguments(arguments))
 
 
-@pytest.mark.parametrize("side", ["launch", "cpu", "reference"])
-@pytest.mark.parametrize("m, D", [(35, 100), (3, 1 << 16)])
+@pytest.mark.parametrize(
+    "side, m, D",
+    [
+        *((side, 35, 100) for side in ("launch", "cpu", "reference")),
+        ("cpu", 3, 1 << 16),
+        pytest.param("launch", 3, 1 << 16, marks=pytest.mark.slow),
+    ],
+)
 def test_the_bias_gradient_in_the_dtype_asked_for(side, m, D):
     """It is the fp32 sum, rounded once, though the CPU adds blocks of rows."""
     given, run = backward_arguments(forward_arguments(1, m, D)), getattr(bwd, side)

@@ -145,9 +145,10 @@ def _dkdv_kernel(
     v_ptr += b.to(tl.int64) * v_strides.b + g.to(tl.int64) * v_strides.g
     h = plane.to(tl.int64) * Q
     do_stride = tl.cast(B, tl.int64) * (G * Q * E)  # steps.o, made here: read from an argument, E = 96 spills on sm_90
-    q_columns, do_columns = Columns(qk_rows, b * qk_strides.b + g * qk_strides.g), Columns(do_rows, plane * Q * E)
-    q = q_columns if TRANSPOSED else Rows(group_ptr, qk_strides.s)
-    do = do_columns if TRANSPOSED else Rows(do_ptr + h * E, do_stride)
+    if TRANSPOSED:
+        q, do = Columns(qk_rows, b * qk_strides.b + g * qk_strides.g), Columns(do_rows, plane * Q * E)
+    else:
+        q, do = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)
     lse_ptr += h * S
     delta_ptr += h * S
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
