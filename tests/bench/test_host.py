@@ -27,7 +27,6 @@ def test_kernels_of_a_block():
         made = pool.submit(_counted).result()
     totals = {name: [sum(one.values()) for one in both] for name, both in made.items()}
     assert totals["BERT block"][0] == totals["Llama block"][0] == 8
-    assert totals["BERT block"][1] <= 20 and totals["Llama block"][1] <= 16
     assert totals["torch: BERT block"][0] > 8 and made["BERT block"][1]["_dkdv_kernel"] == 1
     assert totals["BERT block"][1] <= 20 and "copy_" not in made["BERT block"][1]  # no gradient is cast
     assert totals["Llama block"][1] <= 16 and "_reduce_kernel" not in made["Llama block"][1]  # it has no bias
