@@ -315,12 +315,9 @@ def test_help_shows_groups_and_defaults(monkeypatch, capsys):
     assert "None" not in said and "False" not in said and max(map(len, said.splitlines())) <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flag, said",
-    [
-        ("--nope", "unrecognized arguments: --nope"),
-        pytest.param("--size=3m --tp=3", "num_heads=8 is not divisible", marks=pytest.mark.slow),
-    ],
+    "flag, said", [("--nope", "unrecognized arguments: --nope"), ("--size=3m --tp=3", "num_heads=8 is not divisible")]
 )
 def test_under_torchrun_one_rank_speaks(tmp_path, flag, said):
     """What torchrun itself says of a failed process comes after it."""

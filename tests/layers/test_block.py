@@ -456,8 +456,10 @@ def _compiled(world, case, backend):
         (1, "pre-norm"),
         (1, "post-norm, smallest"),
         (2, "post-norm, smallest"),
-        (2, "stack, smallest"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in [(1, "stack, smallest"), (2, "pre-norm")]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, "stack, smallest"), (2, "stack, smallest"), (2, "pre-norm")]
+        ),
     ],
 )
 def test_compiled_in_one_graph(ranks, R, case):

@@ -211,6 +211,7 @@ def test_an_update_that_16_bits_would_lose_is_not_lost():
     assert layer.lora.B.grad.dtype == torch.float32 and layer.lora.B.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_autocast_and_compiled():
     """In 16 bit with gradients in fp32, near the fp32 ones; compiled as one graph, the same bits."""
     call = batch(GPT_CONFIG)

@@ -35,6 +35,7 @@ assert seconds < 60 and gigabytes < 2, (seconds, gigabytes)
 """
 
 
+@pytest.mark.slow
 def test_gpt3_on_1024_ranks_in_a_minute_and_two_gigabytes():
     done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -581,6 +581,7 @@ def _dynamic(world):
     return overlapped
 
 
+@pytest.mark.slow
 def test_auto_compiled_with_dynamic_rows(ranks):
     assert ranks(2, _dynamic) == [[True, False, True, True]] * 2
 
