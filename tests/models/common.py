@@ -16,6 +16,17 @@ from tpfuse.interop.huggingface.write import full_tensor
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 
+# Vocabulary, batch, sequence and tied embeddings, beside those that a model's test has.  Ranks hand their logits on by
+# value, so the largest are left out.
+MORE_SHAPES = [
+    (vocab, size, seq, tied)
+    for vocab in (997, 50257)
+    for size in (1, 2, 5)
+    for seq in (1, 7, 127)
+    for tied in (True, False)
+    if vocab * size * seq < 1 << 23
+]
+
 # 12 heads and 84 = 3 * 28 columns split over 1, 2, 3 and 4 ranks; 97 words and 3 x 7 rows over none evenly; dropout
 # in all three places
 GPT_CONFIG = GPTConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=2, num_heads=12, ffn_size=84)

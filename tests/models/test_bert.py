@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.common import assert_close, assert_equal, make_tp
-from tests.models.common import BERT_CONFIG, batch, default_dtype, run
+from tests.models.common import BERT_CONFIG, MORE_SHAPES, batch, default_dtype, run
 from tpfuse.models import Bert
 
 F64 = torch.float64
@@ -23,7 +23,6 @@ SHAPES = [
     (997, 3, 7, False),
     (997, 1, 127, True),
 ]
-MORE_SHAPES = [(v, b, s, tied) for v in (997, 50257) for b in (1, 2, 5) for s in (1, 7, 127) for tied in (True, False)]
 
 
 @pytest.mark.parametrize("masked_lm", [True, False])

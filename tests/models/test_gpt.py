@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.common import assert_close, make_tp
-from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch, default_dtype, run, whole
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, MORE_SHAPES, batch, default_dtype, run, whole
 from tpfuse.models import GPT, Bert
 
 F64 = torch.float64
@@ -23,7 +23,6 @@ SHAPES = [
     (997, 1, 127, True),
     (50257, 3, 7, True),  # GPT-2's own: no multiple of anything
 ]
-MORE_SHAPES = [(v, b, s, tied) for v in (997, 50257) for b in (1, 2, 5) for s in (1, 7, 127) for tied in (True, False)]
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
