@@ -148,7 +148,7 @@ def _dkdv_kernel(
     if TRANSPOSED:
         q, do = Columns(qk_rows, b * qk_strides.b + g * qk_strides.g), Columns(do_rows, plane * Q * E)
     else:
-        q, do = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)
+        q, do = Rows(group_ptr, qk_strides.s), Rows(do_ptr + h * E, do_stride)  # type: ignore[assignment]
     lse_ptr += h * S
     delta_ptr += h * S
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
