@@ -1,4 +1,4 @@
-"""A lent GPU's time turned into evidence: one command, a few calls of some minutes each, a rehearsal without a GPU.
+"""A GPU's time turned into evidence: one command, a few calls of some minutes each, a rehearsal without a GPU.
 
     python -m bench.gpu_day --out DIR                    nine minutes on the GPU at hand, on a bare machine
     python -m bench.gpu_day --out DIR --resume EARLIER   goes on with what EARLIER left missing, timed out or failed
