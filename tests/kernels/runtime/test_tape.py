@@ -130,6 +130,14 @@ def test_results_of_two_replays_are_apart():
     assert all(torch.equal(a, b) for a, b in zip(first, kept))
 
 
+def test_a_replay_leaves_nothing_in_the_tape():
+    """Two threads may replay it at once, and what it made is nobody's but the caller's."""
+    made = taped(kernels_and_products, random(3, 4), random(5, 4))
+    values, blank = made.values.copy(), made.blank.copy()
+    replay(made, random(3, 4), random(5, 4))
+    assert made.values == values and made.blank == blank
+
+
 def test_what_was_made_is_freed_after_its_last_use(monkeypatch):
     def chain(x):
         for _ in range(4):
