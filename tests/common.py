@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +42,10 @@ def error(ours: Tensor, exact: Tensor) -> float:
 
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+DTYPES_AND_RANKS = [
+    *(pytest.param(torch.float64, R, id=f"fp64-{R}") for R in (1, 2, 4)),
+    *(pytest.param(torch.float32, R, id=f"fp32-{R}", marks=[pytest.mark.slow] * (R == 2)) for R in (1, 2, 4)),
+]
 
 
 def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:

@@ -54,15 +54,22 @@ def states(world, ids, mask, sequence_parallel):
         return model(ids, attention_mask=mask).last_hidden_state, embed_sentences.embed(model, ids, mask)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_against_transformers(ranks, size, sequence_parallel):
+@pytest.fixture(scope="module")
+def theirs():
+    """What transformers computes, in fp32 and in fp64."""
     transformers = pytest.importorskip("transformers")
     ids, mask = inputs()
+    model = transformers.BertModel.from_pretrained(minilm.get_model_path()).eval()
     with torch.no_grad():
-        model = transformers.BertModel.from_pretrained(minilm.get_model_path()).eval()
-        theirs = model(ids, attention_mask=mask).last_hidden_state
-        exact = model.double()(ids, attention_mask=mask).last_hidden_state
+        states = lambda: model(ids, attention_mask=mask).last_hidden_state
+        return states(), (model.double(), states())[1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_against_transformers(ranks, theirs, size, sequence_parallel):
+    theirs, exact = theirs
+    ids, mask = inputs()
     real = mask.bool()
     pooled = torch.nn.functional.normalize((exact * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
     for ours, embeddings in ranks(size, states, ids, mask, sequence_parallel):

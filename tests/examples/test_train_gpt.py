@@ -63,8 +63,7 @@ def undisturbed(tmp_path_factory):
     def get(tp: int, dp: int) -> tuple[Path, str]:
         if (tp, dp) not in runs:
             out = tmp_path_factory.mktemp(f"tp{tp}dp{dp}")
-            as_users_do = (tp, dp) == (2, 1)
-            runs[tp, dp] = out, ok(SCRIPT, *arguments(out, tp, dp), procs=tp * dp, forked=not as_users_do)
+            runs[tp, dp] = out, ok(SCRIPT, *arguments(out, tp, dp), procs=tp * dp)
         return runs[tp, dp]
 
     return get
@@ -96,6 +95,13 @@ def test_killed_and_resumed(tmp_path, undisturbed, tp, dp, where, count, found):
     said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume"), procs=tp * dp)
     assert f"resumed at step {found} of {STEPS}" in said
     same_run(tmp_path, undisturbed(tp, dp)[0])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run(tmp_path, undisturbed):
+    """As a user types it: no process here was forked."""
+    ok(SCRIPT, *arguments(tmp_path, 2, 1), procs=2, forked=False)
+    same_run(tmp_path, undisturbed(2, 1)[0])
 
 
 @pytest.mark.slow

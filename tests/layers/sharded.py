@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common import TOLERANCE, error, make_tp
+from tests.common import DTYPES_AND_RANKS, TOLERANCE, error, make_tp
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers.module import named_specs
@@ -121,7 +121,8 @@ def check(ranks, case: Case, R: int, sp: bool, dtype: torch.dtype) -> None:
 
 
 def sharded_is_whole(cases: dict[str, Case]):
-    """A test of every case, over one, two and four ranks, with sequence parallelism and without, in fp64 and fp32."""
+    """A test of every case, over one, two and four ranks, with sequence parallelism and without, in fp64 and fp32 (over
+    two ranks a slow test: what fp32 could get wrong there shows over four)."""
 
     @functools.cache
     def expected(name: str, dtype: torch.dtype):
@@ -129,9 +130,8 @@ def sharded_is_whole(cases: dict[str, Case]):
         return x, dy, whole(cases[name], dtype, x, dy)
 
     @pytest.mark.parametrize("name", cases)
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
     @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-    @pytest.mark.parametrize("R", [1, 2, 4])
+    @pytest.mark.parametrize("dtype, R", DTYPES_AND_RANKS)
     def test_sharded_is_whole(ranks, R, sp, dtype, name):
         x, dy, one = expected(name, dtype)
         compare(cases[name], dtype, one, ranks(R, run, cases[name], sp, dtype, x, dy))

@@ -14,16 +14,16 @@ LAYOUTS = [
     (1, 1, False, "fastest", "ddp", 2),
     (2, 1, True, "fastest", "ddp", 1),
     (2, 2, False, "fastest", "ddp", 3),
-    (4, 2, True, "fastest", "fsdp", 1),
+    (2, 2, False, "fastest", "fsdp", 1),
 ]
 MORE = [
+    (4, 2, True, "fastest", "fsdp", 1),
     (4, 1, True, "smallest", "ddp", 1),
     (4, 2, True, "fastest", "ddp", 1),
     (2, 1, False, "smallest", "ddp", 2),
     (4, 1, False, "fastest", "ddp", 1),
     (4, 2, True, "smallest", "ddp", 3),
     (3, 3, False, "fastest", "ddp", 2),
-    (2, 2, False, "fastest", "fsdp", 1),
     (2, 1, True, "fastest", "dtensor", 1),
 ]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tests.common import assert_close, assert_equal, error, make_tp
+from tests.common import DTYPES_AND_RANKS, assert_close, assert_equal, error, make_tp
 from tests.models.common import GPT_CONFIG, MODELS, batch, default_dtype, results, run, scramble, whole
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, Bert
@@ -32,8 +32,7 @@ def alone(name, dtype, pad="right", **options):
 
 @pytest.mark.parametrize("saving", ["fastest", "smallest"])
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [F64, F32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("dtype, R", DTYPES_AND_RANKS)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_split_gives_the_same_values_and_gradients(ranks, name, dtype, R, sp, saving):
     """Dropout in all places, a padded batch; one wrong bit of a mask would show (see below)."""
@@ -170,7 +169,7 @@ def test_recompute_is_bitwise_the_same(ranks, saving):
         assert_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert-mlm"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("bert-mlm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_torch_compile(name, backend):
     cls, config, options = MODELS[name]

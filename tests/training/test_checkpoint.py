@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.common import assert_equal
+from tests.forking import forking
 from tests.models.common import STEP_CONFIG, Training, batch, whole
 from tpfuse import load_checkpoint, param_groups, save_checkpoint
 from tpfuse.models import GPT, Bert, BertConfig
@@ -340,34 +338,30 @@ KILLS = {  # where the process is when it dies -> the step that is loaded then
     "before latest": ("tpfuse.training.checkpoint.fsync", 1),  # of the folder with its meta.json
     "before cleaning": ("tpfuse.training.checkpoint._clean", 2),
 }
-KILLED = """
-    import os, signal, sys
-    from unittest import mock
-    import torch
-    import torch.distributed.checkpoint
-    from tests.training.test_checkpoint import made
-    from tpfuse import save_checkpoint
 
+
+def killed_saves(folder):
+    """In a process of its own, which forks one for each place: that one dies in its third save."""
     torch.set_num_threads(1)
-    for directory, place in zip(sys.argv[1::2], sys.argv[2::2]):
+    for place, (function, _) in KILLS.items():
+        directory = folder / place
+        directory.mkdir()
         if os.fork() == 0:
             model, optimizer = made(steps=1)
             save_checkpoint(directory, model, optimizer, step=0)
             save_checkpoint(directory, model, optimizer, step=1)
-            with mock.patch(place, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)):
+            with mock.patch(function, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)):
                 save_checkpoint(directory, model, optimizer, step=2)
-        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
+            os._exit(1)  # it has lived on
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL, place
 
 
 def test_a_save_that_is_killed_leaves_the_previous_one(tmp_path):
     """Real processes, real SIGKILL, at each of these places; then the next save tidies up."""
-    for place in KILLS:
-        (tmp_path / place).mkdir()
-    arguments = [str(x) for place, (function, _) in KILLS.items() for x in (tmp_path / place, function)]
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KILLS), done.stderr
+    process = forking().Process(target=killed_saves, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     for place, (_, step) in KILLS.items():
         model, optimizer = made()
         assert load_checkpoint(tmp_path / place, model, optimizer) == (step, None), place
