@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..kernels.attention.op import attention_bwd, attention_fwd
 from ..kernels.attention.options import TENSORS, Options
+from ..kernels.norm.alone import NORM
 from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
 from ..kernels.norm.records import Saved as NormSaved
-from ..kernels.norm.verbs import NORM, REDUCE_BIAS_DROPOUT_ADD_NORM
+from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.op import dtype_of, eager
+from ..kernels.runtime.op import Composed, dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
-from ..kernels.runtime.replay import Replayed
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved
@@ -109,7 +109,7 @@ def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient if gradient.dim() == like.dim() else gradient.view(like.shape)
 
 
-@Replayed
+@Composed
 def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
     """h [m, D], n [1, m, D] (None but in a stack) -> h, n of the next, and the fields of Kept, spelled out."""
     c, options, p = layer
@@ -136,7 +136,7 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
     return on, then, n, qkv, o, lse, n1, z, a, *in_stats, h1, *stats, *last
 
 
-@Replayed
+@Composed
 def _backward(
     gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked
 ) -> tuple[Tensor | None, ...]:
@@ -184,7 +184,7 @@ class _Block(Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, n: Tensor | None, layer: Layer, *parameters: Any) -> Any:
         constants, options, _ = layer
-        on, then, *kept = (_forward if eager() else _forward.launcher)(h, n, layer)
+        on, then, *kept = _forward(h, n, layer)
         ctx.save_for_backward(*parameters, *options[:TENSORS], *kept)
         ctx.args = constants, options[TENSORS:], h.dtype, n is not None
         ctx.set_materialize_grads(False)
@@ -202,7 +202,7 @@ class _Block(Function):
         stats: tuple[Any, ...] = saved[FLAT : FLAT + 3], saved[FLAT + 3 : FLAT + 6], saved[FLAT + 6 :]
         layer, kept = Layer(constants, options, p), Kept(*saved[:FLAT], *stats)
         asked = Asked(Parameters(*needed[3:]), residual, in_stack)
-        dh, dn, *gradients = (_backward if eager() else _backward.launcher)((dh, dn), layer, kept, asked)
+        dh, dn, *gradients = _backward((dh, dn), layer, kept, asked)
         return dh, dn, None, *gradients
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ATTENTION, acc_dtype, autocast, op
+from ..runtime.op import ATTENTION, Composed, acc_dtype, autocast, op
 from .cpu import bwd_cpu, fwd_cpu
 from .decode import decode_cost, decode_launch
 from .options import TENSORS, DecodeOptions, Options, checked_options
@@ -60,17 +60,35 @@ class _Attention(Function):
     """Takes the options whole: none of their tensors is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, options: Options) -> Tensor:
-        o, lse = attention_fwd(qkv, options)
-        ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
-        ctx.numbers = options[TENSORS:]
+    def forward(ctx: Any, qkv: Tensor, given: Options, seq: int | None, scale: float | None) -> Tensor:
+        o, lse = _forward(qkv, given, seq, scale)
+        ctx.save_for_backward(qkv, o, lse, *given[:TENSORS])
+        ctx.args = given[TENSORS:], seq, scale
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         qkv, o, lse, *tensors = ctx.saved_tensors
-        return attention_bwd(do.contiguous(), qkv, o, lse, options=Options(*tensors, *ctx.numbers)), None
+        numbers, seq, scale = ctx.args
+        dqkv: Tensor = _backward((do.contiguous(), qkv, o, lse), Options(*tensors, *numbers), seq, scale)
+        return dqkv, None, None, None
+
+
+@Composed
+def _forward(qkv: Tensor, given: Options, seq: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """-> o, lse; the checks are part of what is recorded, so that a call which is replayed has passed them."""
+    if qkv.dim() != 4 or qkv.shape[2] < 3:
+        raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
+    return attention_fwd(qkv, checked_options(qkv.shape, given, seq=seq, scale=scale))
+
+
+@Composed
+def _backward(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor], given: Options, seq: int | None, scale: float | None
+) -> Tensor:
+    """do, qkv, o, lse -> dqkv"""
+    return attention_bwd(*tensors, checked_options(tensors[1].shape, given, seq=seq, scale=scale))
 
 
 # ---- public ----
@@ -122,13 +140,10 @@ def attention(
     Raises ValueError for shapes, dtypes and numbers that break these rules; on a GPU also for E > 256 (but in fp64), on
     a CPU for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
-    if qkv.dim() != 4 or qkv.shape[2] < 3:
-        raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     options = Options(
         key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions, rng=rng,
         batch=batch, max_seqlen=max_seqlen, causal=causal, window=window, softcap=softcap, interleaved=interleaved,
         p=p, site=site, first_head=first_head,
     )  # fmt: skip
-    options = checked_options(qkv.shape, options, seq=seq, scale=scale)
     (qkv,) = autocast(qkv)
-    return _Attention.apply(qkv.contiguous(), options)
+    return _Attention.apply(qkv.contiguous(), options, seq, scale)

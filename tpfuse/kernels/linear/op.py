@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, eager, op, row_blocks
-from ..runtime.replay import Replayed
+from ..runtime.op import ELEMENTWISE, GEMM, Composed, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import linear_dgrad_act_cost, linear_dgrad_cost, linear_fwd_cost, linear_wgrad_cost
 from .gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
@@ -169,8 +168,8 @@ linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
-        y, z = linear_fwd(x, w, b, activation)
-        ctx.save_for_backward(x, w, None if activation == "none" else z)
+        y, z = _forward(x, w, b, activation)
+        ctx.save_for_backward(x, w, z)
         ctx.activation, ctx.bias = activation, dtype_of(b)
         return y
 
@@ -180,16 +179,23 @@ class _Linear(Function):
         x, w, z = ctx.saved_tensors
         _, weight, bias, _ = ctx.needs_input_grad
         asked = weight, ctx.bias if bias else None
-        run = _gradients if eager() else _gradients.launcher
-        return *run((dy.contiguous(), x, w, z), ctx.activation, *asked), None
+        return *_gradients((dy.contiguous(), x, w, z), ctx.activation, *asked), None
 
 
-@Replayed
+@Composed
+def _forward(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    """-> y, z (None without an activation); the checks are part of what is recorded, so that a call which is replayed
+    has passed them."""
+    check_linear("linear", x, w, b, activation=activation)
+    y, z = linear_fwd(x, w, b, activation)
+    return y, None if activation == "none" else z
+
+
+@Composed
 def _gradients(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, weight: bool, bias: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for; recorded and
-    replayed whole."""
+    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for."""
     dy, x, w, z = tensors
     dw = db = None
     if z is not None:
@@ -212,7 +218,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
     (a [N, 2, K] seen flat).  ValueError for another activation and for shapes or dtypes that do not agree.
     """
-    check_linear("linear", x, weight, bias, activation=activation)
     x, weight, bias = autocast(x, weight, bias)
     y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))

@@ -275,32 +275,6 @@ class _FusedNorm(Function):
         return None, None, None, None, dparts, *add, dgamma, dbeta, None, None  # the last of the norm's eps and kind
 
 
-class _NormAlone(Function):
-    """x [m, D] -> n [m, D]: the fused norm with all else omitted, and so with fewer arguments to hand on."""
-
-    @staticmethod
-    def forward(ctx: Any, ops: Pair, x: Tensor, gamma: Tensor, *rest: Any) -> Tensor:
-        norm = Norm(gamma, *rest)
-        _, n, mean, rstd = ops.fwd(x[None], NOTHING, norm, NO_MASK, order=ALONE)
-        ctx.save_for_backward(x, mean, rstd, gamma)
-        ctx.args = ops, norm.kind, Wanted(None, norm.beta is not None, None, x.dtype)
-        return n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dn: Tensor) -> tuple[Any, ...]:
-        ops, kind, wanted = ctx.args
-        x, mean, rstd, gamma = ctx.saved_tensors
-        saved = Saved(x, mean, rstd, gamma, kind=kind)
-        dx, _, _, dgamma, dbeta = ops.bwd(dn[None], None, saved, NO_MASK, order=ALONE, wanted=wanted)
-        return None, dx, dgamma, dbeta if wanted.beta else None, None, None
-
-
-def norm_alone(ops: Pair, x: Tensor, norm: Norm) -> Tensor:
-    """Runs a pair with gradients, for nothing but the norm of x [m, D]: -> [m, D]."""
-    return _NormAlone.apply(ops, x, *norm)
-
-
 def fused_norm(
     ops: Pair, parts: Tensor, add: Add, norm: Norm, *, mask: Mask = NO_MASK, order: str = PRE, ranks: int = 1
 ) -> tuple[Tensor, Tensor, Recompute | None]:

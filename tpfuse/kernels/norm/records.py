@@ -77,3 +77,9 @@ class Recompute(NamedTuple):
     @property
     def constants(self) -> tuple[Any, ...]:
         return self.eps, self.kind, self.dtype
+
+
+def check_vectors(name: str, D: int, **vectors: Tensor | None) -> None:
+    for key, v in vectors.items():
+        if v is not None and v.shape != (D,):  # a message made in advance would cost more than the check
+            raise ValueError(f"{name}: {key} must have shape ({D},), got {tuple(v.shape)}")

@@ -6,22 +6,16 @@ from torch import Tensor
 
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, acc_dtype, as_rows, autocast, op
+from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
-from .core import drop, fused_norm, norm_alone, pair
+from .alone import NORM
+from .core import drop, fused_norm, pair
 from .kinds import check_kind
-from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute
+from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
 from .triton_forward import drop_launch
 
-NORM = pair("norm")
 EMBED_FINISH = pair("embed_finish")
 REDUCE_BIAS_DROPOUT_ADD_NORM = pair("reduce_bias_dropout_add_norm", blocked=True)
-
-
-def check_vectors(name: str, D: int, **vectors: Tensor | None) -> None:
-    for key, v in vectors.items():
-        if v is not None and v.shape != (D,):  # a message made in advance would cost more than the check
-            raise ValueError(f"{name}: {key} must have shape ({D},), got {tuple(v.shape)}")
 
 
 def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
@@ -30,7 +24,7 @@ def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
         raise ValueError(f"{name}: norm_bias and post_norm need weight")
 
 
-# ---- a norm alone ----
+# ---- the norm that enters a block ----
 
 
 def norm_in(
@@ -45,27 +39,6 @@ def norm_in(
     h, n, recipe = fused_norm(NORM, x[None], Add(), Norm(gamma, beta, eps, norm), order=ALONE, ranks=ranks)
     assert recipe is not None  # there is a gamma
     return h, n, recipe
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm (Ba et al. 2016) over the last dimension.  x [..., D], weight and bias [D] -> [..., D] in x's dtype
-    (under autocast: in its dtype).  ValueError for vectors of another shape."""
-    return _last_dimension("layer_norm", x, Norm(weight, bias, eps, "layer"))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kind: str = "rms") -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) over the last dimension.  x [..., D], weight [D] -> [..., D] in x's dtype (under
-    autocast: in its dtype).  ValueError for a weight of another shape or a kind that is not in KINDS."""
-    return _last_dimension("rms_norm", x, Norm(weight, None, eps, kind))
-
-
-def _last_dimension(name: str, x: Tensor, norm: Norm) -> Tensor:
-    D = x.shape[-1]
-    check_vectors(name, D, weight=norm.gamma, bias=norm.beta)
-    check_kind(name, norm.kind)
-    (rows,) = autocast(as_rows(x))
-    n = norm_alone(NORM, rows, norm)
-    return n if x.dim() == 2 else n.view(x.shape)
 
 
 # ---- between two GEMMs ----

@@ -102,6 +102,14 @@ def eager() -> bool:
     )
 
 
+class Composed(Replayed):
+    """A function of tensors that calls ops, recorded and replayed whole; where something watches or transforms calls of
+    ops, it makes them."""
+
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) if eager() else self.launcher(*args)
+
+
 Make = Callable[..., Any]  # makes a record of its fields
 
 
@@ -253,6 +261,8 @@ def autocast(a: A, b: B, c: C, /) -> tuple[A, B, C]: ...
 def autocast(a: A, b: B, c: C, d: D, /) -> tuple[A, B, C, D]: ...
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under ``torch.autocast``: floating tensors (fp64 excepted) in its dtype; otherwise the tensors as they are."""
+    if not (torch.compiler.is_compiling() or _C._is_any_autocast_enabled()):
+        return tensors
     like = next(t for t in tensors if t is not None)
     if not autocasts(like):
         return tensors

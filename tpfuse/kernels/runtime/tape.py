@@ -97,8 +97,11 @@ class _Writer:
         last = {slot: i for i, event in enumerate(self.recorded.events) for slot in _slots(event)}
         kept = {place.slot for place in self.outputs if place is not None}
         given = len(self.recorded.given)
+        used = kept.union(*(_slots(event) for event in self.recorded.events if not isinstance(event, Made)))
         steps: list[Step] = []
         for i, event in enumerate(self.recorded.events):
+            if isinstance(event, Made) and event.slot not in used:  # as an op's result that nobody looks at
+                continue
             steps.append(self._step(event))
             if ended := tuple(s for s in _slots(event) if last[s] == i and s >= given and s not in kept):
                 steps.append(_free(ended))
