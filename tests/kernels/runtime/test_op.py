@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpfuse.kernels
-from tpfuse.kernels.norm.core import Pair
+from tpfuse.kernels.norm.core import Verb
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime.errors import check
 from tpfuse.kernels.runtime.op import ELEMENTWISE, NAMESPACE, Cost, Op, acc_dtype, autocast, least, op, sum_parts
@@ -34,7 +34,7 @@ def test_every_op_is_checked():
         importlib.import_module(m.name) for m in pkgutil.walk_packages(tpfuse.kernels.__path__, "tpfuse.kernels.")
     ]
     values = [value for module in modules for value in vars(module).values()]
-    values += [op for value in values if isinstance(value, Pair) for op in value]
+    values += [op for value in values if isinstance(value, Verb) for op in value]
     ops = {value.name for value in values if isinstance(value, Op)}
     assert len(ops) > 10 and ops == {op.name for op, _ in samples().values()}
 

@@ -5,6 +5,7 @@ Shown in a process of its own, by a driver that starts nothing (bench/idle.py): 
 
 import functools
 import importlib
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from tests.forking import forking
 from tests.kernels.runtime.test_op import samples
+from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.kernels.runtime.replay import Call, Replayed, call_of
 
 FUSED = next(where for where, (op, _) in samples().items() if op.name == "reduce_bias_dropout_add_norm_fwd")
@@ -218,6 +221,81 @@ def test_a_known_kind_is_found_by_comparison(idle):
     """Calls that differ in tensors' metadata alone, or in which of them are one, are not mixed up."""
     found, started, launched = idle(_compared)
     assert all(found) and started == launched and started[0] != started[2] != started[3] != started[4]
+
+
+def _told(leaf) -> str:
+    """A kernel's argument; all addresses are alike."""
+    if isinstance(leaf, Tensor):
+        return "address" if leaf.numel() else "0"
+    return "address" if type(leaf) is int and leaf > 1 << 32 else repr(leaf)
+
+
+def _public(name: str) -> tuple[list, list, int, str]:
+    """What a public function and its backward start, replayed and launched; how often Python ran in the replay; and
+    what it then says of a call that breaks a rule."""
+    from bench import idle
+
+    call, inputs, bad = PUBLIC[name]()
+
+    def started() -> list:
+        idle.STARTED = []
+        out = call(*inputs)
+        made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+        torch.autograd.grad(made, inputs, [torch.ones_like(y) for y in made])
+        kernels, idle.STARTED = idle.STARTED, None
+        return [(n, *[_told(leaf) for leaf in _leaves(tuple(g[:3] + g[9:]))]) for n, g in kernels if n != "mm"]
+
+    for _ in range(3):
+        started()
+    looked, read = [], _op.call_of
+    _op.call_of = lambda given: (looked.append(given), read(given))[1]
+    replayed = started()
+    _op.call_of = read
+    before, replay.REPLAY = replay.REPLAY, False
+    launched = started()
+    replay.REPLAY = before
+    with pytest.raises(ValueError) as said:
+        bad(*inputs)
+    return replayed, launched, len(looked), str(said.value)
+
+
+def _vectors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(*shape).bfloat16().requires_grad_() for shape in shapes]
+
+
+PUBLIC = {
+    "layer_norm": lambda: (layer_norm, _vectors((4, 64), (64,), (64,)), lambda x, w, b: layer_norm(x, w, b[:3])),
+    "rms_norm": lambda: (rms_norm, _vectors((4, 64), (64,)), lambda x, w: rms_norm(x, w, kind="other")),
+    "linear": lambda: (
+        lambda x, w, b: linear(x, w, b, "gelu"),
+        _vectors((4, 64), (32, 64), (32,)),
+        lambda x, w, b: linear(x, w.t(), b, "gelu"),
+    ),
+    "attention": lambda: (
+        lambda qkv: attention(qkv, batch=2, causal=True),
+        _vectors((16, 2, 3, 32)),
+        lambda qkv: attention(qkv, batch=2, causal=False, window=3),
+    ),
+    "reduce_bias_dropout_add_norm": lambda: (
+        lambda *tensors: reduce_bias_dropout_add_norm(*tensors, p=0.1, rng=make_rng(0, 1)),
+        _vectors((1, 4, 64), (64,), (4, 64), (64,), (64,)),
+        lambda parts, bias, h, *norm: reduce_bias_dropout_add_norm(parts, bias, h[:3], *norm),
+    ),
+}
+SAID = {
+    "layer_norm": r"layer_norm: bias must have shape \(64,\), got \(3,\)",
+    "rms_norm": "rms_norm: norm must be one of .* got 'other'",
+    "linear": r"linear: weight must be \[N, 64\], got \(64, 32\)",
+    "attention": "attention: window needs causal",
+    "reduce_bias_dropout_add_norm": r"reduce_bias_dropout_add_norm: residual must have shape \(4, 64\)",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_function_is_replayed_whole_and_checked(idle, name):
+    replayed, launched, looked, said = idle(_public, name)
+    assert replayed == launched and launched and looked == 0
+    assert re.match(SAID[name], said), said
 
 
 def _limited() -> int:

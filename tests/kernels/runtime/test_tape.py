@@ -161,6 +161,15 @@ def test_what_was_made_is_freed_after_its_last_use(monkeypatch):
     assert max(most[:4]) == 2
 
 
+def test_what_nobody_uses_is_not_made():
+    """As an op's empty results."""
+    with recording([x := torch.ones(3)]) as recorded:
+        unused, y = torch.empty(0), x + 1
+    made = tape(recorded, y)
+    assert unused is not None and made is not None and len(made.steps) == 1
+    assert torch.equal(made.replay([x], [x.data_ptr()], 0), y)
+
+
 def test_storages_that_take_the_place_of_freed_ones():
     """The allocator hands out freed memory again: an identity or address may stand for several tensors."""
 

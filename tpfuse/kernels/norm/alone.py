@@ -7,11 +7,11 @@ from torch import Tensor
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import Composed, as_rows, autocast
 from ..runtime.philox import NO_MASK
-from .core import NOTHING, pair
+from .core import NOTHING, verb
 from .kinds import check_kind
 from .records import ALONE, Norm, Saved, Wanted, check_vectors
 
-NORM = pair("norm")
+NORM = verb("norm")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -19,6 +19,7 @@ gamma's, dbias has the one that is asked for.  The statistics are of h as rounde
 from them is bitwise the first.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
+from ..runtime.op import ELEMENTWISE, NORM, Composed, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
@@ -201,89 +202,126 @@ def reduce_parts_ref(parts: Tensor) -> Tensor:
 reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch)
 
 
-class Pair(NamedTuple):
-    """The op and its backward under a verb's own name, which is the one that the ledger prints."""
+class Verb(NamedTuple):
+    """An op and its backward, under the name that the ledger prints; and what autograd calls instead, which is replayed
+    whole."""
 
     fwd: Op
     bwd: Op
+    forward: Composed
+    backward: Composed
 
 
-def pair(name: str, blocked: bool = False) -> Pair:
+Check = Callable[[Tensor, Add, Norm, str], None]  # raises ValueError for what the verb does not take
+
+
+def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
     """Registers NAME_fwd and NAME_bwd; ``blocked``: on CPU in blocks of rows."""
-    fwd: dict[str, Any] = dict(launch=fwd_launch, fake=_fwd_fake, cost=fwd_cost, cpu=fwd_cpu if blocked else None)
-    bwd: dict[str, Any] = dict(launch=bwd_launch, fake=_bwd_fake, cost=bwd_cost, cpu=bwd_cpu if blocked else None)
-    return Pair(
-        Op(f"{name}_fwd", fused_norm_fwd_ref, **fwd, kind=NORM),
-        Op(f"{name}_bwd", fused_norm_bwd_ref, **bwd, kind=NORM, mutates=("out",)),
-    )
+    forward: dict[str, Any] = dict(launch=fwd_launch, fake=_fwd_fake, cost=fwd_cost, cpu=fwd_cpu if blocked else None)
+    backward: dict[str, Any] = dict(launch=bwd_launch, fake=_bwd_fake, cost=bwd_cost, cpu=bwd_cpu if blocked else None)
+    fwd = Op(f"{name}_fwd", fused_norm_fwd_ref, **forward, kind=NORM)
+    bwd = Op(f"{name}_bwd", fused_norm_bwd_ref, **backward, kind=NORM, mutates=("out",))
+
+    def run(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor | None, ...]:
+        """-> h, n (None without a norm), mean, rstd, copies of gamma and beta; the checks are part of what is recorded,
+        so that a call which is replayed has passed them."""
+        if check is not None:
+            check(parts, add, norm, order)
+        h, n, mean, rstd = fwd(parts, add, norm, mask, order=order)
+        if norm.gamma is None:
+            return h, None, mean, rstd, None, None
+        return h, n, mean, rstd, norm.gamma.clone(), None if norm.beta is None else norm.beta.clone()
+
+    def back(
+        dn: Tensor | None, dh: Tensor | None, saved: Saved, mask: Mask, order: str, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """-> dparts [m, D], dresidual, dbias, dgamma, dbeta; None where there is none"""
+        dh = None if dh is None else dh.contiguous()
+        dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, mask, order=order, wanted=wanted)
+        normed = saved.gamma is not None and (dn is not None or order in (POST, DROP))
+        return (
+            dparts,
+            None if wanted.residual is None else dresidual,
+            None if wanted.bias is None else dbias,
+            dgamma if normed else None,
+            dbeta if normed and wanted.beta else None,
+        )
+
+    return Verb(fwd, bwd, Composed(run), Composed(back))
 
 
 # ---- autograd ----
 
 NOTHING = Add()
-_ADD = len(Add._fields)
+
+
+class Asked(NamedTuple):
+    """What a fused norm is asked for, beside the tensors that are differentiated."""
+
+    ops: Verb
+    order: str
+    ranks: int
+    mask: Mask
+    eps: float
+    kind: str
+    positions: Tensor | None
+    types: Tensor | None
 
 
 class _FusedNorm(Function):
-    """-> what goes on as h, n.expand(ranks, m, D), mean, rstd, the norm's input (the last three not differentiable).
+    """-> what goes on as h, n.expand(ranks, m, D), and how to recompute n, whose tensors autograd does not see.
 
     n is returned expanded, so that autograd carries the unsummed gradients of it into the one backward kernel, and
     dparts goes back expanded, so that the exchange behind it is an all-gather.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, ops: Pair, order: str, ranks: int, mask: Mask, parts: Tensor, *fields: Any
-    ) -> tuple[Tensor, ...]:
-        add, norm = Add._make(fields[:_ADD]), Norm._make(fields[_ADD:])
-        h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order=order)
-        h = parts[0] if order == ALONE else h
-        out = h.view_as(h) if order == ALONE else h if order == PRE or norm.gamma is None else n
-        saved = (None,) * 4 if norm.gamma is None else (h, mean, rstd, norm.gamma)
-        ctx.save_for_backward(*saved, mask.rng, add.positions, add.types)
-        bias, residual = dtype_of(add.bias), dtype_of(add.residual)
-        ctx.wanted = Wanted(bias, norm.beta is not None, residual, parts.dtype)
-        ctx.tables = [None if w is None else (len(w), w.dtype) for w in (add.position_weight, add.type_weight)]
-        ctx.args = ops, order, parts.shape[0], norm.kind, mask if mask.rng is None else mask._replace(rng=None)
+    def forward(ctx: Any, asked: Asked, parts: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
+        """``weights`` are bias, position_weight, type_weight, residual, gamma and beta."""
+        ops, order, ranks, mask, eps, kind, positions, types = asked
+        bias, position_weight, type_weight, residual, gamma, beta = weights
+        add = Add(bias, position_weight, positions, type_weight, types=types, residual=residual)
+        how = mask, order
+        made, n, mean, rstd, own_gamma, own_beta = ops.forward(parts, add, Norm(gamma, beta, eps, kind), *how)
+        h = parts[0] if order == ALONE else made
+        saved = (None,) * 4 if gamma is None else (h, mean, rstd, gamma)
+        ctx.save_for_backward(*saved, mask.rng, positions, types)
+        ctx.wanted = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
+        ctx.tables = [None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight)]
+        ctx.args = ops, order, parts.shape[0], kind, mask[1:]
         ctx.set_materialize_grads(False)
-        inner = h if order in (POST, DROP) else h.new_empty(0)
-        ctx.mark_non_differentiable(mean, rstd, inner)
-        return out, (h if norm.gamma is None else n).expand(ranks, -1, -1), mean, rstd, inner
+        if n is None:
+            return h, h.expand(ranks, -1, -1), None
+        state = h.detach(), mean, rstd, own_gamma, own_beta
+        recipe = None if order == DROP else Recompute(*state, eps=eps, kind=kind, dtype=n.dtype)
+        on = n if order in (POST, DROP) else h.view_as(h) if order == ALONE else h
+        return on, n.expand(ranks, -1, -1), recipe
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
         ops, order, ranks, kind, mask = ctx.args
         h, mean, rstd, gamma, rng, positions, types = ctx.saved_tensors
-        add, dgamma, dbeta = Add(), None, None
         if dn is None and (dh is None or order == ALONE):
-            dparts = dh
-        else:
-            dh = None if dh is None else dh.contiguous()
-            saved = Saved(h, mean, rstd, gamma, kind=kind)
-            mask = mask if rng is None else mask._replace(rng=rng)
-            dparts, dresidual, dbias, dgamma, dbeta = ops.bwd(dn, dh, saved, mask, order=order, wanted=ctx.wanted)
-            dbias, dgamma, dbeta = (v if v.numel() else None for v in (dbias, dgamma, dbeta))
-            if ctx.wanted.residual is None:  # not told from its size: with no rows it is empty too
-                dresidual = None
-            tables = [
-                None if table is None else embedding_bwd(dparts, index, 0, *table)
-                for table, index in zip(ctx.tables, (positions, types), strict=True)
-            ]
-            add = Add(dbias, position_weight=tables[0], type_weight=tables[1], residual=dresidual)
-        dparts = None if dparts is None else dparts.expand(ranks, -1, -1)
-        return None, None, None, None, dparts, *add, dgamma, dbeta, None, None  # the last of the norm's eps and kind
+            return None, None if dh is None else dh.expand(ranks, -1, -1), None, None, None, None, None, None
+        saved = Saved(h, mean, rstd, gamma, kind=kind)
+        how = Mask(rng, *mask), order, ctx.wanted
+        dparts, dresidual, dbias, dgamma, dbeta = ops.backward(dn, dh, saved, *how)
+        dtables = [
+            None if table is None else embedding_bwd(dparts, index, 0, *table)
+            for table, index in zip(ctx.tables, (positions, types), strict=True)
+        ]
+        return None, dparts.expand(ranks, -1, -1), dbias, *dtables, dresidual, dgamma, dbeta
 
 
 def fused_norm(
-    ops: Pair, parts: Tensor, add: Add, norm: Norm, *, mask: Mask = NO_MASK, order: str = PRE, ranks: int = 1
+    ops: Verb, parts: Tensor, add: Add, norm: Norm, *, mask: Mask = NO_MASK, order: str = PRE, ranks: int = 1
 ) -> tuple[Tensor, Tensor, Recompute | None]:
-    """Runs a pair with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
+    """Runs a verb with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
     without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
-    out, n, mean, rstd, inner = _FusedNorm.apply(ops, order, ranks, mask, parts, *add, *norm)
-    if norm.gamma is None or order == DROP:
-        return out, n, None
-    h = inner if order == POST else out
-    gamma, beta = norm.gamma.detach().clone(), None if norm.beta is None else norm.beta.detach().clone()
-    tensors = dict(h=h.detach(), mean=mean, rstd=rstd, gamma=gamma)
-    return out, n, Recompute(**tensors, beta=beta, eps=norm.eps, kind=norm.kind, dtype=n.dtype)
+    gamma, beta, eps, kind = norm
+    bias, position_weight, positions, type_weight, types, residual = add
+    asked = Asked(ops, order, ranks, mask, eps=eps, kind=kind, positions=positions, types=types)
+    weights = bias, position_weight, type_weight, residual, gamma, beta
+    on: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(asked, parts, *weights)
+    return on

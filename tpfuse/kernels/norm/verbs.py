@@ -9,13 +9,10 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
 from .alone import NORM
-from .core import drop, fused_norm, pair
+from .core import drop, fused_norm, verb
 from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
 from .triton_forward import drop_launch
-
-EMBED_FINISH = pair("embed_finish")
-REDUCE_BIAS_DROPOUT_ADD_NORM = pair("reduce_bias_dropout_add_norm", blocked=True)
 
 
 def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
@@ -69,20 +66,24 @@ def reduce_bias_dropout_add_norm(
     third is None.  h' has the residual's dtype (parts' without one), n' has parts'.  Under autocast parts and residual
     are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
     """
+    mask = Mask(active_rng("reduce_bias_dropout_add_norm", p, rng), p, site, first_row=first_row, batch=batch)
+    parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
+    order, add, normed = POST if post_norm else PRE, Add(bias, residual=residual), Norm(weight, norm_bias, eps, norm)
+    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, add, normed, mask=mask, order=order, ranks=ranks)
+
+
+def _check_reduce(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
     name = "reduce_bias_dropout_add_norm"
-    parts = parts[None] if parts.dim() == 2 else parts
     if parts.dim() != 3:
         raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
-    check_vectors(name, D, bias=bias, weight=weight, norm_bias=norm_bias)
-    normed = Norm(weight, norm_bias, eps, norm)
-    check_norm(name, normed, post_norm)
-    if residual is not None and residual.shape != (m, D):
-        raise ValueError(f"{name}: residual must have shape {(m, D)}, got {residual.shape}")
-    mask = Mask(active_rng(name, p, rng), p, site, first_row=first_row, batch=batch)
-    parts, residual = autocast(parts, residual)
-    order, add = POST if post_norm else PRE, Add(bias=bias, residual=residual)
-    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, add, normed, mask=mask, order=order, ranks=ranks)
+    check_vectors(name, D, bias=add.bias, weight=norm.gamma, norm_bias=norm.beta)
+    check_norm(name, norm, order == POST)
+    if add.residual is not None and add.residual.shape != (m, D):
+        raise ValueError(f"{name}: residual must have shape {(m, D)}, got {add.residual.shape}")
+
+
+REDUCE_BIAS_DROPOUT_ADD_NORM = verb("reduce_bias_dropout_add_norm", _check_reduce, blocked=True)
 
 
 # ---- behind an embedding's lookup ----
@@ -114,13 +115,23 @@ def embed_finish(
     recompute n: None for post-norm or no norm).  ValueError for shapes that do not match, an unknown norm, p outside
     [0, 1), or p > 0 without rng.
     """
+    mask = Mask(active_rng("embed_finish", p, rng), p, site, first_row=first_row, batch=batch)
+    (parts,) = autocast(parts)
+    add = Add(None, position_weight, positions, type_weight=type_weight, types=types)
+    normed = Norm(weight, norm_bias, eps, norm)
+    return fused_norm(EMBED_FINISH, parts, add, normed, mask=mask, order=DROP if post_norm else PRE, ranks=ranks)
+
+
+def _check_embed(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
     name = "embed_finish"
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
-    check_vectors(name, D, weight=weight, norm_bias=norm_bias)
-    normed = Norm(weight, norm_bias, eps, norm)
-    check_norm(name, normed, post_norm)
-    for what, table, index in (("position", position_weight, positions), ("type", type_weight, types)):
+    check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
+    check_norm(name, norm, order == DROP)
+    for what, table, index in (
+        ("position", add.position_weight, add.positions),
+        ("type", add.type_weight, add.types),
+    ):
         check((table is None) == (index is None), f"{name}: {what}_weight and {what}s go together, got one of them")
         check(
             index is None or index.shape == (m,), f"{name}: {what}s must be [{m}], got {getattr(index, 'shape', None)}"
@@ -129,10 +140,9 @@ def embed_finish(
             table is None or table.shape[1:] == (D,),
             f"{name}: {what}_weight must be [_, {D}], got {getattr(table, 'shape', None)}",
         )
-    mask = Mask(active_rng(name, p, rng), p, site, first_row=first_row, batch=batch)
-    (parts,) = autocast(parts)
-    add = Add(None, position_weight, positions, type_weight=type_weight, types=types)
-    return fused_norm(EMBED_FINISH, parts, add, normed, mask=mask, order=DROP if post_norm else PRE, ranks=ranks)
+
+
+EMBED_FINISH = verb("embed_finish", _check_embed)
 
 
 # ---- dropout alone ----

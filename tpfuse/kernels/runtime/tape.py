@@ -17,6 +17,7 @@ from .recorder import Address, Asked, Made, Place, Places, Recorder, Started, Un
 SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
     torch.ops.aten.mm.default: torch.mm,
     torch.ops.aten.addmm.default: torch.addmm,
+    torch.ops.aten.clone.default: torch.clone,
 }
 
 Offsets = tuple[tuple[int, int], ...]  # (index among the values, bytes from the start of a slot's tensor)
