@@ -20,7 +20,7 @@ from them is bitwise the first.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, NORM, Composed, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
-from ..runtime.philox import NO_MASK, Mask, keep_rows, scale
+from ..runtime.philox import Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
 from .triton_backward import bwd_cost, bwd_launch
@@ -212,6 +212,39 @@ class Verb(NamedTuple):
     backward: Composed
 
 
+class Weights(NamedTuple):
+    """What a fused norm differentiates beside the parts; see Add and Norm."""
+
+    bias: Tensor | None = None
+    position_weight: Tensor | None = None
+    type_weight: Tensor | None = None
+    residual: Tensor | None = None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+
+
+class Asked(NamedTuple):
+    """What a fused norm is asked for, beside what it differentiates; the first TENSORS fields are tensors."""
+
+    rng: Tensor | None = None
+    positions: Tensor | None = None
+    types: Tensor | None = None
+    p: float = 0.0
+    site: int = 0
+    first_row: int = 0
+    batch: int = 1
+    eps: float = 0.0
+    kind: str = "layer"
+    order: str = PRE
+    ranks: int = 1  # that n is expanded to
+
+    def mask(self, name: str) -> Mask:
+        """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
+        rng = active_rng(name, self.p, self.rng)
+        return Mask(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
+
+
+TENSORS: Final = 3
 Check = Callable[[Tensor, Add, Norm, str], None]  # raises ValueError for what the verb does not take
 
 
@@ -222,23 +255,25 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
     fwd = Op(f"{name}_fwd", fused_norm_fwd_ref, **forward, kind=NORM)
     bwd = Op(f"{name}_bwd", fused_norm_bwd_ref, **backward, kind=NORM, mutates=("out",))
 
-    def run(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor | None, ...]:
+    def run(parts: Tensor, weights: Weights, asked: Asked) -> tuple[Tensor | None, ...]:
         """-> h, n (None without a norm), mean, rstd, copies of gamma and beta; the checks are part of what is recorded,
         so that a call which is replayed has passed them."""
+        bias, position_weight, type_weight, residual, gamma, beta = weights
+        add = Add(bias, position_weight, asked.positions, type_weight, types=asked.types, residual=residual)
+        norm, order = Norm(gamma, beta, asked.eps, asked.kind), asked.order
         if check is not None:
             check(parts, add, norm, order)
-        h, n, mean, rstd = fwd(parts, add, norm, mask, order=order)
-        if norm.gamma is None:
+        h, n, mean, rstd = fwd(parts, add, norm, asked.mask(name), order=order)
+        if gamma is None:
             return h, None, mean, rstd, None, None
-        return h, n, mean, rstd, norm.gamma.clone(), None if norm.beta is None else norm.beta.clone()
+        return h, n, mean, rstd, gamma.clone(), None if beta is None else beta.clone()
 
-    def back(
-        dn: Tensor | None, dh: Tensor | None, saved: Saved, mask: Mask, order: str, wanted: Wanted
-    ) -> tuple[Tensor | None, ...]:
+    def back(gradients: Gradients, state: State, wanted: Wanted, asked: Asked) -> tuple[Tensor | None, ...]:
         """-> dparts [m, D], dresidual, dbias, dgamma, dbeta; None where there is none"""
-        dh = None if dh is None else dh.contiguous()
-        dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, mask, order=order, wanted=wanted)
-        normed = saved.gamma is not None and (dn is not None or order in (POST, DROP))
+        (dh, dn), gamma, order = gradients, state[3], asked.order
+        dh, saved = None if dh is None else dh.contiguous(), Saved(*state, kind=asked.kind)
+        dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, asked.mask(name), order=order, wanted=wanted)
+        normed = gamma is not None and (dn is not None or order in (POST, DROP))
         return (
             dparts,
             None if wanted.residual is None else dresidual,
@@ -253,19 +288,9 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
 # ---- autograd ----
 
 NOTHING = Add()
-
-
-class Asked(NamedTuple):
-    """What a fused norm is asked for, beside the tensors that are differentiated."""
-
-    ops: Verb
-    order: str
-    ranks: int
-    mask: Mask
-    eps: float
-    kind: str
-    positions: Tensor | None
-    types: Tensor | None
+Gradients = tuple[Tensor | None, Tensor | None]  # of h and n
+State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # h, mean, rstd, gamma; None without a norm
+NO_STATE: State = (None, None, None, None)
 
 
 class _FusedNorm(Function):
@@ -276,52 +301,44 @@ class _FusedNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, asked: Asked, parts: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
-        """``weights`` are bias, position_weight, type_weight, residual, gamma and beta."""
-        ops, order, ranks, mask, eps, kind, positions, types = asked
+    def forward(ctx: Any, ops: Verb, asked: Asked, parts: Tensor, *weights: Any) -> tuple[Any, ...]:
+        """``weights`` are the fields of Weights."""
+        made, n, mean, rstd, own_gamma, own_beta = ops.forward(parts, weights, asked)
         bias, position_weight, type_weight, residual, gamma, beta = weights
-        add = Add(bias, position_weight, positions, type_weight, types=types, residual=residual)
-        how = mask, order
-        made, n, mean, rstd, own_gamma, own_beta = ops.forward(parts, add, Norm(gamma, beta, eps, kind), *how)
-        h = parts[0] if order == ALONE else made
-        saved = (None,) * 4 if gamma is None else (h, mean, rstd, gamma)
-        ctx.save_for_backward(*saved, mask.rng, positions, types)
+        order, h = asked.order, parts[0] if asked.order == ALONE else made
+        ctx.save_for_backward(*(NO_STATE if n is None else (h, mean, rstd, gamma)), *asked[:TENSORS])
         ctx.wanted = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
         ctx.tables = [None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight)]
-        ctx.args = ops, order, parts.shape[0], kind, mask[1:]
+        ctx.args = ops, order, len(parts), asked[TENSORS:]
         ctx.set_materialize_grads(False)
         if n is None:
-            return h, h.expand(ranks, -1, -1), None
-        state = h.detach(), mean, rstd, own_gamma, own_beta
-        recipe = None if order == DROP else Recompute(*state, eps=eps, kind=kind, dtype=n.dtype)
+            return h, h.expand(asked.ranks, -1, -1), None
+        recipe = None
+        if order != DROP:
+            state = h.detach(), mean, rstd, own_gamma
+            recipe = Recompute(*state, beta=own_beta, eps=asked.eps, kind=asked.kind, dtype=n.dtype)
         on = n if order in (POST, DROP) else h.view_as(h) if order == ALONE else h
-        return on, n.expand(ranks, -1, -1), recipe
+        return on, n.expand(asked.ranks, -1, -1), recipe
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
-        ops, order, ranks, kind, mask = ctx.args
-        h, mean, rstd, gamma, rng, positions, types = ctx.saved_tensors
+        ops, order, ranks, constants = ctx.args
+        h, mean, rstd, gamma, *tensors = ctx.saved_tensors
         if dn is None and (dh is None or order == ALONE):
-            return None, None if dh is None else dh.expand(ranks, -1, -1), None, None, None, None, None, None
-        saved = Saved(h, mean, rstd, gamma, kind=kind)
-        how = Mask(rng, *mask), order, ctx.wanted
-        dparts, dresidual, dbias, dgamma, dbeta = ops.backward(dn, dh, saved, *how)
+            return None, None, None if dh is None else dh.expand(ranks, -1, -1), *Weights()
+        asked = Asked(*tensors, *constants)
+        dparts, *vectors = ops.backward((dh, dn), (h, mean, rstd, gamma), ctx.wanted, asked)
+        dresidual, dbias, dgamma, dbeta = vectors
         dtables = [
             None if table is None else embedding_bwd(dparts, index, 0, *table)
-            for table, index in zip(ctx.tables, (positions, types), strict=True)
+            for table, index in zip(ctx.tables, tensors[1:], strict=True)
         ]
-        return None, dparts.expand(ranks, -1, -1), dbias, *dtables, dresidual, dgamma, dbeta
+        return None, None, dparts.expand(ranks, -1, -1), dbias, *dtables, dresidual, dgamma, dbeta
 
 
-def fused_norm(
-    ops: Verb, parts: Tensor, add: Add, norm: Norm, *, mask: Mask = NO_MASK, order: str = PRE, ranks: int = 1
-) -> tuple[Tensor, Tensor, Recompute | None]:
+def fused_norm(ops: Verb, parts: Tensor, weights: Weights, asked: Asked) -> tuple[Tensor, Tensor, Recompute | None]:
     """Runs a verb with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
     without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
-    gamma, beta, eps, kind = norm
-    bias, position_weight, positions, type_weight, types, residual = add
-    asked = Asked(ops, order, ranks, mask, eps=eps, kind=kind, positions=positions, types=types)
-    weights = bias, position_weight, type_weight, residual, gamma, beta
-    on: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(asked, parts, *weights)
+    on: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, asked, parts, *weights)
     return on

@@ -9,7 +9,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
 from .alone import NORM
-from .core import drop, fused_norm, verb
+from .core import Asked, Weights, drop, fused_norm, verb
 from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
 from .triton_forward import drop_launch
@@ -33,7 +33,8 @@ def norm_in(
     unsummed.
     """
     (x,) = autocast(x)
-    h, n, recipe = fused_norm(NORM, x[None], Add(), Norm(gamma, beta, eps, norm), order=ALONE, ranks=ranks)
+    weights, asked = Weights(gamma=gamma, beta=beta), Asked(eps=eps, kind=norm, order=ALONE, ranks=ranks)
+    h, n, recipe = fused_norm(NORM, x[None], weights, asked)
     assert recipe is not None  # there is a gamma
     return h, n, recipe
 
@@ -66,10 +67,13 @@ def reduce_bias_dropout_add_norm(
     third is None.  h' has the residual's dtype (parts' without one), n' has parts'.  Under autocast parts and residual
     are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
     """
-    mask = Mask(active_rng("reduce_bias_dropout_add_norm", p, rng), p, site, first_row=first_row, batch=batch)
     parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
-    order, add, normed = POST if post_norm else PRE, Add(bias, residual=residual), Norm(weight, norm_bias, eps, norm)
-    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, add, normed, mask=mask, order=order, ranks=ranks)
+    weights = Weights(bias, residual=residual, gamma=weight, beta=norm_bias)
+    asked = Asked(
+        rng if p else None, p=p, site=site, first_row=first_row, batch=batch,
+        eps=eps, kind=norm, order=POST if post_norm else PRE, ranks=ranks,
+    )  # fmt: skip
+    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, asked)
 
 
 def _check_reduce(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
@@ -115,11 +119,13 @@ def embed_finish(
     recompute n: None for post-norm or no norm).  ValueError for shapes that do not match, an unknown norm, p outside
     [0, 1), or p > 0 without rng.
     """
-    mask = Mask(active_rng("embed_finish", p, rng), p, site, first_row=first_row, batch=batch)
     (parts,) = autocast(parts)
-    add = Add(None, position_weight, positions, type_weight=type_weight, types=types)
-    normed = Norm(weight, norm_bias, eps, norm)
-    return fused_norm(EMBED_FINISH, parts, add, normed, mask=mask, order=DROP if post_norm else PRE, ranks=ranks)
+    weights = Weights(position_weight=position_weight, type_weight=type_weight, gamma=weight, beta=norm_bias)
+    asked = Asked(
+        rng if p else None, positions, types, p=p, site=site, first_row=first_row, batch=batch,
+        eps=eps, kind=norm, order=DROP if post_norm else PRE, ranks=ranks,
+    )  # fmt: skip
+    return fused_norm(EMBED_FINISH, parts, weights, asked)
 
 
 def _check_embed(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
