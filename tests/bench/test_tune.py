@@ -43,6 +43,8 @@ def test_the_choice_between_a_fused_gemm_and_torchs_is_one_of_them():
     found = tune.neighbours(dict(path="torch", BM=128))
     assert found == [dict(path="fused", BM=128), dict(path="fused", BM=64), dict(path="fused", BM=256)]
     assert tune.neighbours(dict(path="tpfuse")) == [dict(path="sdpa")]
+    own = [dict(path="tpfuse", BLOCK_M=128), dict(path="tpfuse", BLOCK_M=64), dict(path="tpfuse", BLOCK_M=256)]
+    assert tune.neighbours(dict(path="sdpa", BLOCK_M=128)) == own
     assert tune.neighbours(dict(FLATTEN=True)) == [dict(FLATTEN=False)]
 
 

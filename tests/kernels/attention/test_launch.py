@@ -6,13 +6,13 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.interpreter_bytes import assert_declared
-from tpfuse.kernels.attention import triton_forward
+from tpfuse.kernels.attention import torch_forward
+from tpfuse.kernels.attention.config import config, tuning_name
 from tpfuse.kernels.attention.decode import splits_of
 from tpfuse.kernels.attention.op import attention_bwd as bwd
 from tpfuse.kernels.attention.op import attention_decode as decode
 from tpfuse.kernels.attention.op import attention_fwd as fwd
 from tpfuse.kernels.attention.options import DecodeOptions, Options
-from tpfuse.kernels.attention.triton_forward import tuning_name
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import tuning
 from tpfuse.kernels.runtime.launch import pretending
@@ -173,9 +173,9 @@ def test_measured_parameters_hold_for_the_same_features_only(monkeypatch, kernel
     measured = {f"attention_{kernel}": dict(num_stages=5), f"attention_{kernel} rope dropout": dict(num_stages=4)}
     table = {"sm_90": {name: {"bf16 64x128": entry} for name, entry in measured.items()}}
     monkeypatch.setattr(tuning, "_table", lambda: table)
-    stages = lambda names, E=128: triton_forward.config(
-        kernel, "sm_90", random(1, 1, 3, E, dtype=BF16), features(names, 1, 64, 1, E)
-    )["num_stages"]
+    stages = lambda names, E=128: config(kernel, "sm_90", random(1, 1, 3, E, dtype=BF16), features(names, 1, 64, 1, E))[
+        "num_stages"
+    ]
     assert [stages(names) for names in ("", "causal+window+key_mask", "rope+dropout")] == [5, 5, 4]
     others = [stages(names) for names in ("rope", "dropout", "bias", "softcap", "rope+dropout+softcap")]
     assert not {4, 5} & {*others, stages("", E=96)}
@@ -388,7 +388,7 @@ def test_shards_of_heads_and_samples():
     assert torch.equal(fwd.launch(qkv[1::2].contiguous(), alone)[0], o[1::2])
 
 
-# ---- strides, bytes, paths ----
+# ---- strides, bytes ----
 
 
 def test_strides():
@@ -443,29 +443,6 @@ def test_flops():
         options = Options(seq=64, **more)
         assert fwd.cost((qkv, options), ()).flops == whole * share
         assert bwd.cost((qkv, qkv, qkv, qkv, options), (qkv,)).flops == 2.5 * whole * share
-
-
-def test_path(monkeypatch):
-    """tpfuse's own unless the measured table says otherwise, and never where torch's lacks what was asked for."""
-    qkv, plain = random(8, 2, 3, 16, dtype=BF16), Options(seq=8, causal=True)
-    assert triton_forward.path(qkv, plain) == "tpfuse"
-    monkeypatch.setattr(
-        triton_forward, "tuned", lambda kernel, arch, dtype, shape, default: default | dict(path="sdpa")
-    )
-    assert triton_forward.path(qkv, plain) == "sdpa"
-    lacking = [
-        dict(window=3),
-        dict(softcap=2.0),
-        dict(rng=make_rng(1, 2), p=0.1),
-        dict(cu_seqlens=torch.zeros(2)),
-        dict(bias=qkv),
-    ]
-    assert {triton_forward.path(qkv, plain._replace(**more)) for more in lacking} == {"tpfuse"}
-    assert (
-        triton_forward.path(qkv.float(), plain)
-        == triton_forward.path(random(8, 2, 4, 16, dtype=BF16), plain)
-        == "tpfuse"
-    )
 
 
 # ---- decode ----
@@ -536,8 +513,10 @@ def test_splits():
     "names", ["", "causal", "causal+dropout", "causal+dropout+rope", "window+rope+softcap", "key_mask+bias+dropout"]
 )
 @pytest.mark.parametrize("E", [32, 64, 96, 128, 256])
-def test_on_a_gpu(E, names):
-    """Compiled, bf16, several tiles; twice the same bits."""
+def test_on_a_gpu(monkeypatch, E, names):
+    """Compiled, bf16, several tiles; twice the same bits.  Always tpfuse's own forward."""
+    monkeypatch.setattr(torch_forward, "has_flash", lambda device: False)
+    fwd.launch.forget()
     qkv, do, options = arguments(names, S=300, G=2, Q=2, E=E, dtype=BF16)
     options = options._replace(scale=E**-0.5)
     for got, want in both((qkv, do, options)):
@@ -554,11 +533,3 @@ def test_packed_and_decode_on_a_gpu(dtype):
         torch.testing.assert_close(got, want, **close)
     given = decode_arguments(L=1000, E=128, dtype=dtype, lengths=True)
     torch.testing.assert_close(decode.launch(*given), decode.reference(*given), **close)
-
-
-@pytest.mark.gpu
-def test_sdpa_on_a_gpu(monkeypatch):
-    """torch's flash attention hands o and lse to tpfuse's backward."""
-    monkeypatch.setattr(triton_forward, "path", lambda *_: "sdpa")
-    for got, want in both(arguments("causal", S=300, G=2, Q=1, E=64, padding=1, dtype=BF16)):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

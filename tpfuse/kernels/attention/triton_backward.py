@@ -18,8 +18,9 @@ from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.replay import Replayed
 from ..runtime.triton import TensorDescriptor, tl, triton
+from .config import config, default_config
 from .options import TENSORS, Options, check_width, scores
-from .triton_forward import config, default_config, prepare, rotated_bytes
+from .triton_forward import prepare, rotated_bytes
 from .triton_records import (
     Static,
     attending,

@@ -1,5 +1,5 @@
-"""The Triton side of attention's forward, the launch parameters of all its kernels, and the kernel that prepares what
-several of them read: q and k rotated ahead, and backward's delta.
+"""The Triton side of attention's forward, and the kernel that prepares what several others read: q and k rotated
+ahead, and backward's delta.
 
 Forward rotates keys while it loads them.  Backward, and forward of heads wider than 128, read q and k rotated once
 ahead into a buffer instead, because in their loops the rotation would spill registers.
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.launch import launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
 from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
-from ..runtime.tuning import tuned
+from . import torch_forward
+from .config import config
 from .options import TENSORS, Options, check_width, scores
 from .triton_records import (
     attending,
@@ -155,82 +156,6 @@ def _fwd_kernel(
     store_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), o, rows, S, E, BLOCK_E)
 
 
-# ---- launch parameters: free of spills on sm_90, sm_80 and gfx942; a measured table may replace them ----
-
-_SHAPE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-# of heads up to 64 wide; up to 128; where registers are short; of wider heads
-_DEFAULT: dict[str, dict[str, Any]] = {
-    "sm_90": dict(
-        fwd=((128, 128, 8, 2), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        dkdv=((128, 64, 8, 1), (128, 64, 8, 1), (128, 64, 8, 1), (32, 64, 8, 1)),
-        dq=((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
-        fp32=(16, 32, 8, 1),
-    ),
-    "sm_80": dict(
-        fwd=((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
-        dkdv=((64, 32, 4, 1), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        dq=((128, 32, 8, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        fp32=(16, 32, 8, 1),
-    ),
-    "gfx942": dict(
-        fwd=((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
-        dkdv=((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
-        dq=((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        fp32=(16, 32, 4, 1),
-    ),
-    "cpu": dict.fromkeys(("fwd", "dkdv", "dq"), ((32, 32, 4, 1),) * 4) | dict(fp32=(32, 32, 4, 1)),
-}
-
-
-def tuning_name(kernel: str, qkv: Tensor, options: Options) -> str:
-    """Returns what the table of measured parameters calls ``kernel``: by the features that take registers too, so that
-    a winner without them is not taken for a call with them; "attention_fwd" where there is none."""
-    E = qkv.shape[-1]
-    features = dict(
-        padded=E < next_power_of_2(E),
-        rope=options.cos is not None,
-        bias=options.bias is not None,
-        softcap=options.softcap is not None,
-        dropout=options.rng is not None,
-    )
-    return " ".join([kernel, *(name for name, there in features.items() if there)])
-
-
-def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq", where none were measured.
-
-    Registers are short where masks of columns, the rotation of keys or a bias need some of their own.
-    """
-    E, table = qkv.shape[-1], _DEFAULT.get(arch, _DEFAULT["gfx942" if arch.startswith("gfx") else "sm_80"])
-    rotates = kernel == "fwd" and options.cos is not None
-    short = (E > 64 and (E < next_power_of_2(E) or rotates)) or options.bias is not None
-    row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
-    default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
-    form = dict(TRANSPOSED=False) if kernel == "dkdv" else {}
-    return dict(zip(_SHAPE, default, strict=True)) | form
-
-
-def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster."""
-    name, shape = tuning_name(f"attention_{kernel}", qkv, options), (options.seq, qkv.shape[-1])
-    return tuned(name, arch, qkv.dtype, shape, default=default_config(kernel, arch, qkv, options))
-
-
-def path(qkv: Tensor, options: Options) -> str:
-    """Returns who computes the forward, "tpfuse" or "sdpa": a pure function of the shapes, the options and the measured
-    table.
-
-    Backward is tpfuse's either way, from the o and lse that torch's flash attention returns: its own adds dq by
-    atomics unless torch.use_deterministic_algorithms is on.
-    """
-    (_, _, slots, E), half = qkv.shape, (torch.float16, torch.bfloat16)
-    plain = not any(t is not None for t in (*options[:TENSORS], options.window, options.softcap))
-    if not plain or qkv.dtype not in half or slots != 3 or E % 8 or E > 256:
-        return "tpfuse"
-    name, shape = tuning_name("attention", qkv, options), (options.seq, E)
-    return tuned(name, target(qkv.device).arch, qkv.dtype, shape, default=dict(path="tpfuse"))["path"]
-
-
 # ---- launchers ----
 
 
@@ -266,20 +191,20 @@ def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)
-    if path(qkv, options) == "sdpa":
-        return _sdpa(qkv, options)
+    asked, ahead = options, _rotates_ahead(qkv, options)
+    if ahead:
+        options = options._replace(cos=None, sin=None, positions=None)
+    shape = config("fwd", target(qkv.device).arch, qkv, options)
+    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, asked):
+        return torch_forward.launch(qkv, asked)
     qkv = dense_heads(qkv)
     batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
     H = G * (slots - 2)
     o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
     if M > seq * batch:
         o[seq * batch :].zero_()
-    qk, v = qkv, None
-    if _rotates_ahead(qkv, options):
-        qk, v = prepare(qkv, options), qkv[:, :, -1]
-        options = options._replace(cos=None, sin=None, positions=None)
+    qk, v = (prepare(qkv, asked), qkv[:, :, -1]) if ahead else (qkv, None)
     static = attending(static_of(qkv, options), qk, options)
-    shape = config("fwd", target(qkv.device).arch, qkv, options)
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
     arrays = qk, v, tensors_of(options), o, lse
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
@@ -287,14 +212,6 @@ def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
     return o, lse
-
-
-def _sdpa(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    B, S, (M, H, _, E) = options.batch, options.seq, qkv.shape
-    q, k, v = qkv[: S * B].view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, options.causal, scale=options.scale)
-    o = o.permute(2, 0, 1, 3).reshape(S * B, H * E)
-    return torch.cat([o, o.new_zeros(M - S * B, H * E)]) if M > S * B else o, lse
 
 
 # ---- cost ----
