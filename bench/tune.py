@@ -33,6 +33,7 @@ from tpfuse.kernels.runtime.launch import target
 
 ROUNDS = 3  # of a sweep: how many parameters may differ from the default
 OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa", "sdpa": "tpfuse"}  # where a launcher may take one of two
+FORMS = "TRANSPOSED", "AHEAD"  # other forms of a kernel, made for other tiles and stages
 RANGES = dict(
     BM=(32, 256),
     BN=(32, 256),
@@ -61,9 +62,10 @@ def neighbours(parameters: dict) -> list[dict]:
         path, rest = dict(path=OTHER_PATH[parameters["path"]]), {k: v for k, v in parameters.items() if k != "path"}
         return [path | other for other in (rest, *neighbours(rest))]
     changed = []
-    if parameters.get("TRANSPOSED") is False:  # which is made for more stages
-        other = parameters | dict(TRANSPOSED=True)
-        changed += [other, *neighbours(other)]
+    for form in FORMS:
+        if parameters.get(form) is False:
+            other = parameters | {form: True}
+            changed += [other, *neighbours(other)]
     for name in filter(RANGES.__contains__, parameters):
         value, (low, high) = parameters[name], RANGES[name]
         if isinstance(value, bool):

@@ -52,6 +52,7 @@ def test_another_form_is_tried_with_its_own_neighbours():
     found = tune.neighbours(dict(TRANSPOSED=False, num_stages=1))
     forms = [dict(TRANSPOSED=True, num_stages=1), dict(TRANSPOSED=True, num_stages=2)]
     assert found == [*forms, dict(TRANSPOSED=False, num_stages=2)]
+    assert tune.neighbours(dict(AHEAD=False)) == [dict(AHEAD=True)]
     assert tune.neighbours(forms[1]) == [dict(TRANSPOSED=True, num_stages=n) for n in (1, 3)]
 
 

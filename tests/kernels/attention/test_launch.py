@@ -237,13 +237,15 @@ def both_exact(qkv, do, options):
 
 
 def measured(patch, qkv, options, arch="cpu", **entry):
-    """A table in which ``entry`` was measured for dk and dv of such a call; returns what the kernel is started with."""
-    name, bucket = tuning_name("attention_dkdv", qkv, options), tuning.bucket(qkv.dtype, (options.seq, qkv.shape[-1]))
+    """A table in which ``entry`` was measured for the kernel that has this form; returns what that is started with."""
+    form, kernel = ("AHEAD", "fwd") if "AHEAD" in entry else ("TRANSPOSED", "dkdv")
+    name = tuning_name(f"attention_{kernel}", qkv, options)
+    bucket = tuning.bucket(qkv.dtype, (options.seq, qkv.shape[-1]))
     patch.setattr(tuning, "_table", lambda: {arch: {name: {bucket: entry}}})
     started, start = [], _launch._start
 
     def watch(kernel, grid, device, args, config):
-        if "TRANSPOSED" in config:
+        if form in config:
             started.append(config)
         return start(kernel, grid, device, args=args, config=config)
 
@@ -332,6 +334,79 @@ def test_columns_of_the_transposed_form_have_32_bits(monkeypatch, batch, form):
     with pretending("sm_90"):
         bwd.launch(o, qkv, o, lse, options)
     assert [config["TRANSPOSED"] for config in started] == [form]
+
+
+# ---- the form of forward that asks for scores ahead ----
+
+
+@pytest.mark.parametrize("names, S", [("causal", 170), slow("", 160), slow("window", 170), slow("causal", 31)])
+def test_scores_ahead(monkeypatch, names, S):
+    """Several whole tiles and ragged ones, two heads of a group, two samples."""
+    qkv, _, options = arguments(names, S=S, padding=3)
+    qkv[-3:] = torch.nan
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    got, want = fwd.launch(qkv, options), fwd.reference(qkv[:-3], options)
+    assert [config["AHEAD"] for config in started] == [True] and not got[0][-3:].any()
+    torch.testing.assert_close((got[0][:-3], got[1]), want, rtol=2e-5, atol=2e-5)
+
+
+def test_scores_ahead_of_documents(monkeypatch):
+    qkv, _, options = arguments("packed+causal", batch=1, S=110, Q=1)
+    ends = torch.tensor([0, 3, 40, 104], dtype=torch.int32, device=DEVICE)
+    options = options._replace(cu_seqlens=ends)
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    torch.testing.assert_close(fwd.launch(qkv, options), fwd.reference(qkv, options), rtol=2e-5, atol=2e-5)
+    assert [config["AHEAD"] for config in started] == [True]
+
+
+def test_scores_ahead_low_precision(monkeypatch):
+    """The rule of test_low_precision."""
+    qkv, do, options = arguments("window", S=100, Q=1, E=32, dtype=BF16)
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    truth = both_exact(qkv, do, options)
+    for got, theirs, exact in zip(fwd.launch(qkv, options), fwd.reference(qkv, options), truth[:2], strict=True):
+        error, allowed = ((x.double() - exact).abs().max() for x in (got, theirs))
+        assert error <= 2 * allowed + torch.finfo(BF16).eps * exact.abs().max() + 1e-6, (error, allowed)
+    assert started[0]["AHEAD"]
+
+
+# what has no registers for the form, rotation, heads that fill no tile, rows that the copy engine cannot step over
+@pytest.mark.parametrize(
+    "names, E, step",
+    [("dropout", 16, 64), ("rope", 16, 64), *(slow(n, 16, 64) for n in ("key_mask", "bias", "softcap"))]
+    + [slow("causal", 24, 96), slow("causal", 16, 65), slow("causal+rope", 144, 576)],
+)
+def test_the_plain_forward_where_the_other_cannot_be(monkeypatch, names, E, step):
+    """The entry is passed over as a whole."""
+    qkv = random(40, step)[:, : 4 * E].unflatten(1, (1, 4, E))
+    options = features(names, 1, 40, 2, E)._replace(scale=E**-0.5)
+    started = measured(monkeypatch, qkv, options._replace(cos=None) if E > 128 else options, AHEAD=True, BLOCK_N=16)
+    torch.testing.assert_close(fwd.launch(qkv, options), fwd.reference(qkv, options), rtol=2e-5, atol=2e-5)
+    assert [(config["AHEAD"], config["BLOCK_N"]) for config in started] == [(False, 32)]
+
+
+@pytest.mark.parametrize(
+    "names, E, arch, form",
+    [
+        ("causal", 128, "sm_90", True),
+        ("window", 64, "sm_90", True),
+        ("packed", 128, "sm_90", True),
+        ("dropout", 64, "sm_90", False),
+        ("rope", 64, "sm_90", False),
+        ("causal", 96, "sm_90", False),
+        ("window", 256, "sm_90", False),
+        ("causal", 64, "sm_80", False),
+        ("causal", 64, "gfx942", False),
+    ],
+)
+def test_which_calls_ask_for_scores_ahead(monkeypatch, names, E, arch, form):
+    """As a launcher would start them on a GPU: by features, width and arch."""
+    qkv, options = torch.empty(40, 1, 3, E, dtype=BF16, device="meta"), features(names, 1, 40, 1, E, BF16)
+    monkeypatch.setattr(_launch, "_start", lambda *_, **__: None)
+    started = measured(monkeypatch, qkv, options, arch, AHEAD=True, path="tpfuse")
+    with pretending(arch):
+        fwd.launch(qkv, options)
+    assert [config["AHEAD"] for config in started] == [form]
 
 
 # ---- masks ----
@@ -523,6 +598,20 @@ def test_on_a_gpu(monkeypatch, E, names):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     o, lse = fwd.launch(qkv, options)
     assert torch.equal(bwd.launch(do, qkv, o, lse, options), bwd.launch(do, qkv, o, lse, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["", "causal", "window", "packed+causal"])
+@pytest.mark.parametrize("E", [64, 128])
+def test_scores_ahead_on_a_gpu(monkeypatch, E, names):
+    """Where the GPU has the copy engine; elsewhere the plain form."""
+    qkv, _, options = arguments(names, batch=1 if "packed" in names else 2, S=700, G=2, Q=2, E=E, dtype=BF16)
+    options, arch = options._replace(scale=E**-0.5), _launch.target(qkv.device).arch
+    fwd.launch.forget()
+    started = measured(monkeypatch, qkv, options, arch, AHEAD=True, path="tpfuse")
+    for got, want in zip(fwd.launch(qkv, options), fwd.reference(qkv, options), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert [config["AHEAD"] for config in started] == [_launch.has_tma(arch)]
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dic
     short = (E > 64 and (E < next_power_of_2(E) or rotates)) or options.bias is not None
     row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
     default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
-    choice = dict(dkdv=dict(TRANSPOSED=False), fwd=torch_forward.default_path(qkv, options), dq={})
+    choice = dict(dkdv=dict(TRANSPOSED=False), fwd=torch_forward.default_path(qkv, options) | dict(AHEAD=False), dq={})
     return choice[kernel] | dict(zip(_SHAPE, default, strict=True))
 
 
