@@ -32,7 +32,8 @@ from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
 
 ROUNDS = 3  # of a sweep: how many parameters may differ from the default
-OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa"}  # where a launcher may take one of two: from the default to the other
+OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa", "sdpa": "tpfuse"}  # where a launcher may take one of two
+FORMS = "TRANSPOSED", "AHEAD"  # other forms of a kernel, made for other tiles and stages
 RANGES = dict(
     BM=(32, 256),
     BN=(32, 256),
@@ -58,12 +59,13 @@ class Ask:
 def neighbours(parameters: dict) -> list[dict]:
     """One parameter changed; beyond the other path, and the other form, their own neighbours."""
     if parameters.get("path") in OTHER_PATH:
-        other = parameters | {"path": OTHER_PATH[parameters["path"]]}
-        return [other, *neighbours(other)]
+        path, rest = dict(path=OTHER_PATH[parameters["path"]]), {k: v for k, v in parameters.items() if k != "path"}
+        return [path | other for other in (rest, *neighbours(rest))]
     changed = []
-    if parameters.get("TRANSPOSED") is False:  # which is made for more stages
-        other = parameters | dict(TRANSPOSED=True)
-        changed += [other, *neighbours(other)]
+    for form in FORMS:
+        if parameters.get(form) is False:
+            other = parameters | {form: True}
+            changed += [other, *neighbours(other)]
     for name in filter(RANGES.__contains__, parameters):
         value, (low, high) = parameters[name], RANGES[name]
         if isinstance(value, bool):

@@ -49,8 +49,8 @@ def loops(code: list[Instruction]) -> list[tuple[int, int]]:
 
 
 def account(code: list[Instruction], threads: int) -> Account:
-    """Of the main loop: the first that multiplies tiles and holds no other such loop; without one the largest loop, or
-    the whole kernel."""
+    """Of the main loop: the shortest that multiplies tiles and holds no other such loop, which masks none of them;
+    without one the largest loop, or the whole kernel."""
     body = _main_loop(code)
     warps = threads / 128  # a scheduler's
     each = dict.fromkeys(Account._fields, 0.0)
@@ -74,7 +74,7 @@ def _main_loop(code: list[Instruction]) -> list[Instruction]:
             o is not body and body[0].address <= o[0].address and o[-1].address <= body[-1].address for o in products
         )
     ]
-    return inner[0] if inner else max(bodies, key=len, default=code)
+    return min(inner, key=len) if inner else max(bodies, key=len, default=code)
 
 
 def _clocks(opcode: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 from bench.compile._account import account, loops
-from bench.compile._disassembly import Instruction, disassembled, run
+from bench.compile._disassembly import Instruction, complaints, disassembled, run
 from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
@@ -180,6 +180,16 @@ def reports(launches: list[Launch], arch: str) -> list[Report]:
         )
         for launch, compiled, each, found in zip(launches, built, threads, read)
     ]
+
+
+def serialised(ptx: str) -> list[str]:
+    """Returns the assembler's warnings that asynchronous products of a kernel for sm_90 wait for one another, which
+    nothing in a report shows."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        log = complaints("ptxas", "-v", "--gpu-name=sm_90a", "--output-file=/dev/null", f.name)
+    return [line for line in log.splitlines() if "wgmma" in line and "serialized" in line]
 
 
 def _read_cuda(cubin: bytes, code: list[Instruction]) -> dict[str, Any]:

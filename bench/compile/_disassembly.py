@@ -28,6 +28,11 @@ def run(tool: str, *arguments: str) -> str:
     return subprocess.run([BIN / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def complaints(tool: str, *arguments: str) -> str:
+    """Returns what a tool says beside its output."""
+    return subprocess.run([BIN / tool, *arguments], capture_output=True, text=True, check=True).stderr
+
+
 def code(cubin: bytes) -> bytes:
     """Returns the section .text of a file in ELF's 64-bit format that holds one kernel."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)

@@ -1,6 +1,7 @@
 """attention: every head width that has launch parameters of its own, with and without dropout, rotary positions and
 packing; decode."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -16,6 +17,7 @@ TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]
 ELEMENTS = dict(_fwd_kernel=TILE, _dkdv_kernel=TILE, _dq_kernel=TILE)
 GEMMS = dict.fromkeys(ELEMENTS, ("HGMMA",))
 WIDE = dict(_fwd_kernel=("HGMMA",))  # backward tiles that have room for 256 columns are too small for wgmma
+OTHER_FORM = dict(dkdv="TRANSPOSED", fwd="AHEAD")
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 
 
@@ -58,18 +60,21 @@ def both(
     return run
 
 
-def transposed(E: int, *features: str, **sizes: int) -> Call:
-    """dk and dv in their other form, as a measured table would ask for it."""
-    name = " ".join(["attention_dkdv", *(f for f in ("rope", "softcap", "dropout") if f in features)])
-    bucket = tuning.bucket(torch.bfloat16, (2048, E))
-    table = {"sm_90": {name: {bucket: dict(TRANSPOSED=True, num_stages=2)}}}
+def measured(kernel: str, E: int, *features: str, S: int = 2048, **sizes: int) -> Callable[[], None]:
+    """The call under a measured table that asks for the other form of ``kernel``."""
+    name = " ".join([f"attention_{kernel}", *(f for f in ("rope", "softcap", "dropout") if f in features)])
+    entry = {tuning.bucket(torch.bfloat16, (S, E)): {OTHER_FORM[kernel]: True, "num_stages": 2}}
 
     def run():
-        with mock.patch.object(tuning, "_table", lambda: table):
-            both(E, *features, **sizes)()
+        with mock.patch.object(tuning, "_table", lambda: {"sm_90": {name: entry}}):
+            both(E, *features, S=S, **sizes)()
 
+    return run
+
+
+def transposed(E: int, *features: str, **sizes: int) -> Call:
     return Call(
-        run,
+        measured("dkdv", E, *features, **sizes),
         ELEMENTS,
         uses=dict(_dkdv_kernel=("HGMMA", "UTMALDG")),
         spills=dict(_dkdv_kernel=8),
@@ -77,6 +82,11 @@ def transposed(E: int, *features: str, **sizes: int) -> Call:
         archs=("sm_90",),
         only="_dkdv_kernel",
     )
+
+
+def ahead(E: int, *features: str, **sizes: int) -> Call:
+    uses = dict(_fwd_kernel=("HGMMA", "UTMALDG"))
+    return Call(measured("fwd", E, *features, **sizes), ELEMENTS, uses, archs=("sm_90",), only="_fwd_kernel")
 
 
 def packed(E: int, documents: int):
@@ -114,6 +124,8 @@ CALLS |= {
     "E=64 causal window key_mask softcap dropout Q=4 transposed": transposed(
         64, "causal", "window", "key_mask", "softcap", "dropout", Q=4
     ),
+    "E=128 causal ahead": ahead(128, "causal"),
+    "E=64 packed causal window Q=4 ahead": ahead(64, "packed", "causal", "window", B=1, Q=4),
     "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
     "E=128 decode": Call(decode(128, 1)),
     "E=256 decode Q=8": Call(decode(256, 8)),

@@ -51,6 +51,15 @@ def test_the_first_loop_of_products_counts():
     assert found._asdict() == pipes | dict(in_turn=round(128 / 144, 2), overlapped=1.0)
 
 
+def test_the_shortest_loop_of_products_counts():
+    """The tiles at the edges, which are masked, may come before it."""
+    product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;"
+    text = PRODUCTS.replace("/*0130*/                   FADD R1, R1, R1 ;", f"/*0130*/ {product}").replace(
+        "0xb0", "0x130"
+    )
+    assert loops(instructions(text))[1] == (0x130, 0x140) and account(instructions(text), threads=256).issue == 4
+
+
 def test_a_pass_is_held_against_hbm():
     found = account(instructions(PASS), threads=128)
     assert (found.tensor, found.issue, found.memory, found.fma) == (0, 4, 8, 1)

@@ -43,6 +43,8 @@ def test_the_choice_between_a_fused_gemm_and_torchs_is_one_of_them():
     found = tune.neighbours(dict(path="torch", BM=128))
     assert found == [dict(path="fused", BM=128), dict(path="fused", BM=64), dict(path="fused", BM=256)]
     assert tune.neighbours(dict(path="tpfuse")) == [dict(path="sdpa")]
+    own = [dict(path="tpfuse", BLOCK_M=128), dict(path="tpfuse", BLOCK_M=64), dict(path="tpfuse", BLOCK_M=256)]
+    assert tune.neighbours(dict(path="sdpa", BLOCK_M=128)) == own
     assert tune.neighbours(dict(FLATTEN=True)) == [dict(FLATTEN=False)]
 
 
@@ -50,6 +52,7 @@ def test_another_form_is_tried_with_its_own_neighbours():
     found = tune.neighbours(dict(TRANSPOSED=False, num_stages=1))
     forms = [dict(TRANSPOSED=True, num_stages=1), dict(TRANSPOSED=True, num_stages=2)]
     assert found == [*forms, dict(TRANSPOSED=False, num_stages=2)]
+    assert tune.neighbours(dict(AHEAD=False)) == [dict(AHEAD=True)]
     assert tune.neighbours(forms[1]) == [dict(TRANSPOSED=True, num_stages=n) for n in (1, 3)]
 
 

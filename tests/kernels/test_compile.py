@@ -21,8 +21,8 @@ import triton
 
 import tpfuse.kernels
 from bench.compile.__main__ import line
-from bench.compile._compile import SHARED_BYTES, build, capture
-from bench.compile._pool import ARCHS, HERE, OPS, compile_calls, digests, wanted
+from bench.compile._compile import SHARED_BYTES, build, capture, serialised
+from bench.compile._pool import ARCHS, HERE, OPS, compile_calls, digests, serialised_calls, wanted
 from tests.forking import forking
 
 TABLE = HERE / "table.md"
@@ -101,6 +101,46 @@ def test_the_table_is_sound(op):
             _, call, _, kernel, registers, spilled, shared, *_ = row.strip("| ").split(" | ")
             assert int(spilled) <= calls[call].spills.get(kernel, 0), row
             assert int(shared) <= SHARED_BYTES[arch] and int(registers) <= (512 if arch == "gfx942" else 255), row
+
+
+PRODUCTS = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out, .param .u64 a, .param .u64 b)
+{
+.reg .f32 %f<4>;
+.reg .b64 %rd<3>;
+.reg .pred %p<1>;
+ld.param.u64 %rd0, [out];
+ld.param.u64 %rd1, [a];
+ld.param.u64 %rd2, [b];
+setp.eq.u64 %p0, %rd1, %rd2;
+mov.f32 %f0, 0f00000000;
+mov.f32 %f1, 0f00000000;
+mov.f32 %f2, 0f00000000;
+mov.f32 %f3, 0f00000000;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd2, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+st.global.v4.f32 [%rd0], {%f0, %f1, %f2, %f3};
+ret;
+}
+"""
+
+
+def test_serialised_products_are_seen():
+    """A branch goes round the wait for the product, to where its accumulators are read."""
+    skips = PRODUCTS.replace("wgmma.wait_group", "@%p0 bra X;\nwgmma.wait_group").replace("st.global", "X: st.global")
+    assert serialised(PRODUCTS) == [] and len(serialised(skips)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_no_products_are_serialised(compiler, op):
+    """Nor would a table of registers and opcodes show it."""
+    assert compiler.submit(serialised_calls, op).result() == []
 
 
 def test_the_table_holds_nothing_else():

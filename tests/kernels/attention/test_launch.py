@@ -6,13 +6,13 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.interpreter_bytes import assert_declared
-from tpfuse.kernels.attention import triton_forward
+from tpfuse.kernels.attention import torch_forward
+from tpfuse.kernels.attention.config import config, tuning_name
 from tpfuse.kernels.attention.decode import splits_of
 from tpfuse.kernels.attention.op import attention_bwd as bwd
 from tpfuse.kernels.attention.op import attention_decode as decode
 from tpfuse.kernels.attention.op import attention_fwd as fwd
 from tpfuse.kernels.attention.options import DecodeOptions, Options
-from tpfuse.kernels.attention.triton_forward import tuning_name
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import tuning
 from tpfuse.kernels.runtime.launch import pretending
@@ -173,9 +173,9 @@ def test_measured_parameters_hold_for_the_same_features_only(monkeypatch, kernel
     measured = {f"attention_{kernel}": dict(num_stages=5), f"attention_{kernel} rope dropout": dict(num_stages=4)}
     table = {"sm_90": {name: {"bf16 64x128": entry} for name, entry in measured.items()}}
     monkeypatch.setattr(tuning, "_table", lambda: table)
-    stages = lambda names, E=128: triton_forward.config(
-        kernel, "sm_90", random(1, 1, 3, E, dtype=BF16), features(names, 1, 64, 1, E)
-    )["num_stages"]
+    stages = lambda names, E=128: config(kernel, "sm_90", random(1, 1, 3, E, dtype=BF16), features(names, 1, 64, 1, E))[
+        "num_stages"
+    ]
     assert [stages(names) for names in ("", "causal+window+key_mask", "rope+dropout")] == [5, 5, 4]
     others = [stages(names) for names in ("rope", "dropout", "bias", "softcap", "rope+dropout+softcap")]
     assert not {4, 5} & {*others, stages("", E=96)}
@@ -237,13 +237,15 @@ def both_exact(qkv, do, options):
 
 
 def measured(patch, qkv, options, arch="cpu", **entry):
-    """A table in which ``entry`` was measured for dk and dv of such a call; returns what the kernel is started with."""
-    name, bucket = tuning_name("attention_dkdv", qkv, options), tuning.bucket(qkv.dtype, (options.seq, qkv.shape[-1]))
+    """A table in which ``entry`` was measured for the kernel that has this form; returns what that is started with."""
+    form, kernel = ("AHEAD", "fwd") if "AHEAD" in entry else ("TRANSPOSED", "dkdv")
+    name = tuning_name(f"attention_{kernel}", qkv, options)
+    bucket = tuning.bucket(qkv.dtype, (options.seq, qkv.shape[-1]))
     patch.setattr(tuning, "_table", lambda: {arch: {name: {bucket: entry}}})
     started, start = [], _launch._start
 
     def watch(kernel, grid, device, args, config):
-        if "TRANSPOSED" in config:
+        if form in config:
             started.append(config)
         return start(kernel, grid, device, args=args, config=config)
 
@@ -334,6 +336,79 @@ def test_columns_of_the_transposed_form_have_32_bits(monkeypatch, batch, form):
     assert [config["TRANSPOSED"] for config in started] == [form]
 
 
+# ---- the form of forward that asks for scores ahead ----
+
+
+@pytest.mark.parametrize("names, S", [("causal", 170), slow("", 160), slow("window", 170), slow("causal", 31)])
+def test_scores_ahead(monkeypatch, names, S):
+    """Several whole tiles and ragged ones, two heads of a group, two samples."""
+    qkv, _, options = arguments(names, S=S, padding=3)
+    qkv[-3:] = torch.nan
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    got, want = fwd.launch(qkv, options), fwd.reference(qkv[:-3], options)
+    assert [config["AHEAD"] for config in started] == [True] and not got[0][-3:].any()
+    torch.testing.assert_close((got[0][:-3], got[1]), want, rtol=2e-5, atol=2e-5)
+
+
+def test_scores_ahead_of_documents(monkeypatch):
+    qkv, _, options = arguments("packed+causal", batch=1, S=110, Q=1)
+    ends = torch.tensor([0, 3, 40, 104], dtype=torch.int32, device=DEVICE)
+    options = options._replace(cu_seqlens=ends)
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    torch.testing.assert_close(fwd.launch(qkv, options), fwd.reference(qkv, options), rtol=2e-5, atol=2e-5)
+    assert [config["AHEAD"] for config in started] == [True]
+
+
+def test_scores_ahead_low_precision(monkeypatch):
+    """The rule of test_low_precision."""
+    qkv, do, options = arguments("window", S=100, Q=1, E=32, dtype=BF16)
+    started = measured(monkeypatch, qkv, options, AHEAD=True)
+    truth = both_exact(qkv, do, options)
+    for got, theirs, exact in zip(fwd.launch(qkv, options), fwd.reference(qkv, options), truth[:2], strict=True):
+        error, allowed = ((x.double() - exact).abs().max() for x in (got, theirs))
+        assert error <= 2 * allowed + torch.finfo(BF16).eps * exact.abs().max() + 1e-6, (error, allowed)
+    assert started[0]["AHEAD"]
+
+
+# what has no registers for the form, rotation, heads that fill no tile, rows that the copy engine cannot step over
+@pytest.mark.parametrize(
+    "names, E, step",
+    [("dropout", 16, 64), ("rope", 16, 64), *(slow(n, 16, 64) for n in ("key_mask", "bias", "softcap"))]
+    + [slow("causal", 24, 96), slow("causal", 16, 65), slow("causal+rope", 144, 576)],
+)
+def test_the_plain_forward_where_the_other_cannot_be(monkeypatch, names, E, step):
+    """The entry is passed over as a whole."""
+    qkv = random(40, step)[:, : 4 * E].unflatten(1, (1, 4, E))
+    options = features(names, 1, 40, 2, E)._replace(scale=E**-0.5)
+    started = measured(monkeypatch, qkv, options._replace(cos=None) if E > 128 else options, AHEAD=True, BLOCK_N=16)
+    torch.testing.assert_close(fwd.launch(qkv, options), fwd.reference(qkv, options), rtol=2e-5, atol=2e-5)
+    assert [(config["AHEAD"], config["BLOCK_N"]) for config in started] == [(False, 32)]
+
+
+@pytest.mark.parametrize(
+    "names, E, arch, form",
+    [
+        ("causal", 128, "sm_90", True),
+        ("window", 64, "sm_90", True),
+        ("packed", 128, "sm_90", True),
+        ("dropout", 64, "sm_90", False),
+        ("rope", 64, "sm_90", False),
+        ("causal", 96, "sm_90", False),
+        ("window", 256, "sm_90", False),
+        ("causal", 64, "sm_80", False),
+        ("causal", 64, "gfx942", False),
+    ],
+)
+def test_which_calls_ask_for_scores_ahead(monkeypatch, names, E, arch, form):
+    """As a launcher would start them on a GPU: by features, width and arch."""
+    qkv, options = torch.empty(40, 1, 3, E, dtype=BF16, device="meta"), features(names, 1, 40, 1, E, BF16)
+    monkeypatch.setattr(_launch, "_start", lambda *_, **__: None)
+    started = measured(monkeypatch, qkv, options, arch, AHEAD=True, path="tpfuse")
+    with pretending(arch):
+        fwd.launch(qkv, options)
+    assert [config["AHEAD"] for config in started] == [form]
+
+
 # ---- masks ----
 
 
@@ -388,7 +463,7 @@ def test_shards_of_heads_and_samples():
     assert torch.equal(fwd.launch(qkv[1::2].contiguous(), alone)[0], o[1::2])
 
 
-# ---- strides, bytes, paths ----
+# ---- strides, bytes ----
 
 
 def test_strides():
@@ -443,29 +518,6 @@ def test_flops():
         options = Options(seq=64, **more)
         assert fwd.cost((qkv, options), ()).flops == whole * share
         assert bwd.cost((qkv, qkv, qkv, qkv, options), (qkv,)).flops == 2.5 * whole * share
-
-
-def test_path(monkeypatch):
-    """tpfuse's own unless the measured table says otherwise, and never where torch's lacks what was asked for."""
-    qkv, plain = random(8, 2, 3, 16, dtype=BF16), Options(seq=8, causal=True)
-    assert triton_forward.path(qkv, plain) == "tpfuse"
-    monkeypatch.setattr(
-        triton_forward, "tuned", lambda kernel, arch, dtype, shape, default: default | dict(path="sdpa")
-    )
-    assert triton_forward.path(qkv, plain) == "sdpa"
-    lacking = [
-        dict(window=3),
-        dict(softcap=2.0),
-        dict(rng=make_rng(1, 2), p=0.1),
-        dict(cu_seqlens=torch.zeros(2)),
-        dict(bias=qkv),
-    ]
-    assert {triton_forward.path(qkv, plain._replace(**more)) for more in lacking} == {"tpfuse"}
-    assert (
-        triton_forward.path(qkv.float(), plain)
-        == triton_forward.path(random(8, 2, 4, 16, dtype=BF16), plain)
-        == "tpfuse"
-    )
 
 
 # ---- decode ----
@@ -536,14 +588,30 @@ def test_splits():
     "names", ["", "causal", "causal+dropout", "causal+dropout+rope", "window+rope+softcap", "key_mask+bias+dropout"]
 )
 @pytest.mark.parametrize("E", [32, 64, 96, 128, 256])
-def test_on_a_gpu(E, names):
-    """Compiled, bf16, several tiles; twice the same bits."""
+def test_on_a_gpu(monkeypatch, E, names):
+    """Compiled, bf16, several tiles; twice the same bits.  Always tpfuse's own forward."""
+    monkeypatch.setattr(torch_forward, "has_flash", lambda device: False)
+    fwd.launch.forget()
     qkv, do, options = arguments(names, S=300, G=2, Q=2, E=E, dtype=BF16)
     options = options._replace(scale=E**-0.5)
     for got, want in both((qkv, do, options)):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     o, lse = fwd.launch(qkv, options)
     assert torch.equal(bwd.launch(do, qkv, o, lse, options), bwd.launch(do, qkv, o, lse, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["", "causal", "window", "packed+causal"])
+@pytest.mark.parametrize("E", [64, 128])
+def test_scores_ahead_on_a_gpu(monkeypatch, E, names):
+    """Where the GPU has the copy engine; elsewhere the plain form."""
+    qkv, _, options = arguments(names, batch=1 if "packed" in names else 2, S=700, G=2, Q=2, E=E, dtype=BF16)
+    options, arch = options._replace(scale=E**-0.5), _launch.target(qkv.device).arch
+    fwd.launch.forget()
+    started = measured(monkeypatch, qkv, options, arch, AHEAD=True, path="tpfuse")
+    for got, want in zip(fwd.launch(qkv, options), fwd.reference(qkv, options), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert [config["AHEAD"] for config in started] == [_launch.has_tma(arch)]
 
 
 @pytest.mark.gpu
@@ -554,11 +622,3 @@ def test_packed_and_decode_on_a_gpu(dtype):
         torch.testing.assert_close(got, want, **close)
     given = decode_arguments(L=1000, E=128, dtype=dtype, lengths=True)
     torch.testing.assert_close(decode.launch(*given), decode.reference(*given), **close)
-
-
-@pytest.mark.gpu
-def test_sdpa_on_a_gpu(monkeypatch):
-    """torch's flash attention hands o and lse to tpfuse's backward."""
-    monkeypatch.setattr(triton_forward, "path", lambda *_: "sdpa")
-    for got, want in both(arguments("causal", S=300, G=2, Q=1, E=64, padding=1, dtype=BF16)):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

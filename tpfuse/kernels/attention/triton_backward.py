@@ -14,16 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..runtime.launch import describable, has_tma, launch, target
+from ..runtime.launch import has_tma, launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.replay import Replayed
-from ..runtime.triton import TensorDescriptor, tl, triton
+from ..runtime.triton import tl, triton
+from .config import config, default_config
 from .options import TENSORS, Options, check_width, scores
-from .triton_forward import config, default_config, prepare, rotated_bytes
+from .triton_forward import prepare, rotated_bytes
 from .triton_records import (
     Static,
     attending,
     dense_heads,
+    described,
     documents_of,
     numbers_of,
     static_of,
@@ -259,13 +261,6 @@ def transposable(static: Static, options: Options) -> bool:
     return plain and options.cu_seqlens is None and static.E == static.BLOCK_E
 
 
-def _by_position(x: Tensor, options: Options) -> Tensor:
-    """Returns x [M, ...] as [S, columns]: the samples of a position side by side."""
-    step = options.batch * x.stride(0)
-    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
-
-
 def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options) -> dict[str, Any]:
     """Returns the launch parameters of dk and dv, descriptors included; the plain form's where the other form was
     measured to be faster, but descriptors cannot hold q, k and do or it has no registers for this call.
@@ -274,16 +269,15 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
     """
     arch = target(qkv.device).arch
     parameters = config("dkdv", arch, qkv, options)
-    rows: tuple[Any, ...] = None, None
+    rows = None
     if parameters["TRANSPOSED"]:
-        views = [_by_position(x, options) for x in (do, qk)] if has_tma(arch) and transposable(static, options) else []
-        if views and all(describable(view) and view.shape[1] < 1 << 31 for view in views):  # columns have 32 bits
-            block = [parameters["BLOCK_M"], static.BLOCK_E]
-            rows = tuple(TensorDescriptor.from_tensor(view, block) for view in views)
-        else:
+        block = [parameters["BLOCK_M"], static.BLOCK_E]
+        rows = described((do, qk), options, block) if has_tma(arch) and transposable(static, options) else None
+        if rows is None:
             parameters = default_config("dkdv", arch, qkv, options)
+    do_rows, qk_rows = rows or (None, None)
     select = selects(static.BLOCK_E, arch, parameters["TRANSPOSED"])
-    return dict(do_rows=rows[0], qk_rows=rows[1], STATIC=static._replace(SELECT=select)) | parameters
+    return dict(do_rows=do_rows, qk_rows=qk_rows, STATIC=static._replace(SELECT=select)) | parameters
 
 
 # ---- launcher and cost ----

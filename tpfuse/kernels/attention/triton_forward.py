@@ -1,5 +1,8 @@
-"""The Triton side of attention's forward, the launch parameters of all its kernels, and the kernel that prepares what
-several of them read: q and k rotated ahead, and backward's delta.
+"""The Triton side of attention's forward, and the kernel that prepares what several others read: q and k rotated
+ahead, and backward's delta.
+
+Forward has two forms.  Where AHEAD, a tile's scores are asked for while the product before it with v is in flight, and
+descriptors bring k and v, which takes fewer registers than pointers to them.
 
 Forward rotates keys while it loads them.  Backward, and forward of heads wider than 128, read q and k rotated once
 ahead into a buffer instead, because in their loops the rotation would spill registers.
@@ -10,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch, next_power_of_2, target
+from ..runtime.launch import has_tma, launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
 from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
-from ..runtime.tuning import tuned
+from . import torch_forward
+from .config import config, default_config
 from .options import TENSORS, Options, check_width, scores
 from .triton_records import (
+    Static,
     attending,
     dense_heads,
+    described,
     documents_of,
     numbers_of,
     static_of,
@@ -29,6 +35,7 @@ from .triton_records import (
 )
 from .triton_tiles import (
     LN_2,
+    Columns,
     Head,
     Rows,
     keep_mask_tile,
@@ -81,31 +88,75 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _fwd_tile(
-    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
-    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
+def _seen(s, keys, first, last):
+    return tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
+
+
+@triton.jit
+def _softmax(s, total, top, head, EDGE: tl.constexpr):
+    """Returns the probabilities of one tile, the factor of what was added before, and total and top with the tile."""
     tensors, unit = head.tensors, head.numbers.unit
-    keys = start + key_order(head, BLOCK_N)
-    k = load_rotated(k_rows, keys, head, EDGE, STATIC)
-    s, _ = score_tile(q, k, head, rows, keys)
-    if EDGE:
-        s = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1) * unit)
     shift = new
     if EDGE or tensors.key_mask_ptr is not None or tensors.bias_ptr is not None:
         shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
     p = tl.exp2(s * unit - shift[:, None])
     old = tl.exp2(top - shift)
-    total = total * old + tl.sum(p, 1)
-    if tensors.rng_ptr is not None:
+    return p, old, total * old + tl.sum(p, 1), new
+
+
+@triton.jit
+def _fwd_tile(
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
+    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
+    keys = start + key_order(head, BLOCK_N)
+    k = load_rotated(k_rows, keys, head, EDGE, STATIC)
+    s, _ = score_tile(q, k, head, rows, keys)
+    if EDGE:
+        s = _seen(s, keys, first, last)
+    p, old, total, top = _softmax(s, total, top, head, EDGE)
+    if head.tensors.rng_ptr is not None:
         p = tl.where(keep_mask_tile(head, rows, start, BLOCK_N), p, 0.0)
     if v_rows is None:
         v_rows = Rows(k_rows.ptr + STATIC.E, k_rows.stride)
     v = load_tile(v_rows, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
     o = tl.dot(p.to(v.dtype), v, o * old[:, None], input_precision="ieee")
-    return o, total, new
+    return o, total, top
+
+
+@triton.jit
+def _scores_ahead(q, k, start, rows, head, BLOCK_N: tl.constexpr):
+    """Returns the scores of one tile; k is Columns."""
+    s, _ = score_tile(q, k.descriptor.load([start, k.first]), head, rows, start + tl.arange(0, BLOCK_N))
+    return s
+
+
+@triton.jit
+def _add_ahead(o, p, old, v, start):
+    """Returns o with the values of one tile; v is Columns."""
+    tile = v.descriptor.load([start, v.first])
+    return tl.dot(p.to(tile.dtype), tile, o * old[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _fwd_ahead(o, total, top, q, k, v, a, e, rows, head, BLOCK_N: tl.constexpr):
+    """Returns o, total and top with the keys of [a, e), all of which all rows see.
+
+    In a turn of the loop the softmax of its tile comes first, then the next tile's product with k and its own with v:
+    the softmax runs while the product with v before it is in flight.
+    """
+    if a < e:
+        s = _scores_ahead(q, k, a, rows, head, BLOCK_N)
+        for start in tl.range(a, e - BLOCK_N, BLOCK_N):
+            p, old, total, top = _softmax(s, total, top, head, False)
+            p = p.to(v.descriptor.dtype)  # of which there are half as many registers while s is computed
+            s = _scores_ahead(q, k, start + BLOCK_N, rows, head, BLOCK_N)
+            o = _add_ahead(o, p, old, v, start)
+        p, old, total, top = _softmax(s, total, top, head, False)
+        o = _add_ahead(o, p, old, v, e - BLOCK_N)
+    return o, total, top
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -115,8 +166,9 @@ def _fwd_kernel(
     tensors,
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
+    qkv_rows,  # qkv as [S, columns]: a descriptor where AHEAD, else None
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
-    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     E: tl.constexpr = STATIC.E
     E_QK: tl.constexpr = STATIC.E_QK
@@ -139,96 +191,30 @@ def _fwd_kernel(
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
-    for start in tl.range(a, e, BLOCK_N):
-        o, total, top = _fwd_tile(
-            o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
-        )  # fmt: skip
-    for start in tl.range(begin, end - (e - a), BLOCK_N):
-        tile = tl.where(start < a, start, start + e - a)
-        o, total, top = _fwd_tile(
-            o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
-        )  # fmt: skip
+    if AHEAD:  # the edges first: behind the loop, their code would make its numbers spill
+        column = b * qk_strides.b + (h // Q) * qk_strides.g + Q * E
+        k, v = Columns(qkv_rows, column), Columns(qkv_rows, column + E)
+        for start in tl.range(begin, end - (e - a), BLOCK_N):
+            tile = tl.where(start < a, start, start + e - a)
+            s = _seen(_scores_ahead(q, k, tile, rows, head, BLOCK_N), tile + tl.arange(0, BLOCK_N), first, last)
+            p, old, total, top = _softmax(s, total, top, head, True)
+            o = _add_ahead(o, p, old, v, tile)
+        o, total, top = _fwd_ahead(o, total, top, q, k, v, a, e, rows, head, BLOCK_N)
+    else:
+        for start in tl.range(a, e, BLOCK_N):
+            o, total, top = _fwd_tile(
+                o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
+            )  # fmt: skip
+        for start in tl.range(begin, end - (e - a), BLOCK_N):
+            tile = tl.where(start < a, start, start + e - a)
+            o, total, top = _fwd_tile(
+                o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
+            )  # fmt: skip
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
     tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
     o *= (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
     store_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), o, rows, S, E, BLOCK_E)
-
-
-# ---- launch parameters: free of spills on sm_90, sm_80 and gfx942; a measured table may replace them ----
-
-_SHAPE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-# of heads up to 64 wide; up to 128; where registers are short; of wider heads
-_DEFAULT: dict[str, dict[str, Any]] = {
-    "sm_90": dict(
-        fwd=((128, 128, 8, 2), (128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        dkdv=((128, 64, 8, 1), (128, 64, 8, 1), (128, 64, 8, 1), (32, 64, 8, 1)),
-        dq=((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
-        fp32=(16, 32, 8, 1),
-    ),
-    "sm_80": dict(
-        fwd=((128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
-        dkdv=((64, 32, 4, 1), (64, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        dq=((128, 32, 8, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        fp32=(16, 32, 8, 1),
-    ),
-    "gfx942": dict(
-        fwd=((128, 32, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
-        dkdv=((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
-        dq=((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        fp32=(16, 32, 4, 1),
-    ),
-    "cpu": dict.fromkeys(("fwd", "dkdv", "dq"), ((32, 32, 4, 1),) * 4) | dict(fp32=(32, 32, 4, 1)),
-}
-
-
-def tuning_name(kernel: str, qkv: Tensor, options: Options) -> str:
-    """Returns what the table of measured parameters calls ``kernel``: by the features that take registers too, so that
-    a winner without them is not taken for a call with them; "attention_fwd" where there is none."""
-    E = qkv.shape[-1]
-    features = dict(
-        padded=E < next_power_of_2(E),
-        rope=options.cos is not None,
-        bias=options.bias is not None,
-        softcap=options.softcap is not None,
-        dropout=options.rng is not None,
-    )
-    return " ".join([kernel, *(name for name, there in features.items() if there)])
-
-
-def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq", where none were measured.
-
-    Registers are short where masks of columns, the rotation of keys or a bias need some of their own.
-    """
-    E, table = qkv.shape[-1], _DEFAULT.get(arch, _DEFAULT["gfx942" if arch.startswith("gfx") else "sm_80"])
-    rotates = kernel == "fwd" and options.cos is not None
-    short = (E > 64 and (E < next_power_of_2(E) or rotates)) or options.bias is not None
-    row = 3 if E > 128 else 2 if short else 1 if E > 64 else 0
-    default = table["fp32"] if qkv.dtype == torch.float32 else table[kernel][row]
-    form = dict(TRANSPOSED=False) if kernel == "dkdv" else {}
-    return dict(zip(_SHAPE, default, strict=True)) | form
-
-
-def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster."""
-    name, shape = tuning_name(f"attention_{kernel}", qkv, options), (options.seq, qkv.shape[-1])
-    return tuned(name, arch, qkv.dtype, shape, default=default_config(kernel, arch, qkv, options))
-
-
-def path(qkv: Tensor, options: Options) -> str:
-    """Returns who computes the forward, "tpfuse" or "sdpa": a pure function of the shapes, the options and the measured
-    table.
-
-    Backward is tpfuse's either way, from the o and lse that torch's flash attention returns: its own adds dq by
-    atomics unless torch.use_deterministic_algorithms is on.
-    """
-    (_, _, slots, E), half = qkv.shape, (torch.float16, torch.bfloat16)
-    plain = not any(t is not None for t in (*options[:TENSORS], options.window, options.softcap))
-    if not plain or qkv.dtype not in half or slots != 3 or E % 8 or E > 256:
-        return "tpfuse"
-    name, shape = tuning_name("attention", qkv, options), (options.seq, E)
-    return tuned(name, target(qkv.device).arch, qkv.dtype, shape, default=dict(path="tpfuse"))["path"]
 
 
 # ---- launchers ----
@@ -262,39 +248,58 @@ def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
     return options.cos is not None and qkv.shape[3] > 128
 
 
+def runs_ahead(static: Static, options: Options) -> bool:
+    """Returns whether forward's form AHEAD has registers for what a call asks for: heads that fill up to 128 columns,
+    under causal, window and documents alone.
+
+    With dropout it would spill 48 to 88 bytes at 128 columns, and at 64 take 2 to 3 % more instructions where their
+    issue is what limits it.
+    """
+    others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
+    return static.E == static.BLOCK_E <= 128 and all(option is None for option in others)
+
+
+def _form(shape: dict[str, Any], qkv: Tensor, static: Static, options: Options) -> tuple[Any, dict[str, Any]]:
+    """Returns a descriptor of qkv where ``shape`` is of the form AHEAD, and the launch parameters; the plain form's
+    where a call cannot take that form, whose tiles are others.
+
+    A call with a descriptor is not replayed: it costs the host its launcher every time.
+    """
+    if not shape["AHEAD"]:
+        return None, shape
+    arch, block = target(qkv.device).arch, [shape["BLOCK_N"], static.BLOCK_E]
+    rows = described((qkv,), options, block) if has_tma(arch) and runs_ahead(static, options) else None
+    if rows is not None:
+        return rows[0], shape
+    return None, {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
+
+
 @Replayed
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)
-    if path(qkv, options) == "sdpa":
-        return _sdpa(qkv, options)
+    asked, rotated = options, _rotates_ahead(qkv, options)
+    if rotated:
+        options = options._replace(cos=None, sin=None, positions=None)
+    shape = config("fwd", target(qkv.device).arch, qkv, options)
+    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, asked):
+        return torch_forward.launch(qkv, asked)
     qkv = dense_heads(qkv)
     batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
     H = G * (slots - 2)
     o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
     if M > seq * batch:
         o[seq * batch :].zero_()
-    qk, v = qkv, None
-    if _rotates_ahead(qkv, options):
-        qk, v = prepare(qkv, options), qkv[:, :, -1]
-        options = options._replace(cos=None, sin=None, positions=None)
+    qk, v = (prepare(qkv, asked), qkv[:, :, -1]) if rotated else (qkv, None)
     static = attending(static_of(qkv, options), qk, options)
-    shape = config("fwd", target(qkv.device).arch, qkv, options)
+    rows, shape = _form(shape, qkv, static, asked)
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
-    arrays = qk, v, tensors_of(options), o, lse
+    arrays = qk, v, tensors_of(options), o, lse, rows
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
     return o, lse
-
-
-def _sdpa(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    B, S, (M, H, _, E) = options.batch, options.seq, qkv.shape
-    q, k, v = qkv[: S * B].view(S, B, H, 3, E).permute(3, 1, 2, 0, 4)
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, options.causal, scale=options.scale)
-    o = o.permute(2, 0, 1, 3).reshape(S * B, H * E)
-    return torch.cat([o, o.new_zeros(M - S * B, H * E)]) if M > S * B else o, lse
 
 
 # ---- cost ----

@@ -1,11 +1,12 @@
 """What launchers hand to attention's kernels: its arguments as records, and where they come from."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..runtime.launch import next_power_of_2
+from ..runtime.launch import describable, next_power_of_2
 from ..runtime.philox import scale, threshold
+from ..runtime.triton import TensorDescriptor
 from .options import LOG2E, TENSORS, Options
 
 
@@ -77,6 +78,21 @@ def steps_of(qkv: Tensor, batch: int, static: Static) -> Steps:
     _, G, slots, E = qkv.shape
     groups = batch * G
     return Steps(o=groups * (slots - 2) * E, dqkv=groups * slots * E, rotated=groups * (slots - 1) * static.BLOCK_E)
+
+
+def described(tensors: tuple[Tensor, ...], options: Options, block: list[int]) -> tuple[Any, ...] | None:
+    """Returns descriptors of tensors [M, ...] as [S, columns], the samples of a position side by side; None where the
+    copy engine cannot hold one of them: its columns have 32 bits."""
+    views = [_by_position(x, options) for x in tensors]
+    if not all(describable(view) and view.shape[1] < 1 << 31 for view in views):
+        return None
+    return tuple(TensorDescriptor.from_tensor(view, block) for view in views)
+
+
+def _by_position(x: Tensor, options: Options) -> Tensor:
+    step = options.batch * x.stride(0)
+    last = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return x.as_strided((options.seq, (options.batch - 1) * x.stride(0) + last + 1), (step, 1))
 
 
 def tensors_of(options: Options) -> Tensors:
