@@ -14,8 +14,8 @@ FLOPS = 1024  # of a scheduler's tensor core in a clock, 16 bits
 MMA_SYNC = 2  # how much longer HMMA takes than HGMMA
 BYTES = 3.35e12 / (132 * 4 * 1.755e9)  # of HBM for a scheduler in a clock
 FP32 = "FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2"
-GLOBAL = "LDG", "STG"
-MEMORY = *GLOBAL, "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDL", "STL", "SHFL", "ATOMG", "RED"
+GLOBAL = "LDG", "STG", "LDGSTS"
+MEMORY = *GLOBAL, "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL", "ATOMG", "RED"
 CONTROL = (
     "BRA", "BAR", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "SYNCS", "FENCE", "MEMBAR",
     "ELECT", "R2UR", "S2R", "S2UR", "CS2R", "VOTE", "YIELD", "CALL", "RET", "LDC", "ERRBAR", "CCTL", "NANOSLEEP",

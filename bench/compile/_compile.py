@@ -26,6 +26,7 @@ from bench.compile._disassembly import Instruction, complaints, disassembled, ru
 from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+COUNTED = "HGMMA", "HMMA", "UTMALDG", "LDGSTS", "PREEXIT", "ACQBULK"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
 
@@ -200,7 +201,7 @@ def _read_cuda(cubin: bytes, code: list[Instruction]) -> dict[str, Any]:
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     first, last = max(loops(code), key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
     body = [i for i in code if first <= i.address <= last]
-    opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")}
+    opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in COUNTED}
     opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
     return dict(registers=registers, spill_bytes=stack, instructions=len(body), opcodes=opcodes)
 

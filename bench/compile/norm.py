@@ -1,7 +1,7 @@
-"""layer_norm, rms_norm and what recomputes n."""
+"""layer_norm, rms_norm and what recomputes n; backward in the forms that no call takes before they are measured."""
 
 from bench.compile._compile import Call, meta
-from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, M, vector
+from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, M, ahead, vector
 from tpfuse.kernels.norm.kinds import KINDS
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Recompute, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import bwd_launch
@@ -15,8 +15,16 @@ def every(D: int, kind: str):
         norm, mean, rstd = Norm(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
         fwd_launch(x[None], Add(), norm, Mask(), ALONE)
         apply_launch(Recompute(x, mean, rstd, *norm, x.dtype))
-        wanted = Wanted(None, beta is not None, None, x.dtype)
-        bwd_launch(x[None], x, Saved(x, mean, rstd, gamma, kind), Mask(), ALONE, wanted)
+        backward(D, kind)()
+
+    return run
+
+
+def backward(D: int, kind: str):
+    def run():
+        x, centred = meta(M, D), KINDS[kind].centred
+        saved = Saved(x, vector(M if centred else 0), vector(M), vector(D), kind)
+        bwd_launch(x[None], x, saved, Mask(), ALONE, Wanted(None, centred, None, x.dtype))
 
     return run
 
@@ -28,3 +36,4 @@ CALLS = {
     for kind in KINDS
     for D in (WIDTHS if kind in ("layer", "rms") else FEW)
 }
+CALLS |= {f"{kind} D={D} ahead": ahead(backward(D, kind)) for kind in ("layer", "rms") for D in (1024, 4096, 8192)}

@@ -60,6 +60,13 @@ def test_the_shortest_loop_of_products_counts():
     assert loops(instructions(text))[1] == (0x130, 0x140) and account(instructions(text), threads=256).issue == 4
 
 
+def test_copies_into_shared_memory_count_as_loads():
+    loads, copies = (
+        account(instructions(PASS.replace("LDG.E", op)), threads=128) for op in ("LDG.E", "LDGSTS.E.BYPASS")
+    )
+    assert loads == copies
+
+
 def test_a_pass_is_held_against_hbm():
     found = account(instructions(PASS), threads=128)
     assert (found.tensor, found.issue, found.memory, found.fma) == (0, 4, 8, 1)

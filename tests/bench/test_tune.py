@@ -46,6 +46,7 @@ def test_the_choice_between_a_fused_gemm_and_torchs_is_one_of_them():
     own = [dict(path="tpfuse", BLOCK_M=128), dict(path="tpfuse", BLOCK_M=64), dict(path="tpfuse", BLOCK_M=256)]
     assert tune.neighbours(dict(path="sdpa", BLOCK_M=128)) == own
     assert tune.neighbours(dict(FLATTEN=True)) == [dict(FLATTEN=False)]
+    assert tune.neighbours(dict(EARLY=False, STAGES=1)) == [dict(EARLY=True, STAGES=1), dict(EARLY=False, STAGES=2)]
 
 
 def test_another_form_is_tried_with_its_own_neighbours():

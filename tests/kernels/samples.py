@@ -170,9 +170,15 @@ LAUNCHED = [name for name, op in OPS.items() if op.launch is not None]
 OTHERWISE = [name for name in LAUNCHED if name.startswith(("attention_fwd", "embed_f", "linear", "norm", "reduce_b"))]
 
 
+def fused(kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: dict) -> dict:
+    """Stands for ``tuned`` where every GEMM that may take torch's path or tpfuse's takes the latter."""
+    return default | dict(path="fused") if "path" in default else default
+
+
 def take_other_paths(patch: pytest.MonkeyPatch) -> None:
     """GEMMs are fused, rows too wide for registers, the vocabulary comes in chunks, q and k are rotated ahead."""
-    patch.setattr(gemm, "tuned", lambda kernel, arch, dtype, shape, default: default | dict(path="fused"))
+    for module in (gemm, linear_triton):
+        patch.setattr(module, "tuned", fused)
     patch.setattr(triton_forward, "FWD_ROW", 0)
     patch.setattr(triton_backward, "BWD_ROW", 0)
     patch.setattr(linear_triton, "ELEMENTS", 1)

@@ -93,9 +93,9 @@ def large_cases() -> Iterator:
 
 @pytest.mark.parametrize("name, other", large_cases())
 def test_large_sizes(monkeypatch, unlimited, name, other):
-    monkeypatch.setattr(linear_triton, "ELEMENTS", 1 << 62)
-    if other and name != "linear_cross_entropy_bwd":  # whose other path is the same with more chunks
+    if other:
         take_other_paths(monkeypatch)
+    monkeypatch.setattr(linear_triton, "ELEMENTS", 1 << 62)
     with torch.device("meta"):
         for args in samples(name, *LARGE[name]):
             OPS[name].launch(*args)

@@ -5,12 +5,14 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
-from tpfuse.kernels.norm import config
+from tpfuse.kernels.norm import config, triton_backward
 from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
+from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime.op import dtype_of, flatten
 from tpfuse.kernels.runtime.philox import Mask, make_rng
 from tpfuse.sequence_parallel.crossings import reduce_parts
@@ -255,3 +257,46 @@ def test_on_a_gpu(D, dtype):
     on_a_gpu(reduce_parts, arguments[:1])
     h, residual = fwd.launch(*arguments)[0], arguments[1].residual
     assert torch.equal(h == residual, fwd.reference(*arguments)[0] == residual)
+
+
+# ---- forms of backward that no call takes before they are measured ----
+
+
+def measured(monkeypatch, **parameters):
+    """Backward as a measured table would have it, and the parameters of every kernel it starts."""
+    started, start = [], _launch._start
+
+    def listen(kernel, grid, device, args, config):
+        started.append((kernel.fn.__name__, config))
+        if device.type != "meta":
+            start(kernel, grid, device, args, config)
+
+    known = lambda default: {name: value for name, value in parameters.items() if name in default}
+    monkeypatch.setattr(triton_backward, "tuned", lambda *asked, default: default | known(default))
+    monkeypatch.setattr(_launch, "_start", listen)
+    return started
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("left_out", PARTS, ids=str)
+def test_rows_ahead(monkeypatch, wide, left_out):
+    """The same bits."""
+    narrow(monkeypatch, wide)
+    both = backward_arguments(forward_arguments(2, 70, 100, **left_out))
+    want = bwd.launch(*both)
+    started = measured(monkeypatch, STAGES=2)
+    assert all(map(torch.equal, bwd.launch(*both), want))
+    assert ("_bwd_kernel" in dict(started)) != wide and all(config.get("STAGES", 2) == 2 for _, config in started)
+
+
+@pytest.mark.parametrize("D", [1024, 20480])
+@pytest.mark.parametrize("early", [False, True])
+def test_partials_are_summed_by_a_kernel_that_may_start_early(monkeypatch, early, D):
+    """Both kernels know of it, and the driver: the second waits on the GPU, not for its launch."""
+    started = measured(monkeypatch, EARLY=early)
+    both = backward_arguments(forward_arguments(2, 70, D, dtype=torch.bfloat16))
+    with _launch.pretending("sm_90"):
+        bwd.launch(*tree_map_only(torch.Tensor, lambda t: t.to("meta"), both))
+    (_, first), (name, second) = started[-2:]
+    assert name == "_reduce_vectors_kernel" and first["EARLY"] is second["EARLY"] is early
+    assert second.get("launch_pdl", False) is early and "launch_pdl" not in first

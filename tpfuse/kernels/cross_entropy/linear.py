@@ -12,7 +12,8 @@ bounded chunk of dz and an fp32 copy of dx.
     wgrad            dz_r' x, complete
 
 Precision: logits on a GPU and all statistics are fp32, dz has x's dtype, GEMMs accumulate in fp32.  A row of dW is
-one such sum, rounded once; dx is carried in fp32 over the chunks.
+one such sum, rounded once (cuBLAS may split it, where torch.backends.cuda.matmul allows reductions in 16 bits); dx is
+carried in fp32 over the chunks.
 """
 
 from collections.abc import Callable, Iterator

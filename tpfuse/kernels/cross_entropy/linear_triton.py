@@ -3,7 +3,9 @@
 The forward pass is one GEMM whose epilogue keeps four numbers a row of each tile (max, sum of exp, target logit, sum of
 logits); a second kernel merges a row's tiles.  The backward pass goes through the vocabulary in chunks of ELEMENTS / M
 tokens.  For each chunk one GEMM recomputes the logits and, in its epilogue, computes their gradient, 16 bits wide; a
-second contracts it with all rows of x, which is dW of these tokens, and a third with W, which is added to dx.
+second contracts it with all rows of x, which is dW of these tokens, and a third with W, which is added to dx.  These
+two are torch's (cuBLAS), or ``_contract_kernel``: where that was measured to be faster, and on AMD, since torch has a
+GEMM from 16 bits to fp32 for CUDA only.
 
 Chunks of the vocabulary are better than one kernel for all of it, and than chunks of rows:
   - A kernel that contracts its own tile needs [BM, D] accumulators, too large for registers, or recomputes the logits
@@ -174,9 +176,9 @@ def vocabulary_chunks(rows: int, vocab: int, elements: int) -> Iterator[tuple[in
     return ((start, min(start + columns, vocab)) for start in range(0, vocab, columns))
 
 
-def _config(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, int]:
-    """Returns the launch parameters of a GEMM of shape (M, N, K)."""
-    arch = target(x.device).arch
+def _config(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused"."""
+    arch, default = target(x.device).arch, dict[str, Any]()
     if x.dtype == torch.float32:
         default = dict(BM=64, BN=64, BK=16, GROUP_M=8, num_warps=8, num_stages=2)
     elif arch.startswith("gfx"):
@@ -187,6 +189,8 @@ def _config(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, in
         default = dict(BM=128, BN=128, BK=64, GROUP_M=8, num_warps=8, num_stages=3)
         if kernel == "dx":  # it would take 130 registers; at 128 a thread two programs share a multiprocessor
             default["maxnreg"] = 128
+    if kernel in ("dw", "dx"):
+        default["path"] = "fused" if arch.startswith("gfx") else "torch"
     return tuned(f"linear_cross_entropy_{kernel}", arch, x.dtype, shape, default=default)
 
 
@@ -283,15 +287,34 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
 
 
 def _contract(kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | None = None) -> None:
-    """out = dz b + add for kernel "dx", out = dz' b + add for "dw"."""
+    """out = dz b + add for kernel "dx", out = dz' b + add for "dw".  ``add`` is fp32, and may be overwritten."""
     (M, N), K, transposed = out.shape, len(b), kernel == "dw"
     c = _config(kernel, b, (M, N, K))
+    if c.pop("path") == "torch":
+        total = out if add is None else add
+        _multiply(dz.t() if transposed else dz, b, out=total, adding=add is not None)
+        if total is not out:
+            out.copy_(total)
+        return
     block = (c["BK"], c["BM"]) if transposed else (c["BM"], c["BK"])
     launch(
         _contract_kernel, (_tiles(c, M, N),), out.device,
         a=_descriptor(dz, *block), b=_descriptor(b, c["BK"], c["BN"]), add_ptr=add, out_ptr=out,
         M=M, N=N, K=K, TRANSPOSED=transposed, **c,
     )  # fmt: skip
+
+
+def _multiply(a: Tensor, b: Tensor, *, out: Tensor, adding: bool) -> None:
+    """out = a b, or out += a b, by torch, in fp32 inside; ``out`` may be fp32 where a and b have 16 bits."""
+    wider: dict[str, Any] = {}
+    if out.dtype != a.dtype and a.device.type == "cpu":  # under the interpreter: only CUDA has such GEMMs
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    elif out.dtype != a.dtype:
+        wider = dict(out_dtype=out.dtype)
+    if adding:
+        torch.addmm(out, a, b, out=out, **wider)
+    else:
+        torch.mm(a, b, out=out, **wider)
 
 
 # ---- costs ----
@@ -308,14 +331,15 @@ def stats_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     (x, w, b), rows, _ = args
     (M, D), V, read, written = x.shape, len(w), 0, moved(*outputs)
-    chunks = list(vocabulary_chunks(M, V, ELEMENTS)) if M else []
-    for start, stop in chunks:
+    total = 4 * M * D  # dx in fp32
+    for start, stop in vocabulary_chunks(M, V, ELEMENTS) if M else ():
         n = stop - start
         dz = M * n * x.element_size()
-        read += moved(x, *rows) + dz + moved(x) + dz  # all but W: by dlogits, by dW, by dx
-        written += dz
+        read += moved(x, *rows) + dz + moved(x) + dz + total * (start > 0)  # all but W: by dlogits, by dW, by dx
+        written += dz + total * (stop < V)
+        if 0 < start and stop == V and x.element_size() < 4 and _config("dx", x, (M, D, n))["path"] == "torch":
+            read, written = read + total, written + total  # which is then rounded
         if b is not None:
             partial = 4 * n * -(-M // _config("dlogits", x, (M, n, D))["BM"])
             read, written = read + partial, written + partial
-    carried = 4 * M * D * max(len(chunks) - 1, 0)
-    return Cost(read + 2 * moved(w) * bool(M) + moved(b) + carried, written + carried, 6 * M * V * D)
+    return Cost(read + 2 * moved(w) * bool(M) + moved(b), written, 6 * M * V * D)

@@ -64,18 +64,18 @@ def _silu_tile(z):
 
 @triton.jit
 def _gelu_tile(z):
-    """z Phi(z), with Phi(z) = (1 + erf(z / sqrt(2))) / 2.
+    """z Phi(z) = max(z, 0) - a Phi(-a) with a = |z|, and Phi(-a) = 2^G(a).
 
-    Abramowitz & Stegun 7.1.26: erfc(x) = t P(t) exp(-x^2), t = 1 / (1 + p x), for x >= 0.  In fp32 Phi is right to
-    4e-7, and nothing cancels in the lower tail.  With tl.erf the backward pass takes 52 instructions an element on
-    sm_90, with this polynomial 36.
+    G is the polynomial of degree 8 that makes the largest error of max(a, 1) 2^G(a) least: 1.4e-8.  In fp32 value and
+    derivative are right to 2e-7, or two roundings where they are large, and nothing cancels in the lower tail.  It
+    takes no division, and tl.exp2 is one instruction, unlike tl.exp.  From a = 14 on both powers of 2 are 0.
     """
-    e = tl.exp(-0.5 * z * z)
-    t = 1.0 / (1.0 + 0.2316418882663604 * tl.abs(z))
-    tail = e * t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-    cdf = tl.where(z < 0.0, tail, 1.0 - tail)
-    slope = cdf + z * 0.3989422804014327 * e
-    return z * cdf, slope
+    a = tl.minimum(tl.abs(z), 14.0, propagate_nan=tl.PropagateNan.ALL)
+    g = 3.29696704e-05 - 2.2759973e-06 * a
+    g = -0.05254640430 + a * (0.00714274542 + a * (-0.00020245496 + a * (-0.00015728755 + a * g)))
+    tail = tl.exp2(-0.99999994 + a * (-1.15110695 + a * (-0.45919308 + a * g)))
+    beyond = tail - 0.3989422804014327 * a * tl.exp2(-0.7213475204444817 * a * a)  # act'(-a) = 1 - act'(a)
+    return tl.maximum(z, 0.0) - a * tail, tl.where(z < 0.0, beyond, 1.0 - beyond)
 
 
 @triton.jit

@@ -36,8 +36,10 @@ def _reduce_vectors_kernel(
     dbias_partial_ptr, dgamma_partial_ptr, dbeta_partial_ptr,  # [P, D] in, fp32
     dbias_ptr, dgamma_ptr, dbeta_ptr,  # [D] out
     P, D,
-    ROWS: tl.constexpr, A: tl.constexpr,
+    ROWS: tl.constexpr, A: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until all of the kernel before is done, and what it wrote is visible
     columns = tl.program_id(0) * A + tl.arange(0, A)
     vector = tl.program_id(1)
     if vector == 0:
@@ -62,10 +64,15 @@ def reduce_partials(partial: Tensor | None, out: Tensor) -> Tensor:
     return out
 
 
-def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
-    """Fills three vectors [D], of which any may be None, with the sums of their partials [P, D] in one launch."""
+def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None], *, early: bool = False) -> None:
+    """Fills three vectors [D], of which any may be None, with the sums of their partials [P, D] in one launch.
+
+    ``early``, for sm_90 and later: it may be started before the kernel that writes the partials has ended, which hides
+    the time that a launch takes.
+    """
     given = [partial for partial in partials if partial is not None]
     if given:
         P, D = given[0].shape
         grid = -(-D // REDUCE["A"]), 3
-        launch(_reduce_vectors_kernel, grid, given[0].device, *partials, *vectors, P, D, **REDUCE)
+        how = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
+        launch(_reduce_vectors_kernel, grid, given[0].device, *partials, *vectors, P, D, **how)
