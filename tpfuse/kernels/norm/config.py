@@ -8,7 +8,8 @@ import functools
 from ..runtime.launch import next_power_of_2
 
 BWD_ROWS = dict(A=4096, num_warps=8)
-BWD_COLUMNS = dict(ROWS=1, A=2048, EARLY=False, num_warps=8)
+BWD_COLUMNS = dict(ROWS=1, A=2048, ONCE=False, EARLY=False, num_warps=8)
+ONCE_ROW = 16384  # columns up to which two vector gradients of a row lie in registers
 
 
 def tiles(D: int) -> tuple[int, int]:
@@ -61,3 +62,11 @@ def bwd_config(D: int, arch: str, R: int = 1) -> dict[str, int]:
     elif arch.startswith("sm_") and D > 2048 and R > 1:
         config["maxnreg"] = 168
     return config
+
+
+@functools.cache
+def once_config(D: int, arch: str) -> dict[str, int]:
+    """For D <= ONCE_ROW: a row is four tiles, and 1024 threads of 64 registers, on sm_90, are all of a
+    multiprocessor's."""
+    A = next_power_of_2(-(-D // 4))
+    return dict(A=A, num_warps=32, maxnreg=64) if arch.startswith("sm_") else dict(A=A, num_warps=16)
