@@ -43,6 +43,7 @@ RANGES = dict(
     GROUP_M=(1, 16),
     FLATTEN=(False, True),
     EARLY=(False, True),
+    ONCE=(False, True),
     STAGES=(1, 2),
 )
 RANGES |= dict(ROWS=(1, 64), A=(64, 8192), HEADS=(1, 64), LANES=(32, 1024), num_warps=(1, 16), num_stages=(1, 5))

@@ -21,8 +21,9 @@ M = 4096
 ROW = lambda c: c["ROWS"] * (c["A"] + c["B"])
 COLUMNS = lambda c: c.get("ROWS", 1) * c["A"]
 ELEMENTS = dict(
-    _fwd_kernel=ROW, _bwd_kernel=ROW, _fwd_chunks_kernel=COLUMNS, _bwd_rows_kernel=COLUMNS, _bwd_columns_kernel=COLUMNS
+    _fwd_kernel=ROW, _bwd_kernel=ROW, _fwd_chunks_kernel=COLUMNS, bwd_rows_kernel=COLUMNS, bwd_columns_kernel=COLUMNS
 )
+ELEMENTS |= dict(bwd_once_kernel=lambda c: 4 * c["A"])
 ELEMENTS |= dict(_reduce_vectors_kernel=COLUMNS, _apply_kernel=COLUMNS)
 MASK = Mask(meta(3, dtype=torch.int64), 0.1, site=3, first_row=0, batch=8)
 
@@ -61,19 +62,22 @@ def without_norm(D: int):
     return run
 
 
-def ahead(run: Callable[[], None]) -> Call:
-    """Backward with a row's loads ahead of its turn and the sums of partials started early, as a measured table would
-    ask for it."""
+def measured(run: Callable[[], None], uses: dict[str, tuple[str, ...]], **parameters) -> Call:
+    """Backward as a measured table would ask for it, with ``parameters`` where a kernel has them."""
 
-    def measured(*asked, default: dict) -> dict:
-        return default | dict(STAGES=2, EARLY=True) if "STAGES" in default else default
+    def tuned(*asked, default: dict) -> dict:
+        return default | {name: value for name, value in parameters.items() if name in default}
 
-    def run_ahead():
-        with mock.patch.object(triton_backward, "tuned", measured):
+    def measured_run():
+        with mock.patch.object(triton_backward, "tuned", tuned):
             run()
 
-    uses = dict(_bwd_kernel=("LDGSTS", "PREEXIT"), _reduce_vectors_kernel=("ACQBULK",))
-    return Call(run_ahead, ELEMENTS, uses, archs=("sm_90",))
+    return Call(measured_run, ELEMENTS, uses | dict(_reduce_vectors_kernel=("ACQBULK",)), archs=("sm_90",))
+
+
+def ahead(run: Callable[[], None]) -> Call:
+    """A row's loads begin before its turn, and the sum of partials before they are all there."""
+    return measured(run, dict(_bwd_kernel=("LDGSTS", "PREEXIT")), STAGES=2, EARLY=True)
 
 
 WIDTHS = 1024, 64, 768, 1000, 2560, 4096, 5120, 8192, 12288, 16384, 20480, 32768, 65537

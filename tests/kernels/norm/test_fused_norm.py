@@ -282,11 +282,11 @@ def measured(monkeypatch, **parameters):
 def test_rows_ahead(monkeypatch, wide, left_out):
     """The same bits."""
     narrow(monkeypatch, wide)
-    both = backward_arguments(forward_arguments(2, 70, 100, **left_out))
+    both = backward_arguments(forward_arguments(2, 20, 100, **left_out))
     want = bwd.launch(*both)
     started = measured(monkeypatch, STAGES=2)
     assert all(map(torch.equal, bwd.launch(*both), want))
-    assert ("_bwd_kernel" in dict(started)) != wide and all(config.get("STAGES", 2) == 2 for _, config in started)
+    assert [config["STAGES"] for name, config in started if name == "_bwd_kernel"] == [2] * (not wide)
 
 
 @pytest.mark.parametrize("D", [1024, 20480])
@@ -300,3 +300,75 @@ def test_partials_are_summed_by_a_kernel_that_may_start_early(monkeypatch, early
     (_, first), (name, second) = started[-2:]
     assert name == "_reduce_vectors_kernel" and first["EARLY"] is second["EARLY"] is early
     assert second.get("launch_pdl", False) is early and "launch_pdl" not in first
+
+
+def without_a_bias(m, D, dtype=torch.float32, **left_out):
+    """Arguments of backward that have a norm and no bias gradient."""
+    return forward_arguments(2, m, D, dtype=dtype, bias=False, **left_out)
+
+
+@pytest.mark.parametrize(
+    "shape, left_out",
+    [
+        ((17, 72), {}),
+        ((2, 128), dict(rms=True, beta=False)),
+        ((2, 128), dict(dropout=False, residual=False)),
+        ((0, 72), {}),
+    ],
+    ids=str,
+)
+def test_once(monkeypatch, shape, left_out):
+    """Rows of four tiles, the last ragged or not; more rows than programs, fewer, none."""
+    narrow(monkeypatch, True)
+    started = measured(monkeypatch, ONCE=True)
+    arguments = without_a_bias(*shape, **left_out)
+    for post, dn, dh in ((False, True, True), (True, True, False), (True, False, True)):
+        both = backward_arguments(arguments, post, dn, dh)
+        started.clear()
+        assert_same(bwd.launch(*both), bwd.reference(*both))
+        assert [name for name, _ in started] == ["bwd_once_kernel", "_reduce_vectors_kernel"]
+
+
+@pytest.mark.parametrize("left_out", [{}, dict(rms=True, beta=False)], ids=str)
+def test_once_moves_what_it_declares(monkeypatch, left_out):
+    """What enters is read once, though a program asks for it again; the same bits in every run."""
+    narrow(monkeypatch, True)
+    both = backward_arguments(without_a_bias(4, 256, dtype=torch.bfloat16, **left_out))
+    twice = assert_declared(bwd, both)
+    measured(monkeypatch, ONCE=True)
+    once = assert_declared(bwd, both)
+    dn, _, saved, *_ = both
+    assert twice.read - once.read > dn.nbytes + saved.h.nbytes and once.loads > once.read
+    assert all(map(torch.equal, bwd.launch(*both), bwd.launch(*both)))
+
+
+@pytest.mark.parametrize("left_out", [{}, dict(norm=False, beta=False, bias=False)], ids=str)
+def test_what_takes_two_passes_all_the_same(monkeypatch, left_out):
+    """A bias gradient, for which registers do not suffice; no norm."""
+    narrow(monkeypatch, True)
+    started = measured(monkeypatch, ONCE=True)
+    both = backward_arguments(forward_arguments(2, 5, 100, **left_out))
+    assert_same(bwd.launch(*both), bwd.reference(*both))
+    assert "bwd_columns_kernel" in dict(started) and "bwd_once_kernel" not in dict(started)
+
+
+@pytest.mark.parametrize("D, once", [(8192, False), (8200, True), (16384, True), (16392, False)])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_which_widths_go_once(monkeypatch, chosen, D, once):
+    """Only where a measured table says so."""
+    started = measured(monkeypatch, ONCE=chosen)
+    both = tree_map_only(torch.Tensor, lambda t: t.to("meta"), backward_arguments(without_a_bias(2, D)))
+    with _launch.pretending("sm_90"):
+        bwd.launch(*both)
+    assert ("bwd_once_kernel" in dict(started)) == (once and chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", [{}, dict(rms=True, beta=False)], ids=str)
+@pytest.mark.parametrize("D", [9000, 16384])
+def test_wide_rows_once(monkeypatch, D, left_out):
+    measured(monkeypatch, ONCE=True)
+    both = backward_arguments(without_a_bias(3, D, **left_out))
+    assert_same(bwd.launch(*both), bwd.reference(*both))
+    low = backward_arguments(without_a_bias(3, D, dtype=torch.bfloat16, **left_out))
+    assert_accurate_launch(bwd, low)

@@ -8,7 +8,8 @@ import functools
 from ..runtime.launch import next_power_of_2
 
 BWD_ROWS = dict(A=4096, num_warps=8)
-BWD_COLUMNS = dict(ROWS=1, A=2048, EARLY=False, num_warps=8)
+BWD_COLUMNS = dict(ROWS=1, A=2048, ONCE=False, EARLY=False, num_warps=8)
+ONCE_ROW = 16384  # columns up to which two vector gradients of a row lie in registers
 
 
 def tiles(D: int) -> tuple[int, int]:
@@ -51,13 +52,21 @@ def apply_config(D: int) -> dict[str, int]:
 @functools.cache
 def bwd_config(D: int, arch: str, R: int = 1) -> dict[str, int]:
     """For D <= BWD_ROW: rows in registers, about 16 elements a thread.  128 registers keep two programs of 8 warps on a
-    multiprocessor.  For rows of two tiles summed over ranks ptxas, left alone, takes 168 or 244, and which depends on
-    such things as the order of a kernel's parameters."""
+    multiprocessor.  For rows of two tiles summed over ranks ptxas takes 168 or 244 on sm_90, where it is left alone,
+    and which depends on such things as the order of a kernel's parameters."""
     A, B = tiles(D)
     rows = max(1, 4096 // next_power_of_2(A + B))
     config = dict(ROWS=rows, A=A, B=B, STAGES=1, EARLY=False, num_warps=min(2 * warps(rows * A, 32), 16))
     if arch.startswith("sm_") and D >= 1024 and A == D:
         config["maxnreg"] = 128  # other widths would spill
-    elif arch.startswith("sm_") and D > 2048 and R > 1:
+    elif arch == "sm_90" and D > 2048 and R > 1:
         config["maxnreg"] = 168
     return config
+
+
+@functools.cache
+def once_config(D: int, arch: str) -> dict[str, int]:
+    """For D <= ONCE_ROW: a row is four tiles, and 1024 threads of 64 registers, on sm_90, are all of a
+    multiprocessor's."""
+    A = next_power_of_2(-(-D // 4))
+    return dict(A=A, num_warps=32, maxnreg=64) if arch.startswith("sm_") else dict(A=A, num_warps=16)
