@@ -5,6 +5,7 @@ table of throughputs in CUDA's guide, for compute capability 9.0; a wide IMAD is
 the account is a prediction that the first run on a card confirms or refutes.
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -49,8 +50,8 @@ def loops(code: list[Instruction]) -> list[tuple[int, int]]:
 
 
 def account(code: list[Instruction], threads: int) -> Account:
-    """Of the main loop: the shortest that multiplies tiles and holds no other such loop, which masks none of them;
-    without one the largest loop, or the whole kernel."""
+    """Of the main loop: of those that multiply tiles and hold no other such loop the shortest, which masks none of
+    them; without one the largest loop, or the whole kernel."""
     body = _main_loop(code)
     warps = threads / 128  # a scheduler's
     each = dict.fromkeys(Account._fields, 0.0)
@@ -65,7 +66,8 @@ def account(code: list[Instruction], threads: int) -> Account:
 
 
 def _main_loop(code: list[Instruction]) -> list[Instruction]:
-    bodies = [[i for i in code if first <= i.address <= last] for first, last in sorted(loops(code))]
+    end = max((i.address for i in code if i.opcode == "EXIT"), default=math.inf)
+    bodies = [[i for i in code if first <= i.address <= last] for first, last in sorted(loops(code)) if last < end]
     products = [body for body in bodies if any(_clocks(i.opcode).get("tensor") for i in body)]
     inner = [
         body

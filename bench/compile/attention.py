@@ -17,7 +17,7 @@ TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]
 ELEMENTS = dict(_fwd_kernel=TILE, _dkdv_kernel=TILE, _dq_kernel=TILE)
 GEMMS = dict.fromkeys(ELEMENTS, ("HGMMA",))
 WIDE = dict(_fwd_kernel=("HGMMA",))  # backward tiles that have room for 256 columns are too small for wgmma
-OTHER_FORM = dict(dkdv="TRANSPOSED", fwd="AHEAD")
+OTHER_FORM, TILE_N = dict(dkdv="TRANSPOSED", fwd="AHEAD"), dict(dkdv=64, fwd=128)
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 
 
@@ -62,8 +62,11 @@ def both(
 
 def measured(kernel: str, E: int, *features: str, S: int = 2048, **sizes: int) -> Callable[[], None]:
     """The call under a measured table that asks for the other form of ``kernel``."""
-    name = " ".join([f"attention_{kernel}", *(f for f in ("rope", "softcap", "dropout") if f in features)])
-    entry = {tuning.bucket(torch.bfloat16, (S, E)): {OTHER_FORM[kernel]: True, "num_stages": 2}}
+    asked = dict(padded=E in (80, 96)) | {name: name in features for name in ("rope", "softcap", "dropout")}
+    name = " ".join([f"attention_{kernel}", *(name for name, there in asked.items() if there)])
+    entry = {
+        tuning.bucket(torch.bfloat16, (S, E)): {OTHER_FORM[kernel]: True, "BLOCK_N": TILE_N[kernel], "num_stages": 2}
+    }
 
     def run():
         with mock.patch.object(tuning, "_table", lambda: {"sm_90": {name: entry}}):
@@ -126,6 +129,8 @@ CALLS |= {
     ),
     "E=128 causal ahead": ahead(128, "causal"),
     "E=64 packed causal window Q=4 ahead": ahead(64, "packed", "causal", "window", B=1, Q=4),
+    "E=80 causal ahead": ahead(80, "causal"),
+    "E=96 packed causal window ahead": ahead(96, "packed", "causal", "window", B=1),
     "E=128 causal fp32": Call(both(128, "causal", dtype=FP32), ELEMENTS),
     "E=128 decode": Call(decode(128, 1)),
     "E=256 decode Q=8": Call(decode(256, 8)),

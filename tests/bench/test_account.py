@@ -67,6 +67,13 @@ def test_copies_into_shared_memory_count_as_loads():
     assert loads == copies
 
 
+def test_what_waits_behind_the_end_is_no_loop():
+    text = PRODUCTS.replace("@P1 BRA 0x20 ;", "NOP ;").replace("@P1 BRA 0xb0", "@P1 BRA 0x20")
+    text = text.replace("@P0 BRA 0x30", "@P0 BRA 0xc0")
+    assert loops(instructions(text)) == [(0x20, 0x140), (0xC0, 0x170)]
+    assert account(instructions(text), threads=256).tensor == 3 * 128
+
+
 def test_a_pass_is_held_against_hbm():
     found = account(instructions(PASS), threads=128)
     assert (found.tensor, found.issue, found.memory, found.fma) == (0, 4, 8, 1)

@@ -15,7 +15,7 @@ from tpfuse.kernels.attention.op import attention_fwd as fwd
 from tpfuse.kernels.attention.options import DecodeOptions, Options
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import tuning
-from tpfuse.kernels.runtime.launch import pretending
+from tpfuse.kernels.runtime.launch import next_power_of_2, pretending
 from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key, scale
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -339,10 +339,15 @@ def test_columns_of_the_transposed_form_have_32_bits(monkeypatch, batch, form):
 # ---- the form of forward that asks for scores ahead ----
 
 
-@pytest.mark.parametrize("names, S", [("causal", 170), slow("", 160), slow("window", 170), slow("causal", 31)])
-def test_scores_ahead(monkeypatch, names, S):
-    """Several whole tiles and ragged ones, two heads of a group, two samples."""
-    qkv, _, options = arguments(names, S=S, padding=3)
+@pytest.mark.parametrize(
+    "names, S, E",
+    [("causal", 170, 16), slow("", 160, 16), slow("window", 170, 16), slow("causal", 31, 16)]
+    + [("causal", 100, 80), slow("window", 100, 96)],
+)
+def test_scores_ahead(monkeypatch, names, S, E):
+    """Several whole tiles and ragged ones, two heads of a group, two samples; heads of 64 + 16 and 64 + 32 columns."""
+    qkv, _, options = arguments(names, S=S, E=E, padding=3)
+    options = options._replace(scale=E**-0.5)
     qkv[-3:] = torch.nan
     started = measured(monkeypatch, qkv, options, AHEAD=True)
     got, want = fwd.launch(qkv, options), fwd.reference(qkv[:-3], options)
@@ -393,7 +398,9 @@ def test_the_plain_forward_where_the_other_cannot_be(monkeypatch, names, E, step
         ("packed", 128, "sm_90", True),
         ("dropout", 64, "sm_90", False),
         ("rope", 64, "sm_90", False),
-        ("causal", 96, "sm_90", False),
+        ("causal", 96, "sm_90", True),
+        ("window", 80, "sm_90", True),
+        ("causal", 112, "sm_90", False),
         ("window", 256, "sm_90", False),
         ("causal", 64, "sm_80", False),
         ("causal", 64, "gfx942", False),
@@ -407,6 +414,8 @@ def test_which_calls_ask_for_scores_ahead(monkeypatch, names, E, arch, form):
     with pretending(arch):
         fwd.launch(qkv, options)
     assert [config["AHEAD"] for config in started] == [form]
+    static = started[0]["STATIC"]
+    assert (static.BLOCK_E, static.REST) == ((64, E - 64) if form and 64 < E < 128 else (next_power_of_2(E), 0))
 
 
 # ---- masks ----
@@ -602,7 +611,7 @@ def test_on_a_gpu(monkeypatch, E, names):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("names", ["", "causal", "window", "packed+causal"])
-@pytest.mark.parametrize("E", [64, 128])
+@pytest.mark.parametrize("E", [64, 80, 96, 128])
 def test_scores_ahead_on_a_gpu(monkeypatch, E, names):
     """Where the GPU has the copy engine; elsewhere the plain form."""
     qkv, _, options = arguments(names, batch=1 if "packed" in names else 2, S=700, G=2, Q=2, E=E, dtype=BF16)

@@ -210,6 +210,8 @@ def test_on_a_gpu(S, Q, E, padding, causal):
     """torch's, which is taken, against the reference and tpfuse's own; and what tpfuse's backward makes of it."""
     qkv, do = random(2 * S + padding, 2, Q + 2, E, dtype=BF16), random(2 * S + padding, 2 * Q * E, dtype=BF16)
     options = Options(batch=2, seq=S, causal=causal, scale=E**-0.5)
+    if not torch_forward.has_flash(qkv.device):
+        pytest.skip("torch has no flash attention here")
     assert config("fwd", _launch.target(qkv.device).arch, qkv, options)["path"] == "sdpa"
     for got, want in both((qkv, do, options)):
         assert got.is_contiguous()

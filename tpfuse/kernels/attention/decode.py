@@ -3,10 +3,12 @@ cache.
 
 A program takes one kv head of one sample, all its query heads, and one split of the positions; its softmax is over
 those alone.  A second kernel adds the splits in their order, so that a token does not depend on which program was
-first.  How many splits there are is a function of the shapes and the number of multiprocessors.  Their number and the
-cache's length grow from token to token, so kernels are not specialised on them: nothing compiles in mid-generation.  Lengths divisible by 16 alone
-would take fewer instructions if they were, about a tenth; an H100 needs five times as long for a tile's bytes (2266
-clocks of a scheduler for 64 positions of 128 columns) as for its instructions (446).
+first.  How many splits there are is a function of the shapes and the number of multiprocessors.
+
+The number of splits and the cache's length grow from token to token, so kernels are not specialised on them: nothing
+compiles in mid-generation.  Lengths divisible by 16 would take a tenth fewer instructions if they were; but an H100
+needs five times as long for a tile's bytes (2266 clocks of a scheduler for 64 positions of 128 columns) as for its
+instructions (446).
 """
 
 from typing import Any, NamedTuple

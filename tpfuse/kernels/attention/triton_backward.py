@@ -272,7 +272,7 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
     rows = None
     if parameters["TRANSPOSED"]:
         block = [parameters["BLOCK_M"], static.BLOCK_E]
-        rows = described((do, qk), options, block) if has_tma(arch) and transposable(static, options) else None
+        rows = described((do, qk), options, [block, block]) if has_tma(arch) and transposable(static, options) else None
         if rows is None:
             parameters = default_config("dkdv", arch, qkv, options)
     do_rows, qk_rows = rows or (None, None)

@@ -2,7 +2,7 @@
 ahead, and backward's delta.
 
 Forward has two forms.  Where AHEAD, a tile's scores are asked for while the product before it with v is in flight, and
-descriptors bring k and v, which takes fewer registers than pointers to them.
+descriptors bring k and v, which takes fewer registers than pointers to them; heads of 80 and 96 columns are not padded.
 
 Forward rotates keys while it loads them.  Backward, and forward of heads wider than 128, read q and k rotated once
 ahead into a buffer instead, because in their loops the rotation would spill registers.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import has_tma, launch, target
+from ..runtime.launch import has_tma, launch, next_power_of_2, target
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
 from ..runtime.replay import Replayed
@@ -127,36 +127,52 @@ def _fwd_tile(
 
 
 @triton.jit
-def _scores_ahead(q, k, start, rows, head, BLOCK_N: tl.constexpr):
-    """Returns the scores of one tile; k is Columns."""
-    s, _ = score_tile(q, k.descriptor.load([start, k.first]), head, rows, start + tl.arange(0, BLOCK_N))
+def _scores_ahead(q, k, q_rest, k_rest, start, rows, head, BLOCK_N: tl.constexpr):
+    """Returns the scores of one tile; k and k_rest are Columns.  The short product comes first: it is waited for."""
+    tile = k.descriptor.load([start, k.first])
+    if k_rest is None:
+        s, _ = score_tile(q, tile, head, rows, start + tl.arange(0, BLOCK_N))
+    else:
+        s = tl.dot(q_rest, k_rest.descriptor.load([start, k_rest.first]).T, input_precision="ieee")
+        s = tl.dot(q, tile.T, s, input_precision="ieee")
     return s
 
 
 @triton.jit
 def _add_ahead(o, p, old, v, start):
-    """Returns o with the values of one tile; v is Columns."""
-    tile = v.descriptor.load([start, v.first])
-    return tl.dot(p.to(tile.dtype), tile, o * old[:, None], input_precision="ieee")
+    """Returns o with the values of one tile; v is Columns, None where there are no such columns."""
+    if v is not None:
+        tile = v.descriptor.load([start, v.first])
+        o = tl.dot(p.to(tile.dtype), tile, o * old[:, None], input_precision="ieee")
+    return o
 
 
 @triton.jit
-def _fwd_ahead(o, total, top, q, k, v, a, e, rows, head, BLOCK_N: tl.constexpr):
-    """Returns o, total and top with the keys of [a, e), all of which all rows see.
+def _fwd_ahead(
+    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns o, o_rest, total and top with all keys: first those at the edges, whose code behind the other loop would
+    make that spill, then those of [a, e), all of which all rows see.
 
-    In a turn of the loop the softmax of its tile comes first, then the next tile's product with k and its own with v:
+    In a turn of that loop the softmax of its tile comes first, then the next tile's product with k and its own with v:
     the softmax runs while the product with v before it is in flight.
     """
+    for start in tl.range(begin, end - (e - a), BLOCK_N):
+        tile = tl.where(start < a, start, start + e - a)
+        s = _scores_ahead(q, k, q_rest, k_rest, tile, rows, head, BLOCK_N)
+        p, old, total, top = _softmax(_seen(s, tile + tl.arange(0, BLOCK_N), first, last), total, top, head, True)
+        o, o_rest = _add_ahead(o, p, old, v, tile), _add_ahead(o_rest, p, old, v_rest, tile)
     if a < e:
-        s = _scores_ahead(q, k, a, rows, head, BLOCK_N)
+        s = _scores_ahead(q, k, q_rest, k_rest, a, rows, head, BLOCK_N)
         for start in tl.range(a, e - BLOCK_N, BLOCK_N):
             p, old, total, top = _softmax(s, total, top, head, False)
             p = p.to(v.descriptor.dtype)  # of which there are half as many registers while s is computed
-            s = _scores_ahead(q, k, start + BLOCK_N, rows, head, BLOCK_N)
-            o = _add_ahead(o, p, old, v, start)
+            s = _scores_ahead(q, k, q_rest, k_rest, start + BLOCK_N, rows, head, BLOCK_N)
+            o, o_rest = _add_ahead(o, p, old, v, start), _add_ahead(o_rest, p, old, v_rest, start)
         p, old, total, top = _softmax(s, total, top, head, False)
-        o = _add_ahead(o, p, old, v, e - BLOCK_N)
-    return o, total, top
+        o, o_rest = _add_ahead(o, p, old, v, e - BLOCK_N), _add_ahead(o_rest, p, old, v_rest, e - BLOCK_N)
+    return o, o_rest, total, top
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -166,7 +182,7 @@ def _fwd_kernel(
     tensors,
     o_ptr,  # [M, H E] out
     lse_ptr,  # [B, H, S] out, fp32
-    qkv_rows,  # qkv as [S, columns]: a descriptor where AHEAD, else None
+    qkv_rows, rest_rows,  # qkv as [S, columns]: descriptors of BLOCK_E and REST of them where AHEAD, else None
     B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
     STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -191,15 +207,19 @@ def _fwd_kernel(
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     begin, a, e, end = tile_range(first, last, BLOCK_N)
-    if AHEAD:  # the edges first: behind the loop, their code would make its numbers spill
+    o_rest = o  # of REST columns, else not used
+    if AHEAD:
+        REST: tl.constexpr = STATIC.REST
         column = b * qk_strides.b + (h // Q) * qk_strides.g + Q * E
         k, v = Columns(qkv_rows, column), Columns(qkv_rows, column + E)
-        for start in tl.range(begin, end - (e - a), BLOCK_N):
-            tile = tl.where(start < a, start, start + e - a)
-            s = _seen(_scores_ahead(q, k, tile, rows, head, BLOCK_N), tile + tl.arange(0, BLOCK_N), first, last)
-            p, old, total, top = _softmax(s, total, top, head, True)
-            o = _add_ahead(o, p, old, v, tile)
-        o, total, top = _fwd_ahead(o, total, top, q, k, v, a, e, rows, head, BLOCK_N)
+        q_rest, k_rest, v_rest = None, None, None
+        if REST:
+            q_rows = Rows(group_ptr + h % Q * E + BLOCK_E, qk_strides.s)
+            q_rest, o_rest = load_tile(q_rows, rows, S, True, REST, REST), tl.zeros([BLOCK_M, REST], tl.float32)
+            k_rest, v_rest = Columns(rest_rows, column + BLOCK_E), Columns(rest_rows, column + E + BLOCK_E)
+        o, o_rest, total, top = _fwd_ahead(
+            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head, BLOCK_N
+        )  # fmt: skip
     else:
         for start in tl.range(a, e, BLOCK_N):
             o, total, top = _fwd_tile(
@@ -213,8 +233,11 @@ def _fwd_kernel(
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
     tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
-    o *= (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
-    store_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), o, rows, S, E, BLOCK_E)
+    factor = (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
+    o_ptr += plane.to(tl.int64) * E
+    store_tile(Rows(o_ptr, steps.o), o * factor, rows, S, E, BLOCK_E)
+    if STATIC.REST:
+        store_tile(Rows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
 
 
 # ---- launchers ----
@@ -248,7 +271,12 @@ def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
     return options.cos is not None and qkv.shape[3] > 128
 
 
-def runs_ahead(static: Static, options: Options) -> bool:
+def split(E: int) -> tuple[int, int]:
+    """Returns BLOCK_E and REST of the form AHEAD: heads of 80 and 96 are 64 + 16 and 64 + 32 columns, not 128."""
+    return (64, E - 64) if E in (80, 96) else (max(next_power_of_2(E), 16), 0)
+
+
+def runs_ahead(E: int, options: Options) -> bool:
     """Returns whether forward's form AHEAD has registers for what a call asks for: heads that fill up to 128 columns,
     under causal, window and documents alone.
 
@@ -256,22 +284,27 @@ def runs_ahead(static: Static, options: Options) -> bool:
     issue is what limits it.
     """
     others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
-    return static.E == static.BLOCK_E <= 128 and all(option is None for option in others)
+    return sum(split(E)) == E <= 128 and all(option is None for option in others)
 
 
-def _form(shape: dict[str, Any], qkv: Tensor, static: Static, options: Options) -> tuple[Any, dict[str, Any]]:
-    """Returns a descriptor of qkv where ``shape`` is of the form AHEAD, and the launch parameters; the plain form's
-    where a call cannot take that form, whose tiles are others.
+def _form(
+    shape: dict[str, Any], qkv: Tensor, static: Static, options: Options
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns descriptors of qkv where ``shape`` is of the form AHEAD, and the kernel's constants and launch
+    parameters; the plain form's where a call cannot take that form, whose tiles are others.
 
-    A call with a descriptor is not replayed: it costs the host its launcher every time.
+    A call with descriptors is not replayed: it costs the host its launcher every time.
     """
-    if not shape["AHEAD"]:
-        return None, shape
-    arch, block = target(qkv.device).arch, [shape["BLOCK_N"], static.BLOCK_E]
-    rows = described((qkv,), options, block) if has_tma(arch) and runs_ahead(static, options) else None
-    if rows is not None:
-        return rows[0], shape
-    return None, {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
+    arch, E = target(qkv.device).arch, static.E
+    if shape["AHEAD"]:
+        block, rest = split(E)
+        boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
+        rows = described([qkv] * len(boxes), options, boxes) if has_tma(arch) and runs_ahead(E, options) else None
+        if rows is not None:
+            first, second = (*rows, None)[:2]
+            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
+        shape = {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
+    return (None, None), dict(STATIC=static) | shape
 
 
 @Replayed
@@ -294,11 +327,11 @@ def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     static = attending(static_of(qkv, options), qk, options)
     rows, shape = _form(shape, qkv, static, asked)
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
-    arrays = qk, v, tensors_of(options), o, lse, rows
+    arrays = qk, v, tensors_of(options), o, lse, *rows
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
     numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
-    launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, **shape)
+    launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, **shape)
     return o, lse
 
 

@@ -1,5 +1,6 @@
 """What launchers hand to attention's kernels: its arguments as records, and where they come from."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class Static(NamedTuple):
     CAUSAL: bool = False
     STEPS: int = 0  # halvings that find a document
     SELECT: bool = False  # see selects in triton_backward.py
+    REST: int = 0  # columns behind BLOCK_E, see split in triton_forward.py
 
 
 def dense_heads(qkv: Tensor) -> Tensor:
@@ -80,13 +82,13 @@ def steps_of(qkv: Tensor, batch: int, static: Static) -> Steps:
     return Steps(o=groups * (slots - 2) * E, dqkv=groups * slots * E, rotated=groups * (slots - 1) * static.BLOCK_E)
 
 
-def described(tensors: tuple[Tensor, ...], options: Options, block: list[int]) -> tuple[Any, ...] | None:
-    """Returns descriptors of tensors [M, ...] as [S, columns], the samples of a position side by side; None where the
-    copy engine cannot hold one of them: its columns have 32 bits."""
+def described(tensors: Sequence[Tensor], options: Options, boxes: Sequence[list[int]]) -> tuple[Any, ...] | None:
+    """Returns descriptors, with these boxes, of tensors [M, ...] as [S, columns], the samples of a position side by
+    side; None where the copy engine cannot hold one of them: its columns have 32 bits."""
     views = [_by_position(x, options) for x in tensors]
     if not all(describable(view) and view.shape[1] < 1 << 31 for view in views):
         return None
-    return tuple(TensorDescriptor.from_tensor(view, block) for view in views)
+    return tuple(TensorDescriptor.from_tensor(view, box) for view, box in zip(views, boxes, strict=True))
 
 
 def _by_position(x: Tensor, options: Options) -> Tensor:

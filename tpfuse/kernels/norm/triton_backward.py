@@ -143,7 +143,9 @@ def backward(
     device, like, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
     kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None)
     vectors = out.dbias, out.dgamma, out.dbeta
-    partials = [None if v is None else out.dparts.new_empty(P, D, dtype=torch.float32) for v in vectors]
+    there = [v is not None for v in vectors]
+    rooms = iter(out.dparts.new_empty(sum(there), P, D, dtype=torch.float32))  # one allocation
+    partials = [next(rooms) if is_there else None for is_there in there]
     own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
     entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
