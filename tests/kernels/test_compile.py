@@ -136,8 +136,11 @@ def test_serialised_products_are_seen():
     assert serialised(PRODUCTS) == [] and len(serialised(skips)) == 1
 
 
+MULTIPLYING = sorted({row.split(" | ")[0].strip("| ") for row in TABLE.read_text().splitlines() if "HGMMA" in row})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", MULTIPLYING)
 def test_no_products_are_serialised(compiler, op):
     """Nor would a table of registers and opcodes show it."""
     assert compiler.submit(serialised_calls, op).result() == []
