@@ -23,7 +23,7 @@ WAITS = {
     "masked_select": lambda: X.masked_select(MASK[:, None]),
     "repeat_interleave": lambda: INDEX.repeat_interleave(INDEX),
     "boolean index": lambda: X[MASK],
-    "boolean index assigned": lambda: assign(X, MASK, 1.0),
+    "boolean index assigned": lambda: assign(X, MASK, X[0]),
     "isin": lambda: torch.isin(INDEX, INDEX),
     "to the GPU": lambda: torch.zeros(3).to(GPU),
     "from the GPU": lambda: X.cpu(),
