@@ -298,6 +298,19 @@ def test_a_public_function_is_replayed_whole_and_checked(idle, name):
     assert re.match(SAID[name], said), said
 
 
+def _bias_with_a_gradient() -> str:
+    qkv, bias = torch.randn(16, 2, 3, 32).bfloat16(), torch.zeros(1, 8, 8).bfloat16()
+    for _ in range(3):
+        attention(qkv, batch=2, causal=True, bias=bias)
+    with pytest.raises(ValueError) as said:
+        attention(qkv, batch=2, causal=True, bias=bias.requires_grad_())
+    return str(said.value)
+
+
+def test_a_check_of_what_needs_a_gradient_is_made_after_replays(idle):
+    assert "bias is not differentiated" in idle(_bias_with_a_gradient)
+
+
 def _limited() -> int:
     from tpfuse.kernels.norm.triton_forward import reduce_launch
 

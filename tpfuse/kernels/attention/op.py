@@ -87,7 +87,7 @@ def _forward(qkv: Tensor, given: Options, seq: int | None, scale: float | None) 
 def _backward(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor], given: Options, seq: int | None, scale: float | None
 ) -> Tensor:
-    """do, qkv, o, lse -> dqkv"""
+    """do, qkv, o, lse -> dqkv; the options are completed as in forward, which a replay does not do again."""
     return attention_bwd(*tensors, checked_options(tensors[1].shape, given, seq=seq, scale=scale))
 
 

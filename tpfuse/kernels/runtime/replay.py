@@ -67,7 +67,7 @@ class Call:
                     return False
                 self.double |= dtype is torch.float64
                 self.tensors.append(arg)
-                self.key += dtype, arg.shape, arg.stride()
+                self.key += dtype, arg.shape, arg.stride(), arg.requires_grad  # the last is for checks alone
             elif tensor is False:
                 self.key.append(arg)
             elif not (isinstance(arg, tuple) and self.read(arg)):
