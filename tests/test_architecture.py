@@ -14,6 +14,7 @@ PACKAGE = ROOT / "tpfuse"
 ORDER = [
     "kernels.runtime",
     "kernels",
+    "together",
     "parallel",
     "collectives",
     "sequence_parallel",

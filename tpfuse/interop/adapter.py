@@ -19,10 +19,10 @@ from ..kernels.runtime.errors import check
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of
 from ..layers.module import Spec, local, named_specs
 from ..parallel import TensorParallel
+from ..together import raise_together, together
 from .huggingface.disk import replace_files
 from .huggingface.model import PretrainedModule
 from .huggingface.source import Source
-from .huggingface.together import raise_together, together
 from .huggingface.write import full_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

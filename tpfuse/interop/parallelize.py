@@ -21,8 +21,8 @@ from ..models.config import ModelConfig
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..parallel import TensorParallel
+from ..together import together
 from .huggingface.read import Tensors, load
-from .huggingface.together import together
 
 
 class _Kind(NamedTuple):

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
 from ..interop.huggingface.source import Source
-from ..interop.huggingface.together import together
 from ..interop.huggingface.write import save
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import initialize, local
 from ..parallel import TensorParallel, resolve
+from ..together import together
 from .config import ModelConfig
 from .head import LMHead
 

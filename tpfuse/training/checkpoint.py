@@ -13,9 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from ..interop.huggingface.disk import fsync
 from ..layers.module import Spec, named_specs
 from ..parallel import TensorParallel
+from ..together import on_rank_0
 from .dtensor import to_dtensor
 
-T = TypeVar("T")
 VERSION = 1  # of the formats: Philox, parameter layouts, names
 _NAME = re.compile(r"step-\d{8}(-\d+)?")
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
@@ -44,9 +43,9 @@ def save_checkpoint(
     """
     directory, model = Path(directory), _unwrap(model)
     state, meta = _state(model, optimizer), _meta(model, optimizer, step, extra)
-    path = directory / _everywhere(lambda: _new_name(directory, step))
+    path = directory / on_rank_0(lambda: _new_name(directory, step))
     dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    _everywhere(lambda: _publish(path, meta))
+    on_rank_0(lambda: _publish(path, meta))
     return path
 
 
@@ -198,23 +197,6 @@ def _fill_optimizer(
 
 
 # ---- how it is written ----
-
-
-def _everywhere(action: Callable[[], T]) -> T:
-    """Lets rank 0 act; every rank waits, and gets its result or its error."""
-    if not dist.is_initialized():
-        return action()
-    result: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = action()
-        except Exception as error:
-            result[1] = error
-    dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise result[1]
-    value: T = result[0]
-    return value
 
 
 def _new_name(directory: Path, step: int) -> str:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
+from ...together import together
 from .model import PretrainedModule
 from .source import Source
-from .together import together
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -18,10 +18,10 @@ from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
 from ...parallel import TensorParallel
+from ...together import raise_together
 from .disk import fsync, move, new_folder
 from .model import PretrainedModule
 from .read import INDEX, SINGLE
-from .together import raise_together
 
 MAX_SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (

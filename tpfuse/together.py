@@ -1,0 +1,60 @@
+"""An error on one rank is an error on every rank, so that none waits for one that has left."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+_KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
+
+
+def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Raises ``error`` if there is one; if another rank of the groups has one, an error with the same message.
+
+    That is a ValueError or an OSError where the other rank's is one, and a RuntimeError otherwise.
+    """
+    message = None if error is None else _described(error)
+    for group in groups:
+        if group is not None:
+            every: list[tuple[int, str] | None] = [None] * group.size()
+            dist.all_gather_object(every, message, group=group)
+            message = next((e for e in every if e is not None), None)
+    if error is not None:
+        raise error
+    if message is not None:
+        raise (*_KINDS, RuntimeError)[message[0]](message[1])
+
+
+def together(action: Callable[[], T], groups: Iterable[dist.ProcessGroup | None]) -> T:
+    """Returns ``action()``; an error on every rank of the groups if it raises one on any.  Each rank calls it."""
+    result: list[T] = []
+    error = None
+    try:
+        result.append(action())
+    except Exception as e:
+        error = e
+    raise_together(error, groups)
+    return result[0]
+
+
+def on_rank_0(action: Callable[[], T]) -> T:
+    """Lets rank 0 of the world act; every rank waits, and gets its result or its error."""
+    if not dist.is_initialized():
+        return action()
+    result: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = action()
+        except Exception as error:
+            result[1] = error
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    value: T = result[0]
+    return value
+
+
+def _described(error: Exception) -> tuple[int, str]:
+    kind = next((i for i, known in enumerate(_KINDS) if isinstance(error, known)), len(_KINDS))
+    return kind, f"{error}" if kind < len(_KINDS) else f"{type(error).__name__}: {error}"
