@@ -15,6 +15,7 @@ ORDER = [
     "kernels.runtime",
     "kernels",
     "together",
+    "agreement",
     "parallel",
     "collectives",
     "sequence_parallel",

@@ -1,6 +1,7 @@
 """tpfuse: fused, tensor-parallel transformer layers that give the same answer however they are split."""
 
 from ._version import __version__
+from .agreement import checking
 from .explain import explain
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
@@ -16,6 +17,7 @@ __all__ = [
     "__version__",
     "add_lora",
     "as_dtensor",
+    "checking",
     "clip_grad_norm_",
     "explain",
     "load_adapter",

@@ -3,12 +3,15 @@ deep-copies."""
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from ._version import __version__
+from .agreement import Asked, agree, channel
 
 OVERLAP = "auto", "pairwise", "off"
 
@@ -24,8 +27,10 @@ class TensorParallel:
     elsewhere); "auto": pairwise where it was measured to win.
 
     ``one_machine``: all ranks of a gloo group are on one machine, where a message is a copy made by the cores that
-    multiply, so that "auto" hides none.  For this the constructor, with overlap="auto" on a gloo group, is a
-    collective: all ranks of the group call it.
+    multiply, so that "auto" hides none.
+
+    The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
+    torch, or get the same ValueError.
     """
 
     rank: int
@@ -58,14 +63,18 @@ class TensorParallel:
                 f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'"
             )
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
-        asked = overlap == "auto" and size > 1 and "gloo" in backend
+        between = channel(group)
+        if between is not None:
+            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
+            agree(group, Asked("TensorParallel"), shared)
+        gloo = overlap == "auto" and "gloo" in backend
         self.__dict__.update(  # the one place where a frozen value is written
             rank=rank,
             size=size,
             group_name=name,
             sequence_parallel=sequence_parallel,
             overlap=overlap,
-            one_machine=asked and len(set(gather_objects(host(), group))) == 1,
+            one_machine=gloo and between is not None and len(set(between.gather(host()))) == 1,
         )
 
     @property
@@ -102,28 +111,12 @@ class TensorParallel:
             )
         return rank * step, min(n, (rank + 1) * step)
 
-    def agree(self, what: str, value: Any) -> None:
-        """Compares ``value`` over the ranks: the same ValueError on every rank where they differ."""
-        if self.size == 1:
-            return
-        values = gather_objects(value, self.group)
-        if any(v != values[0] for v in values):
-            table = "; ".join(f"rank {r}: {v!r}" for r, v in enumerate(values))
-            raise ValueError(f"{what} must be the same on every tensor-parallel rank, got {table}")
+    def agree(self, name: str, values: Mapping[str, Any]) -> None:
+        """Compares ``values`` over the ranks: the same ValueError on every rank where they differ, with all values.
 
-    def agree_tensor(self, what: str, x: Tensor, cause: str) -> None:
-        """Compares a hash of an integer tensor over the ranks; a meta tensor has nothing to compare."""
-        if self.size == 1 or x.is_meta:
-            return
-        words = x.detach().reshape(-1).to(torch.int64)
-        weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E3779B97F4A7C1  # wraps
-        # not linear in the position: a linear checksum misses +1, -2, +1
-        weights = (weights ^ (weights >> 29)) * 0x3F58476D1CE4E5B
-        mine = torch.stack([(words * weights).sum(), torch.tensor(hash(tuple(x.shape)), device=words.device)])
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
-        if any(not torch.equal(e, every[0]) for e in every):
-            raise ValueError(f"{what} must be the same on every tensor-parallel rank, and differs; {cause}")
+        "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
+        """
+        agree(self.group, Asked(name), values)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
@@ -131,11 +124,9 @@ def resolve(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]  # torch's NewType of str
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns the values of all ranks of ``group``, in rank order; each rank calls it."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def versions() -> str:
+    """What has to be the same for ranks to compute the same."""
+    return f"tpfuse {__version__}, torch {torch.__version__}"
 
 
 def host() -> tuple[str, int]:

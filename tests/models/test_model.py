@@ -270,9 +270,9 @@ ERRORS = {
     "dtype_differs": (dtype_differs, r"GPT: dtype must be the same .*float64"),
     "sequence_parallel_differs": (
         sequence_parallel_differs,
-        r"GPT: sequence_parallel must be the same .*True; rank 1: False",
+        r"TensorParallel: sequence_parallel must be the same .*True; rank 1: False",
     ),
-    "head_differs": (head_differs, r"Bert: (pooler|masked_lm) must be the same"),
+    "head_differs": (head_differs, r"Bert: pooler and masked_lm must be the same"),
     "unknown_saving": (unknown_saving, r"saving must be one of fastest, smallest, got 'none'"),
     "ids_differ": (ids_differ, r"GPT: input_ids must be the same .* sampler over the whole world"),
     "shape_differs": (shape_differs, r"GPT: input_ids must be the same"),

@@ -100,12 +100,12 @@ def parallelize(
     dtype, device = kinds[0]
     with torch.device("meta"):
         model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, **kind.options(module))
-    tp.agree("parallelize: dtype", dtype)
+    tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)
     else:
         cause = "call torch.manual_seed before the module is made, or load the same files"
-        tp.agree(f"parallelize: a checksum of the weights ({cause})", _checksum(parameters))
+        tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
         load(model, Tensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
     together(lambda: _freeze(model, parameters), (tp.group,))
     name = Path(getattr(module, "name_or_path", "") or "")

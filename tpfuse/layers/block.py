@@ -113,6 +113,7 @@ class TransformerBlock(ParallelModule):
         self.norm_in = make_norm() if enters else None
         self.norm_attention = make_norm()  # the norm after attention; its name is part of the checkpoint format
         self.norm_mlp = None if enters else make_norm()
+        self.compare_alone()
 
     def forward(
         self,

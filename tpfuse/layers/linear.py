@@ -124,6 +124,7 @@ class ColumnParallelLinear(ColumnProjection):
 class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
+    shards_input = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 

@@ -147,7 +147,7 @@ def add_lora(
         bool(chosen) and not missing,
         f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_known(base, layers)}",
     )
-    chosen[0][1].tp.agree("add_lora: rank, alpha, targets, seed", (rank, alpha, tuple(targets), seed))
+    chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
     for path, layer, parts, adapted in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))

@@ -49,6 +49,7 @@ class ParallelMLP(ParallelModule):
         self.fc1 = ColumnParallelLinear(hidden_size, (ffn_size, 2) if gated else ffn_size, init_std=init_std, **shared)
         out_std = init_std if out_init_std is None else out_init_std
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, init_std=out_std, **shared)
+        self.compare_alone()
 
     @property
     def in_one(self) -> bool:

@@ -1,14 +1,16 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..agreement import Agreement, Asked
 from ..collectives import copy
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
@@ -63,12 +65,18 @@ class ParallelModule(nn.Module):
 
     Subclass it to write a parallel layer: call :meth:`add_parameter` for each parameter and, at the end of the
     constructor, :meth:`initialize_alone`.  Checkpoints, optimizers and DTensor views then work on it.
+
+    A layer that is no part of another one or of a model compares its calls over the ranks, the first of each kind:
+    shapes, dtypes, modes, and the values of what every rank must have (``shards_input``: not the input).
     """
+
+    shards_input: ClassVar[bool] = False
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__()
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
+        self._agreement: Agreement | None = None
 
     def add_parameter(
         self,
@@ -97,12 +105,55 @@ class ParallelModule(nn.Module):
         """
         if any(p.is_meta for p in self.parameters()):
             return
+        self.compare_alone()
         if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        what = f"{type(self).__name__}: the seed drawn from torch's generator (call torch.manual_seed before)"
-        self.tp.agree(what, seed)
+        what = "the seed drawn from torch's generator (call torch.manual_seed before)"
+        self.tp.agree(type(self).__name__, {what: seed})
         initialize(self, seed)
+
+    def compare_alone(self) -> None:
+        """Makes this layer, and none of those in it, compare its calls.  Called at the end of a constructor."""
+        if self.tp.size == 1 or any(p.is_meta for p in self.parameters()):
+            return
+        for child in self.modules():
+            if isinstance(child, ParallelModule):
+                child._agreement = None
+        floats = not (self.tp.sequence_parallel or self.shards_input)
+        self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
+        self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+
+
+def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook of a layer that compares its calls."""
+    if module._agreement is not None and not torch.compiler.is_compiling():
+        call = _flat("", dict({f"argument {i}": x for i, x in enumerate(args, 1)}, **kwargs))
+        state = lambda: module_state(module)
+        module._agreement(module.tp.group, call, {"training": module.training}, state)
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Returns what is in nested tuples and dictionaries, by names."""
+    if not isinstance(value, (tuple, list, dict)):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value, 1)
+    return {k: v for key, x in items for k, v in _flat(f"{name}.{key}" if name else str(key), x).items()}
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns what the ranks must share of a module's state: the frozen parameters, the parts that train otherwise."""
+    other = [name for name, part in module.named_modules() if part.training != module.training]
+    return {
+        "frozen parameters": _some([name for name, p in module.named_parameters() if not p.requires_grad]),
+        "parts in another mode": _some(other),
+    }
+
+
+def _some(names: list[str]) -> str:
+    """Returns words for names that are equal where the names are, and not long."""
+    more = f" and {len(names) - 4} more #{zlib.crc32(repr(names).encode()):08x}" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "none") + more
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:

@@ -15,6 +15,7 @@ class LayerNorm(ParallelModule):
     """torch.nn.LayerNorm over the last dimension; under sequence parallelism gradients are summed over the ranks."""
 
     kind = "layer"
+    shards_input = True  # or not: it acts on each row alone
     weight: nn.Parameter
     bias: nn.Parameter | None
 

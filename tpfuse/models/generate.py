@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..agreement import any_rank
 from ..collectives import all_gather
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.runtime.errors import check
@@ -66,8 +67,18 @@ def generate(
     ``do_sample`` draws from softmax(logits / ``temperature``), of the ``top_k`` most likely tokens, and of the fewest
     whose probability is at least ``top_p`` together.  ``repetition_penalty`` divides the logit of a token that was
     there before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858).  ``on_token(tokens [B])`` is
-    called with every new column; true stops.
+    called with every new column; true on any rank stops.
     """
+    sampling = Sampling(
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    asked = dict(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, on_token=on_token)
+    model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
     model._check_inputs(Inputs(input_ids, attention_mask=attention_mask))
     B, S = input_ids.shape
     most, vocab = model.config.max_positions, model.config.vocab_size
@@ -92,14 +103,6 @@ def generate(
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
     ids = ids.masked_fill(~mask, pad)
     between = 1 if on_token is not None else _tokens_between(ids.device)
-    sampling = Sampling(
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     choose = _Chooser(model, ids, mask, sampling)
 
     training = model.training
@@ -114,7 +117,7 @@ def generate(
             logits = _logits(model, tokens, positions, mask=mask, caches=caches)
             token = choose(logits, positions[:, -1] + 1).masked_fill(done, pad)
             out.append(token[:, None])
-            if on_token is not None and on_token(token):
+            if on_token is not None and any_rank(model.tp.group, bool(on_token(token))):
                 break
             if ends:
                 done |= _among(token, ends)

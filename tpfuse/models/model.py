@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..agreement import Agreement, Asked, agree
 from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
 from ..interop.huggingface.source import Source
@@ -15,13 +16,14 @@ from ..interop.huggingface.write import save
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..layers.embedding import VocabParallelEmbedding
-from ..layers.module import initialize, local
-from ..parallel import TensorParallel, resolve
+from ..layers.module import initialize, local, module_state
+from ..parallel import TensorParallel, resolve, versions
 from ..together import together
 from .config import ModelConfig
 from .head import LMHead
 
 M = TypeVar("M", bound="Model")
+_CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
 
 
 class Inputs(NamedTuple):
@@ -113,11 +115,12 @@ class Model(PretrainedModule):
         self.dp_group_name: str | None = None if dp is None else dp.group_name
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         self.source, self.hf_source = None, None
-        self._compared = False
+        name = type(self).__name__
+        self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype())
-        shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap)
-        for key, value in (shared | options).items():
-            self.tp.agree(f"{type(self).__name__}: {key}", value)
+        self.tp.agree(name, shared | options)
+        shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
+        agree(dp, Asked(name, axis="data-parallel"), shared | options)
 
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
@@ -181,9 +184,16 @@ class Model(PretrainedModule):
             first_sample=first_sample,
             return_logits=return_logits,
         )
+        self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():
             check(getattr(inputs, name) is None, f"{type(self).__name__}: {reason}")
         return self._run(inputs)
+
+    def _compare(self, call: str, arguments: dict[str, Any]) -> None:
+        """Compares a call over the tensor-parallel ranks, before anything of it is done."""
+        if self.tp.size > 1:
+            modes = {"call": call, "training": self.training}
+            self._agreement(self.tp.group, arguments, modes, lambda: module_state(self))
 
     def _run(self, inputs: Inputs) -> Output:
         raise NotImplementedError
@@ -204,10 +214,6 @@ class Model(PretrainedModule):
                     x.shape == ids.shape and (key == "attention_mask" or x.dtype == torch.int64),
                     f"{name}: {key} must be int64 {tuple(ids.shape)} as input_ids, got {x.dtype} {tuple(x.shape)}",
                 )
-        if not self._compared and not torch.compiler.is_compiling():
-            cause = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
-            self.tp.agree_tensor(f"{name}: input_ids", ids, cause)
-            self._compared = True
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
@@ -263,7 +269,7 @@ class Model(PretrainedModule):
         files, config, options = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
-        model.tp.agree(f"{cls.__name__}: dtype", dtype)
+        model.tp.agree(cls.__name__, {"dtype": dtype})
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()
