@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -82,10 +83,11 @@ def one_line_errors() -> Iterator[None]:
         fail(error)
 
 
-def start() -> torch.device:
+def start(timeout: int = 300) -> torch.device:
     """Joins the process group and returns this process's device.
 
-    The group is nccl on GPUs, gloo on CPUs, and of one process when not under torchrun.
+    The group is nccl on GPUs, gloo on CPUs, and of one process when not under torchrun.  A process that keeps the
+    others waiting for more than ``timeout`` seconds is an error on them (torch's own limit for gloo: half an hour).
     """
     if torch.cuda.is_available() and torch.cuda.device_count() >= _LOCAL_WORLD:
         device = torch.device("cuda", _LOCAL_RANK)
@@ -93,7 +95,8 @@ def start() -> torch.device:
     else:
         device = torch.device("cpu")
     alone = {} if UNDER_TORCHRUN else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **alone)
     return device
 
 

@@ -64,6 +64,13 @@ def parse() -> argparse.Namespace:
         help="for backward, keep what is fastest or what is smallest",
     )
     add("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
+    add(
+        "--timeout",
+        type=common.positive,
+        default=300,
+        metavar="S",
+        help="seconds after which a process that the others wait for ends the run",
+    )
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("out/train_gpt"), metavar="DIR", help="everything is written here")
     add("--checkpoint-every", type=common.positive, default=200, metavar="N", help="steps between checkpoints")

@@ -4,25 +4,44 @@ import json
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+PATIENCE = 5.0  # seconds: Slurm, Ctrl-C and launchers that pass a signal on deliver it twice at once
+
 
 class StopSignal:
-    """A context in which Ctrl-C and SIGTERM are noted rather than obeyed; a second one is obeyed."""
+    """A context in which Ctrl-C, SIGTERM and SIGHUP are noted rather than obeyed; one sent again later is obeyed.
+
+    ``number`` is the signal, or 0.  A launcher that has gone counts as SIGHUP: nobody would stop this process later.
+    """
+
+    def __init__(self, launched: bool):
+        self.noted, self.since = 0, 0.0
+        self.parent = os.getppid() if launched else None
 
     def __enter__(self):
-        self.signum = 0
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        heard = [s for s in signals if signal.getsignal(s) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.before = {s: signal.signal(s, self._note) for s in heard}
         return self
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    @property
+    def number(self) -> int:
+        orphaned = self.parent is not None and os.getppid() != self.parent
+        return self.noted or (signal.SIGHUP if orphaned else 0)
+
     def _note(self, number, frame):
-        self.signum = number
-        signal.signal(number, self.before[number])
+        if not self.noted:
+            self.noted, self.since = number, time.monotonic()
+        elif time.monotonic() - self.since > PATIENCE:
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
 
 
 class Log:

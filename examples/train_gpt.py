@@ -187,7 +187,10 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
     name = torch.cuda.get_device_name(on.device) if on.device.type == "cuda" else ""
     meter = ThroughputMeter(on.model.config, seq=args.seq, batch=args.batch, devices=common.WORLD, device_name=name)
     quiet = dict(mininterval=0.5 if sys.stderr.isatty() else 10, disable=common.RANK != 0)
-    with StopSignal() as stop, tqdm(total=args.steps, initial=first, unit="step", dynamic_ncols=True, **quiet) as bar:
+    with (
+        StopSignal(common.UNDER_TORCHRUN) as stop,
+        tqdm(total=args.steps, initial=first, unit="step", dynamic_ncols=True, **quiet) as bar,
+    ):
         for step in range(first, args.steps):
             meter.start()
             lr = learning_rate(args, step)
@@ -197,7 +200,7 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
             norm = tpfuse.clip_grad_norm_(on.model, 1.0)
             on.optimizer.step()
             on.optimizer.zero_grad()
-            loss, stopped_by = agree(loss, stop.signum, on.device)
+            loss, stopped_by = agree(loss, stop.number, on.device)
             tokens, packed = None, {}
             if args.pack:
                 spans, shared = balanced(on, step)
@@ -244,7 +247,7 @@ def main() -> None:
             raise ValueError(f"{args.out} holds a run: --resume goes on with it, --restart throws it away")
         text = read_text(args.data, args.max_mb, args.seq)
 
-    device = common.start()
+    device = common.start(args.timeout)
     mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel)
     with common.one_line_errors():
@@ -288,6 +291,8 @@ def main() -> None:
         f" {device.type}, {'bf16' if on.bf16 else 'fp32'}; gzip -9 takes {gzipped:.3f} bits per byte of the held-out"
         f" {len(text.held_out):,}"
     )
+    if common.WORLD > 1:
+        common.say(f"a process that the others wait for longer than {args.timeout} s ends the run (--timeout)")
     began = time.perf_counter()
     stopped_by = train(on, first, log, checkpoints)
     minutes = (time.perf_counter() - began) / 60

@@ -15,6 +15,7 @@ ORDER = [
     "kernels.runtime",
     "kernels",
     "together",
+    "failure",
     "agreement",
     "parallel",
     "collectives",

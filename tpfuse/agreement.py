@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .failure import explained, note_failures
+
 SAMPLE = 64  # elements of a float tensor that are compared
 CLOSE = 1e-2  # of the largest: what a kernel of another order of sums may differ by, and other data does not
 _always: contextvars.ContextVar[bool] = contextvars.ContextVar("always", default=False)
@@ -46,6 +48,7 @@ class Channel:
     """Connections between the hosts of a group's ranks.  Made by all of them."""
 
     def __init__(self, group: dist.ProcessGroup):
+        note_failures()
         store = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
         made = _made.setdefault(store, {})
@@ -62,7 +65,7 @@ class Channel:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
-                f" has come to no such call within {self.timeout.total_seconds():g} s: {error}"
+                f" has come to no such call within {self.timeout.total_seconds():g} s: {explained(error)}"
             ) from error
         return torch.stack(every)
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .failure import explained
 from .kernels.norm.core import reduce_parts
 from .kernels.runtime.function import Function, once_differentiable
 from .kernels.runtime.op import COMMUNICATION, op
@@ -93,11 +94,11 @@ def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) ->
 @contextlib.contextmanager
 def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Raises the error of a peer that died or did not come in time as one that says what was waited for, and on which
-    rank."""
+    rank; and why the peer died, where it has said so."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{what}, rank {group.rank()} of {group.size()}: {error}") from error
+        raise RuntimeError(f"{what}, rank {group.rank()} of {group.size()}: {explained(error)}") from error
 
 
 all_gather = op(all_gather_ref, kind=COMMUNICATION, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))

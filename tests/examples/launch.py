@@ -110,8 +110,12 @@ def ok(script: str, *args, **how) -> str:
     return done.stdout
 
 
-def interrupted(script: str, *args, procs: int, when, number: signal.Signals, timeout: float = 300) -> tuple[int, str]:
-    """Starts it, sends the launcher a signal once ``when()`` holds -> (exit code, stdout and stderr)."""
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def interrupted(script: str, *args, procs: int, when, send, timeout: float = 300) -> tuple[int | None, str]:
+    """Starts it, calls ``send(its process id)`` once ``when()`` holds -> (exit code, stdout and stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         with _started(arguments(script, *args), procs, out, out) as process:
@@ -119,6 +123,18 @@ def interrupted(script: str, *args, procs: int, when, number: signal.Signals, ti
             while not when():
                 assert process.is_alive() and time.monotonic() < deadline, out.read_text()
                 time.sleep(0.01)
-            os.kill(process.pid, number)
+            workers = children(process.pid)
+            send(process.pid)
             process.join(timeout)
+            while any(running(worker) for worker in workers):
+                assert time.monotonic() < deadline, out.read_text()
+                time.sleep(0.05)
             return process.exitcode, out.read_text()
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process, and no mere entry that nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

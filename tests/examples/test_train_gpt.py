@@ -7,6 +7,7 @@ it takes.
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples.launch import example, interrupted, ok, run
+from tests.examples.launch import children, example, interrupted, ok, run
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -113,13 +114,28 @@ def test_the_comparison_can_fail(tmp_path, undisturbed):
         same_run(tmp_path, reference)
 
 
+def everyone(number: signal.Signals):
+    """As Slurm and Ctrl-C do: to the launcher, which passes it on, and to each process."""
+    return lambda launcher: os.killpg(launcher, number)
+
+
+def begun(out: Path):
+    log = out / "log.jsonl"
+    return lambda: log.exists() and log.read_text().count("\n") >= 2
+
+
+TO_LAUNCHER = [
+    (tp, dp, procs, number, lambda pid, number=number: os.kill(pid, number))
+    for tp, dp, procs in [(2, 1, 2), (1, 3, 3), (1, 1, 0)]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+]
+TO_ALL = [(2, 1, 2, number, everyone(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, dp, procs", [(2, 1, 2), (1, 3, 3), (1, 1, 0)])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed, tp, dp, procs, number):
-    log = tmp_path / "log.jsonl"
-    begun = lambda: log.exists() and log.read_text().count("\n") >= 2
-    code, said = interrupted(SCRIPT, *arguments(tmp_path, tp, dp), procs=procs, when=begun, number=number)
+@pytest.mark.parametrize("tp, dp, procs, number, send", TO_LAUNCHER + TO_ALL)
+def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed, tp, dp, procs, number, send):
+    code, said = interrupted(SCRIPT, *arguments(tmp_path, tp, dp), procs=procs, when=begun(tmp_path), send=send)
     reached = len(losses(tmp_path))
     assert 2 <= reached < STEPS and latest(tmp_path) == f"step-{reached:08d}"
     assert code != 0 and said.count(f"stopped by {number.name}") == 1, said
@@ -130,6 +146,49 @@ def test_a_signal_finishes_the_step_and_says_how_to_go_on(tmp_path, undisturbed,
     said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume"), procs=procs)
     assert f"resumed at step {reached} of {STEPS}" in said
     same_run(tmp_path, undisturbed(tp, dp)[0])
+
+
+@pytest.mark.slow
+def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(tmp_path, undisturbed):
+    kill = lambda launcher: os.kill(launcher, signal.SIGKILL)
+    _, said = interrupted(SCRIPT, *arguments(tmp_path, 2, 1), procs=2, when=begun(tmp_path), send=kill)
+    reached = len(losses(tmp_path))
+    assert 2 <= reached < STEPS and latest(tmp_path) == f"step-{reached:08d}"
+    assert "stopped by SIGINT" in said, said  # which torch's launcher has forked processes sent at its death
+    ok(SCRIPT, *arguments(tmp_path, 2, 1, "--resume"), procs=2)
+    same_run(tmp_path, undisturbed(2, 1)[0])
+
+
+def test_a_launcher_that_has_gone_counts_as_a_signal():
+    StopSignal = example("_run").StopSignal
+    with StopSignal(launched=True) as stop, StopSignal(launched=False) as alone:
+        assert stop.number == alone.number == 0
+        stop.parent = -1  # as if another process had taken its place
+        assert stop.number == signal.SIGHUP
+
+
+def test_a_signal_counts_again_only_later(monkeypatch):
+    """Launchers deliver one twice at once; who asks again wants it."""
+    run = example("_run")
+    with pytest.raises(KeyboardInterrupt), run.StopSignal(launched=False) as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.number == signal.SIGINT
+        monkeypatch.setattr(run, "PATIENCE", -1.0)
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_the_run(tmp_path):
+    """In --timeout seconds, with an error of the other; what was saved is there."""
+    flags = *arguments(tmp_path, 2, 1), "--timeout", 4, "--steps", 1000, "--checkpoint-every", 1
+
+    def stop(launcher):
+        os.kill(children(launcher)[1], signal.SIGSTOP)
+
+    code, said = interrupted(SCRIPT, *flags, procs=2, when=begun(tmp_path), send=stop)
+    assert code != 0 and "RuntimeError" in said and "that the others wait for longer than 4 s ends the run" in said
+    assert latest(tmp_path).startswith("step-")
 
 
 @pytest.mark.slow

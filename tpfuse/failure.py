@@ -1,0 +1,46 @@
+"""The first rank that fails says so where the others find it: their own errors then name it and its message.
+
+A rank whose process ends closes its connections, which ends what others wait for within seconds, but says no more than
+that.  The note stands in the store that the process group was made with.
+"""
+
+import contextlib
+import functools
+import sys
+from types import TracebackType
+
+import torch.distributed as dist
+
+_KEY = "tpfuse/failed"
+
+
+def noted() -> str:
+    """Returns "rank 1 has failed: ValueError: ...", or "" where no rank has left a note."""
+    with contextlib.suppress(Exception):  # the store's process may be the one that has gone
+        store = _store()
+        if store.check([_KEY]):
+            return store.get(_KEY).decode()
+    return ""
+
+
+def explained(error: Exception) -> str:
+    """Returns what another rank has said of its own failure, or else ``error``'s own words."""
+    return noted() or f"{error}"
+
+
+@functools.cache
+def note_failures() -> None:
+    """Makes an exception that ends this process leave a note, before it is printed as ever."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(Exception):
+            words = f"rank {dist.get_rank()} has failed: {kind.__name__}: {error}"
+            _store().compare_set(_KEY, "", words)  # the first stays
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
