@@ -28,6 +28,7 @@ ORDER = [
     "interop",
     "explain",
     "ledger",
+    "parity",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(

@@ -8,6 +8,7 @@ from .interop.parallelize import parallelize
 from .kernels.runtime.philox import make_rng
 from .layers.lora import add_lora, merge_lora, unmerge_lora
 from .parallel import TensorParallel
+from .parity import check_parity
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.optim import clip_grad_norm_, param_groups
@@ -17,6 +18,7 @@ __all__ = [
     "__version__",
     "add_lora",
     "as_dtensor",
+    "check_parity",
     "checking",
     "clip_grad_norm_",
     "explain",

@@ -24,7 +24,11 @@ from tpfuse.layers.module import named_specs
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RANKS = {"README.md": 2, "docs/training.md": 2}  # pages for torchrun --nproc-per-node 2; the others are for one process
+RANKS = {
+    "README.md": 2,
+    "docs/training.md": 2,
+    "docs/faults.md": 2,
+}  # pages for torchrun --nproc-per-node 2; the others are for one process
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -94,7 +98,7 @@ def test_readme_has_its_examples():
     assert {"README.md", *(f"docs/{stem}.md" for stem in STEMS)} == {name_of(page) for page in WITH_PYTHON}
 
 
-STEMS = "fine_tuning", "kernels", "layers", "ledger", "models", "overlap", "packing", "training"
+STEMS = "faults", "fine_tuning", "kernels", "layers", "ledger", "models", "overlap", "packing", "training"
 
 
 def test_the_first_example_runs_in_plain_python():
