@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from tests.common import assert_equal
 from tests.forking import forking
 from tests.models.common import STEP_CONFIG, Training, batch, whole
+from tests.training.checkpoint.common import made, names, state
 from tpfuse import load_checkpoint, param_groups, save_checkpoint
 from tpfuse.models import GPT, Bert, BertConfig
 from tpfuse.training import checkpoint
@@ -96,28 +96,6 @@ def forgetful(world, directory):
 
 
 # ---- one process from here on ----
-
-
-def made(config=STEP_CONFIG, steps=0, seed=0, lr=1e-3):
-    model = GPT(config, seed=seed)
-    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=lr)
-    for _ in range(steps):
-        model(**batch(config)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def state(model, optimizer):
-    """All there is, as one flat dictionary."""
-    flat = {"step": model.step.clone(), "seed": torch.tensor(model.seed)} | {
-        n: p.detach().clone() for n, p in model.named_parameters()
-    }
-    for name, p in model.named_parameters():
-        flat |= {f"{name} {k}": v.clone() for k, v in optimizer.state.get(p, {}).items()}
-    for i, group in enumerate(optimizer.param_groups):
-        flat |= {f"{i} {k}": torch.as_tensor(v).clone() for k, v in group.items() if k != "params" and v is not None}
-    return flat
 
 
 def test_everything_comes_back(tmp_path):
@@ -304,10 +282,6 @@ def test_an_error_of_rank_0_is_every_ranks(ranks, tmp_path):
 
 
 # ---- what is kept ----
-
-
-def names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()} - {"job.json"}
 
 
 def test_the_last_two_are_kept_and_nothing_else_is_touched(tmp_path):
