@@ -66,11 +66,11 @@ def check_json(what: str, value: Any) -> None:
     """ValueError where a value would not come back from JSON; a tuple comes back as a list."""
     try:
         json.dumps(value)
-        wrong = next(_foreign(value), None)
+        wrong = next(map(_short, _foreign(value)), None)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} must be JSON values: {error}") from None
     if wrong is not None:
-        raise ValueError(f"{what} must be JSON values, got the key {_short(wrong)}, which is not a string")
+        raise ValueError(f"{what} must be JSON values, got the key {wrong}, which is not a string")
 
 
 def _foreign(value: Any) -> Any:
