@@ -149,7 +149,7 @@ def test_a_shard_that_rank_0_does_not_see_is_not_published(ranks, tmp_path):
 EXTRAS = [{1, 2}, object(), {1: 2}, {"a": [{None: 0}]}, b"bytes", torch.ones(2), 1j]
 
 
-@pytest.mark.parametrize("extra", EXTRAS, ids=repr)
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: type(extra).__name__)
 def test_extra_that_is_not_json(tmp_path, extra):
     with pytest.raises(ValueError, match="save_checkpoint: extra must be JSON values"):
         save_checkpoint(tmp_path / "run", *made(), step=1, extra=extra)

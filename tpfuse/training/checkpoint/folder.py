@@ -69,11 +69,14 @@ def check_shared(path: Path, saving: bytes) -> None:
 
 
 def publish(path: Path, meta: bytes) -> None:
-    """Writes meta.json, then makes the checkpoint the latest."""
+    """Writes meta.json, then makes the checkpoint the latest; all of it is on disk when this returns."""
     _write(path / META, meta)
     with at(path):
         fsync(path)
     _write(path.parent / LATEST, f"{path.name}\n".encode())
+    with at(path):
+        (path / SAVING).unlink()
+        fsync(path.parent)
 
 
 def tidy(newest: Path, kept: set[str]) -> None:
@@ -83,8 +86,6 @@ def tidy(newest: Path, kept: set[str]) -> None:
     what another job may still be writing.  The checkpoint is published: what cannot be removed now stays.
     """
     try:
-        fsync(newest.parent)
-        (newest / SAVING).unlink()
         for folder in newest.parent.iterdir():
             if _NAME.fullmatch(folder.name) and folder.name not in kept:
                 if _is_abandoned(folder) if _is_unfinished(folder) else _is_superseded(folder, newest):

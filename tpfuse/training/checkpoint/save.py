@@ -105,7 +105,9 @@ def _collect(
     rng = dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta = dict(version=VERSION, step=step, extra=extra, **rng, optimizer=type(optimizer).__qualname__)
     meta |= {"config": config_of(model), _OWN: conditions(model), "param_groups": groups}
-    return pieces_of(entries, optimizer), meta
+    return pieces_of(entries, optimizer), json.loads(
+        json.dumps(meta)
+    )  # a copy, which the caller's changes do not reach
 
 
 def _prepare(directory: Path, ranks: Ranks, collect: Callable[[], tuple[dict[str, Piece], Meta]]) -> _Save:
