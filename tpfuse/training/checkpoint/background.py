@@ -71,4 +71,5 @@ def _forget() -> None:
 
 
 atexit.register(_report)
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

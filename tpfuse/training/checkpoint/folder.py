@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from ...interop.huggingface.disk import fsync
+from ...parallel import host
 from .errors import at
 from .job import is_alive, is_here, read_job, this_job, write_job
 from .meta import plain, read_text
@@ -63,9 +64,7 @@ def check_shared(path: Path, saving: bytes) -> None:
     except OSError:
         shared = False
     if not shared:
-        raise OSError(
-            f"{path.parent} of {os.uname().nodename} is not the folder that rank 0 writes to: all ranks must share one"
-        )
+        raise OSError(f"{path.parent} of {host()[0]} is not the folder that rank 0 writes to: all ranks must share one")
 
 
 def publish(path: Path, meta: bytes) -> None:

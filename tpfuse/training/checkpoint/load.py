@@ -1,6 +1,5 @@
 """load_checkpoint: latest -> meta.json -> shards -> state; nothing changes before every rank has read everything."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...parallel import host
 from . import background as thread
 from . import state, version1
 from .conditions import check_config, conditions, config_of, warn_of_differences
@@ -91,9 +91,7 @@ def _check_same(path: Path, raw: bytes) -> None:
     except OSError:
         same = False
     if not same:
-        raise OSError(
-            f"{path} of {os.uname().nodename} is not the file that rank 0 reads: all ranks must share one folder"
-        )
+        raise OSError(f"{path} of {host()[0]} is not the file that rank 0 reads: all ranks must share one folder")
 
 
 def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None:

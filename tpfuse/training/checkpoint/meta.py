@@ -54,7 +54,7 @@ def files_of(meta: Meta) -> dict[str, Shard]:
 def read_text(path: Path) -> bytes:
     """Returns the contents of a regular file.  OSError where it is missing or of another kind: a pipe would not end."""
     with at(path):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:

@@ -177,7 +177,11 @@ def _begin(save: _Save) -> _Begun:
         save.directory.mkdir(parents=True, exist_ok=True)
     job = take(save.directory)
     path = new_checkpoint(save.directory, save.meta["step"])
-    return _Begun(path.name, read_text(path / SAVING), job)
+    try:
+        return _Begun(path.name, read_text(path / SAVING), job)
+    except OSError:
+        _discard(path)
+        raise
 
 
 def _write_shard(save: _Save, path: Path) -> dict[str, Shard]:
