@@ -230,7 +230,8 @@ def test_what_a_run_leaves(undisturbed):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "held_out_bits" in r] == [4, 8]
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["latest", "step-00000006", "step-00000008"]
+    kept = ["job.json", "latest", "step-00000006", "step-00000008"]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == kept
     assert records[-1]["held_out_bits"] < 8 and f"held out: {records[-1]['held_out_bits']:.3f} bits per byte" in said
     assert "gzip -9" in said and "continues 'class Error(':\nclass Error(" in said
 

@@ -5,16 +5,15 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.common import assert_equal
 from tests.forking import forking
 from tests.models.common import STEP_CONFIG, Training, batch, whole
+from tests.training.checkpoint.common import made, names, state
 from tpfuse import load_checkpoint, param_groups, save_checkpoint
 from tpfuse.models import GPT, Bert, BertConfig
 from tpfuse.training import checkpoint
@@ -92,33 +91,11 @@ def test_without_the_optimizers_state_it_would_show(ranks, written, undisturbed)
 
 
 def forgetful(world, directory):
-    with mock.patch.object(checkpoint, "_fill_optimizer"):
+    with mock.patch.object(checkpoint.state, "put_optimizer"):
         return resume(world, directory, 6)
 
 
 # ---- one process from here on ----
-
-
-def made(config=STEP_CONFIG, steps=0, seed=0, lr=1e-3):
-    model = GPT(config, seed=seed)
-    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=lr)
-    for _ in range(steps):
-        model(**batch(config)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def state(model, optimizer):
-    """All there is, as one flat dictionary."""
-    flat = {"step": model.step.clone(), "seed": torch.tensor(model.seed)} | {
-        n: p.detach().clone() for n, p in model.named_parameters()
-    }
-    for name, p in model.named_parameters():
-        flat |= {f"{name} {k}": v.clone() for k, v in optimizer.state.get(p, {}).items()}
-    for i, group in enumerate(optimizer.param_groups):
-        flat |= {f"{i} {k}": torch.as_tensor(v).clone() for k, v in group.items() if k != "params" and v is not None}
-    return flat
 
 
 def test_everything_comes_back(tmp_path):
@@ -307,10 +284,6 @@ def test_an_error_of_rank_0_is_every_ranks(ranks, tmp_path):
 # ---- what is kept ----
 
 
-def names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
 def test_the_last_two_are_kept_and_nothing_else_is_touched(tmp_path):
     model, optimizer = made(steps=1)
     mine = {"notes.txt", "step-00000001-best", "model.safetensors", "step-2"}
@@ -331,12 +304,12 @@ def test_the_last_two_are_kept_and_nothing_else_is_touched(tmp_path):
 # ---- killed ----
 
 KILLS = {  # where the process is when it dies -> the step that is loaded then
-    "before anything": ("torch.distributed.checkpoint.FileSystemWriter.prepare_global_plan", 1),
-    "while shards are written": ("torch.distributed.checkpoint.FileSystemWriter.finish", 1),
-    "before publishing": ("tpfuse.training.checkpoint._publish", 1),
-    "before meta.json": ("tpfuse.training.checkpoint.os.replace", 1),
-    "before latest": ("tpfuse.training.checkpoint.fsync", 1),  # of the folder with its meta.json
-    "before cleaning": ("tpfuse.training.checkpoint._clean", 2),
+    "before anything": ("tpfuse.training.checkpoint.save.check_shared", 1),
+    "while shards are written": ("tpfuse.training.checkpoint.shards.os.fsync", 1),
+    "before publishing": ("tpfuse.training.checkpoint.save._publish", 1),
+    "before meta.json": ("tpfuse.training.checkpoint.folder._write", 1),
+    "before latest": ("tpfuse.training.checkpoint.folder.fsync", 1),  # of the folder with its meta.json
+    "before cleaning": ("tpfuse.training.checkpoint.save.tidy", 2),
 }
 
 
@@ -376,14 +349,14 @@ def test_a_save_that_is_killed_leaves_the_previous_one(tmp_path):
 def die_while_saving(world, directory):
     training = Training(world, 1)
     training.steps(0, 3)
-    write = dcp.FileSystemWriter.write_data
+    write = checkpoint.save.write_shard
 
-    def killed(self, *args):
+    def killed(*args):
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(self, *args)
+        return write(*args)
 
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", killed):
+    with mock.patch.object(checkpoint.save, "write_shard", killed):
         save_checkpoint(directory, training.model, training.optimizer, step=3)
 
 

@@ -1,0 +1,113 @@
+"""What makes a resumed run another run is an error; what decides its last bits is said."""
+
+import dataclasses
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.common import assert_equal
+from tests.models.common import STEP_CONFIG, Training
+from tests.training.checkpoint.common import made, state
+from tpfuse import load_checkpoint, param_groups, save_checkpoint
+from tpfuse.models import GPT
+from tpfuse.training.checkpoint.conditions import config_of
+from tpfuse.training.checkpoint.meta import sealed
+
+
+def edit(path, **changes):
+    """Changes conditions in meta.json, as if another run had written it."""
+    meta = json.loads((path / "meta.json").read_text())
+    meta.pop("sha256")
+    meta["conditions"] |= changes
+    (path / "meta.json").write_bytes(sealed(meta))
+
+
+def said_at(load):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load()
+    return [str(w.message) for w in caught if "load_checkpoint" in str(w.message)]
+
+
+def test_nothing_is_said_where_nothing_differs(tmp_path):
+    model, optimizer = made(steps=1)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert said_at(lambda: load_checkpoint(tmp_path, model, optimizer)) == []
+
+
+DIFFERENCES = {"torch": "2.0.0", "tpfuse": "0.0.1", "threads": 999, "tensor-parallel size": 4, "overlap": "pairwise"}
+DIFFERENCES |= {"data-parallel size": 16, "sequence_parallel": True, "one_machine": True, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("key", DIFFERENCES)
+def test_each_difference_is_said_in_a_line(tmp_path, key):
+    model, optimizer = made(steps=1)
+    path = save_checkpoint(tmp_path, model, optimizer, step=1)
+    now = json.loads((path / "meta.json").read_text())["conditions"][key]
+    edit(path, **{key: DIFFERENCES[key]})
+    (said,) = said_at(lambda: load_checkpoint(tmp_path, model, optimizer))
+    assert f"{path} was written with {key} {DIFFERENCES[key]}, now it is {now}" in said and "\n" not in said
+
+
+def warned(world, directory, sequence_parallel):
+    training = Training(world, sp=sequence_parallel)
+    found = said_at(lambda: load_checkpoint(directory, training.model, training.optimizer))
+    save_checkpoint(directory, training.model, training.optimizer, step=1)
+    return found
+
+
+def test_the_split_is_recorded_and_rank_0_says_it(ranks, tmp_path):
+    assert ranks(4, warned, str(tmp_path), True) == [[], [], [], []]
+    first, second = ranks(2, warned, str(tmp_path), False)
+    assert len(first) == 2 and second == []
+    assert "tensor-parallel size 4, now it is 2" in first[0] and "sequence_parallel True, now it is False" in first[1]
+
+
+CHANGES = [dict(activation="relu"), dict(eps=1e-6), dict(window=4)]
+ROPE = replace(STEP_CONFIG, rope={"rope_theta": 10000.0})
+CASES = [(STEP_CONFIG, replace(STEP_CONFIG, **c), next(iter(c))) for c in CHANGES]
+CASES += [(ROPE, replace(ROPE, rope={"rope_theta": 20000.0}), "rope")]
+CASES += [(replace(ROPE, norm="rms"), replace(ROPE, norm="gemma_rms"), "norm")]
+
+
+@pytest.mark.parametrize("saved, ours, field", CASES, ids=[field for _, _, field in CASES])
+def test_another_function_of_the_same_shapes(tmp_path, saved, ours, field):
+    save_checkpoint(tmp_path, *made(saved, 1), step=1)
+    model, optimizer = made(ours, 1, seed=1)
+    before = state(model, optimizer)
+    with pytest.raises(ValueError, match=f"load_checkpoint: the model's config has {field}=.* was written with "):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert_equal(state(model, optimizer), before)
+
+
+def test_what_does_not_enter_the_function_may_differ(tmp_path):
+    save_checkpoint(tmp_path, *made(steps=1), step=1)
+    rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.25)
+    model, optimizer = made(replace(STEP_CONFIG, init_std=0.5, **rates))
+    assert load_checkpoint(tmp_path, model, optimizer) == (1, None)
+
+
+def test_any_config_that_is_a_dataclass():
+    @dataclasses.dataclass
+    class Config:
+        sizes: tuple = (1, 2)
+        kind: object = torch.float32
+
+    model = torch.nn.Linear(1, 1)
+    assert config_of(model) is None
+    model.config = Config()
+    assert config_of(model) == {"sizes": [1, 2], "kind": "torch.float32"}
+
+
+def test_another_optimizer(tmp_path):
+    model, optimizer = made(steps=1)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    other = GPT(STEP_CONFIG, seed=1)
+    optimizer = torch.optim.SGD(param_groups(other, 0.1), lr=0.1, momentum=0.9)
+    before = state(other, optimizer)
+    with pytest.raises(ValueError, match="load_checkpoint: the optimizer is SGD, .* was written with AdamW"):
+        load_checkpoint(tmp_path, other, optimizer)
+    assert_equal(state(other, optimizer), before)

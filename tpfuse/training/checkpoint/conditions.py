@@ -1,0 +1,69 @@
+"""What a resumed run must share with the one that wrote the checkpoint, for the same function and the same bits."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..._version import __version__
+from ...layers.module import named_specs
+from ...parallel import TensorParallel
+
+# Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
+_FREE = "dropout", "attention_dropout", "embedding_dropout", "init_std", "family"
+
+
+def conditions(model: nn.Module) -> dict[str, Any]:
+    """Returns what the last bits of a step depend on beside the state, as JSON has it."""
+    tp = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.size, default=TensorParallel())
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    split = tp.size > 1
+    return {
+        "torch": str(torch.__version__),
+        "tpfuse": __version__,
+        "threads": torch.get_num_threads(),
+        "tensor-parallel size": tp.size,
+        "data-parallel size": world // tp.size,
+        "sequence_parallel": split and tp.sequence_parallel,
+        "overlap": tp.overlap if split else None,
+        "one_machine": split and tp.one_machine,
+        "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+    }
+
+
+def warn_of_differences(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Says each difference, in a line: the run is the same, its last bits need not be."""
+    for key, value in now.items():
+        if key in then and then[key] != value:
+            warnings.warn(
+                f"load_checkpoint: {path} was written with {key} {str(then[key])[:60]}, now it is {value}:"
+                " training goes on, not bit for bit",
+                stacklevel=3,
+            )
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the model's config as JSON has it; None where the model has none that is a dataclass."""
+    config = getattr(model, "config", None)
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return None
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    found: dict[str, Any] = json.loads(json.dumps(fields, default=_json))
+    return found
+
+
+def _json(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, Iterable) else repr(value)
+
+
+def check_config(path: Path, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """ValueError where the model computes another function than the one that was saved."""
+    for key, value in (now or {}).items():
+        if then is not None and key in then and key not in _FREE and then[key] != value:
+            raise ValueError(f"the model's config has {key}={value!r}, {path} was written with {str(then[key])[:60]!r}")

@@ -1,0 +1,137 @@
+"""A folder of checkpoints: which is the latest, how a new one appears whole or not at all, which are removed."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from ...interop.huggingface.disk import fsync
+from ...parallel import host
+from .errors import at
+from .job import is_alive, is_here, read_job, this_job, write_job
+from .meta import plain, read_text
+
+LATEST, META = "latest", "meta.json"
+SAVING = "saving.json"  # in a checkpoint that is being written: by whom
+_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_STALE = 3600.0  # seconds without a write, after which nobody writes any more: twice what a rank waits for another
+
+
+def read_latest(directory: Path) -> str | None:
+    """Returns the name of the newest checkpoint; None where there is none.
+
+    ValueError where the name is not that of a folder in ``directory``.
+    """
+    latest = directory / LATEST
+    if not os.path.lexists(latest):
+        return None
+    name = read_text(latest).decode(errors="replace").removesuffix("\n")
+    if not plain(name):
+        raise ValueError(f"{latest} must name a checkpoint beside it, got {name[:60]!r}")
+    with at(latest):
+        if (directory / name).resolve().parent != directory.resolve():
+            raise OSError(f"names {name}, which leads out of the folder")
+        if not (directory / name).is_dir():
+            raise OSError(f"names {name}, which is not there")
+    return name
+
+
+def new_checkpoint(directory: Path, step: int) -> Path:
+    """Makes a folder that was not there yet: an existing checkpoint is never written over."""
+    again = 0
+    while True:
+        path = directory / (f"step-{step:08d}" + f"-{again}" * bool(again))
+        with at(path):
+            try:
+                path.mkdir()
+            except FileExistsError:
+                again += 1
+                continue
+        try:
+            write_job(path / SAVING, this_job(secrets.token_hex(8)))
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return path
+
+
+def check_shared(path: Path, saving: bytes) -> None:
+    """OSError where this rank does not see the folder that rank 0 made, with the file that it wrote there."""
+    try:
+        shared = read_text(path / SAVING) == saving
+    except OSError:
+        shared = False
+    if not shared:
+        raise OSError(f"{path.parent} of {host()[0]} is not the folder that rank 0 writes to: all ranks must share one")
+
+
+def publish(path: Path, meta: bytes) -> None:
+    """Writes meta.json, then makes the checkpoint the latest; all of it is on disk when this returns."""
+    _write(path / META, meta)
+    with at(path):
+        fsync(path)
+    _write(path.parent / LATEST, f"{path.name}\n".encode())
+    with at(path):
+        (path / SAVING).unlink()
+        fsync(path.parent)
+
+
+def tidy(newest: Path, kept: set[str]) -> None:
+    """Removes what the last two checkpoints superseded, and saves that never were finished.
+
+    A copy under another name stays, and a later step's, which exists where somebody pointed ``latest`` back; so does
+    what another job may still be writing.  The checkpoint is published: what cannot be removed now stays.
+    """
+    try:
+        for folder in newest.parent.iterdir():
+            if _NAME.fullmatch(folder.name) and folder.name not in kept:
+                if _is_abandoned(folder) if _is_unfinished(folder) else _is_superseded(folder, newest):
+                    shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return (folder / SAVING).exists() or not (folder / META).is_file()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether nobody writes there any more: the process is gone, or, where it cannot be asked after, silent."""
+    writer = read_job(folder / SAVING)
+    if writer is not None and is_here(writer):
+        return writer.pid == os.getpid() or not is_alive(writer)
+    newest = (folder.parent / LATEST).stat().st_mtime  # by the clock that stamps the others
+    return all(newest - file.stat().st_mtime > _STALE for file in (folder, *folder.iterdir()))
+
+
+def _is_superseded(folder: Path, newest: Path) -> bool:
+    if _step(folder) > _step(newest):
+        return False
+    try:
+        meta = json.loads(read_text(folder / META))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(meta, dict) and meta.get("name") == folder.name
+
+
+def _step(folder: Path) -> int:
+    name = _NAME.fullmatch(folder.name)
+    assert name is not None
+    return int(name[1])
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    try:
+        with at(path):
+            with open(new, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,157 @@
+"""load_checkpoint: latest -> meta.json -> shards -> state; nothing changes before every rank has read everything."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...parallel import host
+from . import background as thread
+from . import state, version1
+from .conditions import check_config, conditions, config_of, warn_of_differences
+from .errors import named
+from .folder import META, read_latest
+from .meta import Meta, files_of, opened, read_text
+from .pieces import Stored, fill
+from .ranks import Ranks, all_ranks
+from .shards import DTYPES, Files, Part, parts, verify
+
+Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
+
+
+def load_checkpoint(
+    directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[int, Any] | None:
+    """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
+
+    The tensor-parallel and data-parallel sizes may differ from those that wrote it (beyond the number of kv heads the
+    tensor-parallel size may not: the layout is another there).  Without ``optimizer`` only the model is restored.
+    Every file's checksum is compared.  Warnings say what else is not as it was and decides the last bits: versions,
+    threads, sizes, overlap, dtype.
+
+    ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
+    are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything
+    changes.
+    """
+    with named("load_checkpoint"):
+        thread.settle()
+        directory, model, ranks = Path(directory), state.unwrap(model), all_ranks()
+        thread.raise_earlier(directory, ranks)
+        found = ranks.first(lambda: _find(directory))
+        if found is None:
+            return None
+        path, raw = directory / found[0], found[1]
+        ranks.each(lambda: _check_same(path / META, raw))
+        checkpoint = _Checkpoint(path, opened(path / META, raw), ranks)
+        old = checkpoint.meta["version"] == 1
+        if old and ranks.rank == 0:
+            version1.warn(path)
+        ready = (_read_1 if old else _read)(checkpoint, _Wanted(model, state.entries_of(model), optimizer))
+        _put(checkpoint.meta, ready, model, optimizer)
+        if not old and ranks.rank == 0:
+            warn_of_differences(path, checkpoint.meta["conditions"], conditions(model))
+        return checkpoint.meta["step"], checkpoint.meta["extra"]
+
+
+class _Checkpoint(NamedTuple):
+    """A checkpoint, and the ranks that read it."""
+
+    path: Path
+    meta: Meta
+    ranks: Ranks
+
+
+class _Wanted(NamedTuple):
+    """What it is read for."""
+
+    model: nn.Module
+    entries: state.Entries
+    optimizer: torch.optim.Optimizer | None
+
+
+class _Ready(NamedTuple):
+    """Everything that was read, in tensors of its own."""
+
+    parameters: state.Values
+    optimizer: state.OptimizerState
+
+
+def _find(directory: Path) -> tuple[str, bytes] | None:
+    """Returns the latest checkpoint's name and its meta.json."""
+    name = read_latest(directory)
+    return None if name is None else (name, read_text(directory / name / META))
+
+
+def _check_same(path: Path, raw: bytes) -> None:
+    """OSError where this rank does not see the checkpoint that rank 0 reads."""
+    try:
+        same = read_text(path) == raw
+    except OSError:
+        same = False
+    if not same:
+        raise OSError(f"{path} of {host()[0]} is not the file that rank 0 reads: all ranks must share one folder")
+
+
+def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None:
+    """ValueError where the checkpoint is not of this model and optimizer."""
+    path, meta = checkpoint.path, checkpoint.meta
+    state.check_model(path, wanted.entries, stock)
+    if meta["version"] != 1:
+        check_config(path, meta["config"], config_of(wanted.model))
+    if wanted.optimizer is not None:
+        kind = type(wanted.optimizer).__qualname__
+        if meta.get("optimizer", kind) != kind:
+            raise ValueError(f"the optimizer is {kind}, {path} was written with {meta['optimizer'][:60]}")
+        state.check_groups(path, state.groups_of(wanted.entries, wanted.optimizer), meta["param_groups"])
+
+
+def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
+    stock = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in checkpoint.meta["tensors"].items()}
+    checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
+    sources = _verified(checkpoint, stock)
+    return checkpoint.ranks.each(lambda: _filled(checkpoint.path, stock, sources, wanted))
+
+
+def _read_1(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
+    stock, sources = checkpoint.ranks.each(lambda: version1.read_index(checkpoint.path))
+    checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
+    return checkpoint.ranks.each(lambda: _filled(checkpoint.path, stock, sources, wanted))
+
+
+def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
+    """Compares the checksum of every file, each rank of its share -> where every piece is."""
+    path, ranks = checkpoint.path, checkpoint.ranks
+    files = files_of(checkpoint.meta)
+    mine = sorted(files, key=lambda file: (-files[file].size, file))[ranks.rank :: ranks.size]
+
+    def verify_mine() -> dict[str, dict[str, Part]]:
+        for file in mine:
+            verify(path / file, files[file])
+        return {file: parts(path / file) for file in mine}
+
+    opened_files, sources = Files(path), {name: list[Stored]() for name in stock}
+    for every in ranks.gather(verify_mine):
+        for file, found in every.items():
+            for name, part in found.items():
+                if name not in stock or stock[name][0] != part.dtype or len(stock[name][1]) != len(part.size):
+                    raise ValueError(f"{path / file} holds {name}, of which {META} says something else")
+                sources[name].append(Stored(part.offset, part.size, opened_files.reader(file, name)))
+    return sources
+
+
+def _filled(path: Path, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _Ready:
+    """Reads what this rank needs."""
+    pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
+    for name, piece in pieces.items():
+        fill(f"{name} of {path}", piece, sources[name])
+    return _Ready(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer))
+
+
+def _put(meta: Meta, ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    state.put_model(state.entries_of(model), ready.parameters)
+    if optimizer is not None:
+        state.put_optimizer(optimizer, ready.optimizer, meta["param_groups"])
+    if hasattr(model, "step"):
+        model.seed, model.step = meta["seed"], torch.tensor(meta["model_step"], dtype=torch.int64)

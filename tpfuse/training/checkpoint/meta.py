@@ -1,0 +1,146 @@
+"""meta.json: everything but the tensors, under a checksum of its own, read with a suspicious eye."""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import at
+from .shards import DTYPES, Shard
+
+VERSION = 2  # of the formats: Philox, parameter layouts, names, files
+Meta = dict[str, Any]
+
+_SEAL = re.compile(rb'{"sha256": "([0-9a-f]{64})",\n')
+_LARGEST = 1 << 30  # bytes
+
+
+def sealed(meta: Meta) -> bytes:
+    """Returns the file's bytes: JSON whose first line holds the checksum of all that follows."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in meta.items())
+    body = (",\n".join(lines) + "}\n").encode()
+    return f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode() + body
+
+
+def opened(path: Path, raw: bytes) -> Meta:
+    """Returns what meta.json says.  ValueError where it is damaged, of another version or not what a save writes."""
+    try:
+        meta = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    if not isinstance(meta, dict) or type(meta.get("version")) is not int:
+        raise ValueError(f"{path} is damaged: it must be an object with a version")
+    if meta["version"] not in (1, VERSION):
+        raise ValueError(f"{path} has format version {meta['version']}, this tpfuse reads {VERSION}")
+    if meta["version"] == VERSION:
+        seal = _SEAL.match(raw)
+        if seal is None or seal[1].decode() != hashlib.sha256(raw[seal.end() :]).hexdigest():
+            raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
+    for key, (holds, what) in (_FIELDS if meta["version"] == VERSION else _FIELDS_1).items():
+        if key not in meta or not holds(meta[key]):
+            raise ValueError(f"{path} is damaged: {key} must be {what}, got {_short(meta.get(key))}")
+    return meta
+
+
+def files_of(meta: Meta) -> dict[str, Shard]:
+    """Returns the shards by file name."""
+    return {name: Shard(*shard) for name, shard in meta["files"].items()}
+
+
+def read_text(path: Path) -> bytes:
+    """Returns the contents of a regular file.  OSError where it is missing or of another kind: a pipe would not end."""
+    with at(path):
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+                raise OSError("not a file, or not one that a save wrote")
+            return file.read()
+
+
+def check_json(what: str, value: Any) -> None:
+    """ValueError where a value would not come back from JSON; a tuple comes back as a list."""
+    try:
+        json.dumps(value)
+        wrong = next(map(_short, _foreign(value)), None)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} must be JSON values: {error}") from None
+    if wrong is not None:
+        raise ValueError(f"{what} must be JSON values, got the key {wrong}, which is not a string")
+
+
+def _foreign(value: Any) -> Any:
+    """Yields the keys that JSON would turn into strings."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _foreign(item)
+
+
+def plain(name: Any) -> bool:
+    """Whether a string names a file of the same folder and nothing else."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0\n]", name)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _int64(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def _file(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and _natural(value[0])
+        and isinstance(value[1], str)
+        and re.fullmatch("[0-9a-f]{64}", value[1]) is not None
+    )
+
+
+def _tensor(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] in DTYPES
+        and isinstance(value[1], list)
+        and all(map(_natural, value[1]))
+    )
+
+
+def _group(value: Any) -> bool:
+    params = value.get("params") if isinstance(value, dict) else None
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+
+
+Rule = tuple[Callable[[Any], bool], str]
+_FIELDS_1: dict[str, Rule] = {
+    "step": (_natural, "an integer from 0"),
+    "seed": (_int64, "an integer of 64 bits"),
+    "model_step": (_int64, "an integer of 64 bits"),
+    "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),
+    "extra": (lambda v: True, "any value"),
+}
+_FIELDS: dict[str, Rule] = _FIELDS_1 | {
+    "optimizer": (lambda v: isinstance(v, str), "a string"),
+    "config": (lambda v: v is None or isinstance(v, dict), "an object or null"),
+    "conditions": (lambda v: isinstance(v, dict), "an object"),
+    "tensors": (lambda v: isinstance(v, dict) and all(map(_tensor, v.values())), "dtypes and shapes by name"),
+    "files": (
+        lambda v: isinstance(v, dict) and all(map(plain, v)) and all(map(_file, v.values())),
+        "sizes and checksums by file name",
+    ),
+}

@@ -1,0 +1,110 @@
+"""What each rank holds of a tensor, which rank writes it, and how it is put together again at another split."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...layers.module import Spec
+from ...parallel import TensorParallel
+
+Place = tuple[int, ...]  # of an element in the whole tensor, or a shape
+
+
+class Piece(NamedTuple):
+    """One rank's part of a tensor: the elements from ``offset`` onwards of a whole of ``shape``."""
+
+    local: Tensor
+    offset: Place
+    shape: Place
+
+
+class Held(NamedTuple):
+    """A piece without its values: what the ranks tell each other of it."""
+
+    name: str
+    offset: Place
+    size: Place
+    shape: Place
+    dtype: torch.dtype
+
+
+class Stored(NamedTuple):
+    """A piece in a file: ``read`` returns a part of it."""
+
+    offset: Place
+    size: Place
+    read: Callable[[tuple[slice, ...]], Tensor]
+
+
+def piece(x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
+    """Returns what is here of the tensor that ``x`` is a slice of, sharing its memory.
+
+    ``x`` is shaped as a parameter of this ``spec``: a DTensor, a plain slice, or the whole.
+    """
+    x = x.detach()
+    if isinstance(x, DTensor):
+        (chunk,) = x.__create_chunk_list__()
+        return Piece(x.to_local(), tuple(chunk.offsets), tuple(x.shape))
+    offset = [0] * x.dim()
+    if spec.dim is not None and tp.size > 1:
+        offset[spec.dim], _ = tp.chunk(spec.spread[spec.dim])
+    return Piece(x, tuple(offset), spec.spread)
+
+
+def whole(x: Tensor) -> Piece:
+    """Returns a tensor that every rank has."""
+    return Piece(x.detach(), (0,) * x.dim(), tuple(x.shape))
+
+
+def shares(every: Sequence[Sequence[Held]]) -> list[set[str]]:
+    """Divides the pieces among the ranks that hold them, each once and by bytes -> the names that each rank writes.
+
+    ``every`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
+    """
+    wholes: dict[str, Held] = {}
+    owners: dict[tuple[str, Place], list[int]] = {}
+    found: dict[str, int] = {}  # elements by name
+    for rank, pieces in enumerate(every):
+        for p in pieces:
+            first = wholes.setdefault(p.name, p)
+            if (first.shape, first.dtype) != (p.shape, p.dtype):
+                raise ValueError(
+                    f"{p.name} must be the same tensor on every rank, got {first.shape} of {first.dtype} and {p.shape}"
+                    f" of {p.dtype} on rank {rank}"
+                )
+            if (p.name, p.offset) not in owners:
+                found[p.name] = found.get(p.name, 0) + math.prod(p.size)
+            owners.setdefault((p.name, p.offset), []).append(rank)
+    for name, first in wholes.items():
+        if found[name] != math.prod(first.shape):
+            raise ValueError(f"{name} has {math.prod(first.shape)} elements, the ranks hold {found[name]} of them")
+    return _divided(every, owners)
+
+
+def _divided(every: Sequence[Sequence[Held]], owners: dict[tuple[str, Place], list[int]]) -> list[set[str]]:
+    bytes_of = {(p.name, p.offset): math.prod(p.size) * p.dtype.itemsize for pieces in every for p in pieces}
+    load, names = [0] * len(every), [set[str]() for _ in every]
+    for (name, offset), ranks in owners.items():
+        rank = min(ranks, key=lambda r: (load[r], r))
+        load[rank] += bytes_of[name, offset]
+        names[rank].add(name)
+    return names
+
+
+def fill(name: str, target: Piece, stored: Sequence[Stored]) -> None:
+    """Reads a piece from the stored pieces that it overlaps; OSError where they leave a hole."""
+    filled = 0
+    for s in stored:
+        ends = zip(target.offset, target.local.shape, s.offset, s.size, strict=True)
+        overlap = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
+        if all(start < stop for start, stop in overlap):
+            there = tuple(slice(i - b, j - b) for (i, j), b in zip(overlap, s.offset, strict=True))
+            here = tuple(slice(i - a, j - a) for (i, j), a in zip(overlap, target.offset, strict=True))
+            target.local[here].copy_(s.read(there))
+            filled += math.prod(j - i for i, j in overlap)
+    if filled != target.local.numel():
+        raise OSError(f"{name} is not whole: {filled} of {target.local.numel()} elements are there")

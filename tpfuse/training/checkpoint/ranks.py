@@ -1,0 +1,49 @@
+"""The ranks that write or read one checkpoint, and what they tell each other.
+
+Their messages travel in a gloo group of their own: a save in the background must not mix its messages with those of
+the training, and must outlive ``destroy_process_group``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ...parallel import gather_objects
+from ...together import together
+
+T = TypeVar("T")
+_made: "list[tuple[dist.ProcessGroup, Ranks]]" = []  # at most one: the world it was made in, and its ranks
+
+
+class Ranks(NamedTuple):
+    """This rank among all ranks of the world; without torch.distributed it is alone."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    def each(self, action: Callable[[], T]) -> T:
+        """Returns what ``action`` returned on this rank; an error of one rank is an error of all."""
+        return together(action, (self.group,))
+
+    def gather(self, action: Callable[[], T]) -> list[T]:
+        """As :meth:`each`; returns what ``action`` returned on every rank, in rank order."""
+        mine = self.each(action)
+        return [mine] if self.group is None else gather_objects(mine, self.group)
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Returns what ``action`` returned on rank 0, which alone calls it; its error is an error of all."""
+        value: Any = self.gather(lambda: action() if self.rank == 0 else None)[0]
+        return value
+
+
+def all_ranks() -> Ranks:
+    """Returns the ranks of the world; the first call in a world makes their group, so every rank calls it."""
+    if not dist.is_initialized():
+        return Ranks(0, 1, None)
+    world = dist.group.WORLD
+    assert world is not None
+    if not _made or _made[0][0] is not world:
+        _made[:] = [(world, Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")))]
+    return _made[0][1]

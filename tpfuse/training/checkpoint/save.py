@@ -1,0 +1,212 @@
+"""save_checkpoint: state -> shards, meta.json, latest."""
+
+import functools
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import nn
+
+from . import background as thread
+from .conditions import conditions, config_of
+from .errors import at, named
+from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
+from .job import Job, check_held, take
+from .meta import VERSION, Meta, check_json, read_text, sealed
+from .pieces import Held, Piece, shares
+from .ranks import Ranks, all_ranks
+from .shards import NAMES, Shard, check_size, write_shard
+from .state import entries_of, groups_of, pieces_of, unwrap
+
+_OWN = "conditions"  # of meta.json: what may differ between ranks; rank 0's is kept
+
+
+class _Save(NamedTuple):
+    """A save, ready to be written: this rank's pieces, and what meta.json will say."""
+
+    directory: Path
+    pieces: dict[str, Piece]
+    meta: Meta
+    ranks: Ranks
+
+
+@overload
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    extra: Any = None,
+    background: Literal[False] = False,
+) -> Path: ...
+@overload
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    extra: Any = None,
+    background: Literal[True],
+) -> thread.Saving: ...
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    extra: Any = None,
+    background: bool = False,
+) -> Path | thread.Saving:
+    """Writes ``directory``/step-..., then makes it the latest.  Every rank calls it; returns the path.
+
+    ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.
+
+    ``background``: returns as soon as the state is copied to the CPU; the files are written while training goes on.
+    Returned is then a handle, whose ``result()`` waits and gives the path or the error; an error that nobody asked for
+    is raised by the next save or load in the folder.  One save at a time: the next one waits, and so does the end of
+    the process.
+
+    ValueError where the state cannot be saved or differs between ranks, OSError where the files cannot be written, the
+    folder is not one that all ranks share, or another job saves in it: the same on every rank.  Then nothing of this
+    checkpoint is left, and the one before stays the latest.
+    """
+    with named("save_checkpoint"):
+        thread.settle()
+        directory, ranks = Path(directory), all_ranks()
+        thread.raise_earlier(directory, ranks)
+        save = _prepare(directory, ranks, lambda: _collect(unwrap(model), optimizer, step, extra))
+        if not background:
+            return _write(save)
+        copies = ranks.each(lambda: _copied(save.pieces))
+        return thread.start(directory, functools.partial(_write, save._replace(pieces=copies)))
+
+
+# ---- what is written ----
+
+
+def _collect(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any
+) -> tuple[dict[str, Piece], Meta]:
+    """Returns what is here of every tensor, and meta.json but for the files."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be an integer from 0, got {step!r}")
+    entries = entries_of(model)
+    groups = groups_of(entries, optimizer)
+    check_json("extra", extra)
+    check_json("the optimizer's groups", groups)
+    rng = dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
+    meta = dict(version=VERSION, step=step, extra=extra, **rng, optimizer=type(optimizer).__qualname__)
+    meta |= {"config": config_of(model), _OWN: conditions(model), "param_groups": groups}
+    return pieces_of(entries, optimizer), json.loads(
+        json.dumps(meta)
+    )  # a copy, which the caller's changes do not reach
+
+
+def _prepare(directory: Path, ranks: Ranks, collect: Callable[[], tuple[dict[str, Piece], Meta]]) -> _Save:
+    """Collects the state and divides it among the ranks."""
+    pieces: dict[str, Piece] = {}
+    meta: Meta = {}
+
+    def mine() -> tuple[list[Held], Meta]:
+        found, about = collect()
+        pieces.update(found)
+        meta.update(about)
+        held = [Held(n, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype) for n, p in found.items()]
+        return held, {key: _digest(value) for key, value in about.items() if key != _OWN}
+
+    held, about = zip(*ranks.gather(mine), strict=True)
+    for key, (value, digest) in about[0].items():
+        for rank, others in enumerate(about):
+            if others[key][1] != digest:
+                raise ValueError(
+                    f"{key} must be the same on every rank, got {value} on rank 0 and {others[key][0]} on rank {rank}"
+                )
+    names = shares(held)[ranks.rank]
+    meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*held)}
+    return _Save(directory, {name: pieces[name] for name in pieces if name in names}, meta, ranks)
+
+
+def _digest(value: Any) -> tuple[str, str]:
+    """Returns the beginning of a value, for an error, and a checksum."""
+    text = json.dumps(value)
+    return text[:60], hashlib.sha256(text.encode()).hexdigest()
+
+
+def _copied(pieces: dict[str, Piece]) -> dict[str, Piece]:
+    return {name: piece._replace(local=piece.local.to("cpu", copy=True)) for name, piece in pieces.items()}
+
+
+# ---- how it is written ----
+
+
+def _write(save: _Save) -> Path:
+    ranks = save.ranks
+    begun = ranks.first(lambda: _begin(save))
+    path = save.directory / begun.name
+    try:
+        ranks.each(lambda: check_shared(path, begun.saving))
+        shards = ranks.gather(lambda: _write_shard(save, path))
+        kept = ranks.first(lambda: _publish(save, path, {k: v for d in shards for k, v in d.items()}, begun.job))
+    except BaseException:
+        if ranks.rank == 0:
+            _discard(path)
+        raise
+    if ranks.rank == 0 and kept is not None:
+        tidy(path, kept)
+    return path
+
+
+class _Begun(NamedTuple):
+    """What rank 0 tells the others: the checkpoint's name, what it wrote there, and whose folder it is."""
+
+    name: str
+    saving: bytes
+    job: Job
+
+
+def _begin(save: _Save) -> _Begun:
+    with at(save.directory):
+        save.directory.mkdir(parents=True, exist_ok=True)
+    job = take(save.directory)
+    path = new_checkpoint(save.directory, save.meta["step"])
+    try:
+        return _Begun(path.name, read_text(path / SAVING), job)
+    except OSError:
+        _discard(path)
+        raise
+
+
+def _write_shard(save: _Save, path: Path) -> dict[str, Shard]:
+    if not save.pieces:
+        return {}
+    file = f"shard-{save.ranks.rank:05d}.safetensors"
+    return {file: write_shard(path / file, save.pieces)}
+
+
+def _publish(save: _Save, path: Path, shards: dict[str, Shard], job: Job) -> set[str] | None:
+    """Makes the checkpoint the latest, once every file is seen here -> what to keep; None where that is not known."""
+    for file, shard in shards.items():
+        check_size(path / file, shard)
+    kept = None
+    with suppress(OSError, ValueError):  # a latest that cannot be read is replaced
+        previous = read_latest(path.parent)
+        kept = {path.name} | ({previous} if previous else set())
+    check_held(path.parent, job)
+    publish(path, sealed(save.meta | dict(name=path.name, files=shards)))
+    return kept
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint that was not published."""
+    with suppress(OSError, ValueError):
+        if read_latest(path.parent) == path.name:
+            return
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,179 @@
+"""What a model and its optimizer hold, as pieces of whole tensors by name, and back."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...layers.module import Spec, named_specs
+from ...parallel import TensorParallel
+from .pieces import Piece, Place, piece, whole
+from .shards import NAMES
+
+Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
+Stock = Mapping[str, tuple[torch.dtype, Place]]  # what a checkpoint holds: dtype and whole shape by name
+Values = Mapping[str, Piece]  # tensors that were read
+OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
+Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return getattr(model, "_orig_mod", model)
+
+
+def entries_of(model: nn.Module) -> Entries:
+    return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
+
+
+# ---- out ----
+
+
+def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+    """Returns what is here of every tensor, sharing its memory."""
+    found = {}
+    for name, (p, spec, tp) in entries.items():
+        found[f"model.{name}"] = piece(p, spec, tp)
+        for key, value in optimizer.state.get(p, {}).items():
+            if value is not None:
+                value = _as_tensor(name, key, value)
+                shaped = value.shape == p.shape
+                found[f"optimizer.{name}.{key}"] = piece(value, spec, tp) if shaped else whole(value)
+                if not shaped and value.numel() > 1:
+                    raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter")
+    for name, held in found.items():
+        if held.local.dtype not in NAMES:
+            raise ValueError(f"{name} is of {held.local.dtype}, which safetensors does not hold")
+    return found
+
+
+def _as_tensor(name: str, key: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter") from None
+
+
+def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]:
+    """Returns the optimizer's groups as JSON has them, parameters by name."""
+    names = {id(p): name for name, (p, *_) in entries.items()}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if missing:
+        raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
+    plain = lambda v: v.item() if isinstance(v, Tensor) else v
+    return [
+        {k: [names[id(p)] for p in v] if k == "params" else plain(v) for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+
+# ---- what fits ----
+
+
+def check_model(path: Path, entries: Entries, stored: Stock) -> None:
+    wanted = {f"model.{name}": spec.spread for name, (_, spec, _) in entries.items()}
+    for name, shape in wanted.items():
+        got = stored[name][1] if name in stored else "none"
+        if got != shape:
+            raise ValueError(f"{name} must be {shape} for this model, {path} has {got}")
+    extra = [name for name in stored if name.startswith("model.") and name not in wanted]
+    if extra:
+        raise ValueError(f"{path} holds {extra[0]}, which this model has no place for")
+
+
+def check_groups(path: Path, groups: list[Group], stored: list[Group]) -> None:
+    if len(groups) != len(stored):
+        raise ValueError(f"the optimizer has {len(groups)} parameter groups, {path} has {len(stored)}")
+    for i, (ours, theirs) in enumerate(zip(groups, stored, strict=True)):
+        if ours["params"] != theirs["params"]:
+            differing = sorted(set(ours["params"]) ^ set(theirs["params"])) or ours["params"]
+            raise ValueError(f"group {i} of the optimizer has other parameters than {path}: {', '.join(differing[:4])}")
+        for key in ours.keys() & theirs.keys():
+            if _kind(ours[key]) != _kind(theirs[key]):
+                raise ValueError(
+                    f"{key} of group {i} of the optimizer is {ours[key]!r}, {path} has {str(theirs[key])[:60]!r}"
+                )
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return list, len(value), [_kind(v) for v in value][: 1 if value and isinstance(value[0], str) else None]
+    if isinstance(value, bool) or value is None:
+        return bool
+    return float if isinstance(value, int | float) else type(value)
+
+
+# ---- in ----
+
+
+def fresh(path: Path, entries: Entries, stored: Stock, with_optimizer: bool) -> dict[str, Piece]:
+    """Returns new tensors on the CPU, for what this rank needs of a checkpoint."""
+    found = {}
+    for name, (p, spec, tp) in entries.items():
+        here = piece(p, spec, tp)
+        found[f"model.{name}"] = _empty(here, p.dtype)
+        prefix = f"optimizer.{name}."
+        for key in _keys(stored, prefix) if with_optimizer else ():
+            dtype, shape = stored[key]
+            if shape == spec.spread:
+                found[key] = _empty(here, dtype)
+            elif shape in ((), (1,)):
+                found[key] = whole(torch.empty(shape, dtype=dtype))
+            else:
+                raise ValueError(f"{key} of {path} is neither a number nor shaped as the parameter, it is {shape}")
+    return found
+
+
+def _empty(like: Piece, dtype: torch.dtype) -> Piece:
+    return like._replace(local=torch.empty(like.local.shape, dtype=dtype, device="cpu"))
+
+
+def _keys(names: Iterable[str], prefix: str) -> list[str]:
+    return [key for key in names if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
+
+
+def optimizer_state(
+    entries: Entries, found: Values, optimizer: torch.optim.Optimizer | None
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Returns the optimizer's state by parameter, of what was read, on the devices where the optimizer has it."""
+    if optimizer is None:
+        return {}
+    on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for name, (p, spec, _) in entries.items():
+        prefix = f"optimizer.{name}."
+        values = {}
+        for key in _keys(found, prefix):
+            shaped = found[key].shape == spec.spread
+            value = found[key].local.to(p.device if shaped or p in on_device else "cpu")
+            values[key.removeprefix(prefix)] = _like(value, p) if shaped else value
+        state[p] = values
+    return state
+
+
+def _like(value: Tensor, p: nn.Parameter) -> Tensor:
+    if not isinstance(p, DTensor):
+        return value
+    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def put_model(entries: Entries, found: Values) -> None:
+    for name, (p, *_) in entries.items():
+        x = p.detach()
+        (x.to_local() if isinstance(x, DTensor) else x).copy_(found[f"model.{name}"].local)
+
+
+def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:
+    for p, values in state.items():
+        optimizer.state.pop(p, None)
+        if values:
+            optimizer.state[p] = values
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for k, v in saved.items():
+            if isinstance(group.get(k), Tensor):  # a learning rate that a compiled step holds on to
+                group[k].fill_(v)
+            elif k != "params":
+                group[k] = tuple(v) if isinstance(v, list) else v
