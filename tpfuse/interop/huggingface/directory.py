@@ -89,3 +89,5 @@ def open_tensors(folder: Path, name: str) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(brief(error)) from None
+    except MemoryError as error:  # it is mapped as a whole
+        raise OSError(f"{path}: {brief(error)}") from None
