@@ -19,6 +19,7 @@ from ...kernels.runtime.rules import brief, shown
 
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_DEPTH = 64
+MAX_JSON_LISTS = 100_000  # and objects: two million empty ones take seconds to parse
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file
 MAX_DIGITS = 100
 _WEIGHTS = re.compile(r"\w[\w.+=@ -]{0,200}\.safetensors", re.ASCII)
@@ -52,6 +53,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
     check(len(data) <= MAX_JSON_BYTES, f"{path} must be at most {MAX_JSON_BYTES} bytes of JSON")
+    lists = data.count(b"[") + data.count(b"{")
+    check(lists <= MAX_JSON_LISTS, f"{path} must hold at most {MAX_JSON_LISTS} lists and objects, got {lists}")
     try:
         value = json.loads(data.decode("utf-8"), parse_int=_integer)
     except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
