@@ -1,0 +1,1 @@
+"""Directories that somebody spoilt on purpose, by the thousand."""

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
+from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of
 from ..layers.module import Spec, local, named_specs
 from ..parallel import TensorParallel
 from ..together import raise_together, together
-from .huggingface.disk import replace_files
+from .huggingface.directory import open_tensors, read_json
+from .huggingface.disk import NewFiles, save_file
 from .huggingface.model import PretrainedModule
+from .huggingface.read import DTYPES, reading
 from .huggingface.source import Source
 from .huggingface.write import full_tensor
 
@@ -38,6 +40,9 @@ _EMPTY = (
     "trainable_token_indices",
     "target_parameters",
 )
+_RULES: dict[str, Rule] = dict(
+    r=whole(), lora_alpha=number(0, 1e9), lora_dropout=optional(number(0, 1, "[)")), use_rslora=optional(boolean)
+)
 
 
 class _Entry(NamedTuple):
@@ -52,21 +57,24 @@ class _Entry(NamedTuple):
 def save_adapter(model: nn.Module, path: str | Path) -> None:
     """Writes the adapters of ``model`` as a directory that PEFT loads, whole or not at all.
 
-    Every rank calls it; one writes.
+    Every rank calls it; one writes.  OSError, on every rank and before any tensor is gathered, where ``path`` cannot be
+    written.
     """
     base = _base(model, "save_adapter")
     check(any(adapted_layers(base)), "save_adapter: the model has no adapters")
+    new = together(lambda: NewFiles(Path(path), "save_adapter") if base.writes else None, base.groups())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     for entry in _entries(base):
         full = full_tensor(entry.p, entry.spec, entry.tp)
-        if base.writes:
+        if new is not None:
             tensors |= {name: t.cpu() for name, t in entry.source.write(full)}
-    if base.writes:
-        config = json.dumps(_config(base), indent=2, sort_keys=True) + "\n"
-        weights = lambda file: save_file(tensors, file, metadata={"format": "pt"})
+    if new is not None:
         try:
-            replace_files(Path(path), {CONFIG: lambda file: file.write_text(config), WEIGHTS: weights})
+            with new as folder:
+                (folder / CONFIG).write_text(json.dumps(_config(base), indent=2, sort_keys=True) + "\n")
+                save_file(tensors, folder / WEIGHTS)
+                new.publish()
         except Exception as e:
             error = e
     raise_together(error, base.groups())
@@ -76,8 +84,8 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     """Adds the adapters of a directory that PEFT or :func:`save_adapter` wrote to ``model``, and freezes the rest.
 
     Returns the model.  Each rank reads its own slices only.  Adapters are frozen too unless ``trainable``.  ValueError,
-    on every rank and before anything changes, for an option that is not built, a module that the model does not have,
-    or a tensor that is missing or has another shape.
+    on every rank and before anything changes, for an option that is not built, a value out of its range, a module that
+    the model does not have, or a tensor that is missing or has another shape; OSError where the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
 
@@ -87,34 +95,29 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
             raise ValueError(
                 f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
             )
-        modules = set()
-        for name in handle.keys():  # noqa: SIM118
-            match = _TENSOR.fullmatch(name)
-            if match is None:
-                raise ValueError(
-                    f"load_adapter: {path / WEIGHTS} holds {name}, which is not an adapter of a linear layer"
-                )
-            modules.add(match[1])
-        return config, handle, sorted(modules)
+        return config, handle, _check(path / WEIGHTS, handle, config["r"], _layers(base))
 
     config, handle, modules = together(examine, base.groups())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
-    frozen = [p.requires_grad for p in model.parameters()]
+    flags = [p.requires_grad for p in model.parameters()]
     add_lora(model, rank=rank, alpha=alpha, targets=modules)
-    entries = _entries(base)
+
+    @torch.no_grad()
+    def read() -> None:
+        for p, spec, tp, source in _entries(base):
+            with reading(f"load_adapter: {', '.join(source.names)} in {path / WEIGHTS}"):
+                local(p).copy_(source.read(handle.get_slice, spec, tp))
+            p.requires_grad_(trainable)
+
     try:
-        together(lambda: _check(path, handle, entries), base.groups())
-    except ValueError:
+        together(read, base.groups())
+    except Exception:
         for _, layer, _ in adapted_layers(base):
             layer.lora = None
-        for p, flag in zip(model.parameters(), frozen, strict=True):
+        for p, flag in zip(model.parameters(), flags, strict=True):
             p.requires_grad_(flag)
         raise
-    with torch.no_grad():
-        for p, spec, tp, source in entries:
-            local(p).copy_(source.read(handle.get_slice, spec, tp))
-            p.requires_grad_(trainable)
     return model
 
 
@@ -186,28 +189,56 @@ def _targets(base: PretrainedModule) -> list[str]:
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        handle = safe_open(path / WEIGHTS, framework="pt", device="cpu")
-    except (ValueError, OSError, SafetensorError) as error:
+        config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
+    except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
+    stands = f"load_adapter: {path / CONFIG}"
     for key, built in _BUILT.items():
         if config.get(key, built) not in (built, None):
-            raise ValueError(f"load_adapter: {key}={config[key]!r} is not built; only {built!r} is")
+            raise ValueError(f"{stands}: {key}={shown(config[key])} is not built; only {built!r} is")
     for key in _EMPTY:
         if config.get(key):
-            raise ValueError(f"load_adapter: {key}={config[key]!r} is not built")
+            raise ValueError(f"{stands}: {key}={shown(config[key])} is not built")
     for key in ("r", "lora_alpha"):
         if key not in config:
-            raise ValueError(f"load_adapter: {path / CONFIG} has no {key}")
+            raise ValueError(f"{stands} has no {key}")
+    check_rules(stands, config, _RULES)
     return config, handle
 
 
-def _check(path: Path, handle: Any, entries: list[_Entry]) -> None:
+def _layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
+    """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
+    sources, modules, layers = base.sources(), dict(base.named_modules()), {}
+    for name, spec, _ in named_specs(base):
+        path, _, leaf = name.rpartition(".")
+        if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
+            for n, shape in zip(sources[name].names, sources[name].shapes(spec.shape), strict=True):
+                first, second = sources[name].their_shape(shape)
+                sizes = (second, first) if base.config.hf.transposed else (first, second)
+                layers[base.hf_name(n).removesuffix(".weight")] = sizes
+    return layers
+
+
+def _check(file: Path, handle: Any, rank: int, layers: dict[str, tuple[int, int]]) -> list[str]:
+    """Returns the modules that a file adapts; ValueError where its tensors are not those of adapters of ``layers``."""
     stored = set(handle.keys())
-    for _, spec, _, source in entries:
-        for name, shape in zip(source.names, source.shapes(spec.shape), strict=True):
-            got = tuple(handle.get_slice(name).get_shape()) if name in stored else "none"
-            if got != source.their_shape(shape):
+    matches = {name: _TENSOR.fullmatch(name) for name in stored}
+    for name in sorted(name for name, match in matches.items() if match is None):
+        raise ValueError(f"load_adapter: {file} holds {brief(name)}, which is not an adapter of a linear layer")
+    modules = sorted({match[1] for match in matches.values() if match is not None})
+    check(bool(modules), f"load_adapter: {file} holds no adapter")
+    for module in modules:
+        if module not in layers:
+            raise ValueError(f"load_adapter: {file} adapts {brief(module)}, and no layer is called {brief(module)}")
+        outputs, inputs = layers[module]
+        for letter, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            name = f"{_PREFIX}{module}.lora_{letter}.weight"
+            tensor = handle.get_slice(name) if name in stored else None
+            got = None if tensor is None else tuple(tensor.get_shape())
+            if tensor is None or got != expected:
                 raise ValueError(
-                    f"load_adapter: {name} in {path / WEIGHTS} must be {source.their_shape(shape)}, got {got}"
+                    f"load_adapter: {name} in {file} must be {expected}, got {'none' if got is None else shown(got)}"
                 )
+            if tensor.get_dtype() not in DTYPES:
+                raise ValueError(f"load_adapter: {name} in {file} must be one of {DTYPES}, got {tensor.get_dtype()}")
+    return modules

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..collectives import collect
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import brief
 from ..models import GPT, Bert
 from ..models.config import ModelConfig
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..together import together
+from .huggingface.disk import NewFiles
 from .huggingface.read import Tensors, load
 
 
@@ -88,13 +90,14 @@ def parallelize(
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
     def examine() -> tuple[_Kind, dict[str, Any], ModelConfig]:
-        kind, theirs = _kind(module), cast(Any, module).config
-        hf_config = json.loads(theirs.to_json_string(use_diff=False))
+        kind, hf_config = _kind(module), _config_of(module)
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
-        return kind, hf_config, kind.model.config_class.from_hf(hf_config)
+        config = kind.model.config_class.from_hf(hf_config)
+        Tensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
+        return kind, hf_config, config
 
     kind, hf_config, config = together(examine, (tp.group,))
     dtype, device = kinds[0]
@@ -134,6 +137,15 @@ def _kind(module: Any) -> _Kind:
             f"{' not' * (not tied)} tied",
         )
     return _KINDS[cls.__name__]
+
+
+def _config_of(module: Any) -> dict[str, Any]:
+    """Returns what config.json would hold; ValueError for a config that cannot be written."""
+    try:
+        values: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"parallelize: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
+    return values
 
 
 def _checksum(parameters: dict[str, nn.Parameter]) -> int:
@@ -226,8 +238,14 @@ class _Parallel:
         Every rank calls it, and one writes, whatever the last two arguments are.
         """
         self.parallel.save_pretrained(save_directory)
-        if self.can_generate() and self.parallel.writes:
-            self.generation_config.save_pretrained(save_directory)
+        if self.can_generate():
+            together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups())
+
+    def _save_generation_config(self, path: Path) -> None:
+        if self.parallel.writes:
+            with (new := NewFiles(path, "save_pretrained")) as folder:
+                self.generation_config.save_pretrained(folder)
+                new.publish()
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Raises NotImplementedError: the blocks have their own way to save memory."""

@@ -10,6 +10,7 @@ positions row i. Rotate-half (transformers' Llama) pairs column j with j + F, in
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from .runtime.errors import check
 from .runtime.function import Function, once_differentiable
 from .runtime.launch import launch, next_power_of_2, target
 from .runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
+from .runtime.rules import boolean, check_rules, instance, number, shown, whole
 from .runtime.triton import tl, triton
 from .runtime.tuning import tuned
 
@@ -148,6 +150,24 @@ class _Rope(Function):
 
 # ---- public ----
 
+_FACTOR = number(1e-3, 1e6)
+_SCALING = dict(  # what rope_table's arguments, and their namesakes in a config, may be
+    rope_theta=number(1, 1e15, "(]"),
+    partial_rotary_factor=number(0, 1024, "(]"),
+    max_position_embeddings=whole(),
+    original_max_position_embeddings=whole(),
+    factor=_FACTOR,
+    low_freq_factor=_FACTOR,
+    high_freq_factor=_FACTOR,
+    beta_fast=_FACTOR,
+    beta_slow=_FACTOR,
+    attention_factor=_FACTOR,
+    mscale=number(0, 1e6),
+    mscale_all_dim=number(0, 1e6),
+    truncate=boolean,
+)
+_WIDTH = dict(head_width=whole(most=1 << 16))
+
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False) -> Tensor:
     """Rotates pairs of columns of every head by the angles of its row's position.
@@ -208,9 +228,11 @@ def rope_table(
     partial_rotary_factor), rounded up.
 
     Computed in fp32 on the CPU, whatever the device: the same bits on every rank, and those that models were trained
-    with.  Raises ValueError for an unknown type, for widths that do not fit, and for a missing key that has no safe
-    default, by its name.
+    with.  Raises ValueError for an unknown type, for widths that do not fit, for a value of another type or out of its
+    range, and for a missing key that has no safe default, by its name.
     """
+    check_rules("rope_table", dict(head_width=head_width), _WIDTH)
+    check_rules("rope_table", dict(scaling=scaling or {}), dict(scaling=instance("a mapping", Mapping)))
     scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     if max_position_embeddings is not None:
@@ -218,7 +240,9 @@ def rope_table(
     if theta is not None:
         scaling.setdefault("rope_theta", theta)
     kind = scaling["rope_type"]
-    check(kind in _FREQUENCIES, f"rope_table: rope type {kind!r} is not supported; use {', '.join(_FREQUENCIES)}")
+    known = isinstance(kind, str) and kind in _FREQUENCIES
+    check(known, f"rope_table: rope type {shown(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
+    check_rules("rope_table", dict(partial_rotary_factor=partial_rotary_factor) | scaling, _SCALING)
     rotary = int(head_width * scaling.get("partial_rotary_factor", partial_rotary_factor))
     enough = 1 <= rotary and rotary + rotary % 2 <= head_width
     check(enough, f"rope_table: {rotary} rotary columns, in pairs, do not fit head_width={head_width}")
@@ -237,7 +261,7 @@ def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
     values = [scaling[k] for k in (key, *instead) if k in scaling]
     check(
         bool(values),
-        f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {scaling}",
+        f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {shown(scaling)}",
     )
     return values[0]
 
@@ -295,7 +319,11 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     sequences."""
     factor, original = _factor(scaling), _original(scaling)
     name = "long_factor" if seq_len > original else "short_factor"
-    each = torch.tensor(_need(scaling, name), dtype=torch.float32, device="cpu")
+    factors = _need(scaling, name)
+    valid = isinstance(factors, list | tuple) and all(_FACTOR(x) is None for x in factors)
+    check(valid, f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
+    check(original > 1, f"rope_table: rope type 'longrope' needs a trained length of more than 1, got {original}")
+    each = torch.tensor(factors, dtype=torch.float32, device="cpu")
     check(
         len(each) == -(-rotary // 2),
         f"rope_table: {name} must have {-(-rotary // 2)} numbers, one a pair, got {len(each)}",
@@ -307,6 +335,7 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
 def _llama3(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones stay, a blend between."""
     factor, low, high = (_need(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    check(low < high, f"rope_table: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
     original, frequencies = _original(scaling), 1.0 / _powers(theta, rotary)
     wave = 2 * math.pi / frequencies
     blend = (original / wave - low) / (high - low)

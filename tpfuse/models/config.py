@@ -4,24 +4,24 @@ A key may stand under an older or a newer name; an option that is not built is a
 default.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.linear.activation import ACTIVATIONS
-from ..kernels.norm import KINDS
 from ..kernels.rope import rope_table
+from ..kernels.runtime.rules import Rule, check_rules, instance, one_of, shown
 from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS, Family
+from .fields import BERT_FIELDS, FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
 
 ROPE_TYPES = "default", "linear", "dynamic", "llama3", "yarn"
-FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
 Config = TypeVar("Config", bound="ModelConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What all models share.  Sizes are plain integers, probabilities floats in [0, 1).
+    """What all models share.  ValueError for a value that breaks its field's rule (fields.py).
 
     ``family`` is an entry of ``FAMILIES``.  Fields that a class's constructor does not take are the same in all of its
     models.
@@ -49,24 +49,22 @@ class ModelConfig:
     qk_norm: bool = field(default=False, init=False)
     type_vocab_size: int = field(default=0, init=False)  # token types
     families: ClassVar[tuple[str, ...]]
+    rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
     post_norm: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_rules(self._name, vars(self), {"family": one_of(self.families), **self.rules})
         if self.ffn_size is None:
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
-        self._check_in("family", self.families)
-        for key in ("vocab_size", "max_positions", "hidden_size", "num_layers", "num_heads", "ffn_size"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{self._name}: {key} must be a positive integer, got {value!r}")
-        for key in ("dropout", "attention_dropout", "embedding_dropout"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"{self._name}: {key} must lie in [0, 1), got {getattr(self, key)!r}")
         if self.head_size * self.num_heads != self.hidden_size and getattr(self, "head_width", None) is None:
             raise ValueError(
                 f"{self._name}: hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
             )
-        self._check_in("activation", sorted(ACTIVATIONS))
+        rows = self.vocab_size, self.learned_positions, 3 * self.num_heads * self.head_size, 2 * self.ffn_width
+        if max(rows) * self.hidden_size > MAX_WEIGHT:
+            raise ValueError(
+                f"{self._name}: a weight of {max(rows)} x {self.hidden_size} is more than {MAX_WEIGHT} elements"
+            )
 
     @property
     def hf(self) -> Family:
@@ -107,8 +105,8 @@ class ModelConfig:
         name = config.get("model_type")
         if name not in cls.families:
             choices = repr(*cls.families) if len(cls.families) == 1 else f"one of {', '.join(cls.families)}"
-            raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {name!r}")
-        return cls(family=name, **cls._values(_Reader(cls.__name__, config), FAMILIES[name]))
+            raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {shown(name)}")
+        return cls(family=name, **cls._values(_Reader(cls, config), FAMILIES[name]))
 
     @classmethod
     def _values(cls, read: "_Reader", family: Family) -> dict[str, Any]:
@@ -137,12 +135,6 @@ class ModelConfig:
     @property
     def _name(self) -> str:
         return type(self).__name__
-
-    def _check_in(self, key: str, values: Iterable[Any]) -> None:
-        if getattr(self, key) not in values:
-            raise ValueError(
-                f"{self._name}: {key} must be one of {', '.join(map(str, values))}, got {getattr(self, key)!r}"
-            )
 
     def _check_fixed(self, key: str, value: Any) -> None:
         if getattr(self, key) != value:
@@ -174,31 +166,28 @@ class GPTConfig(ModelConfig):
     window: int | None = None
     layer_types: tuple[str, ...] | None = None
     families: ClassVar[tuple[str, ...]] = CAUSAL
+    rules: ClassVar[Mapping[str, Rule]] = GPT_FIELDS
 
     def __post_init__(self) -> None:
-        self._check_in("norm", tuple(KINDS))
-        for key in ("num_kv_heads", "head_width", "window"):
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"GPTConfig: {key} must be a positive integer or None, got {value!r}")
+        super().__post_init__()
         if self.layer_types is not None:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-            if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {FULL, SLIDING}:
+            if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
                 raise ValueError(
-                    f"GPTConfig: layer_types must be {self.num_layers} of {FULL} and {SLIDING}, got {self.layer_types}"
+                    f"GPTConfig: layer_types must be {self.num_layers} of {FULL} and {SLIDING}, got"
+                    f" {shown(self.layer_types)}"
                 )
             if SLIDING in self.layer_types and self.window is None:
                 raise ValueError(f"GPTConfig: layer_types has {SLIDING}, and window is None")
-        super().__post_init__()
         if self.num_heads % self.kv_heads:
             raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
             kind, share = self.rope.get("rope_type", "default"), self.rope.get("partial_rotary_factor")
             if kind not in ROPE_TYPES:
-                raise ValueError(f"GPTConfig: rope_type={kind!r} is not built; one of {', '.join(ROPE_TYPES)} is")
+                raise ValueError(f"GPTConfig: rope_type={shown(kind)} is not built; one of {', '.join(ROPE_TYPES)} is")
             if share not in (None, 1):  # which transformers' classes of these families treat differently
-                raise ValueError(f"GPTConfig: partial_rotary_factor={share} is not built; only 1 is")
-            rope_table(self.head_size, 1, **self.rope_arguments)  # names what is missing or not built
+                raise ValueError(f"GPTConfig: partial_rotary_factor={shown(share)} is not built; only 1 is")
+            rope_table(self.head_size, 1, **self.rope_arguments)  # names what is missing, wrong or not built
 
     @property
     def kv_heads(self) -> int:
@@ -278,35 +267,43 @@ class BertConfig(ModelConfig):
     type_vocab_size: int = 2
     pad_token_id: int | None = 0
     families: ClassVar[tuple[str, ...]] = ("bert",)
+    rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
     post_norm: ClassVar[bool] = True
 
 
 class _Reader:
-    """Reads a config.json for the config class called ``name``."""
+    """Reads a config.json for a config class."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]):
-        self.name, self.config = name, config
+    def __init__(self, made: type[ModelConfig], config: Mapping[str, Any]):
+        self.name, self.rules, self.config = made.__name__, made.rules, config
+        check_rules(self.name, config, FILE_KEYS)
 
     def fields(self, family: Family) -> dict[str, Any]:
         """Returns the fields that config.json holds and those that the family fixes."""
         for key, built in family.not_built.items():
             if self.config.get(key, built) not in (built, None):
-                raise ValueError(f"{self.name}: {key}={self.config[key]!r} is not built; only {built!r} is")
+                raise ValueError(f"{self.name}: {key}={shown(self.config[key])} is not built; only {built!r} is")
         values: dict[str, Any] = {}
         for name, keys in family.hf_keys.items():
             values[name] = self.optional(*keys) if name in family.hf_optional else self.required(*keys)
             if values[name] is None:
                 values[name] = family.hf_optional[name]
-        if values["activation"] not in HF_ACTIVATIONS:
+        activation = values["activation"]
+        if not isinstance(activation, str) or activation not in HF_ACTIVATIONS:
             raise ValueError(
-                f"{self.name}: activation {values['activation']!r} is not built; one of {sorted(HF_ACTIVATIONS)} is"
+                f"{self.name}: activation {shown(activation)} is not built; one of {sorted(HF_ACTIVATIONS)} is"
             )
-        values["activation"] = HF_ACTIVATIONS[values["activation"]]
-        return {name: value for name, value in values.items() if value is not None} | family.fixed
+        values["activation"] = HF_ACTIVATIONS[activation]
+        values = {name: value for name, value in values.items() if value is not None}
+        check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
+        return values | family.fixed
 
     def rope(self) -> dict[str, Any]:
         """Returns rope_parameters, or what older files have: rope_theta, and rope_scaling with "type"."""
-        rope = dict(self.config.get("rope_parameters") or self.config.get("rope_scaling") or {})
+        key = self.key_of("rope_parameters", "rope_scaling")
+        given = self.config.get(key) or {}
+        check_rules(self.name, {key: given}, {key: instance("an object", Mapping)})
+        rope = dict(given)
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
         rope.setdefault("rope_type", "default")
@@ -331,7 +328,11 @@ class _Reader:
 
     def optional(self, *keys: str) -> Any:
         """Returns the value of the first key that has one; None where none has."""
-        return next((self.config[key] for key in keys if self.config.get(key) is not None), None)
+        return self.config.get(self.key_of(*keys))
+
+    def key_of(self, *keys: str) -> str:
+        """Returns the first key that has a value; the first of all where none has."""
+        return next((key for key in keys if self.config.get(key) is not None), keys[0])
 
     def required(self, *keys: str) -> Any:
         """Returns the value of the first key that has one; ValueError where none has."""

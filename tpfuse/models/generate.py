@@ -153,7 +153,7 @@ def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches:
     rows = Rows(ids.shape, model.tp)
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
     h, normed = model._embed(rows, valid, positions, None)
-    rope = model._rope(rows, positions, ids.device)
+    rope = model._rope(rows, positions, ids.device, below=caches[0].mask.shape[1])
     prompt = ids.shape[1] > 1 or caches[0].length == 0
     seen = dict(batch=rows.batch, seq=rows.seq, attention_mask=mask if prompt else None, rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):

@@ -20,6 +20,7 @@ from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.norm import embed_finish
 from ..kernels.rope import rope_table
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
@@ -30,6 +31,8 @@ from .config import GPTConfig
 from .generate import generate
 from .head import LMHead, Table
 from .model import Inputs, Model, Output, Rows
+
+_TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 
 
 class GPT(Model):
@@ -89,14 +92,15 @@ class GPT(Model):
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
-        self._tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids, longest = inputs.input_ids, None
+        ids, longest, below = inputs.input_ids, None, None
         if inputs.cu_seqlens is not None:
             longest = _check_packed(inputs.cu_seqlens, inputs.max_seqlen, ids.shape)
             if inputs.position_ids is None:
+                below = ids.shape[1]
                 inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
         self._check_inputs(inputs, longest=longest)
         rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
@@ -104,7 +108,7 @@ class GPT(Model):
         call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if inputs.cu_seqlens is not None:
             call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        call["rope"] = self._rope(rows, inputs.position_ids, ids.device)
+        call["rope"] = self._rope(rows, inputs.position_ids, ids.device, below)
         for block in self.blocks:
             h, normed = block(h, normed, **call)
         labels = None
@@ -148,20 +152,37 @@ class GPT(Model):
         )
         return h, Normed(n, recompute if self.saving == "smallest" else None)
 
-    def _rope(self, rows: Rows, position_ids: Tensor | None, device: torch.device) -> Rope | None:
-        """Returns the tables of rotary positions, and the row of theirs that each row has."""
+    def _rope(
+        self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
+    ) -> Rope | None:
+        """Returns the tables of rotary positions, and the row of theirs that each row has.
+
+        ``below``: what all position_ids are less than, where the caller knows.  On a CPU they are asked; a GPU would
+        have to be waited for, so its table then has all of max_positions.
+        """
         c = self.config
         if c.rope is None:
             return None
-        length = rows.seq if position_ids is None else c.max_positions
+        length = rows.seq
+        if position_ids is not None:
+            if torch.compiler.is_compiling():
+                below = None
+            elif below is None and device.type == "cpu":
+                below = int(position_ids.max()) + 1
+            length = c.max_positions
+            if below is not None:
+                length = min(max(next_power_of_2(below), _TABLE), length)
         stretch: int | None = None
         if c.stretched:
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
-        key = device, length, stretch
-        if key not in self._tables:  # one is kept: training has one length, generation one
-            self._tables = {key: rope_table(c.head_size, length, **c.rope_arguments, seq_len=stretch, device=device)}
+        # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
+        kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
+        kept = self._tables.get(kind)
+        if kept is None or kept[0] != key or len(kept[1][0]) < length:
+            tables = rope_table(c.head_size, length, **c.rope_arguments, seq_len=stretch, device=device)
+            self._tables[kind] = kept = key, tables
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
-        return Rope(*self._tables[key], positions)
+        return Rope(*kept[1], positions)
 
     generate = generate
 

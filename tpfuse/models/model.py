@@ -264,7 +264,7 @@ class Model(PretrainedModule):
 
         def examine() -> tuple[Files, ModelConfig, dict[str, Any]]:
             files = Files(path)
-            return files, cls.config_class.from_hf(files.config), cls._options_from(files) | options
+            return files, files.read_config(cls.config_class.from_hf), cls._options_from(files) | options
 
         files, config, options = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):

@@ -1,39 +1,80 @@
-"""Files that appear whole or not at all: written in a directory beside, moved under their names when all are there."""
+"""Files that appear whole or not at all: written in a directory beside, moved under their names when all are there.
 
+The directory beside is a new one by a random name: nothing that was there before is used or followed, be it what a
+killed save left or somebody's link.  A link under a final name is replaced.
+"""
+
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
-
-def new_folder(path: Path) -> Path:
-    """Makes ``path`` and in it a directory for unfinished files; returns the latter."""
-    path.mkdir(parents=True, exist_ok=True)
-    folder = path / f".saving-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
-    return folder
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor
 
 
-def move(folder: Path, path: Path) -> set[str]:
-    """Moves every file of ``folder`` to ``path``, over those of the same names; returns the names."""
-    new = {file.name for file in folder.iterdir()}
-    for name in sorted(new):
-        fsync(folder / name)
-        os.replace(folder / name, path / name)
-    return new
+class NewFiles:
+    """A directory for unfinished files of ``path``, which is made where it is missing.
+
+    As a context it yields that directory, and removes it at the end; after an error also what was made of ``path``.
+    OSError, which names ``caller``, where nothing can be written there.
+    """
+
+    def __init__(self, path: Path, caller: str):
+        self.path, self.caller = path, caller
+        self._made = [p for p in (path, *path.parents) if not os.path.lexists(p)]
+        try:
+            if path.exists() and not path.is_dir():
+                raise FileExistsError("it exists and is not a directory")
+            path.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=".saving-", dir=path))
+        except (OSError, ValueError) as error:
+            self._remove_made()
+            raise OSError(f"{caller}: {path} cannot be written: {error}") from error
+
+    def __enter__(self) -> Path:
+        return self.folder
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if error is not None:
+            self._remove_made()
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with contextlib.suppress(OSError):  # others have come to use it
+                path.rmdir()
+
+    def publish(self) -> set[str]:
+        """Moves every file to its place, over one of the same name; returns the names.
+
+        OSError, and nothing is moved, where a directory has one of the names.
+        """
+        names = sorted(file.name for file in self.folder.iterdir())
+        for name in names:
+            place = self.path / name
+            if place.is_dir() and not place.is_symlink():
+                raise OSError(f"{self.caller}: {place} cannot be written: it is a directory")
+            fsync(self.folder / name)
+        for name in names:
+            os.replace(self.folder / name, self.path / name)
+        fsync(self.path)
+        return set(names)
 
 
-def replace_files(path: Path, files: Mapping[str, Callable[[Path], Any]]) -> None:
-    """Writes each file by its function, in a directory beside; all are there before the first gets its name."""
-    folder = new_folder(path)
+def save_file(tensors: dict[str, Tensor], file: Path) -> None:
+    """Writes tensors as safetensors, with the permissions of any other new file; OSError where that fails."""
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
     try:
-        for name, write in files.items():
-            write(folder / name)
-        move(folder, path)
-        fsync(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        safetensors.save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file.name} cannot be written: {error}") from error
+    file.chmod(mode)
 
 
 def fsync(path: Path) -> None:

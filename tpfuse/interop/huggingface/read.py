@@ -1,25 +1,29 @@
 """A directory, or tensors in memory -> a model's parameters, each rank its own slices."""
 
-import json
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ...kernels.runtime.rules import brief, shown
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
 from ...together import together
+from .directory import is_weights_name, open_tensors, read_json
 from .model import PretrainedModule
 from .source import Source
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = tuple(_DTYPE_NAMES.values())  # integers and 8 bits mean a quantized file, whose scales are not read
+_TENSORS_PER_LAYER = 6  # at least: q, k and v, the output, the MLP's two, two norms
 _Entry = tuple[str, Spec, TensorParallel, Source]
+T = TypeVar("T")
 
 
 class Tensors:
@@ -41,9 +45,19 @@ class Tensors:
         for raw in self.raw_names():
             name = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", raw.removeprefix(base_prefix)))
             if name in names:
-                raise ValueError(f"{self.caller}: {self.holder} holds {name} twice, as {names[name]} and {raw}")
+                raise ValueError(
+                    f"{self.caller}: {self.holder} holds {brief(name)} twice, as {brief(names[name])} and {brief(raw)}"
+                )
             names[name] = raw
         return names
+
+    def check_layers(self, layers: int) -> None:
+        """Raises ValueError where the tensors are too few for so many layers, before a module is made for each."""
+        count = sum(1 for _ in self.raw_names())
+        if _TENSORS_PER_LAYER * layers > count:
+            raise ValueError(
+                f"{self.caller}: {self.holder} holds {count} tensors, which are too few for num_layers={layers}"
+            )
 
     def tensor(self, raw: str) -> Any:
         """Returns a tensor to read lazily: ``[...]`` and slices read, ``get_shape()`` and ``get_dtype()`` do not."""
@@ -65,29 +79,49 @@ class _InMemory:
 
 
 class Files(Tensors):
-    """A directory: its config, and its tensors, read lazily."""
+    """A directory: its config, and its tensors, read lazily.
+
+    ValueError or OSError for a directory that is not as it should be, whatever it holds (see directory.py).
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.caller, self.holder = "from_pretrained", str(path)
-        config = self.path / "config.json"
-        if not config.is_file():
+        if not (self.path / CONFIG).is_file():
             raise ValueError(
                 f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory"
             )
-        self.config = _json_object(config)
+        self.config = self._named(lambda: read_json(self.path, CONFIG))
         self._handles = {file: self._open(file) for file in self._weight_files()}
-        self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        self._file_of: dict[str, str] = {}
+        for file, handle in self._handles.items():
+            for name in handle.keys():  # noqa: SIM118
+                other = self._file_of.setdefault(name, file)
+                if other != file:
+                    raise ValueError(f"from_pretrained: {self.path} holds {brief(name)} twice, in {other} and {file}")
+
+    def read_config(self, make: Callable[[dict[str, Any]], T]) -> T:
+        """Returns ``make(config)``; an error names the file, and that it has more layers than the tensors is one."""
+        try:
+            config = make(self.config)
+        except ValueError as error:
+            raise ValueError(f"from_pretrained: {self.path / CONFIG}: {error}") from None
+        self.check_layers(config.num_layers)  # type: ignore[attr-defined]
+        return config
 
     def _weight_files(self) -> list[str]:
         if (self.path / SINGLE).is_file():
             return [SINGLE]
         if (self.path / INDEX).is_file():
-            files = _json_object(self.path / INDEX).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ValueError(
-                    f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to files"
-                )
+            files = self._named(lambda: read_json(self.path, INDEX)).get("weight_map")
+            stands = f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to"
+            if not isinstance(files, dict):
+                raise ValueError(f"{stands} files, got {shown(files)}")
+            for name, file in files.items():
+                if not is_weights_name(file):
+                    raise ValueError(
+                        f"{stands} plain names of .safetensors files beside it, got {shown(file)} for {shown(name)}"
+                    )
             return sorted(set(files.values()))
         raise ValueError(
             f"from_pretrained: {self.path} has neither {SINGLE} nor {INDEX}; tpfuse reads safetensors only"
@@ -95,11 +129,17 @@ class Files(Tensors):
 
     def _open(self, file: str) -> Any:
         try:
-            return safe_open(self.path / file, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+            return open_tensors(self.path, file)
+        except (ValueError, OSError) as error:
             raise ValueError(
                 f"from_pretrained: {self.path / file} cannot be read (truncated or missing?): {error}"
             ) from None
+
+    def _named(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except ValueError as error:
+            raise ValueError(f"from_pretrained: {error}") from None
 
     def raw_names(self) -> Iterable[str]:
         return self._file_of
@@ -108,25 +148,33 @@ class Files(Tensors):
         return self._handles[self._file_of[raw]].get_slice(raw)
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:  # a decoding error is a ValueError
-        raise ValueError(f"from_pretrained: {path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"from_pretrained: {path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
 def load(model: PretrainedModule, tensors: Tensors, dtype: torch.dtype, device: torch.device | str | None) -> None:
     """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
     sources = model.sources()
     entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model)]
     names = together(lambda: _check(model, tensors, entries), model.groups())
-    for name, spec, tp, source in entries:
-        value = source.read(lambda n: tensors.tensor(names[n]), spec, tp).to(dtype=dtype, device=device, copy=True)
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+    def read() -> None:
+        for name, spec, tp, source in entries:
+            with reading(f"{tensors.caller}: {name} in {tensors.holder}"):
+                value = source.read(lambda n: tensors.tensor(names[n]), spec, tp)
+            path, _, leaf = name.rpartition(".")
+            value = value.to(dtype=dtype, device=device, copy=True)
+            setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+    together(read, model.groups())
+
+
+@contextlib.contextmanager
+def reading(stands: str) -> Iterator[None]:
+    """Raises OSError where the bytes of a file cannot be had, which are read only now.
+
+    A file's size is a claim too: a sparse one holds more zeros than there is memory for.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError, MemoryError) as error:
+        raise OSError(f"{stands} cannot be read: {brief(error)}") from error
 
 
 def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
@@ -140,9 +188,9 @@ def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> 
         for n, shape in zip(source.names, source.shapes(spec.shape), strict=True):
             stored = tensors.tensor(names[n])
             got, expected = tuple(stored.get_shape()), source.their_shape(shape)
-            stands = f"{tensors.caller}: {names[n]} in {tensors.holder}"
+            stands = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
             if got != expected:
-                raise ValueError(f"{stands} must be {expected} for {name} of this config, got {got}")
+                raise ValueError(f"{stands} must be {expected} for {name} of this config, got {shown(got)}")
             if stored.get_dtype() not in DTYPES:
                 raise ValueError(f"{stands} must be one of {DTYPES}, got {stored.get_dtype()}")
     return names
@@ -152,8 +200,8 @@ def _check_names(model: PretrainedModule, tensors: Tensors, names: dict[str, str
     missing = [n for n in needed if n not in names]
     if missing:
         raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {_some(missing)}")
-    ignorable = model.ignorable()
-    extra = [names[n] for n in names if n not in set(needed) and not any(re.fullmatch(p, n) for p in ignorable)]
+    ignorable, taken = model.ignorable(), set(needed)
+    extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
     if extra:
         raise ValueError(
             f"{tensors.caller}: {tensors.holder} holds {_some(extra)}, which {type(model).__name__} has no place for"
@@ -161,4 +209,4 @@ def _check_names(model: PretrainedModule, tensors: Tensors, names: dict[str, str
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(map(brief, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -5,12 +5,12 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +18,11 @@ from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
 from ...parallel import TensorParallel
-from ...together import raise_together
-from .disk import fsync, move, new_folder
+from ...together import raise_together, together
+from .directory import own_file
+from .disk import NewFiles, save_file
 from .model import PretrainedModule
-from .read import INDEX, SINGLE
+from .read import CONFIG, INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (
@@ -58,18 +59,20 @@ def save(model: PretrainedModule, path: Path) -> None:
     """Writes the directory.  Every rank calls it; one writes.
 
     Files appear whole or not at all, under their final names only when all are written.  ValueError where adapters are
-    not merged into the weights: they have a format of their own.
+    not merged into the weights: they have a format of their own.  OSError, on every rank and before any tensor is
+    gathered, where ``path`` cannot be written.
     """
     if any(m.adapter is not None for m in model.modules() if isinstance(m, Adaptable)):
         raise ValueError(
             "save_pretrained: the model has adapters; use save_adapter for them, or merge_lora to have them in the"
             " weights"
         )
+    new = together(lambda: NewFiles(path, "save_pretrained") if model.writes else None, model.groups())
     tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
     error: Exception | None = None
-    if model.writes:
+    if new is not None:
         try:
-            _write(model, path, tensors)
+            _write(model, new, tensors)
         except Exception as e:
             error = e
     for _ in tensors:  # the collectives that remain: all of them here, or those after an error
@@ -77,29 +80,35 @@ def save(model: PretrainedModule, path: Path) -> None:
     raise_together(error, model.groups())
 
 
-def _write(model: PretrainedModule, path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write(model: PretrainedModule, new: NewFiles, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Writes shards and config.json in a temporary directory, and moves the files over when all are there."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
     config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
-    folder = new_folder(path)
-    try:
+    with new as folder:
         shards = _write_shards(model, folder, tensors)
         if len(shards) > 1:
             total = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in model.stored_parameters())
             files = {tensor: file for file, shard in shards.items() for tensor in shard}
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-        _write_json(folder / "config.json", config)
-        for name in TOKENIZER_FILES:
-            if model.source is not None and (model.source / name).is_file():
-                shutil.copyfile(model.source / name, folder / name)
-        new = move(folder, path)
-        for old in path.glob("model*.safetensors*"):  # shards of an earlier save would be loaded in place of these
-            if old.name not in new and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
+        _write_json(folder / CONFIG, config)
+        if model.source is not None:
+            _copy_tokenizer(model.source, folder)
+        names = new.publish()
+        for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
+            stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
+            if stale and old.name not in names and (old.is_symlink() or not old.is_dir()):
                 old.unlink()
-        fsync(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files; what is not the directory's own file would be somebody else's, so it is left."""
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(source / name):
+            try:
+                shutil.copyfile(own_file(source, name), folder / name)
+            except (ValueError, FileNotFoundError) as error:
+                warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
 
 
 def _write_shards(model: PretrainedModule, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[str]]:
@@ -109,7 +118,7 @@ def _write_shards(model: PretrainedModule, folder: Path, tensors: Iterator[tuple
     sources = model.sources()
 
     def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        save_file(pending, folder / f"shard-{len(shards)}")
         shards.append(list(pending))
         pending.clear()
 

@@ -1,0 +1,96 @@
+"""What is opened in a directory that anybody may have made, and how much of it is parsed.
+
+Files are opened by plain names, and are regular files of that directory: a pipe or a device could wait forever or have
+effects.  A link is followed where it ends in the directory itself, or in the hub's cache, whose
+``snapshots/<revision>/`` holds links into the ``blobs/`` beside ``snapshots``.
+"""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import brief, shown
+
+MAX_JSON_BYTES = 8 << 20
+MAX_JSON_DEPTH = 64
+MAX_JSON_LISTS = 100_000  # and objects: two million empty ones take seconds to parse
+MAX_HEADER_BYTES = 16 << 20  # of a safetensors file
+MAX_DIGITS = 100
+_WEIGHTS = re.compile(r"\w[\w.+=@ -]{0,200}\.safetensors", re.ASCII)
+
+
+def is_weights_name(name: Any) -> bool:
+    """Whether this is the plain name of a safetensors file: no part of a path, not hidden."""
+    return isinstance(name, str) and _WEIGHTS.fullmatch(name) is not None
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """Returns the path of a regular file of ``folder``.
+
+    OSError where there is none; ValueError for what is no regular file, or a link that leaves the directory.
+    """
+    path = folder / name
+    check(stat.S_ISREG(os.stat(path).st_mode), f"{path} must be a regular file")
+    home, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if home not in real.parents and real.parent not in blobs:
+        raise ValueError(f"{path} is a link to {brief(real)}, outside its directory, which is not followed")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object that a file of ``folder`` holds.
+
+    OSError where it cannot be read; ValueError for any other contents, or more than the limits of this file.
+    """
+    path = own_file(folder, name)
+    with open(path, "rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    check(len(data) <= MAX_JSON_BYTES, f"{path} must be at most {MAX_JSON_BYTES} bytes of JSON")
+    lists = data.count(b"[") + data.count(b"{")
+    check(lists <= MAX_JSON_LISTS, f"{path} must hold at most {MAX_JSON_LISTS} lists and objects, got {lists}")
+    try:
+        value = json.loads(data.decode("utf-8"), parse_int=_integer)
+    except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
+        raise ValueError(f"{path} is not valid JSON: {brief(error)}") from None
+    check(isinstance(value, dict), f"{path} must hold a JSON object, got {type(value).__name__}")
+    check(_depth(value) <= MAX_JSON_DEPTH, f"{path} must be nested at most {MAX_JSON_DEPTH} deep")
+    return value
+
+
+def _integer(digits: str) -> int:
+    check(len(digits) <= MAX_DIGITS, f"integers must have at most {MAX_DIGITS} digits, got {shown(digits)}")
+    return int(digits)
+
+
+def _depth(value: Any) -> int:
+    """Returns how deep lists and objects are nested, without recursion; no more than one past the limit."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_JSON_DEPTH:
+        children = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [child for each in children for child in each]
+        depth += bool(level)
+    return depth
+
+
+def open_tensors(folder: Path, name: str) -> Any:
+    """Opens a safetensors file of ``folder``, of which the header alone is read.
+
+    OSError where it cannot be read; ValueError for any other contents.
+    """
+    path = own_file(folder, name)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    check(length <= MAX_HEADER_BYTES, f"{path} must have at most {MAX_HEADER_BYTES} bytes of header, got {length}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(brief(error)) from None
+    except MemoryError as error:  # it is mapped as a whole
+        raise OSError(f"{path}: {brief(error)}") from None
