@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..collectives import copy
+from ..kernels.runtime.errors import NOT_NEGATIVE, check_number
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..parallel import TensorParallel
@@ -85,6 +86,8 @@ class ParallelModule(nn.Module):
 
         ``factory``: dtype and device, as torch's layers take them; the rest as in :class:`Spec`.
         """
+        if not isinstance(init, str):
+            check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))

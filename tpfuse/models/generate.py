@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..collectives import all_gather
 from ..kernels.cross_entropy.op import check_ids
-from ..kernels.runtime.errors import COUNT, SEED, WHOLE, Rule, check, check_number, check_numbers, described
+from ..kernels.runtime.errors import COUNT, INT64, SEED, WHOLE, Rule, check, check_number, check_numbers, described
 from ..kernels.runtime.philox import make_rng, uniform
 from ..layers.cache import KVCache
 from .inputs import Inputs, check_tokens
@@ -41,7 +41,6 @@ class Sampling(NamedTuple):
 
 
 _FACTOR = Rule("must lie in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
-_PAD = Rule("must be an int64", lambda v: -(1 << 63) <= v < 1 << 63, whole=True)
 _NUMBERS = {
     "max_new_tokens": COUNT,
     "temperature": _FACTOR,
@@ -105,7 +104,7 @@ def generate(
     )
     ends = _end_tokens(eos_token_id)
     if pad_token_id is not None:
-        check_number("generate: pad_token_id", pad_token_id, _PAD)
+        check_number("generate: pad_token_id", pad_token_id, INT64)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
     mask = torch.ones_like(input_ids, dtype=torch.bool) if inputs.key_mask is None else inputs.key_mask
     check(attention_mask is None or bool(mask.any(1).all()), "generate: a prompt has no token")

@@ -30,6 +30,7 @@ WHOLE = Rule("must be at least 0", lambda v: 0 <= v < 1 << 63, whole=True)
 COUNT = Rule("must be at least 1", lambda v: 1 <= v < 1 << 63, whole=True)
 STEP = Rule("must lie in 0 to 2**63 - 1", lambda v: 0 <= v < 1 << 63, whole=True)
 SAMPLE = Rule("must lie in 0 to 2**32 - 1", lambda v: 0 <= v < 1 << 32, whole=True)
+INT64 = Rule("must be an int64", lambda v: -(1 << 63) <= v < 1 << 63, whole=True)
 SEED = Rule("must lie in -2**63 to 2**64 - 1", lambda v: -(1 << 63) <= v < 1 << 64, whole=True)
 _WHOLE, _REAL = (int, np.integer), (int, float, np.integer, np.floating)
 
