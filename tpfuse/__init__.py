@@ -10,6 +10,7 @@ from .parallel import TensorParallel
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.optim import clip_grad_norm_, param_groups
+from .watch import watch
 
 __all__ = [
     "TensorParallel",
@@ -27,4 +28,5 @@ __all__ = [
     "save_adapter",
     "save_checkpoint",
     "unmerge_lora",
+    "watch",
 ]
