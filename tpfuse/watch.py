@@ -167,8 +167,9 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name if func.namespace != NAMESPACE else func._opname
         rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "rank 0"
         total, (nan, inf), place = found.tensor.numel(), found.faults, self._place([found, *inputs])
+        bad, given = f"{nan} NaN and {inf} infinite of {total} elements", "; ".join(map(str, inputs)) or "none"
         raise FloatingPointError(
-            f"tpfuse.watch: {name} ({place}, {rank}) {verb} {found.name} with {nan} NaN and {inf} infinite of {total} elements; inputs: {'; '.join(map(str, inputs)) or 'none'}"
+            f"tpfuse.watch: {name} ({place}, {rank}) {verb} {found.name} with {bad}; inputs: {given}"
         )
 
 
