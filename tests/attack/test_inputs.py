@@ -231,7 +231,7 @@ def block(**options):
     return TransformerBlock(8, 2, **options)
 
 
-YARN = dict(rope_type="yarn", factor=2.0)
+YARN = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=8)
 NUMBERS = {  # function -> (argument, values, call)
     "layer_norm": ("eps", FLOATS, lambda v: K.layer_norm(X, W[0], eps=v)),
     "rms_norm": ("eps", FLOATS, lambda v: K.rms_norm(X, W[0], eps=v)),

@@ -82,7 +82,7 @@ def test_no_gradients_and_some():
 BAD = (
     "blocks.0.mlp.fc1.weight",
     "blocks.1.norm_mlp.bias",
-    "head.weight",
+    "embedding.weight",
     "blocks.0.attention.qkv.bias",
     "norm_in.weight",
 )
