@@ -135,7 +135,7 @@ class Model(PretrainedModule):
             input_ids: token ids.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
                 document's bound), Bert does not.
-            attention_mask: [B, S], nonzero where a token may be seen.
+            attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
             token_type_ids: int64 [B, S], Bert's alone; default 0.
             cu_seqlens: int32 [N + 1], GPT's alone: the bounds of packed documents, 0 first, with B = 1.  No document

@@ -32,12 +32,12 @@ STEP = Rule("must lie in 0 to 2**63 - 1", lambda v: 0 <= v < 1 << 63, whole=True
 SAMPLE = Rule("must lie in 0 to 2**32 - 1", lambda v: 0 <= v < 1 << 32, whole=True)
 INT64 = Rule("must be an int64", lambda v: -(1 << 63) <= v < 1 << 63, whole=True)
 SEED = Rule("must lie in -2**63 to 2**64 - 1", lambda v: -(1 << 63) <= v < 1 << 64, whole=True)
-_WHOLE, _REAL = (int, np.integer), (int, float, np.integer, np.floating)
+INTEGERS, REALS = (int, np.integer), (int, float, np.integer, np.floating)
 
 
 def check_number(what: str, value: Any, rule: Rule) -> None:
     """Raises ValueError unless ``value`` is a number (no bool, no tensor) that ``rule`` takes."""
-    if isinstance(value, bool) or not isinstance(value, _WHOLE if rule.whole else _REAL):
+    if isinstance(value, bool) or not isinstance(value, INTEGERS if rule.whole else REALS):
         raise ValueError(f"{what} must be {'an integer' if rule.whole else 'a number'}, got {described(value)}")
     if not rule.takes(value):
         raise ValueError(f"{what} {rule.words}, got {value}")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import INT64, SEED, check_number, check_scalar
+from .errors import INT64, REALS, SEED, check_number, check_scalar
 from .op import scalar
 from .triton import tl, triton
 
@@ -76,7 +76,7 @@ def kernel_mask(mask: Mask) -> KernelMask:
 
 def threshold(p: float) -> int:
     """T of 16 bits: an element is dropped where its lane < T.  p in [0, 1) with T < 65536, or a ValueError."""
-    t = int(65536 * p + 0.5) if isinstance(p, (int, float)) and 0 <= p < 1 else 65536
+    t = int(65536 * p + 0.5) if isinstance(p, REALS) and 0 <= p < 1 else 65536
     if t >= 65536:
         raise ValueError(f"dropout: p must lie in [0, 1 - 2**-17), got {p}")
     return t
