@@ -12,6 +12,7 @@ from .parity import check_parity
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.optim import clip_grad_norm_, param_groups
+from .watch import watch
 
 __all__ = [
     "TensorParallel",
@@ -31,4 +32,5 @@ __all__ = [
     "save_adapter",
     "save_checkpoint",
     "unmerge_lora",
+    "watch",
 ]

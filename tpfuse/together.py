@@ -17,9 +17,7 @@ def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup |
     message = None if error is None else _described(error)
     for group in groups:
         if group is not None:
-            every: list[tuple[int, str] | None] = [None] * group.size()
-            dist.all_gather_object(every, message, group=group)
-            message = next((e for e in every if e is not None), None)
+            message = next((found for found in gather(message, group) if found is not None), None)
     if error is not None:
         raise error
     if message is not None:
@@ -38,21 +36,11 @@ def together(action: Callable[[], T], groups: Iterable[dist.ProcessGroup | None]
     return result[0]
 
 
-def on_rank_0(action: Callable[[], T]) -> T:
-    """Lets rank 0 of the world act; every rank waits, and gets its result or its error."""
-    if not dist.is_initialized():
-        return action()
-    result: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = action()
-        except Exception as error:
-            result[1] = error
-    dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise result[1]
-    value: T = result[0]
-    return value
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Returns the values of all ranks of ``group`` (the world), in rank order; each rank calls it."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _described(error: Exception) -> tuple[int, str]:

@@ -95,6 +95,5 @@ def opcheck(samples: list[tuple[Op, tuple]]):
 def assert_once_differentiable(fn, *inputs) -> None:
     """A second derivative is an error; it would leave out what goes through the backward op, silently."""
     y = fn(*inputs)
-    (dx,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)

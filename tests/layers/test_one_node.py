@@ -98,7 +98,7 @@ def test_values_and_gradients(monkeypatch, nodes, kind, dtype):
 ROPE = Rope(torch.randn(SEQ, 2), torch.randn(SEQ, 2))
 CALLS = {
     "rows beyond the positions": dict(seq=SEQ - 1),
-    "attention_mask": dict(attention_mask=torch.ones(BATCH, SEQ).index_fill(1, torch.tensor(2), 0)),
+    "attention_mask": dict(attention_mask=torch.ones(BATCH, SEQ, dtype=torch.long).index_fill(1, torch.tensor(2), 0)),
     "packed": dict(batch=1, cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32), max_seqlen=7),
     "rope": dict(rope=ROPE),
 }

@@ -128,7 +128,7 @@ def test_prompts_padded_on_the_right_give_the_same(ranks, theirs):
     want = ranks(1, sample, path, left, left_mask, False, {})[0]
     for R in (1, 2):
         assert torch.equal(ranks(R, sample, path, right, right_mask, True, {})[0], want)
-    for dtype in (torch.bool, torch.float32):  # of any kind, nonzero is seen
+    for dtype in (torch.bool, torch.int32):  # bool or any integer, nonzero is seen
         assert torch.equal(ranks(1, sample, path, right, right_mask.to(dtype) * 2, False, {})[0], want)
 
 

@@ -79,6 +79,62 @@ def test_no_gradients_and_some():
     assert clip_grad_norm_(model, 1.0).isnan()
 
 
+BAD = (
+    "blocks.0.mlp.fc1.weight",
+    "blocks.1.norm_mlp.bias",
+    "embedding.weight",
+    "blocks.0.attention.qkv.bias",
+    "norm_in.weight",
+)
+
+
+def nonfinite(world, bad, value):
+    """-> the error of a rank whose first element of each of ``bad`` is ``value`` (on the last rank alone, where the
+    parameter is split), and whether gradients stayed"""
+    model = GPT(GPT_CONFIG, tp=make_tp(world) if world else None)
+    model(**batch(GPT_CONFIG)).loss.backward()
+    for name in bad:
+        grad = model.get_parameter(name).grad.view(-1)
+        if world is None or world.rank == world.size - 1 or "norm" in name:
+            grad[0] = value
+    before = whole(model, grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        clip_grad_norm_(model, 1e-3, error_if_nonfinite=True)
+    after = whole(model, grad=True)
+    return str(caught.value), all(torch.equal(before[name].nan_to_num(7), after[name].nan_to_num(7)) for name in before)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_gradients_that_are_not_finite_are_named(count, value):
+    bad = [name for name in dict(GPT(GPT_CONFIG).named_parameters()) if name in BAD][:count]
+    message, kept = nonfinite(None, bad, value)
+    assert kept and f"that of {', '.join(bad[:4])}{' and 1 more' * (count > 4)} is not finite" in message
+
+
+def test_every_rank_names_the_same_gradients(ranks):
+    bad = [name for name in dict(GPT(GPT_CONFIG).named_parameters()) if name in BAD]
+    (first, kept), *others = ranks(2, nonfinite, bad, float("inf"))
+    assert kept and others == [(first, True)] and f"{', '.join(bad[:4])}" in first
+
+
+def test_finite_gradients_whose_norm_is_not():
+    model = nn.Linear(2, 2)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e38) * 3
+    with pytest.raises(RuntimeError, match="norm of the gradients is inf: each is finite"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert all((p.grad == torch.full_like(p, 1e38) * 3).all() for p in model.parameters())
+    model.bias.grad, model.weight.grad = torch.ones(2), torch.ones(2, 2)
+    assert clip_grad_norm_(model, 1.0, error_if_nonfinite=True) == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("max_norm", [float("nan"), -1.0, "1", True, torch.tensor([1.0])])
+def test_a_limit_that_is_none(max_norm):
+    with pytest.raises(ValueError, match="clip_grad_norm_: max_norm must be"):
+        clip_grad_norm_(nn.Linear(2, 2), max_norm)
+
+
 def test_a_plain_module_beside_ours():
     """Anybody's parameters: replicated, and so torch's norm."""
     mine = nn.Sequential(nn.Linear(4, 3), RMSNorm(3))

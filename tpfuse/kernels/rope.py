@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .runtime.device import load
-from .runtime.errors import check
+from .runtime.errors import COUNT, POSITIVE, WHOLE, check, check_number, check_numbers
 from .runtime.function import Function, once_differentiable
 from .runtime.launch import launch, next_power_of_2, target
 from .runtime.op import ELEMENTWISE, Cost, acc_dtype, autocast, moved, op
@@ -239,6 +239,9 @@ def rope_table(
         scaling.setdefault("max_position_embeddings", max_position_embeddings)
     if theta is not None:
         scaling.setdefault("rope_theta", theta)
+    sizes = dict(head_width=head_width, length=length, seq_len=seq_len)
+    check_numbers("rope_table", _SIZES, sizes)
+    _check_scaling(scaling)
     kind = scaling["rope_type"]
     known = isinstance(kind, str) and kind in _FREQUENCIES
     check(known, f"rope_table: rope type {shown(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
@@ -253,6 +256,13 @@ def rope_table(
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
+_SIZES = {"head_width": COUNT, "length": WHOLE, "seq_len": WHOLE}
+_LISTS = {"short_factor", "long_factor"}
+_NUMBERS = _LISTS | {
+    "rope_theta", "factor", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow",
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "max_position_embeddings",
+}  # fmt: skip
+
 # ---- frequencies [F] and the attention factor of each type ----
 
 
@@ -264,6 +274,19 @@ def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
         f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {shown(scaling)}",
     )
     return values[0]
+
+
+def _check_scaling(scaling: dict[str, Any]) -> None:
+    """Holds every number of a rope to the rule that all of them keep, and those that have one to their own."""
+    for key in _NUMBERS & scaling.keys():
+        every = scaling[key] if key in _LISTS and isinstance(scaling[key], list | tuple) else [scaling[key]]
+        for value in every:
+            check_number(f"rope_table: {key}", value, POSITIVE)
+    if {"low_freq_factor", "high_freq_factor"} <= scaling.keys():
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        check(low < high, f"rope_table: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
+    theta, logarithm = scaling.get("rope_theta"), scaling["rope_type"] == "yarn"
+    check(theta is None or theta > 1 or not logarithm, f"rope_table: yarn needs rope_theta above 1, got {theta}")
 
 
 def _original(scaling: dict[str, Any]) -> int:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ..collectives import copy_within
 from ..kernels.attention.op import attention
-from ..kernels.attention.options import Options, checked_options
+from ..kernels.attention.options import Options, as_key_mask, checked_options
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rope import rope as rotate
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.philox import threshold
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
 from .cache import KVCache
@@ -131,6 +132,7 @@ class ParallelAttention(ParallelModule):
             num_heads % groups == 0,
             f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}",
         )
+        threshold(dropout)
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
         self.causal, self.window, self.dropout, self.site = causal, window, dropout, sites(layer).probabilities
@@ -232,7 +234,7 @@ class ParallelAttention(ParallelModule):
             batch=batch,
             seq=seq,
             rng=rng,
-            key_mask=None if attention_mask is None else attention_mask.bool(),
+            key_mask=as_key_mask("ParallelAttention: attention_mask", attention_mask),
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             rope=rope,

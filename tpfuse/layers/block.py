@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.attention.options import as_key_mask
 from ..kernels.norm import Recompute, check_kind, norm_in, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import autocasts
-from ..kernels.runtime.philox import Mask, active_rng
+from ..kernels.runtime.philox import Mask, active_rng, threshold
 from ..parallel import TensorParallel
 from .attention import ParallelAttention, Rope
 from .cache import KVCache
@@ -87,7 +88,8 @@ class TransformerBlock(ParallelModule):
     ):
         super().__init__(tp)
         check(saving in SAVING, f"TransformerBlock: saving must be one of {', '.join(SAVING)}, got {saving!r}")
-        check_kind("TransformerBlock", norm)
+        check_kind("TransformerBlock", norm, eps)
+        threshold(dropout)
         self.dropout, self.saving, self.post_norm, self.sites = dropout, saving, post_norm, sites(layer)
         shared: dict[str, Any] = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
         self.attention = ParallelAttention(
@@ -143,7 +145,7 @@ class TransformerBlock(ParallelModule):
             batch=batch,
             seq=seq,
             rng=rng,
-            key_mask=None if attention_mask is None else attention_mask.bool(),
+            key_mask=as_key_mask("TransformerBlock: attention_mask", attention_mask),
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             rope=rope,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..collectives import copy, copy_within
 from ..kernels.linear.op import linear
 from ..kernels.norm import Recompute
-from ..kernels.runtime.errors import check
+from ..kernels.runtime.errors import POSITIVE, SEED, check, check_number
 from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
@@ -128,6 +128,8 @@ def add_lora(
     ValueError for a target that does not exist, a second call, or ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
+    check_number("add_lora: alpha", alpha, POSITIVE)
+    check_number("add_lora: seed", seed, SEED)
     check(isinstance(rank, int) and rank >= 1, f"add_lora: rank must be a positive integer, got {rank!r}")
     base, layers = base_of(model), list(_linears(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")

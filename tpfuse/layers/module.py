@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..agreement import Agreement, Asked
 from ..collectives import copy
+from ..kernels.runtime.errors import NOT_NEGATIVE, check_number
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..parallel import TensorParallel
@@ -93,6 +94,8 @@ class ParallelModule(nn.Module):
 
         ``factory``: dtype and device, as torch's layers take them; the rest as in :class:`Spec`.
         """
+        if not isinstance(init, str):
+            check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))

@@ -29,6 +29,7 @@ class LayerNorm(ParallelModule):
         **factory: Any,
     ):
         super().__init__(tp)
+        check_kind(type(self).__name__, self.kind, eps)
         self.eps = eps
         start = "zeros" if KINDS[self.kind].offset else "ones"  # the scale starts at 1
         self.add_parameter("weight", (normalized_shape,), None, start, **factory)

@@ -27,7 +27,8 @@ from ..parallel import TensorParallel
 from .config import BertConfig
 from .families import FAMILIES
 from .head import LMHead, Table
-from .model import Inputs, Model, Output, Rows
+from .inputs import Inputs
+from .model import Model, Output, Rows
 
 
 class _Dense(ParallelModule):

@@ -11,8 +11,8 @@ do not matter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch import Tensor
 from ..agreement import any_rank
 from ..collectives import all_gather
 from ..kernels.cross_entropy.op import check_ids
-from ..kernels.runtime.errors import check
+from ..kernels.runtime.errors import COUNT, INT64, SEED, WHOLE, Rule, check, check_number, check_numbers, described
 from ..kernels.runtime.philox import make_rng, uniform
 from ..layers.cache import KVCache
-from .model import Inputs, Rows
+from .inputs import Inputs, check_tokens
+from .model import Rows
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -38,6 +39,17 @@ class Sampling(NamedTuple):
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
+
+
+_FACTOR = Rule("must lie in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
+_NUMBERS = {
+    "max_new_tokens": COUNT,
+    "temperature": _FACTOR,
+    "top_k": COUNT,
+    "top_p": Rule("must lie in (0, 1]", lambda v: 0 < v <= 1),
+    "repetition_penalty": _FACTOR,
+    "seed": SEED,
+}
 
 
 @torch.no_grad()
@@ -68,6 +80,9 @@ def generate(
     whose probability is at least ``top_p`` together.  ``repetition_penalty`` divides the logit of a token that was
     there before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858).  ``on_token(tokens [B])`` is
     called with every new column; true on any rank stops.
+
+    ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
+    it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.
     """
     sampling = Sampling(
         do_sample=do_sample,
@@ -79,24 +94,22 @@ def generate(
     )
     asked = dict(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, on_token=on_token)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
-    model._check_inputs(Inputs(input_ids, attention_mask=attention_mask))
-    B, S = input_ids.shape
-    most, vocab = model.config.max_positions, model.config.vocab_size
-    check(max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    check_tokens(type(model).__name__, input_ids)
+    check(input_ids.shape[1] > 0, "generate: the prompt is empty")
+    inputs = Inputs(input_ids, attention_mask=attention_mask)
+    model._check_inputs(inputs)
+    (B, S), most, vocab = input_ids.shape, model.config.max_positions, model.config.vocab_size
+    check_numbers("generate", _NUMBERS, sampling._asdict() | dict(max_new_tokens=max_new_tokens))
+    check(isinstance(do_sample, bool), f"generate: do_sample must be True or False, got {described(do_sample)}")
     check(
         S + max_new_tokens <= most,
         f"generate: {S} + {max_new_tokens} tokens are more than the model's max_positions={most}",
     )
-    check(S > 0, "generate: the prompt is empty")
-    check(
-        temperature > 0, f"generate: temperature must be positive, got {temperature}; without do_sample it is not used"
-    )
-    check(top_k is None or top_k >= 1, f"generate: top_k must be at least 1, got {top_k}")
-    check(top_p is None or 0 < top_p <= 1, f"generate: top_p must lie in (0, 1], got {top_p}")
-    check(repetition_penalty > 0, f"generate: repetition_penalty must be positive, got {repetition_penalty}")
-    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    ends = _end_tokens(eos_token_id)
+    if pad_token_id is not None:
+        check_number("generate: pad_token_id", pad_token_id, INT64)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
-    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if inputs.key_mask is None else inputs.key_mask
     check(attention_mask is None or bool(mask.any(1).all()), "generate: a prompt has no token")
     order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
     ids, mask = input_ids.gather(1, order), mask.gather(1, order)
@@ -116,6 +129,8 @@ def generate(
         for count in range(1, max_new_tokens + 1):
             logits = _logits(model, tokens, positions, mask=mask, caches=caches)
             token = choose(logits, positions[:, -1] + 1).masked_fill(done, pad)
+            if count % between == 0 and (ends or ids.is_cpu):  # a GPU is waited for below anyway
+                choose.check_scores()
             out.append(token[:, None])
             if on_token is not None and any_rank(model.tp.group, bool(on_token(token))):
                 break
@@ -124,9 +139,21 @@ def generate(
                 if count % between == 0 and done.all():
                     break
             tokens, positions = token[:, None], positions[:, -1:] + 1
-        return _until_all_ended(torch.cat(out, 1), ends, prompt=S) if ends else torch.cat(out, 1)
+        if not ends:
+            return torch.cat(out, 1)
+        choose.check_scores()
+        return _until_all_ended(torch.cat(out, 1), ends, prompt=S)
     finally:
         model.train(training)
+
+
+def _end_tokens(given: int | Iterable[int] | None) -> list[int]:
+    """Returns the ids that end a sequence, of which one beyond the vocabulary never comes; ValueError for no ids."""
+    many = isinstance(given, Iterable) and not isinstance(given, Tensor)
+    ends: list[Any] = list(given) if many else [] if given is None else [given]  # type: ignore[arg-type]
+    for end in ends:
+        check_number("generate: eos_token_id", end, WHOLE)
+    return ends
 
 
 def _tokens_between(device: torch.device) -> int:
@@ -170,12 +197,14 @@ class _Chooser:
         self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
         self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
         self.seen.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
+        self.nan = torch.zeros((), dtype=torch.bool, device=ids.device)
 
     def __call__(self, logits: Tensor, position: Tensor) -> Tensor:
         s = self.sampling
         if not s.do_sample and s.repetition_penalty == 1:
             return self._most_likely(logits)
         scores, penalty = self._whole(logits).double(), s.repetition_penalty
+        self.nan |= scores.isnan().any()
         scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if s.do_sample:
             scores = keep_likely(scores / s.temperature, s.top_k, s.top_p)
@@ -184,6 +213,11 @@ class _Chooser:
         token = scores.argmax(-1)  # the first of equals
         self.seen.scatter_(1, token[:, None], True)
         return token
+
+    def check_scores(self) -> None:
+        """Raises RuntimeError where a logit was NaN; a GPU is waited for."""
+        if self.nan:
+            raise RuntimeError("generate: the model's logits are NaN; tpfuse.watch(model) finds the op they come from")
 
     def _whole(self, logits: Tensor) -> Tensor:
         """[B, V/R] -> [B, V]"""
@@ -199,6 +233,7 @@ class _Chooser:
         value, index = logits.max(-1)  # the first of equals
         best = torch.stack([value.double(), (index + self.head.first).double()])
         every = best[None] if self.tp.size == 1 else all_gather(best, self.tp.size, self.tp.group_name)
+        self.nan |= every[:, 0].isnan().any()  # a maximum is NaN where any logit is
         rank = every[:, 0].argmax(0)
         return every[:, 1].gather(0, rank[None])[0].long()
 

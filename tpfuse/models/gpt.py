@@ -19,7 +19,6 @@ from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.norm import embed_finish
 from ..kernels.rope import rope_table
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
@@ -30,7 +29,8 @@ from ..parallel import TensorParallel
 from .config import GPTConfig
 from .generate import generate
 from .head import LMHead, Table
-from .model import Inputs, Model, Output, Rows
+from .inputs import Inputs, check_packed
+from .model import Model, Output, Rows
 
 _TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 
@@ -96,12 +96,10 @@ class GPT(Model):
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids, longest, below = inputs.input_ids, None, None
-        if inputs.cu_seqlens is not None:
-            longest = _check_packed(inputs.cu_seqlens, inputs.max_seqlen, ids.shape)
-            if inputs.position_ids is None:
-                below = ids.shape[1]
-                inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
+        ids, longest, below = inputs.input_ids, check_packed("GPT", inputs), None
+        if inputs.cu_seqlens is not None and inputs.position_ids is None:
+            below = ids.shape[1]
+            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
         self._check_inputs(inputs, longest=longest)
         rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, ids, inputs.position_ids, rng)
@@ -209,27 +207,3 @@ def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:
     """Returns int64 [seq]: the position of each token in its document; 0 in what lies beyond the last."""
     token, bounds = torch.arange(seq, device=cu_seqlens.device), cu_seqlens.long()
     return (token - bounds[torch.searchsorted(bounds, token, right=True) - 1]).masked_fill(token >= bounds[-1], 0)
-
-
-def _check_packed(cu_seqlens: Tensor, max_seqlen: int | None, shape: torch.Size) -> int:
-    """Returns the length of the longest document, given or computed; ValueError for bounds that are none."""
-    batch, seq = shape
-    check(
-        batch == 1,
-        f"GPT: packed documents (cu_seqlens) are one row of tokens, input_ids [1, S]; got a batch of {batch}",
-    )
-    check(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and cu_seqlens.dtype == torch.int32,
-        f"GPT: cu_seqlens must be int32 [N + 1], N >= 1, got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}",
-    )
-    if not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu":
-        bounds = cu_seqlens.tolist()
-        rising = bounds[0] == 0 and bounds[-1] <= seq and all(a <= b for a, b in zip(bounds, bounds[1:]))
-        check(rising, f"GPT: cu_seqlens must rise from 0 to at most {seq}, got {bounds}")
-        longest: int = max(b - a for a, b in zip(bounds, bounds[1:]))
-        check(
-            max_seqlen is None or max_seqlen >= longest,
-            f"GPT: max_seqlen={max_seqlen}, and the longest document has {longest} tokens",
-        )
-        return longest if max_seqlen is None else max_seqlen
-    return seq if max_seqlen is None else max_seqlen

@@ -21,30 +21,10 @@ from ..parallel import TensorParallel, resolve, versions
 from ..together import together
 from .config import ModelConfig
 from .head import LMHead
+from .inputs import Inputs, check_inputs
 
 M = TypeVar("M", bound="Model")
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
-
-
-class Inputs(NamedTuple):
-    """The arguments of a model's forward."""
-
-    input_ids: Tensor
-    labels: Tensor | None = None
-    attention_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    token_type_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
-    loss_normalizer: float | Tensor | None = None
-    step: int | Tensor | None = None
-    first_sample: int | Tensor | None = None
-    return_logits: bool | None = None
-
-    @property
-    def key_mask(self) -> Tensor | None:
-        """attention_mask as bool: converted once here, and not in every layer."""
-        return None if self.attention_mask is None else self.attention_mask.bool()
 
 
 class Output(NamedTuple):
@@ -158,7 +138,7 @@ class Model(PretrainedModule):
             input_ids: token ids.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
                 document's bound), Bert does not.
-            attention_mask: [B, S], nonzero where a token may be seen.
+            attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
             token_type_ids: int64 [B, S], Bert's alone; default 0.
             cu_seqlens: int32 [N + 1], GPT's alone: the bounds of packed documents, 0 first, with B = 1.  No document
@@ -187,7 +167,10 @@ class Model(PretrainedModule):
         self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():
             check(getattr(inputs, name) is None, f"{type(self).__name__}: {reason}")
-        return self._run(inputs)
+        output = self._run(inputs)
+        if inputs.step is None and self._drops():  # last, so that a call that fails has not been counted
+            self.step += 1
+        return output
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
@@ -199,26 +182,19 @@ class Model(PretrainedModule):
         raise NotImplementedError
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
-        """Checks shapes and dtypes; ``longest`` is the length of the longest packed document, where there are such."""
-        ids, name = inputs.input_ids, type(self).__name__
-        check(
-            ids.dim() == 2 and ids.dtype == torch.int64,
-            f"{name}: input_ids must be int64 [B, S], got {ids.dtype} {tuple(ids.shape)}",
-        )
-        most, length = self.config.max_positions, ids.shape[1] if longest is None else longest
-        check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
-        for key in ("labels", "attention_mask", "position_ids", "token_type_ids"):
-            x = getattr(inputs, key)
-            if x is not None:
-                check(
-                    x.shape == ids.shape and (key == "attention_mask" or x.dtype == torch.int64),
-                    f"{name}: {key} must be int64 {tuple(ids.shape)} as input_ids, got {x.dtype} {tuple(x.shape)}",
-                )
+        """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
+        most, device = self.config.max_positions, self.embedding.weight.device
+        check_inputs(type(self).__name__, inputs, most=most, longest=longest, device=device)
+
+    def _drops(self) -> bool:
+        """Whether a call drops anything."""
+        c = self.config
+        return self.training and max(c.dropout, c.attention_dropout, c.embedding_dropout) > 0
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
-        c, (ids, step, first_sample) = self.config, (inputs.input_ids, inputs.step, inputs.first_sample)
-        if not self.training or max(c.dropout, c.attention_dropout, c.embedding_dropout) == 0:
+        ids, step, first_sample = inputs.input_ids, inputs.step, inputs.first_sample
+        if not self._drops():
             return None
         if first_sample is None:
             alone = not dist.is_initialized() or dist.get_world_size() == self.tp.size
@@ -231,8 +207,7 @@ class Model(PretrainedModule):
         if step is None:
             if self.step.device != ids.device:
                 self.step = self.step.to(ids.device)
-            step = self.step.clone()
-            self.step += 1
+            step = self.step
         return make_rng(self.seed, step, first_sample, ids.device)
 
     def _tied(self) -> Tensor | None:

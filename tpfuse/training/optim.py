@@ -1,13 +1,14 @@
 """What an optimizer needs of a split model: which parameters decay, and the norm of the whole gradient."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..collectives import all_gather
+from ..kernels.runtime.errors import Rule, check_number
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..parallel import resolve
@@ -33,16 +34,34 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
 
+_MAX_NORM = Rule("must be at least 0", lambda v: v >= 0)  # inf: the norm alone is wanted
+_NAMED = 4  # parameters that an error lists
+
+
+class Named(NamedTuple):
+    """A gradient as it is here, and the groups over which it is sharded."""
+
+    name: str
+    groups: tuple[str, ...]
+    grad: Tensor
+
+
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``max_norm``.
 
     Returns the norm before, a scalar, the same on every rank.  A sharded parameter is counted over its ranks, a
     replicated one, or a shard that several ranks hold, once.  Works on plain shards, under DDP, and on the DTensors of
     FSDP2.
+
+    ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
+    gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
+    negative.
     """
+    check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype], list[Tensor]] = {}  # by groups, copies, dtype
-    for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+    named: list[Named] = []
+    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         if p.grad is None:
             continue
         grad: Tensor = p.grad
@@ -55,6 +74,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         elif spec.dim is not None and tp.size > 1 and tp.group_name is not None:
             groups = (tp.group_name,)
         kinds.setdefault((groups, spec.copies, grad.dtype), []).append(grad)
+        named.append(Named(name, groups, grad))
     if not kinds:
         return torch.zeros(())
     sums: dict[tuple[str, ...], Tensor] = {}  # of squares, by the groups that they are to be summed over
@@ -62,12 +82,29 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         square = _sum_of_squares(grads, dtype) / copies
         sums[groups] = sums[groups] + square if groups in sums else square
     total = functools.reduce(torch.add, (_over_groups(square, groups) for groups, square in sums.items())).sqrt()
+    if error_if_nonfinite:
+        _check_finite(total, named)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for dtype in {dtype: None for *_, dtype in kinds}:
         scaled = [grad for (*_, own), grads in kinds.items() if own == dtype for grad in grads]
         torch._foreach_mul_(scaled, scale.to(dtype))
     *_, first = next(iter(kinds))
     return total.to(torch.promote_types(first, torch.float32))
+
+
+def _check_finite(total: Tensor, named: list[Named]) -> None:
+    """Raises RuntimeError where the norm is not finite on any rank, with the same names on every rank."""
+    groups = tuple(dict.fromkeys(group for each in named for group in each.groups))
+    if not _over_groups((~total.isfinite()).double(), groups):
+        return
+    local = torch.stack([(~each.grad.isfinite()).any() for each in named])
+    anywhere = _over_groups(local.double(), groups).tolist()
+    bad = [each.name for each, count in zip(named, anywhere, strict=True) if count]
+    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    whose = (
+        f"that of {', '.join(bad[:_NAMED])}{more} is not finite" if bad else "each is finite, their squares' sum is not"
+    )
+    raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}: {whose}; none was changed")
 
 
 def _sum_of_squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -79,5 +116,5 @@ def _sum_of_squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 def _over_groups(square: Tensor, groups: tuple[str, ...]) -> Tensor:
     """Returns the sum over each group, in rank order."""
     for name in groups:
-        square = all_gather(square, resolve(name).size(), name).sum()
+        square = all_gather(square, resolve(name).size(), name).sum(0)
     return square

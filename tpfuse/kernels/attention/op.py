@@ -78,7 +78,7 @@ class _Attention(Function):
 @Composed
 def _forward(qkv: Tensor, given: Options, seq: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """-> o, lse; the checks are part of what is recorded, so that a call which is replayed has passed them."""
-    if qkv.dim() != 4 or qkv.shape[2] < 3:
+    if qkv.dim() != 4 or qkv.shape[2] < 3 or qkv.shape[3] < 1:
         raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     return attention_fwd(qkv, checked_options(qkv.shape, given, seq=seq, scale=scale))
 

@@ -5,12 +5,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.errors import check
+from ..runtime.errors import COUNT, POSITIVE, WHOLE, check, check_numbers, described
 from ..runtime.launch import target
 from ..runtime.philox import active_rng
 
 INF = float("inf")
 LOG2E = 1.4426950408889634
+_NUMBERS = {"batch": COUNT, "seq": WHOLE, "scale": POSITIVE, "softcap": POSITIVE}
 GPU_WIDTH = 256  # columns of a head that the kernels hold: tiles of 512 do not fit shared memory
 
 
@@ -72,6 +73,23 @@ def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
 # ---- checks ----
 
 
+def takes_key_mask(dtype: torch.dtype) -> bool:
+    """Whether a mask of ``dtype`` says what may be seen by being nonzero; an additive one, which is 0 there, says the
+    opposite."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def as_key_mask(name: str, mask: Tensor | None) -> Tensor | None:
+    """Returns a mask of keys as bool; ValueError for one whose numbers may be additive."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    if not takes_key_mask(mask.dtype):
+        raise ValueError(
+            f"{name} must be bool or integer, nonzero where a key may be seen, not additive, got {described(mask)}"
+        )
+    return mask.bool()
+
+
 def check_width(x: Tensor) -> None:
     """Raises ValueError, before anything is launched, for heads [..., E] too wide for the kernels of a GPU."""
     E = x.shape[-1]
@@ -83,20 +101,17 @@ def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None
     """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
     (their defaults where None), and without ``rng`` where p drops nothing."""
     (M, G, slots, E), batch = shape, options.batch
-    if batch < 1:  # messages made in advance would cost more than the checks
-        raise ValueError(f"attention: batch must be at least 1, got {batch}")
+    check_numbers("attention", _NUMBERS, dict(batch=batch, seq=seq, scale=scale, softcap=options.softcap))
+    if seq is None and M % batch:  # messages made in advance would cost more than the checks
+        raise ValueError(f"attention: qkv's {M} rows must be a multiple of batch = {batch}, or seq given")
     options = options._replace(
         seq=M // batch if seq is None else seq,
         scale=E**-0.5 if scale is None else scale,
         rng=active_rng("attention", options.p, options.rng),
     )
-    seq, scale, softcap = options.seq, options.scale, options.softcap
+    seq = options.seq
     if seq * batch > M:
         raise ValueError(f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
-    if not scale > 0:
-        raise ValueError(f"attention: scale must be positive, got {scale}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap must be positive, got {softcap}")
     causal, window, bias, cu_seqlens = options.causal, options.window, options.bias, options.cu_seqlens
     if window is not None and not (causal and window >= 1):
         raise ValueError(f"attention: window needs causal and must be at least 1, got {window}, {causal=}")

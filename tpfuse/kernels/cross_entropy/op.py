@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.errors import check
+from ..runtime.errors import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_numbers, check_scalar
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
 from .options import IGNORE, Loss, Rows
@@ -104,6 +104,13 @@ class _CrossEntropy(Function):
 # ---- public ----
 
 
+_NUMBERS = {
+    "vocab_size": COUNT,
+    "label_smoothing": Rule("must lie in [0, 1)", lambda v: 0 <= v < 1),
+    "z_loss": NOT_NEGATIVE,
+}
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -136,8 +143,9 @@ def checked_rows(
     function ``name`` for what does not agree."""
     same = labels.shape == x.shape[:-1] and labels.dtype == torch.int64
     check(same, f"{name}: labels must be int64 {tuple(x.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
-    smoothing = loss.label_smoothing
-    check(0 <= smoothing < 1, f"{name}: label_smoothing must lie in [0, 1), got {smoothing}")
+    check_numbers(name, _NUMBERS, loss._asdict())
+    if normalizer is not None:
+        check_scalar(f"{name}: normalizer", normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
     x, labels = x.reshape(-1, x.shape[-1]).contiguous(), labels.reshape(-1).contiguous()
     if not torch.compiler.is_compiling():
         check_ids(f"{name}: labels", labels, loss.vocab_size, loss.ignore_index)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.errors import described
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
@@ -59,6 +60,10 @@ def embedding(weight: Tensor, ids: Tensor, *, first: int = 0) -> Tensor:
     """Looks up rows in a slice of a table.
 
     weight [V/R, D] holds global ids first to first + V/R; ids [...] int64 -> [..., D] in weight's dtype (under
-    autocast: in its dtype), 0 for other ids.
+    autocast: in its dtype), 0 for other ids.  ValueError for ids of another dtype and a weight of another rank.
     """
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight must be [V, D], got {described(weight)}")
+    if ids.dtype != torch.int64:
+        raise ValueError(f"embedding: ids must be int64, got {described(ids)}")
     return _Embedding.apply(*autocast(weight), ids, first)

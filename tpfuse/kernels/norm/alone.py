@@ -56,7 +56,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> n, mean, rstd; the checks are part of what is recorded, so that a call which is replayed has passed them."""
     check_vectors(name, x.shape[1], weight=gamma, bias=beta)
-    check_kind(name, kind)
+    check_kind(name, kind, eps)
     _, n, mean, rstd = NORM.fwd(x[None], NOTHING, Norm(gamma, beta, eps, kind), NO_MASK, order=ALONE)
     return n, mean, rstd
 

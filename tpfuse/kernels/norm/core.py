@@ -29,7 +29,7 @@ from ..embedding.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, NORM, Composed, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import Mask, active_rng, keep_rows, scale
-from .kinds import KINDS, normalize, normalize_backward
+from .kinds import KINDS, check_kind, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
@@ -261,6 +261,7 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
         bias, position_weight, type_weight, residual, gamma, beta = weights
         add = Add(bias, position_weight, asked.positions, type_weight, types=asked.types, residual=residual)
         norm, order = Norm(gamma, beta, asked.eps, asked.kind), asked.order
+        check_kind(name, asked.kind, asked.eps)
         if check is not None:
             check(parts, add, norm, order)
         h, n, mean, rstd = fwd(parts, add, norm, asked.mask(name), order=order)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..runtime.errors import NOT_NEGATIVE, check_number
 from ..runtime.op import acc_dtype
 from .records import Norm, Saved
 
@@ -36,9 +37,11 @@ KINDS = {
 }
 
 
-def check_kind(name: str, kind: str) -> None:
-    if kind not in KINDS:
+def check_kind(name: str, kind: str, eps: float = 0.0) -> None:
+    """Raises the ValueError of ``name`` for a norm that is not in KINDS, and for an eps that none has."""
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{name}: norm must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_number(f"{name}: eps", eps, NOT_NEGATIVE)
 
 
 def _scale(gamma: Tensor, kind: Kind, acc: torch.dtype) -> Tensor:

@@ -10,13 +10,11 @@ from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
 from .alone import NORM
 from .core import Asked, Weights, drop, fused_norm, verb
-from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
 from .triton_forward import drop_launch
 
 
 def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
-    check_kind(name, norm.kind)
     if norm.gamma is None and (norm.beta is not None or post_norm):
         raise ValueError(f"{name}: norm_bias and post_norm need weight")
 

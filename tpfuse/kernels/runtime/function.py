@@ -4,12 +4,12 @@ torch looks at every argument for wrappers that a functorch transform left behin
 contexts of Python; with the argument lists of fused ops each costs more host time than the op's own checks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import _C
-from torch.autograd.function import once_differentiable as _once_differentiable
 
 
 class Function(torch.autograd.Function):
@@ -23,11 +23,19 @@ class Function(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's: a second derivative raises RuntimeError.  Where no graph of the backward is recorded, which is
-    wherever ``create_graph`` was not asked for, nothing needs to be guarded."""
-    guarded = _once_differentiable(backward)
+    """Refuses to run ``backward`` where a graph of it is recorded, which ``create_graph`` asks for: RuntimeError.
 
+    torch's own refuses only to differentiate a result that depends on the incoming gradient, and gives it detached
+    where it depends on saved tensors alone: a penalty on gradients would have lost its own gradient without a word.
+    """
+
+    @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"tpfuse: {backward.__module__}.{backward.__qualname__} has no second derivative, and create_graph=True"
+                " asks for one; take gradients of gradients through plain torch layers, or leave create_graph off"
+            )
+        return backward(ctx, *gradients)
 
     return run

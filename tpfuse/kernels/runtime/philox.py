@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .errors import INT64, REALS, SEED, check_number, check_scalar
 from .op import scalar
 from .triton import tl, triton
 
@@ -75,7 +76,7 @@ def kernel_mask(mask: Mask) -> KernelMask:
 
 def threshold(p: float) -> int:
     """T of 16 bits: an element is dropped where its lane < T.  p in [0, 1) with T < 65536, or a ValueError."""
-    t = int(65536 * p + 0.5) if 0 <= p < 1 else 65536
+    t = int(65536 * p + 0.5) if isinstance(p, REALS) and 0 <= p < 1 else 65536
     if t >= 65536:
         raise ValueError(f"dropout: p must lie in [0, 1 - 2**-17), got {p}")
     return t
@@ -94,8 +95,12 @@ def make_rng(
     Make it once per forward call of a model and hand it to every op.  The masks of two calls differ where any of the
     three differs; ``first_sample`` is the global number of the batch's first sample, so that data-parallel replicas and
     micro-batches draw different masks.  ``step`` and ``first_sample`` may be 0-d tensors, which keeps CUDA graphs and
-    torch.compile free of host constants.  ``seed`` may take all 64 bits.
+    torch.compile free of host constants.  ``seed`` may take all 64 bits, the others are int64, of which masks count
+    samples in 32 bits.  ValueError for other numbers and types (the value of a tensor is not read).
     """
+    check_number("make_rng: seed", seed, SEED)
+    for what, word in (("step", step), ("first_sample", first_sample)):
+        check_scalar(f"make_rng: {what}", word, INT64, readable=False)
     if seed >= 1 << 63:
         seed -= 1 << 64  # a 64-bit seed is kept as two's complement
     return torch.stack([scalar(word, torch.int64, device) for word in (seed, step, first_sample)])

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...parallel import gather_objects
-from ...together import together
+from ...together import gather, together
 
 T = TypeVar("T")
 _made: "list[tuple[dist.ProcessGroup, Ranks]]" = []  # at most one: the world it was made in, and its ranks
@@ -30,7 +29,7 @@ class Ranks(NamedTuple):
     def gather(self, action: Callable[[], T]) -> list[T]:
         """As :meth:`each`; returns what ``action`` returned on every rank, in rank order."""
         mine = self.each(action)
-        return [mine] if self.group is None else gather_objects(mine, self.group)
+        return [mine] if self.group is None else gather(mine, self.group)
 
     def first(self, action: Callable[[], T]) -> T:
         """Returns what ``action`` returned on rank 0, which alone calls it; its error is an error of all."""

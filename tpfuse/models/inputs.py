@@ -1,0 +1,132 @@
+"""The arguments of a model's forward, and what is refused of them, before anything is changed.
+
+A value is read where that costs nothing: on a CPU, and not by a compiler.  A GPU would have to be waited for.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention.options import as_key_mask, takes_key_mask
+from ..kernels.runtime.errors import COUNT, POSITIVE, SAMPLE, STEP, check, check_number, check_scalar, described
+
+
+class Inputs(NamedTuple):
+    """The arguments of a model's forward."""
+
+    input_ids: Tensor
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    token_type_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    loss_normalizer: float | Tensor | None = None
+    step: int | Tensor | None = None
+    first_sample: int | Tensor | None = None
+    return_logits: bool | None = None
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """attention_mask as bool: converted once here, and not in every layer."""
+        return as_key_mask("attention_mask", self.attention_mask)
+
+
+class Aligned(NamedTuple):
+    """What a tensor that has a value for every token must be."""
+
+    takes: Callable[[torch.dtype], bool]
+    words: str
+    reason: str = ""
+
+
+_INT64 = Aligned(lambda dtype: dtype == torch.int64, "int64")
+ALIGNED = {
+    "labels": _INT64,
+    "attention_mask": Aligned(takes_key_mask, "bool or integer", ", nonzero where a token may be seen, not additive"),
+    "position_ids": _INT64,
+    "token_type_ids": _INT64,
+}
+_NUMBERS = {"loss_normalizer": POSITIVE, "step": STEP, "first_sample": SAMPLE}
+
+
+def readable() -> bool:
+    """Whether a tensor's value may decide what is done: not in a graph that serves other values too."""
+    return not torch.compiler.is_compiling()
+
+
+def check_tokens(name: str, ids: Tensor) -> None:
+    """Raises the ValueError of ``name`` for input_ids that are not int64 [B, S]."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
+        raise ValueError(f"{name}: input_ids must be int64 [B, S], got {described(ids)}")
+
+
+def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, device: torch.device) -> None:
+    """Raises the ValueError of ``name`` for arguments that no model takes.
+
+    ``most`` positions are the model's, ``longest`` is the length of the longest packed document (None: there are none),
+    ``device`` is where the weights are.
+    """
+    ids = inputs.input_ids
+    check_tokens(name, ids)
+    if ids.device != device:
+        raise ValueError(f"{name}: input_ids must be on {device}, where the model is, got {ids.device}")
+    (batch, seq), length = ids.shape, ids.shape[1] if longest is None else longest
+    if batch < 1 or seq < 1:
+        raise ValueError(f"{name}: input_ids must have at least one token, got {described(ids)}")
+    check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
+    for key, rule in ALIGNED.items():
+        x = getattr(inputs, key)
+        if x is not None and not (
+            isinstance(x, Tensor) and x.shape == ids.shape and rule.takes(x.dtype) and x.device == device
+        ):
+            kind = f"{rule.words} {tuple(ids.shape)} as input_ids" + (f" on {device}" if device.type != "cpu" else "")
+            raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {described(x)}")
+    for key, number in _NUMBERS.items():
+        value = getattr(inputs, key)
+        if value is not None:
+            check_scalar(f"{name}: {key}", value, number, readable=readable())
+    _check_last_sample(name, inputs.first_sample, batch)
+    if inputs.return_logits is not None and not isinstance(inputs.return_logits, bool):
+        raise ValueError(f"{name}: return_logits must be True, False or None, got {described(inputs.return_logits)}")
+
+
+def _check_last_sample(name: str, first: int | Tensor | None, batch: int) -> None:
+    """Masks count samples in 32 bits: beyond them two samples would share theirs."""
+    known = isinstance(first, int) or (isinstance(first, Tensor) and first.device.type == "cpu" and readable())
+    if first is not None and known and int(first) + batch > 1 << 32:
+        raise ValueError(f"{name}: first_sample + batch must be at most 2**32, got {int(first)} + {batch}")
+
+
+def check_packed(name: str, inputs: Inputs) -> int | None:
+    """Returns the length of the longest packed document, given or computed, None where there are none; ValueError for
+    bounds that are none."""
+    bounds, longest = inputs.cu_seqlens, inputs.max_seqlen
+    if longest is not None:
+        check(bounds is not None, f"{name}: max_seqlen needs cu_seqlens, the bounds of packed documents")
+        check_number(f"{name}: max_seqlen", longest, COUNT)
+    if bounds is None:
+        return None
+    check_tokens(name, inputs.input_ids)
+    batch, seq = inputs.input_ids.shape
+    if batch != 1:
+        one = "packed documents (cu_seqlens) are one row of tokens, input_ids [1, S]"
+        raise ValueError(f"{name}: {one}; got a batch of {batch}")
+    if not (isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) >= 2 and bounds.dtype == torch.int32):
+        raise ValueError(f"{name}: cu_seqlens must be int32 [N + 1], N >= 1, got {described(bounds)}")
+    if bounds.device != inputs.input_ids.device:
+        raise ValueError(f"{name}: cu_seqlens must be on {inputs.input_ids.device} as input_ids, got {bounds.device}")
+    if not readable() or bounds.device.type != "cpu":
+        return seq if longest is None else longest
+    return _longest(name, bounds.tolist(), longest, seq)
+
+
+def _longest(name: str, bounds: list[int], longest: int | None, seq: int) -> int:
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    if bounds[0] != 0 or bounds[-1] > seq or min(lengths) < 0:
+        raise ValueError(f"{name}: cu_seqlens must rise from 0 to at most {seq}, got {bounds}")
+    if longest is not None and longest < max(lengths):
+        raise ValueError(f"{name}: max_seqlen={longest}, and the longest document has {max(lengths)} tokens")
+    return max(lengths) if longest is None else longest
