@@ -286,7 +286,7 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         check(low < high, f"rope_table: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
     theta, logarithm = scaling.get("rope_theta"), scaling["rope_type"] == "yarn"
-    check(theta is None or theta > 1 or not logarithm, f"rope_table: yarn needs rope_theta above 1, got {theta}")
+    check(theta is None or theta > 1 or not logarithm, f"rope_table: rope_theta must be above 1 for yarn, got {theta}")
 
 
 def _original(scaling: dict[str, Any]) -> int:

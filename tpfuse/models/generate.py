@@ -41,7 +41,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-_FACTOR = Rule("must lie in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
+_FACTOR = Rule("must be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
 _NUMBERS = {
     "max_new_tokens": COUNT,
     "temperature": _FACTOR,

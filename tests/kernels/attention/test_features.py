@@ -124,7 +124,7 @@ def test_each_feature_does_something(name):
 @pytest.mark.parametrize("name", ["everything", "everything packed"])
 def test_gradcheck(name):
     options = of(name, 5, 2, 4)
-    gradcheck(bind(attention, **options), leaf(5 * options["batch"] + (1 if options["batch"] > 1 else 0), 1, 4, 4))
+    gradcheck(bind(attention, seq=5, **options), leaf(5 * options["batch"] + (1 if options["batch"] > 1 else 0), 1, 4, 4))
 
 
 # blocks of 128 query rows: within one, and over three, windows and documents that begin and end inside
@@ -269,8 +269,8 @@ ROPE = {k: v.float() for k, v in table(6, 2).items()}
     [
         (dict(window=2, causal=False), "window needs causal and must be at least 1, got 2"),
         (dict(window=0), "window needs causal and must be at least 1, got 0"),
-        (dict(scale=0.0), "scale must be positive, got 0.0"),
-        (dict(softcap=-1.0), "softcap must be positive, got -1.0"),
+        (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
+        (dict(softcap=-1.0), "softcap must be positive and finite, got -1.0"),
         (dict(batch=2, cu_seqlens=ends(0, 3)), "cu_seqlens needs batch = 1, got 2"),
         (dict(cu_seqlens=torch.tensor([0, 3])), r"cu_seqlens must be int32 \(2,\), got torch.int64"),
         (dict(cu_seqlens=ends(0, 4, 3)), r"cu_seqlens must rise from 0 or more to at most seq = 6, got \[0, 4, 3\]"),
