@@ -68,7 +68,9 @@ def fail(message: object):
     if RANK:
         time.sleep(10)
     print(f"{os.path.basename(sys.argv[0])}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    if UNDER_TORCHRUN and dist.is_initialized():  # to leave the group takes all ranks; with it, the interpreter's end may be an abort
+    if (
+        UNDER_TORCHRUN and dist.is_initialized()
+    ):  # to leave the group takes all ranks; with it, the interpreter's end may be an abort
         sys.stdout.flush()
         os._exit(2)
     sys.exit(2)

@@ -3,7 +3,8 @@
 import torch as pytorch
 
 from bench.harness import Bench, Random, acc
-from tpfuse.kernels.rope import rope, rope_table
+from tpfuse.kernels.rope import rope
+from tpfuse.kernels.rope_table import rope_table
 
 
 def inputs(random: Random, M: int, H: int, E: int) -> tuple:

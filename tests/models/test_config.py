@@ -8,7 +8,7 @@ from transformers import BertConfig as TheirBert
 from transformers import GPT2Config
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
-from tpfuse.kernels.rope import rope_table
+from tpfuse.kernels.rope_table import rope_table
 from tpfuse.models import BertConfig, GPTConfig
 from tpfuse.models.config import FAMILIES, HF_ACTIVATIONS
 

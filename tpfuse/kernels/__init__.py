@@ -7,7 +7,8 @@ from .embedding.op import embedding
 from .linear.gated import swiglu
 from .linear.op import linear
 from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_norm, rms_norm
-from .rope import rope, rope_table
+from .rope import rope
+from .rope_table import rope_table
 
 __all__ = [
     "attention",

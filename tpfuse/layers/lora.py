@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from ..collectives import copy, copy_within
 from ..kernels.linear.op import linear
 from ..kernels.norm import Recompute
-from ..kernels.runtime.errors import POSITIVE, SEED, check, check_number
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype
+from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear

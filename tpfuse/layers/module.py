@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ..agreement import Agreement, Asked
 from ..collectives import copy
-from ..kernels.runtime.errors import NOT_NEGATIVE, check_number
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
+from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 
 _CHUNK = 1 << 20  # elements initialised at a time

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.linear.activation import ACTIVATIONS
-from ..kernels.rope import rope_table
+from ..kernels.rope_table import rope_table
 from ..kernels.runtime.rules import Rule, check_rules, instance, one_of, shown
 from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS, Family
 from .fields import BERT_FIELDS, FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
@@ -203,7 +203,7 @@ class GPTConfig(ModelConfig):
 
     @property
     def rope_arguments(self) -> dict[str, Any]:
-        """The arguments of :func:`tpfuse.kernels.rope.rope_table` beside head width and length."""
+        """The arguments of :func:`tpfuse.kernels.rope_table.rope_table` beside head width and length."""
         return dict(scaling=dict(self.rope or {}), max_position_embeddings=self.max_positions)
 
     @property

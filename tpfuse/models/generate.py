@@ -20,8 +20,9 @@ from torch import Tensor
 from ..agreement import any_rank
 from ..collectives import all_gather
 from ..kernels.cross_entropy.op import check_ids
-from ..kernels.runtime.errors import COUNT, INT64, SEED, WHOLE, Rule, check, check_number, check_numbers, described
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng, uniform
+from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
 from .inputs import Inputs, check_tokens
 from .model import Rows
@@ -41,12 +42,12 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-_FACTOR = Rule("must be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
+_FACTOR = limited("be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
 _NUMBERS = {
     "max_new_tokens": COUNT,
     "temperature": _FACTOR,
     "top_k": COUNT,
-    "top_p": Rule("must lie in (0, 1]", lambda v: 0 < v <= 1),
+    "top_p": limited("lie in (0, 1]", lambda v: 0 < v <= 1),
     "repetition_penalty": _FACTOR,
     "seed": SEED,
 }
@@ -99,7 +100,7 @@ def generate(
     inputs = Inputs(input_ids, attention_mask=attention_mask)
     model._check_inputs(inputs)
     (B, S), most, vocab = input_ids.shape, model.config.max_positions, model.config.vocab_size
-    check_numbers("generate", _NUMBERS, sampling._asdict() | dict(max_new_tokens=max_new_tokens))
+    check_numbers("generate", sampling._asdict() | dict(max_new_tokens=max_new_tokens), _NUMBERS)
     check(isinstance(do_sample, bool), f"generate: do_sample must be True or False, got {described(do_sample)}")
     check(
         S + max_new_tokens <= most,

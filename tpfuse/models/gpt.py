@@ -18,7 +18,7 @@ from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.norm import embed_finish
-from ..kernels.rope import rope_table
+from ..kernels.rope_table import rope_table
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope

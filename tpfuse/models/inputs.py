@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import as_key_mask, takes_key_mask
-from ..kernels.runtime.errors import COUNT, POSITIVE, SAMPLE, STEP, check, check_number, check_scalar, described
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_scalar, described
 
 
 class Inputs(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..collectives import all_gather
-from ..kernels.runtime.errors import Rule, check_number
+from ..kernels.runtime.rules import check_number, limited
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..parallel import resolve
@@ -34,7 +34,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
 
-_MAX_NORM = Rule("must be at least 0", lambda v: v >= 0)  # inf: the norm alone is wanted
+_MAX_NORM = limited("be at least 0", lambda v: v >= 0)  # inf: the norm alone is wanted
 _NAMED = 4  # parameters that an error lists
 
 

@@ -124,7 +124,9 @@ def test_each_feature_does_something(name):
 @pytest.mark.parametrize("name", ["everything", "everything packed"])
 def test_gradcheck(name):
     options = of(name, 5, 2, 4)
-    gradcheck(bind(attention, seq=5, **options), leaf(5 * options["batch"] + (1 if options["batch"] > 1 else 0), 1, 4, 4))
+    gradcheck(
+        bind(attention, seq=5, **options), leaf(5 * options["batch"] + (1 if options["batch"] > 1 else 0), 1, 4, 4)
+    )
 
 
 # blocks of 128 query rows: within one, and over three, windows and documents that begin and end inside

@@ -5,9 +5,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.errors import COUNT, POSITIVE, WHOLE, check, check_numbers, described
+from ..runtime.errors import check
 from ..runtime.launch import target
 from ..runtime.philox import active_rng
+from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_numbers, described
 
 INF = float("inf")
 LOG2E = 1.4426950408889634
@@ -101,7 +102,7 @@ def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None
     """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
     (their defaults where None), and without ``rng`` where p drops nothing."""
     (M, G, slots, E), batch = shape, options.batch
-    check_numbers("attention", _NUMBERS, dict(batch=batch, seq=seq, scale=scale, softcap=options.softcap))
+    check_numbers("attention", dict(batch=batch, seq=seq, scale=scale, softcap=options.softcap), _NUMBERS)
     if seq is None and M % batch:  # messages made in advance would cost more than the checks
         raise ValueError(f"attention: qkv's {M} rows must be a multiple of batch = {batch}, or seq given")
     options = options._replace(

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.errors import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_numbers, check_scalar
+from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
+from ..runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_numbers, check_scalar, limited
 from .options import IGNORE, Loss, Rows
 from .triton import bwd_launch, stats_launch
 
@@ -106,7 +107,7 @@ class _CrossEntropy(Function):
 
 _NUMBERS = {
     "vocab_size": COUNT,
-    "label_smoothing": Rule("must lie in [0, 1)", lambda v: 0 <= v < 1),
+    "label_smoothing": limited("lie in [0, 1)", lambda v: 0 <= v < 1),
     "z_loss": NOT_NEGATIVE,
 }
 
@@ -143,7 +144,7 @@ def checked_rows(
     function ``name`` for what does not agree."""
     same = labels.shape == x.shape[:-1] and labels.dtype == torch.int64
     check(same, f"{name}: labels must be int64 {tuple(x.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
-    check_numbers(name, _NUMBERS, loss._asdict())
+    check_numbers(name, loss._asdict(), _NUMBERS)
     if normalizer is not None:
         check_scalar(f"{name}: normalizer", normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
     x, labels = x.reshape(-1, x.shape[-1]).contiguous(), labels.reshape(-1).contiguous()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.errors import described
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
+from ..runtime.rules import described
 from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
 
 # ---- reference ----

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.errors import NOT_NEGATIVE, check_number
 from ..runtime.op import acc_dtype
+from ..runtime.rules import NOT_NEGATIVE, check_number
 from .records import Norm, Saved
 
 aten = torch.ops.aten

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import INT64, REALS, SEED, check_number, check_scalar
 from .op import scalar
+from .rules import INT64, REALS, SEED, check_number, check_scalar
 from .triton import tl, triton
 
 ROUNDS = 7

@@ -1,19 +1,36 @@
 """What a value must be, said once: its type, its range and the words of the error.
 
-A rule takes a value and returns what it must do and does not ("be a positive integer"); None where it holds.  A bool is
-no number, and neither NaN nor an infinity lies in any range.
+A bool is no number, and neither NaN nor an infinity lies in any range.
 """
 
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-Rule = Callable[[Any], str | None]
+import numpy as np
+import torch
+from torch import Tensor
+
+INF = float("inf")
+INTEGERS, REALS = (int, np.integer), (int, float, np.integer, np.floating)
 MAX_SIZE = (1 << 31) - 1
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxtuple, _SHORT.maxlist = 2, 8, 8, 8
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+class Rule(NamedTuple):
+    """What a value must be: called with one, returns what it must do and does not ("be positive"), None where it holds.
+
+    ``integer``: a tensor that stands for such a value holds integers.
+    """
+
+    broken: Callable[[Any], str | None]
+    integer: bool = False
+
+    def __call__(self, value: Any) -> str | None:
+        return self.broken(value)
 
 
 def check_rules(
@@ -32,6 +49,61 @@ def check_rules(
             )
 
 
+def check_number(what: str, value: Any, rule: Rule) -> None:
+    """Raises ValueError where ``value``, which ``what`` names, breaks ``rule``."""
+    broken = rule(value)
+    if broken is not None:
+        raise ValueError(f"{what} must {broken}, got {described(value)}")
+
+
+def check_numbers(caller: str, values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Holds each of ``values`` that is not None to its rule."""
+    for key, rule in rules.items():
+        if values[key] is not None:
+            check_number(f"{caller}: {key}", values[key], rule)
+
+
+def check_scalar(what: str, value: Any, rule: Rule, *, readable: bool) -> None:
+    """Holds a number, or a 0-d tensor of numbers, to ``rule``.
+
+    A tensor's value is read only where it is ``readable``, which on a GPU it is not: the host would wait for it.
+    """
+    if not isinstance(value, Tensor):
+        return check_number(what, value, rule)
+    dtype = value.dtype
+    integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if value.dim() != 0 or not (integer or (dtype.is_floating_point and not rule.integer)):
+        kind = "an integer" if rule.integer else "a number"
+        raise ValueError(f"{what} must be {kind} or a 0-d tensor of one, got {described(value)}")
+    if readable and value.device.type == "cpu":
+        check_number(what, value.item(), rule)
+
+
+def limited(words: str, takes: Callable[[Any], bool], *, integer: bool = False) -> Rule:
+    """Returns the rule of a number that ``takes`` holds for, which ``words`` say.
+
+    A comparison with NaN is false, so that no such rule takes it.
+    """
+    kinds, kind = (INTEGERS, "be an integer") if integer else (REALS, "be a number")
+
+    def broken(value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return kind
+        return None if takes(value) else words
+
+    return Rule(broken, integer)
+
+
+POSITIVE = limited("be positive and finite", lambda v: 0 < v < INF)
+NOT_NEGATIVE = limited("be at least 0 and finite", lambda v: 0 <= v < INF)
+WHOLE = limited("be at least 0", lambda v: 0 <= v < 1 << 63, integer=True)
+COUNT = limited("be at least 1", lambda v: 1 <= v < 1 << 63, integer=True)
+STEP = limited("lie in 0 to 2**63 - 1", lambda v: 0 <= v < 1 << 63, integer=True)
+SAMPLE = limited("lie in 0 to 2**32 - 1", lambda v: 0 <= v < 1 << 32, integer=True)
+INT64 = limited("be an int64", lambda v: -(1 << 63) <= v < 1 << 63, integer=True)
+SEED = limited("lie in -2**63 to 2**64 - 1", lambda v: -(1 << 63) <= v < 1 << 64, integer=True)
+
+
 def whole(least: int = 1, most: int = MAX_SIZE) -> Rule:
     """Returns the rule of an integer from ``least`` to ``most``."""
     words = "be a positive integer" if least == 1 else f"be an integer of at least {least}"
@@ -41,7 +113,7 @@ def whole(least: int = 1, most: int = MAX_SIZE) -> Rule:
             return words
         return f"be at most {most}" if value > most else None
 
-    return broken
+    return Rule(broken, integer=True)
 
 
 def number(low: float, high: float, ends: str = "[]") -> Rule:
@@ -54,18 +126,19 @@ def number(low: float, high: float, ends: str = "[]") -> Rule:
             return f"be a number in {interval}"
         return None if after(value, low) and before(value, high) else f"lie in {interval}"
 
-    return broken
+    return Rule(broken)
 
 
 def one_of(names: Iterable[str]) -> Rule:
     """Returns the rule of a string that is one of ``names``."""
     names = tuple(names)
-    return lambda value: None if isinstance(value, str) and value in names else f"be one of {', '.join(names)}"
+    words = f"be one of {', '.join(names)}"
+    return Rule(lambda value: None if isinstance(value, str) and value in names else words)
 
 
 def instance(words: str, *kinds: type) -> Rule:
     """Returns the rule of a value of one of ``kinds``, which ``words`` name."""
-    return lambda value: None if isinstance(value, kinds) else f"be {words}"
+    return Rule(lambda value: None if isinstance(value, kinds) else f"be {words}")
 
 
 boolean = instance("true or false", bool)
@@ -78,7 +151,15 @@ def optional(rule: Rule) -> Rule:
         words = None if value is None else rule(value)
         return None if words is None else f"{words} or None"
 
-    return broken
+    return Rule(broken, rule.integer)
+
+
+def described(value: Any) -> str:
+    """Returns what an argument is, for an error: a tensor's dtype, shape and device; a number; a value and its type."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}" + (f" on {value.device}" if value.device.type != "cpu" else "")
+    number = isinstance(value, REALS) and not isinstance(value, bool)
+    return str(value) if number and abs(value) < 1e99 else f"{shown(value)} ({type(value).__name__})"
 
 
 def shown(value: Any) -> str:
