@@ -16,7 +16,7 @@ import math
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .failure import explained, note_failures
+from .kernels.runtime.rules import some
 
 SAMPLE = 64  # elements of a float tensor that are compared
 CLOSE = 1e-2  # of the largest: what a kernel of another order of sums may differ by, and other data does not
@@ -173,6 +174,11 @@ def described(value: Any, *, floats: bool = True) -> Described:
     return Described(text, tuple(x.reshape(-1)[::step][:SAMPLE].double().tolist()) if floats else ())
 
 
+def names(many: Sequence[str]) -> str:
+    """Returns words for names that are equal where the names are, and not long."""
+    return f"{some(many) or 'none'} #{zlib.crc32(repr(many).encode()):08x}"
+
+
 def _words(value: Any) -> str:
     """Returns the value's own words; of an object that has none but its address, its type."""
     words = repr(value)
@@ -230,6 +236,17 @@ class Agreement:
         mine = torch.tensor([_digest(kind) if known is None else known, read], device="cpu")
         every = between.exchange(mine)
         return known is None or _always.get() or bool((every != every[0]).any())
+
+
+_functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
+
+
+def agreement_of(group: dist.ProcessGroup, name: str, *, every: bool) -> Agreement:
+    """Returns what compares the calls of a function over a group."""
+    known = _functions.setdefault(group, {})
+    if name not in known:
+        known[name] = Agreement(Asked(name), every=every, floats=False)
+    return known[name]
 
 
 def _comparable(arguments: Mapping[str, Any]) -> bool:

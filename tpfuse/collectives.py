@@ -21,13 +21,15 @@ position and in every run (a bf16 all_reduce of 256 + 1 + 1 + 1 over four gloo r
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import agreement_of
 from .failure import explained
 from .kernels.norm.core import reduce_parts
 from .kernels.runtime.function import Function, once_differentiable
@@ -175,7 +177,20 @@ class _Linear(Function):
         return adjoint(dy, tp, dim), None, None, None, None
 
 
+_known: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]]" = weakref.WeakKeyDictionary()
+
+
 def _collective(forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
+    """One call; the first of each kind is compared over the ranks, since messages of two lengths would end in gloo's
+    abort."""
+    if tp.size > 1 and tp.group_name is not None and not torch.compiler.is_compiling():
+        group = resolve(tp.group_name)
+        key = forward, adjoint, x.dtype, x.shape, x.requires_grad, dim
+        known = _known.setdefault(group, set())
+        if key not in known:
+            name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
+            agreement_of(group, name, every=False)(group, dict(x=x, dim=dim), {}, dict)
+            known.add(key)
     return _Linear.apply(x, forward, adjoint, tp, dim)
 
 

@@ -1,6 +1,5 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..agreement import Agreement, Asked
+from ..agreement import Agreement, Asked, names
 from ..collectives import copy
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
@@ -148,15 +147,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     """Returns what the ranks must share of a module's state: the frozen parameters, the parts that train otherwise."""
     other = [name for name, part in module.named_modules() if part.training != module.training]
     return {
-        "frozen parameters": _some([name for name, p in module.named_parameters() if not p.requires_grad]),
-        "parts in another mode": _some(other),
+        "frozen parameters": names([name for name, p in module.named_parameters() if not p.requires_grad]),
+        "parts in another mode": names(other),
     }
-
-
-def _some(names: list[str]) -> str:
-    """Returns words for names that are equal where the names are, and not long."""
-    more = f" and {len(names) - 4} more #{zlib.crc32(repr(names).encode()):08x}" if len(names) > 4 else ""
-    return (", ".join(names[:4]) or "none") + more
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:

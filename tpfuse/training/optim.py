@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..agreement import agreement_of, names
 from ..collectives import all_gather
-from ..kernels.runtime.rules import check_number, limited
+from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..parallel import resolve
@@ -35,7 +36,6 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 _MAX_NORM = limited("be at least 0", lambda v: v >= 0)  # inf: the norm alone is wanted
-_NAMED = 4  # parameters that an error lists
 
 
 class Named(NamedTuple):
@@ -59,6 +59,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     negative.
     """
     check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
+    _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype], list[Tensor]] = {}  # by groups, copies, dtype
     named: list[Named] = []
     for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
@@ -92,6 +93,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     return total.to(torch.promote_types(first, torch.float32))
 
 
+def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Compares a call over the tensor-parallel ranks: they sum over the same gradients, or wait for each other."""
+    group = next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
+    if group is not None:
+        absent = names([name for name, p in model.named_parameters() if p.grad is None])
+        call = arguments | {"parameters without a gradient": absent}
+        agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
+
+
 def _check_finite(total: Tensor, named: list[Named]) -> None:
     """Raises RuntimeError where the norm is not finite on any rank, with the same names on every rank."""
     groups = tuple(dict.fromkeys(group for each in named for group in each.groups))
@@ -100,10 +110,7 @@ def _check_finite(total: Tensor, named: list[Named]) -> None:
     local = torch.stack([(~each.grad.isfinite()).any() for each in named])
     anywhere = _over_groups(local.double(), groups).tolist()
     bad = [each.name for each, count in zip(named, anywhere, strict=True) if count]
-    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    whose = (
-        f"that of {', '.join(bad[:_NAMED])}{more} is not finite" if bad else "each is finite, their squares' sum is not"
-    )
+    whose = f"that of {some(bad)} is not finite" if bad else "each is finite, their squares' sum is not"
     raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}: {whose}; none was changed")
 
 

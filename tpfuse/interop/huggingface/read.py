@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...kernels.runtime.rules import brief, shown
+from ...kernels.runtime.rules import brief, shown, some
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
 from ...together import together
@@ -199,14 +199,10 @@ def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> 
 def _check_names(model: PretrainedModule, tensors: Tensors, names: dict[str, str], needed: list[str]) -> None:
     missing = [n for n in needed if n not in names]
     if missing:
-        raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {_some(missing)}")
+        raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {some(missing)}")
     ignorable, taken = model.ignorable(), set(needed)
     extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
     if extra:
         raise ValueError(
-            f"{tensors.caller}: {tensors.holder} holds {_some(extra)}, which {type(model).__name__} has no place for"
+            f"{tensors.caller}: {tensors.holder} holds {some(extra)}, which {type(model).__name__} has no place for"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(map(brief, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -5,7 +5,7 @@ A bool is no number, and neither NaN nor an infinity lies in any range.
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,6 +160,11 @@ def described(value: Any) -> str:
         return f"{value.dtype} {tuple(value.shape)}" + (f" on {value.device}" if value.device.type != "cpu" else "")
     number = isinstance(value, REALS) and not isinstance(value, bool)
     return str(value) if number and abs(value) < 1e99 else f"{shown(value)} ({type(value).__name__})"
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns the first of many names, which may be of unknown origin, and how many more there are."""
+    return ", ".join(map(brief, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def shown(value: Any) -> str:
