@@ -28,6 +28,7 @@ ORDER = [
     "interop",
     "explain",
     "ledger",
+    "doctor",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(
