@@ -56,6 +56,13 @@ def test_some_ranks_of_three_twice(ranks, tmp_path):
     assert none == "" and first == second and "2 on one host" in first
 
 
+def test_the_callers_modes_change_nothing(tmp_path):
+    """Without gradients, under autocast, with tensors on another device."""
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        report = tpfuse.doctor(tmp_path)
+    assert report.ok, report.text
+
+
 def test_a_group_that_is_none():
     with pytest.raises(ValueError, match="doctor: group must be a ProcessGroup that this process is in, got 'tp'"):
         tpfuse.doctor(group="tp")

@@ -8,7 +8,7 @@ from tpfuse import TensorParallel, kernels
 from tpfuse.doctor.report import FAULT, OK
 from tpfuse.doctor.selftest import block, cases, compare
 from tpfuse.doctor.selftest import kernels as selftest
-from tpfuse.kernels.runtime import philox
+from tpfuse.kernels.runtime import op, philox, replay
 from tpfuse.kernels.runtime.op import OPS
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_every_public_function_has_a_case():
 def test_every_op_that_needs_no_group_is_run():
     ran = recorded(lambda: [*selftest.results(CPU), *block.alone(CPU)])
     assert set(LOCAL) | set(IN_BLOCK) <= ran
-    assert set(OPS) - ran == {op for split in block.SPLIT for op in split.ops}
+    assert set(OPS) - ran == {name for split in block.SPLIT for name in split.ops}
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -71,6 +71,14 @@ def test_an_op_that_is_wrong_in_a_block_is_named(monkeypatch, name):
     assert {f.status for f in found} == {FAULT} and all(name in f.value for f in found)
 
 
+def test_an_op_that_is_wrong_from_the_second_call_on_is_found(monkeypatch):
+    """As one that is replayed wrongly."""
+    right, calls = OPS["rope_fwd"].cpu, []
+    wrong = lambda *args: calls.append(1) or right(*args) * (1 if len(calls) == 1 else 2)
+    monkeypatch.setattr(OPS["rope_fwd"], "cpu", wrong)
+    assert "output in fp32" in selftest.tried(CASES[-1]._replace(backward=False), CPU)[0].value
+
+
 @pytest.mark.parametrize("how", [lambda t: t * float("nan"), lambda t: t[..., :-1]], ids=["NaN", "shape"])
 def test_what_is_no_number_of_the_right_shape_is_wrong(monkeypatch, how):
     monkeypatch.setattr(OPS["rope_fwd"], "cpu", broken("rope_fwd", how))
@@ -85,6 +93,18 @@ def test_an_op_that_raises_is_named(monkeypatch):
     (found,) = selftest.tried(CASES[-1], CPU)
     assert found.status == FAULT and "planted" in found.value and "op rope_fwd" in found.value
     assert {f.status for f in selftest.results(CPU)} == {OK, FAULT}
+
+
+@pytest.mark.slow
+def test_the_kernels_pass_and_a_wrong_one_does_not(monkeypatch):
+    """Launchers in Triton's interpreter, picked on the CPU as they are on a GPU."""
+    monkeypatch.setattr(replay, "REPLAY", False)  # which needs a GPU's stream
+    monkeypatch.setattr(replay, "LAUNCHED", replay.LAUNCHED | {"cpu"})
+    monkeypatch.setattr(op, "LAUNCHED", replay.LAUNCHED)
+    assert {f.status for f in [*selftest.results(CPU), *block.alone(CPU)]} == {OK}
+    right = OPS["dropout_fwd"].launch
+    monkeypatch.setattr(OPS["dropout_fwd"], "launch", lambda x, mask: right(x, mask._replace(site=mask.site + 1)))
+    assert {f.name for f in selftest.results(CPU) if f.status == FAULT} == {"dropout", "dropout's mask"}
 
 
 def test_a_wrong_mask_is_found(monkeypatch):

@@ -45,7 +45,7 @@ def findings(folder: Path, group: dist.ProcessGroup | None) -> list[Finding]:
 
 def myself() -> Rank:
     versions = {name: installed(name) for name in TESTED} | {"tpfuse": __version__}
-    return Rank(host(), versions, torch.cuda.device_count(), torch.get_num_threads(), limits.cores())
+    return Rank(host(), versions, torch.cuda.device_count(), threads=torch.get_num_threads(), cores=limits.cores())
 
 
 def _hosts(ranks: list[Rank]) -> Finding:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 OK, NOTE, FAULT = "ok", "note", "fault"
 _MARKS = {OK: " ", NOTE: "?", FAULT: "!"}
-_WIDTH = 110
+_WIDTH = 118
 
 
 class Finding(NamedTuple):

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,18 @@ def examine(folder: str | Path, group: dist.ProcessGroup | None) -> Report:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keeps the caller's modes out, and torch's generator, whose seed blocks ask for, as it was."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    """Keeps the caller's modes and default device out, and torch's generator, whose seed blocks ask for, as it was."""
+    modes: list[contextlib.AbstractContextManager[Any]] = [
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ]
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         torch.default_generator.manual_seed(0)
         yield
 

@@ -58,7 +58,7 @@ def checked(ours: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtyp
 
 def findings(name: str, results: list[Checked], cause: str = "") -> list[Finding]:
     """Returns a line with the worst error by dtype, or one for each tensor that is wrong, with its error and limit."""
-    wrong = [result for result in results if not result.ok]
+    wrong = {(result.dtype, result.tensor): result for result in results if not result.ok}.values()
     if wrong:
         words = lambda r: f"error {r.error:.1e} of {r.tensor} in {short(r.dtype)}, limit {r.limit:.1e}{cause}"
         return [Finding(name, words(result), FAULT, ADVICE) for result in wrong]
