@@ -29,6 +29,7 @@ ORDER = [
     "explain",
     "ledger",
     "parity",
+    "doctor",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(

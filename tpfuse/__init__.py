@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .agreement import checking
+from .doctor import doctor
 from .explain import explain
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
@@ -22,6 +23,7 @@ __all__ = [
     "check_parity",
     "checking",
     "clip_grad_norm_",
+    "doctor",
     "explain",
     "load_adapter",
     "load_checkpoint",

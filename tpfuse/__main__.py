@@ -1,4 +1,5 @@
-"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs."""
+"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, and whether
+the installation works."""
 
 import json
 import sys
@@ -6,6 +7,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
 
+from .doctor import doctor
+from .doctor.launched import world
 from .kernels.runtime.launch import pretending
 from .layers.block import SAVING
 from .ledger import dryrun, layer, machine, memory, mfu, plots, steptime
@@ -220,6 +223,15 @@ def run_predict(args: Namespace) -> None:
     drawn(args)
 
 
+def run_doctor(args: Namespace) -> int:
+    """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
+    with world(None) as group:
+        report = doctor(args.folder, group)
+        if group is None or group.rank() == 0:
+            show(args, report.text, report.json())
+    return 0 if report.ok else 1
+
+
 COMMANDS = {
     "ledger": run_ledger,
     "memory": run_memory,
@@ -227,6 +239,7 @@ COMMANDS = {
     "mfu": run_mfu,
     "calibrate": run_calibrate,
     "predict": run_predict,
+    "doctor": run_doctor,
 }
 
 
@@ -236,14 +249,13 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns 2 after an error, which it prints."""
+    """Runs a command; returns 2 after an error, which it prints, and 1 for a doctor's fault."""
     args = parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, OSError) as error:
         print(f"tpfuse {args.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

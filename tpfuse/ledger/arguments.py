@@ -47,9 +47,9 @@ def choices(text: str) -> list[tuple[int, int]]:
         raise argparse.ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}") from None
 
 
-def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:
+def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None]]) -> argparse.ArgumentParser:
     """Returns the parser; ``commands`` are the functions to run, by name, which it leaves in ``run``."""
-    what = "Where the bytes go, what a model needs at any scale, how near the limit it runs."
+    what = "Where the bytes go, what a model needs, how near the limit it runs, whether the installation works."
     top = argparse.ArgumentParser(prog="python -m tpfuse", description=what)
     subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -171,4 +171,11 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) ->
     p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="what calibrate wrote")
     p.add_argument("--check", action="store_true", help="run the steps as well, and say how far off the prediction is")
     p.add_argument("--steps", type=positive, default=8, metavar="N", help="of --check: measured steps a choice")
+
+    p = command(
+        "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False
+    )
+    p.add_argument(
+        "--folder", type=Path, default=Path("."), metavar="DIR", help="where disk and sharedness are looked at"
+    )
     return top
