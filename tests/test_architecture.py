@@ -16,6 +16,7 @@ ORDER = [
     "kernels",
     "together",
     "failure",
+    "gloo",
     "agreement",
     "parallel",
     "collectives",

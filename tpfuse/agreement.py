@@ -17,7 +17,6 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +25,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .failure import explained, note_failures
+from .gloo import connect, limit
 from .kernels.runtime.rules import some
 
 SAMPLE = 64  # elements of a float tensor that are compared
 CLOSE = 1e-2  # of the largest: what a kernel of another order of sums may differ by, and other data does not
 _always: contextvars.ContextVar[bool] = contextvars.ContextVar("always", default=False)
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel]" = weakref.WeakKeyDictionary()
-_made: "weakref.WeakKeyDictionary[dist.Store, dict[str, int]]" = weakref.WeakKeyDictionary()  # channels by their ranks
 
 
 @contextlib.contextmanager
@@ -50,19 +49,14 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup):
         note_failures()
-        store = dist.distributed_c10d._get_default_store()
-        ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-        made = _made.setdefault(store, {})
-        made[ranks] = made.get(ranks, 0) + 1
-        prefixed = dist.PrefixStore(f"tpfuse/{ranks}/{made[ranks]}", store)
-        self.rank, self.size, self.timeout = group.rank(), group.size(), _timeout(group)
-        self.gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.size, self.timeout)
+        self.rank, self.size, self.timeout = group.rank(), group.size(), limit(group)
+        self.gloo = connect(group)
 
     def exchange(self, mine: Tensor) -> Tensor:
         """int64 [n] of every rank -> [R, n]"""
         every = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self.gloo.allgather([every], [mine]).wait()  # type: ignore[attr-defined]  # torch's stub lacks it
+            self.gloo.allgather([every], [mine]).wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
@@ -87,16 +81,6 @@ def channel(group: dist.ProcessGroup | None) -> Channel | None:
     if group not in _channels:
         _channels[group] = Channel(group)
     return _channels[group]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The group's own limit, or torch's default."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            limit: timedelta = options._timeout
-            return limit
-    return dist.distributed_c10d.default_pg_timeout
 
 
 def any_rank(group: dist.ProcessGroup | None, mine: bool) -> bool:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import gloo
 from .agreement import agreement_of
 from .failure import explained
 from .kernels.norm.core import reduce_parts
@@ -55,13 +56,8 @@ def start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[d
     rank, size = group.rank(), group.size()
     out[rank] = x
     shifts = range(1, size)
-    receives = [dist.irecv(out[(rank - s) % size], group=group, group_src=(rank - s) % size) for s in shifts]
-    return started(*receives, *(dist.isend(x, group=group, group_dst=(rank + s) % size) for s in shifts))
-
-
-def started(*messages: dist.Work | None) -> list[dist.Work]:
-    """Returns the handles of messages; one that torch says is None is not this rank's."""
-    return [message for message in messages if message is not None]
+    receives = [gloo.receive(out[(rank - s) % size], group, (rank - s) % size) for s in shifts]
+    return receives + [gloo.send(x, group, (rank + s) % size) for s in shifts]
 
 
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:

@@ -1,9 +1,9 @@
 """Models by name, and from a local Hugging Face config.json."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..interop.huggingface.directory import read_json
 from ..models import config_from_hf
 from ..models.config import ModelConfig
 
@@ -89,10 +89,7 @@ def load_config(name: str) -> ModelConfig:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(f"model {name!r}: no config.json in that directory")
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"model {name!r}: {path} is not JSON: {error}") from None
+        values = read_json(path.parent, path.name)
     else:
         raise ValueError(f"model {name!r} is neither a local config.json nor one of {', '.join(PRESETS)}")
     return config_from_hf(values)

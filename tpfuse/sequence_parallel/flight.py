@@ -7,13 +7,14 @@ messages in the same order, the one to the rank s further on with that from the 
 circle, on a stream or off it.
 """
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import named, started
+from .. import gloo
+from ..collectives import named
 from ..parallel import resolve
 
 # A piece has at least so many.  On a CPU a step over 1 Gbit/s takes 2 to 3 % more in pieces of 64, as bf16 GEMMs pack W
@@ -37,17 +38,17 @@ def in_pairs(x: Tensor) -> bool:
     return not x.is_cpu
 
 
-_WAY_BACK: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+_WAY_BACK: "WeakKeyDictionary[dist.ProcessGroup, Any]" = WeakKeyDictionary()
 
 
-def way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks, for rows to lower ranks, so that each of gloo's connections carries rows one
-    way only.  If they go both ways, gloo's thread and this one compete for the connection, and the thread spins in
-    epoll_wait for it, on a core that multiplies (seen with perf)."""
+def way_back(group: dist.ProcessGroup) -> Any:
+    """Returns connections of the same ranks, for rows to lower ranks, so that each of gloo's carries rows one way only.
+
+    If they go both ways, gloo's thread and this one compete for the connection, and the thread spins in epoll_wait for
+    it, on a core that multiplies (seen with perf).
+    """
     if group not in _WAY_BACK:
-        backend = group._get_backend(torch.device("cpu"))
-        ranks = dist.get_process_group_ranks(group)
-        _WAY_BACK[group] = dist.new_group(ranks, backend.options._timeout, "gloo", use_local_synchronization=True)
+        _WAY_BACK[group] = gloo.connect(group)
     return _WAY_BACK[group]
 
 
@@ -77,10 +78,9 @@ class Flight:
             # work one way at a time
             for rows in cut:
                 for source in self.before:
-                    group = self.group if source < self.rank else self._down
+                    by = self.group if source < self.rank else self._down
                     with named(f"{what}: asking rank {source} for rows", self.group):
-                        message = dist.irecv(into[source, rows], group=group, group_src=source)
-                        self._coming[source, rows.start] = started(message)
+                        self._coming[source, rows.start] = [gloo.receive(into[source, rows], by, source)]
 
     def outgoing(self, to: int, rows: slice) -> Tensor:
         return self.x[to if len(self.x) == self.size else (to - self.rank - 1) % self.size, rows]
@@ -91,8 +91,8 @@ class Flight:
             if in_pairs(self.into):
                 self._post_pairs([to], rows)
                 return
-            group = self.group if self.rank < to else self._down
-            self._leaving += started(dist.isend(self.outgoing(to, rows), group=group, group_dst=to))
+            by = self.group if self.rank < to else self._down
+            self._leaving.append(gloo.send(self.outgoing(to, rows), by, to))
 
     def _post_pairs(self, peers: list[int], rows: slice) -> None:
         """Posts each peer's send and the receive that goes with it in one batch, for NCCL one launch.

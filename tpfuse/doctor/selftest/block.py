@@ -1,7 +1,5 @@
 """A transformer block with dropout, on one rank or split over a group, against the same block by definition on one."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,6 @@ from ...kernels.runtime.philox import make_rng
 from ...layers.block import TransformerBlock
 from ...layers.module import named_specs
 from ...parallel import TensorParallel
-from ...sequence_parallel import flight
 from ..connections import connections, device_of
 from ..report import FAULT, NOTE, Finding
 from .blame import blamed
@@ -84,23 +81,9 @@ def over(group: dist.ProcessGroup | None) -> list[Finding]:
     if group.size() > MOST:
         advice = f"Run the doctor on {MOST} ranks or fewer to have blocks compared: one rank computes them whole."
         return [Finding("blocks", f"not run on more than {MOST} ranks", NOTE, advice)]
-    with connections(group) as own, way_back(group, own):
+    with connections(group) as own:
         device = device_of(group)
         return [f for split in SPLIT for f in compared(split, TensorParallel(own, **split.group), device)]
-
-
-@contextlib.contextmanager
-def way_back(group: dist.ProcessGroup, own: dist.ProcessGroup) -> Iterator[None]:
-    """Gives messages of ``own`` that overlap their second connections, which end here and not with the process."""
-    if "gloo" not in dist.get_backend_config(own):
-        yield
-        return
-    with connections(group) as back:
-        flight._WAY_BACK[own] = back
-        try:
-            yield
-        finally:
-            del flight._WAY_BACK[own]
 
 
 def compared(split: Split, tp: TensorParallel, device: torch.device) -> list[Finding]:

@@ -1,0 +1,49 @@
+"""Messages from rank to rank, and more gloo connections between the ranks of a group, beside the group's own.
+
+torch's ``new_group`` would have every rank of the world take part.  With ``use_local_synchronization`` it makes a name
+of how many groups a rank is in, which ranks need not agree on, and to which the store may hold addresses of old.
+"""
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_made: "weakref.WeakKeyDictionary[dist.Store, dict[str, int]]" = weakref.WeakKeyDictionary()  # how many, by ranks
+
+
+def connect(group: dist.ProcessGroup) -> Any:
+    """Returns new connections between the ranks of ``group``, with its limit of time.  Each rank calls it.
+
+    They are a ProcessGroupGloo, of whose messages torch's stub says nothing.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    made = _made.setdefault(store, {})
+    made[ranks] = made.get(ranks, 0) + 1
+    prefixed = dist.PrefixStore(f"tpfuse/{ranks}/{made[ranks]}", store)
+    return dist.ProcessGroupGloo(prefixed, group.rank(), group.size(), limit(group))
+
+
+def limit(group: dist.ProcessGroup) -> timedelta:
+    """Returns how long the group's ranks wait for each other."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            own: timedelta = options._timeout
+            return own
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def send(x: Tensor, by: Any, to: int) -> dist.Work:
+    """Starts to send x to a rank of ``by``, a group or what :func:`connect` returned."""
+    work: dist.Work = by.send([x], to, 0)
+    return work
+
+
+def receive(x: Tensor, by: Any, source: int) -> dist.Work:
+    """Starts to receive x from a rank of ``by``."""
+    work: dist.Work = by.recv([x], source, 0)
+    return work
