@@ -23,7 +23,8 @@ from tests.forking import forking
 from tpfuse import load_adapter
 from tpfuse.models import GPT, Bert, config_from_hf
 
-SECONDS, BYTES = 10, 1 << 30  # a case may take, beside what is there before
+SECONDS, BYTES = 10, 1 << 30  # of the processor, and of memory beside what is there before: what a case may take
+WAIT = 100  # seconds by the clock, after which a case hangs, however busy the machine
 KINDS = "accepted", "ValueError", "OSError", "other"
 
 
@@ -77,14 +78,19 @@ def read_adapter() -> Callable[[Path], None]:
 READERS = {"base": (spoil.valid_bases, read_base), "adapter": (spoil.valid_adapters, read_adapter)}
 
 
+def _limits() -> list[tuple[int, int, float]]:
+    return [(signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAIT)]
+
+
 def outcome(read: Callable[[Path], None], path: Path) -> tuple[str, str]:
     """-> (kind, message) of one case."""
 
     def stop(*_: Any) -> None:
         raise TooLong
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    for number, timer, seconds in _limits():
+        signal.signal(number, stop)
+        signal.setitimer(timer, seconds)
     try:
         read(path)
         return "accepted", ""
@@ -96,7 +102,8 @@ def outcome(read: Callable[[Path], None], path: Path) -> tuple[str, str]:
     except BaseException as error:
         return "other", f"{type(error).__name__}: {error}"[:2000]
     finally:
-        signal.alarm(0)
+        for _, timer, _ in _limits():
+            signal.setitimer(timer, 0)
 
 
 def work(reader: str, bases: list[Path], folder: Path, conn: Connection) -> None:
@@ -128,10 +135,10 @@ def outcomes(reader: str, seeds: Iterable[int]) -> Iterator[Outcome]:
                     process.start()
                     theirs.close()
                     conn.send(seed)
-                    ready = conn.poll(60 + 2 * SECONDS)  # it may have to import all
+                    ready = conn.poll(60 + 2 * WAIT)  # it may have to import all
                 else:
                     conn.send(seed)
-                    ready = conn.poll(2 * SECONDS)
+                    ready = conn.poll(2 * WAIT)
                 try:
                     if not ready:
                         raise EOFError("hung")

@@ -122,7 +122,7 @@ def spoilt_object(draw: random.Random, value: dict[str, Any]) -> dict[str, Any]:
 def spoil_json(draw: random.Random, file: Path) -> None:
     value = json.loads(file.read_text())
     for _ in range(draw.randint(1, 3)):
-        if value:
+        if value and isinstance(value, dict):  # which an earlier fault may have replaced
             value = spoilt_object(draw, value)
     file.write_text(json.dumps(value))
 

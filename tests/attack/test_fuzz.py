@@ -1,5 +1,6 @@
 """Spoilt directories by the hundred, and that the fuzz sees what is wrong."""
 
+import itertools
 import os
 from collections import Counter
 
@@ -24,12 +25,13 @@ BAD = {
     "a surrogate": lambda path: "\ud800".encode(),
     "more than it says": lambda path: (path / ("x" * 4000)).read_text(),
     "a pipe that waits": lambda path: os.read(os.pipe()[0], 1),
+    "a loop": lambda path: sum(1 for _ in itertools.count()),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_wrong_is_seen(monkeypatch, tmp_path, case):
-    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    monkeypatch.setattr(fuzz, "WAIT", 1)
     assert fuzz.outcome(BAD[case], tmp_path)[0] == "other"
 
 
