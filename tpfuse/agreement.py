@@ -58,16 +58,23 @@ class Channel:
         self.gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.size, self.timeout)
 
     def exchange(self, mine: Tensor) -> Tensor:
-        """int64 [n] of every rank -> [R, n]"""
-        every = [torch.empty_like(mine) for _ in range(self.size)]
+        """int64 [n] of every rank -> [R, n]
+
+        By sends and receives: gloo's gather takes twice the time, and a process that calls it keeps growing.
+        """
+        every, gloo = mine.new_empty(self.size, *mine.shape), self.gloo
+        every[self.rank] = mine
+        others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            self.gloo.allgather([every], [mine]).wait()  # type: ignore[attr-defined]  # torch's stub lacks it
+            messages = [gloo.recv([every[rank]], rank, 0) for rank in others]
+            for message in messages + [gloo.send([mine], rank, 0) for rank in others]:
+                message.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
                 f" has come to no such call within {self.timeout.total_seconds():g} s: {explained(error)}"
             ) from error
-        return torch.stack(every)
+        return every
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order."""
