@@ -2,7 +2,7 @@
 
 A tiny model takes thousands of training steps; every 20 steps a rank reads its resident set, what malloc has given out
 and what it keeps free (mallinfo2, all arenas), and how many blocks Python has given out.  A row gives the slope of a
-line through the second half, with its standard error:
+line through the second half, with its standard error, on the rank where it is largest:
 
     tpfuse, gloo            two ranks, sequence parallelism, dropout
     tpfuse, one process     the same model, no messages
@@ -13,12 +13,14 @@ line through the second half, with its standard error:
 A slope in resident memory without one in what is given out is no leak: it is memory that malloc keeps between blocks.
 """
 
+import contextlib
 import ctypes
+import functools
 import json
 import os
+import queue
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,12 +56,17 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 
+@functools.cache
+def _mallinfo2() -> Callable[[], Any]:
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = _Mallinfo2
+    return read
+
+
 def sample() -> Sample:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    read = ctypes.CDLL(None).mallinfo2
-    read.restype = _Mallinfo2
-    heap = read()
+    heap = _mallinfo2()()
     return Sample(resident, heap.uordblks + heap.hblkhd, heap.fordblks, sys.getallocatedblocks())
 
 
@@ -134,19 +141,19 @@ def _measure(rank: int, name: str, steps: int, port: int, results: Any) -> None:
     make, ranks, times = CASES[name]
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    step, samples = make(rank, ranks), []
-    for number in range(steps * times):
+    step, each = make(rank, ranks), EACH * times
+    samples = np.zeros((steps // EACH, 1 + len(Sample._fields)))  # made before, so that it is no growth
+    for number in range(len(samples) * each):
         step(number)
-        if number % (EACH * times) == 0:
-            samples.append((number, *sample()))
-    if rank == 0:
-        results.put(samples)
+        if number % each == 0:
+            samples[number // each] = number, *sample()
+    results.put(samples)
     if ranks > 1:
         dist.barrier()
 
 
 def measure(name: str, steps: int) -> dict[str, tuple[float, float]]:
-    """Runs a case -> of each part of a sample, the slope by steps and its standard error, on rank 0."""
+    """Runs a case -> slope and standard error of each part of a sample, on the rank where it is largest."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     results = forking().Queue()
@@ -155,19 +162,20 @@ def measure(name: str, steps: int) -> dict[str, tuple[float, float]]:
     try:
         for process in processes:
             process.start()
-        while results.empty():
+        ranks = []
+        while len(ranks) < len(processes):
             if any(process.exitcode for process in processes):
                 raise RuntimeError(f"bench.soak --memory: a rank of {name!r} has failed")
-            time.sleep(0.1)
-        samples = np.array(results.get(), dtype=float)
+            with contextlib.suppress(queue.Empty):
+                ranks.append(results.get(timeout=0.1))
         for process in processes:
             process.join(60)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    late = samples[len(samples) // 2 :]  # what caches hold is there by then
-    return {part: slope(late[:, 0], late[:, i]) for i, part in enumerate(Sample._fields, 1)}
+    late = [samples[len(samples) // 2 :] for samples in ranks]  # what caches hold is there by then
+    return {part: max(slope(s[:, 0], s[:, i]) for s in late) for i, part in enumerate(Sample._fields, 1)}
 
 
 def main(steps: int, as_json: bool) -> int:
