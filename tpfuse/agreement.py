@@ -60,7 +60,7 @@ class Channel:
     def exchange(self, mine: Tensor) -> Tensor:
         """int64 [n] of every rank -> [R, n]
 
-        By sends and receives: gloo's gather takes twice the time, and a process that calls it keeps growing.
+        By sends and receives: gloo's own gather takes twice the time.
         """
         gloo: Any = self.gloo  # torch's stub lacks its messages
         every = mine.new_empty(self.size, *mine.shape)
