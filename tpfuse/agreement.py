@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .failure import explained, note_failures
-from .gloo import connect, limit
+from .gloo import connect, limit, receive, send
 from .kernels.runtime.rules import some
 
 SAMPLE = 64  # elements of a float tensor that are compared
@@ -53,16 +53,23 @@ class Channel:
         self.gloo = connect(group)
 
     def exchange(self, mine: Tensor) -> Tensor:
-        """int64 [n] of every rank -> [R, n]"""
-        every = [torch.empty_like(mine) for _ in range(self.size)]
+        """int64 [n] of every rank -> [R, n]
+
+        By sends and receives: gloo's own gather takes twice the time.
+        """
+        every = mine.new_empty(self.size, *mine.shape)
+        every[self.rank] = mine
+        others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            self.gloo.allgather([every], [mine]).wait()
+            messages = [receive(every[rank], self.gloo, rank) for rank in others]
+            for message in messages + [send(mine, self.gloo, rank) for rank in others]:
+                message.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
                 f" has come to no such call within {self.timeout.total_seconds():g} s: {explained(error)}"
             ) from error
-        return torch.stack(every)
+        return every
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order."""

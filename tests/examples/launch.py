@@ -73,7 +73,7 @@ def _main(target: list[str], procs: int, env: dict[str, str], out: str, err: str
 
 
 @contextlib.contextmanager
-def _started(target: list[str], procs: int, out: Path, err: Path) -> Iterator:
+def started(target: list[str], procs: int, out: Path, err: Path) -> Iterator:
     """The forked process; it and all that it started are gone afterwards."""
     process = forking().Process(target=_main, args=(target, procs, environment(), str(out), str(err)))
     process.start()
@@ -96,7 +96,7 @@ def run(
         return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        with _started(target, procs, out, err) as process:
+        with started(target, procs, out, err) as process:
             process.join(timeout)
             code = process.exitcode
         assert code is not None, f"not done in {timeout} s: {out.read_text()}{err.read_text()}"
@@ -118,7 +118,7 @@ def interrupted(script: str, *args, procs: int, when, send, timeout: float = 300
     """Starts it, calls ``send(its process id)`` once ``when()`` holds -> (exit code, stdout and stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
-        with _started(arguments(script, *args), procs, out, out) as process:
+        with started(arguments(script, *args), procs, out, out) as process:
             deadline = time.monotonic() + timeout
             while not when():
                 assert process.is_alive() and time.monotonic() < deadline, out.read_text()
