@@ -1,7 +1,7 @@
 """The ranks that write or read one checkpoint, and what they tell each other.
 
-Their messages travel in a gloo group of their own: a save in the background must not mix its messages with those of
-the training, and must outlive ``destroy_process_group``.
+Those of a save in the background travel in a gloo group of their own: they must not mix with those of the training,
+and must outlive ``destroy_process_group``.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ...gloo import limit
 from ...together import gather, together
 
 T = TypeVar("T")
@@ -37,12 +38,19 @@ class Ranks(NamedTuple):
         return value
 
 
-def all_ranks() -> Ranks:
-    """Returns the ranks of the world; the first call in a world makes their group, so every rank calls it."""
+def all_ranks(*, background: bool = False) -> Ranks:
+    """Returns the ranks of the world; every rank calls it.
+
+    In the ``background`` they have a group of their own, made by the first such call in a world.  Others do without:
+    to make a group takes the store, which ends with the launcher, and a last save comes after it.
+    """
     if not dist.is_initialized():
         return Ranks(0, 1, None)
     world = dist.group.WORLD
     assert world is not None
+    if not background:
+        return Ranks(dist.get_rank(), dist.get_world_size(), world)
     if not _made or _made[0][0] is not world:
-        _made[:] = [(world, Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")))]
+        own = dist.new_group(backend="gloo", timeout=limit(world))
+        _made[:] = [(world, Ranks(dist.get_rank(), dist.get_world_size(), own))]
     return _made[0][1]

@@ -80,7 +80,7 @@ def save_checkpoint(
     """
     with named("save_checkpoint"):
         thread.settle()
-        directory, ranks = Path(directory), all_ranks()
+        directory, ranks = Path(directory), all_ranks(background=background)
         thread.raise_earlier(directory, ranks)
         save = _prepare(directory, ranks, lambda: _collect(unwrap(model), optimizer, step, extra))
         if not background:
