@@ -162,3 +162,17 @@ def test_replicated_vectors_travel_in_one_message(ranks, sp):
 
 def test_nothing_to_replicate():
     assert replicated(fake_tp(2), None, None) == [None, None]
+
+
+def test_wholes_know_every_living_parameter():
+    """Also those of copied and unpickled modules, and those that to_empty has put in others' places; no dead ones."""
+    with torch.device("meta"):
+        made = TransformerBlock(8, 4)
+    made.to_empty(device="cpu")
+    for block in made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)):
+        known = module.wholes()
+        for name, spec, tp in named_specs(block):
+            assert known[block.get_parameter(name)] == (spec, tp)
+    gone = {id(p) for p in block.parameters()}
+    del block, known
+    assert gone.isdisjoint({id(p) for p in module.wholes()})

@@ -1,8 +1,9 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -60,6 +61,9 @@ class Origin:
     offset: Callable[[np.ndarray], np.ndarray]
 
 
+_alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
+
+
 class ParallelModule(nn.Module):
     """An nn.Module whose parameters are this rank's shards; ``specs`` records for each the whole it is a slice of.
 
@@ -71,6 +75,11 @@ class ParallelModule(nn.Module):
     """
 
     shards_input: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
+        module = super().__new__(cls)
+        _alive.add(module)
+        return module
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__()
@@ -165,6 +174,27 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
             yield name, owner.specs[leaf], owner.tp
         else:
             yield name, Spec(tuple(p.shape), None, None), TensorParallel()
+
+
+class Whole(NamedTuple):
+    """What a parameter is a slice of, and over which ranks."""
+
+    spec: Spec
+    tp: TensorParallel
+
+
+def wholes() -> dict[Tensor, Whole]:
+    """Returns what is known of every parameter of the parallel modules that are alive.
+
+    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.
+    """
+    found: dict[Tensor, Whole] = {}
+    for module in list(_alive):
+        own: dict[str, Any] = module.__dict__
+        for leaf, p in own.get("_parameters", {}).items():
+            if p is not None and leaf in own["specs"]:
+                found[p] = Whole(own["specs"][leaf], own["tp"])
+    return found
 
 
 @torch.no_grad()
