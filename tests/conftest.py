@@ -1,6 +1,7 @@
 """Without a GPU, kernels run in Triton's interpreter; ``ranks`` runs a function on gloo processes."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # here and in processes that tests start: tensors are tiny, cores are shared
 
@@ -9,6 +10,9 @@ import torch
 
 from tests.pool import Pool
 
+for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:  # as in a script's background: processes that tests stop inherit it
+        signal.signal(number, handler)
 torch.set_num_threads(1)
 HAS_GPU = torch.cuda.is_available()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for the network
