@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.harness.bench import Bench, Random, discover, load
-from bench.harness.count import Call, Counted, Kernel, _Watched, count
-from bench.harness.measure import interleaved, peak_bytes, quantiles, sets_needed
-from bench.harness.roofline import Card, measure_card
-from bench.harness.run import COLUMNS, Errors, available, calls, measure, speed
+from tpfuse.bench.count import Call, Counted, Kernel, _Watched, count
+from tpfuse.bench.definition import Bench, Random, discover, load
+from tpfuse.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
+from tpfuse.bench.roofline import Card, measure_card
+from tpfuse.bench.run import COLUMNS, Case, Errors, Setting, available, calls, measure, speed
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
@@ -20,6 +20,7 @@ from tpfuse.kernels.runtime.philox import Mask
 CPU = torch.device("cpu")
 CARD = Card("a card", 1000.0, {"bf16": 100.0, "fp32": 10.0})
 LAYER_NORM = load("layer_norm")
+HERE = Setting(CARD, CPU, 0.0)
 
 
 def random(seed=0, dtype=torch.float32):
@@ -179,7 +180,7 @@ def fails(*_):
 
 def test_a_provider_that_fails_costs_the_others_nothing():
     bench = dataclasses.replace(LAYER_NORM, providers=LAYER_NORM.providers | dict(broken=fails))
-    rows, notes = measure(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"], CARD, CPU, 0.0)
+    rows, notes = measure(Case(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"]), HERE)
     assert [(row["mode"], row["provider"]) for row in rows] == [
         (m, p) for m in ("fwd", "bwd") for p in ("tpfuse", "torch")
     ]
@@ -188,7 +189,7 @@ def test_a_provider_that_fails_costs_the_others_nothing():
 
 
 def test_bytes_are_those_of_tpfuse_for_everybody():
-    rows, notes = measure(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"], CARD, CPU, 0.0)
+    rows, notes = measure(Case(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"]), HERE)
     x, *vectors = LAYER_NORM.inputs(random(), 4, 8)
     with count() as counted:
         LAYER_NORM.providers["tpfuse"](x, *vectors)
@@ -302,9 +303,8 @@ def test_on_a_gpu(tmp_path):
     """The card's ceilings, graphs, registers and memory are there."""
     bench, device = load("reduce_bias_dropout_add_norm"), torch.device("cuda")
     card = measure_card(device, {"bf16": torch.bfloat16}, copy_mib=256, side=2048)
-    rows, notes = measure(
-        bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"], card, device, 0.05
-    )
+    case = Case(bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"])
+    rows, notes = measure(case, Setting(card, device, 0.05))
     assert notes == [] and len(rows) == 6 and {row["timed"] for row in rows if row["mode"] != "step"} == {"graph"}
     for row in rows:
         assert row["p50_us"] > 0 and row["peak_mib"] > 0 and row["roofline"] < 2
