@@ -3,13 +3,15 @@
 import csv
 import functools
 import json
+import sys
 
 import pytest
 
 import tpfuse.bench.command as program
 from tpfuse.__main__ import main as tpfuse_main
+from tpfuse.bench import measure, run
 from tpfuse.bench.definition import discover, load
-from tpfuse.bench.roofline import measure_card
+from tpfuse.bench.roofline import Card, measure_card
 
 
 def main(argv):
@@ -87,11 +89,157 @@ def test_a_run_end_to_end(tmp_path, capsys, small_card):
     assert "[4/4] rms_norm 4x48 bf16 bwd" in printed.err and "liger is left out" in printed.err
 
 
-def test_without_matplotlib_plots_are_left_out(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert output.plot([], None, tmp_path / "plots") == []
-    assert "no plots: pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "plots").exists()
+# ---- pictures ----
 
+QUICK = ["layer_norm", "--shape", "8x32", "--dtype", "fp32", "--mode", "fwd", "--device", "cpu", "--seconds", "0"]
+QUICK += ["--providers", "tpfuse,torch"]
+
+
+@pytest.fixture
+def no_timing(monkeypatch):
+    """Fails where anything is timed."""
+
+    def measured(*_):
+        raise AssertionError("the card was measured")
+
+    monkeypatch.setattr(program, "measure_card", measured)
+
+
+def test_a_picture_is_one_file(tmp_path, small_card):
+    pytest.importorskip("matplotlib")
+    assert main([*QUICK, "--plot", str(tmp_path / "new" / "x.png")]) == 0
+    assert (tmp_path / "new" / "x.png").read_bytes()[:4] == b"\x89PNG"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x.png"]
+
+
+def test_a_folder_may_be_called_like_a_picture(tmp_path, small_card):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "v1.5").mkdir()
+    assert main([*QUICK, "--plot", str(tmp_path / "v1.5")]) == 0
+    assert {path.name for path in (tmp_path / "v1.5").iterdir()} == {"roofline.png", "speed.png"}
+
+
+def test_without_matplotlib_a_picture_is_refused_at_once(monkeypatch, tmp_path, capsys, no_timing):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert main([*QUICK, "--plot", str(tmp_path / "plots")]) == 2
+    assert '--plot needs matplotlib: pip install "tpfuse[bench]"' in capsys.readouterr().err
+    assert not (tmp_path / "plots").exists()
+
+
+def test_a_format_that_matplotlib_does_not_write_is_refused_at_once(tmp_path, capsys, no_timing):
+    pytest.importorskip("matplotlib")
+    assert main([*QUICK, "--plot", str(tmp_path / "x.gif2")]) == 2
+    assert "x.gif2: a picture ends in one of" in (err := capsys.readouterr().err) and ".png" in err
+
+
+@pytest.mark.parametrize("option, name", [("--csv", "rows.csv"), ("--json", "rows.json")])
+def test_a_file_that_cannot_be_written_is_refused_at_once(option, name, tmp_path, capsys, no_timing):
+    (tmp_path / name).mkdir()
+    assert main([*QUICK, option, str(tmp_path / name)]) == 2
+    assert f"{name} is a folder, or cannot be written" in capsys.readouterr().err
+
+
+# ---- JSON ----
+
+
+def test_json_without_a_file_is_printed(capsys, small_card):
+    assert main([*QUICK, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [row["provider"] for row in made["rows"]] == ["tpfuse", "torch"] and made["card"]["copy_gbs"] > 0
+
+
+def test_the_list_as_json(capsys):
+    assert main(["--json"]) == 0
+    ops = {op["name"]: op for op in json.loads(capsys.readouterr().out)}
+    assert set(ops) == set(discover()) and ops["layer_norm"]["axes"] == ["M", "D"]
+
+
+def test_an_op_is_not_taken_for_the_file_of_json(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--json", "layer_norm"])
+    assert stop.value.code == 2 and "FILE ends in .json, got 'layer_norm'" in capsys.readouterr().err
+
+
+# ---- what was measured is kept ----
+
+
+def breaks(monkeypatch, error, after):
+    """The card's times are taken; of the times that follow, so many."""
+    taken, left = run.interleaved, iter(range(after))
+
+    def interleaved(*args, **options):
+        if next(left, None) is None:
+            raise error
+        return taken(*args, **options)
+
+    monkeypatch.setattr(run, "interleaved", interleaved)
+
+
+def kept(tmp_path):
+    with open(tmp_path / "rows.csv") as file:
+        lines = list(csv.DictReader(file))
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [line["shape"] for line in lines] == [row["shape"] for row in rows]
+    return {row["shape"] for row in rows}
+
+
+def test_ctrl_c_keeps_the_rows_so_far(monkeypatch, tmp_path, capsys, small_card):
+    breaks(monkeypatch, KeyboardInterrupt(), after=1)
+    files = ["--csv", str(tmp_path / "rows.csv"), "--json", str(tmp_path / "rows.json")]
+    assert main([*QUICK, "--shape", "4x48", *files]) == 130
+    printed = capsys.readouterr()
+    assert kept(tmp_path) == {"8x32"} and "8x32" in printed.out and "4x48" not in printed.out
+    assert "interrupted: these are the rows so far" in printed.err
+
+
+def test_ctrl_c_before_the_first_row(monkeypatch, tmp_path, capsys, small_card):
+    breaks(monkeypatch, KeyboardInterrupt(), after=0)
+    assert main([*QUICK, "--json", str(tmp_path / "rows.json")]) == 130
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [] and "interrupted" in capsys.readouterr().err
+
+
+def test_a_later_error_keeps_the_rows_before_it(tmp_path, capsys, small_card):
+    files = ["--csv", str(tmp_path / "rows.csv"), "--json", str(tmp_path / "rows.json")]
+    options = ["--device", "cpu", "--seconds", "0", "--mode", "fwd", "--providers", "torch", "--dtype", "fp32"]
+    assert main(["attention", "--shape", "1x8x4x4x8,1x8x6x4x8", *options, *files]) == 2
+    assert kept(tmp_path) == {"1x8x4x4x8"} and "not divisible by G = 4" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_costs_one_file(monkeypatch, tmp_path, capsys, small_card):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program.output, "write_csv", full)
+    assert main([*QUICK, "--csv", str(tmp_path / "rows.csv"), "--json", str(tmp_path / "rows.json")]) == 2
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
+    printed = capsys.readouterr()
+    assert "8x32" in printed.out and "No space left on device" in printed.err
+
+
+# ---- a share of memory's roofline ----
+
+
+def shares(out):
+    """The cells under "roof %" and "of" of each row."""
+    head, *lines = out.splitlines()[1:]
+    at = slice(head.index("GB/s") + 4, head.index("roof %") + 6), slice(head.index("  of") + 2, head.index("error") - 2)
+    return [(line[at[0]].strip(), line[at[1]].split()[0]) for line in lines]
+
+
+@pytest.mark.parametrize("cache, copy, bound", [(1, 1e9, "memory"), (1, 1e-9, "cache"), (1 << 40, 1e9, "cache")])
+def test_a_share_that_the_cache_explains_is_not_printed(monkeypatch, capsys, cache, copy, bound):
+    """With inputs larger than the cache, a call that is faster than memory, and inputs that fit."""
+    monkeypatch.setattr(program, "measure_card", lambda *_: Card("a card", copy, {"fp32": 1.0}))
+    monkeypatch.setattr(measure, "cache_bytes", lambda _: cache)
+    assert main(QUICK) == 0
+    printed = capsys.readouterr()
+    cells = shares(printed.out)
+    assert [of for _, of in cells] == [bound] * 2 and all(bool(share) == (bound == "memory") for share, _ in cells)
+    assert ("layer_norm 8x32 fp32: the last-level cache" in printed.err) == (bound == "cache")
+
+
+# ---- errors ----
 
 WRONG = {
     "an op": (["layer_nrom"], "there is no op 'layer_nrom'; there are attention, "),
@@ -113,13 +261,16 @@ WRONG = {
         "H = 6 query heads are not divisible by G = 4 kv heads",
     ),
     "a dtype": (["layer_norm", "--dtype", "fp8"], "there is no dtype 'fp8'; there are bf16, fp16, fp32"),
+    "a device": (["layer_norm", "--device", "tpu"], "--device is cpu, cuda or cuda:N, got 'tpu'"),
+    "a time": (["layer_norm", "--seconds", "-1"], "--seconds must be at least 0 and finite, got -1.0"),
+    "a rate": (["dropout", "--dropout", "1.5"], "the Bench 'dropout': p must lie in [0, 1), got 1.5"),
     "a mode": (["layer_norm", "--mode", "train"], "there is no mode 'train'; there are bwd, fwd, step"),
 }
 
 
 @pytest.mark.parametrize("arguments, message", WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_named_with_the_rule(arguments, message, capsys, small_card):
-    assert main([*arguments, "--device", "cpu"]) == 2
+    assert main(["--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

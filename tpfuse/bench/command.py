@@ -169,6 +169,8 @@ def report(args: Namespace, found: Found, card: Card, *, cache: int) -> None:
     if sys.stderr.isatty():
         progress("")
     found.notes.extend(output.cached(found.rows, cache))
+    if args.plot and not any(row["bytes"] for row in found.rows):
+        found.notes.append(f"{args.plot} is not drawn: no row has rates")
     everything = output.result(found, card)
     if args.json and not _json_file(args):
         print(json.dumps(everything, indent=1))

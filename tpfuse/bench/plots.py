@@ -32,10 +32,15 @@ def is_picture(path: pathlib.Path) -> bool:
 
 
 def draw(rows: Sequence[Row], card: Card, path: pathlib.Path) -> list[pathlib.Path]:
-    """Draws both pictures as one file, or as roofline.png and speed.png in a folder; returns what was written."""
+    """Draws both pictures as one file, or as roofline.png and speed.png in a folder; returns what was written.
+
+    Rows without rates are left out, and nothing is drawn where all are.
+    """
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["bytes"]]
+    if not rows:
+        return []
     high = 3.0 * _grid(rows)[0]
     if is_picture(path):
         figure = Figure(figsize=(16, 6 + high), layout="constrained")
@@ -90,12 +95,17 @@ def _roofline(figure: Any, rows: Sequence[Row], card: Card) -> None:
     axes.set(
         xscale="symlog", yscale="log", xlim=(-0.2, most), xlabel="intensity, FLOP a counted byte", ylabel="counted GB/s"
     )
-    axes.set_title(card.name)
+    hollow = any(row["bound"] == "cache" for row in rows)
+    axes.set_title(card.name + "; hollow: the inputs may have come from the cache" * hollow)
     axes.legend()
 
 
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["op"], row["mode"], row["dtype"]
+
+
 def _cases(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    return list(dict.fromkeys((row["op"], row["mode"], row["dtype"]) for row in rows)) or [("nothing", "counted", "")]
+    return list(dict.fromkeys(map(_case, rows)))
 
 
 def _grid(rows: Sequence[Row]) -> tuple[int, int]:
@@ -113,11 +123,12 @@ def _speed(figure: Any, rows: Sequence[Row]) -> None:
         axes.set_axis_off()
     for case, axes in zip(cases, grid.flat, strict=False):
         for name, colour in _colours(rows).items():
-            mine = [row for row in rows if (row["op"], row["mode"], row["dtype"]) == case and row["provider"] == name]
+            mine = [row for row in rows if _case(row) == case and row["provider"] == name]
             mine.sort(key=lambda row: row["bytes"])
             sizes, shares = [row["bytes"] / 2**20 for row in mine], [100 * row["roofline"] for row in mine]
             axes.plot(sizes, shares, c=colour, label=name)
             axes.scatter(sizes, shares, s=9, edgecolors=colour, facecolors=_filled(mine, colour), zorder=3)
-        axes.set(xscale="log", ylim=(0, None), xlabel="MiB moved", ylabel="% of the roofline")
+        axes.set(xscale="log", xlabel="MiB moved", ylabel="% of the roofline")
+        axes.set_ylim(0, 110 * max(row["roofline"] for row in rows if _case(row) == case))
         axes.set_title(" ".join(case), fontsize=8)
     grid[0, 0].legend(fontsize=7)

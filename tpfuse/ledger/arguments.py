@@ -211,7 +211,6 @@ def _bench(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--shape",
         action="append",
-        default=[],
         metavar="MxN",
         help="several by commas or given again; else the standard",
     )
