@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tpfuse.bench.measure as timing
+from tpfuse.bench import output
 from tpfuse.bench.count import Call, Counted, Kernel, _Watched, count
 from tpfuse.bench.definition import Bench, Random, discover, load
 from tpfuse.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
 from tpfuse.bench.roofline import Card, measure_card
-from tpfuse.bench.run import COLUMNS, Case, Errors, Setting, available, calls, measure, speed
+from tpfuse.bench.run import COLUMNS, Case, Errors, Setting, available, bound, calls, measure, speed
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
@@ -115,6 +117,19 @@ def test_peak_memory_on_a_cpu():
     assert peak_bytes(lambda: None, CPU) == 0
 
 
+def test_counting_memory_on_a_cpu_prints_nothing(capfd):
+    peak_bytes(lambda: torch.ones(8) + 1, CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+PROFILER = "_enable_profiler_legacy", "_disable_profiler_legacy", "ProfilerConfig", "ProfilerState"
+
+
+@pytest.mark.parametrize("name", PROFILER)
+def test_torch_has_the_profiler_that_counts_memory(name):
+    assert hasattr(torch.autograd, name) and hasattr(torch._C._profiler, "_ExperimentalConfig")
+
+
 # ---- the roofline ----
 
 
@@ -135,6 +150,58 @@ def test_rates_count_the_useful_work():
 def test_a_card_is_measured():
     card = measure_card(CPU, {"fp32": torch.float32}, copy_mib=1, side=16)
     assert card.copy_gbs > 0 and card.matrix_tflops["fp32"] > 0 and card.name
+
+
+# ---- the cache ----
+
+
+def rates(moved, flops, share):
+    return dict(bytes=moved, flops=flops, roofline=share)
+
+
+def test_what_a_share_is_of():
+    assert bound(rates(10**9, 0, 0.5), "bf16", CARD, cached=False) == "memory"
+    assert bound(rates(10**9, 0, 0.5), "bf16", CARD, cached=True) == "cache"
+    assert bound(rates(10**9, 0, 1.01), "bf16", CARD, cached=False) == "cache"
+    assert bound(rates(10**9, 10**12, 0.5), "bf16", CARD, cached=True) == "matrix"
+    assert bound(rates(None, None, None), "bf16", CARD, cached=True) is None
+
+
+def test_the_cache_of_a_cpu_is_every_last_level_that_its_cores_reach(monkeypatch, tmp_path):
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        for index, (level, size, cores) in enumerate([(1, 32, core), (3, 32768, shared), (2, 1024, core)]):
+            folder = tmp_path / f"cpu{core}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in dict(level=level, size=f"{size}K", shared_cpu_list=cores).items():
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu3" / "cache" / "index1" / "size").unlink()  # its last level is unknown: L2 counts
+    monkeypatch.setattr(timing, "CPUS", tmp_path)
+    for cores, mib in (({0}, 32), ({0, 1}, 32), ({1, 2}, 64), ({3}, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        assert timing.cache_bytes(CPU) == mib << 20
+    monkeypatch.setattr(timing, "CPUS", tmp_path / "nowhere")
+    monkeypatch.setattr("os.sysconf", lambda _: 1 << 24, raising=False)
+    assert timing.cache_bytes(CPU) == 1 << 24
+    monkeypatch.setattr("os.sysconf", lambda _: 0, raising=False)
+    assert timing.cache_bytes(CPU) == 1 << 25
+
+
+@pytest.mark.parametrize("cache, marked", [(1 << 10, False), (1 << 30, True)])
+def test_inputs_that_fit_into_the_cache_are_marked(monkeypatch, cache, marked):
+    """64 rows of 4 KiB: 128 sets of them are 32 MiB."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda _: cache)
+    slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))  # no call is faster than its memory
+    rows, _ = measure(Case(LAYER_NORM, (64, 1024), "fp32", ["fwd", "bwd"], ["torch"]), slow)
+    assert [row["bound"] for row in rows] == ["cache" if marked else "memory"] * 2
+    assert ["cache" in line for line in output.cached(rows, cache)] == [True] * marked
+
+
+def test_a_table_counts_as_far_as_it_is_read(monkeypatch):
+    """Two sets of a table of 4 MiB fill a cache of 2 MiB, but the rows that are looked up do not."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda _: 2 << 20)
+    slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))
+    rows, _ = measure(Case(load("embedding"), (1 << 15, 4, 32), "fp32", ["fwd"], ["torch"]), slow)
+    assert [row["bound"] for row in rows] == ["cache"]
 
 
 # ---- errors ----
