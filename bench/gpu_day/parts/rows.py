@@ -34,7 +34,8 @@ def run(job: str, context: Context) -> None:
 
 
 def headline(rows: list[dict]) -> str:
-    ours = [row for row in rows if row.get("provider") == "tpfuse" and row["bound"] in ("memory", "matrix")]
+    ours = [row for row in rows if row.get("provider") == "tpfuse" and row["roofline"] is not None]
+    ours = [row for row in ours if row.get("bound") != "cache"]
     if not ours:
         return f"{len([row for row in rows if 'op' in row])} rows"
     worst = min(ours, key=lambda row: row["roofline"])
