@@ -80,7 +80,7 @@ bench: $(STAMP)  ## a training step against other implementations, in one interl
 	$(BIN)/python -m bench.models.train_step $(ARGS)
 
 bench-kernels: $(STAMP)  ## every op against torch and torch.compile on the machine at hand (ARGS="layer_norm --shape 8192x4096")
-	$(BIN)/python -m bench $(or $(ARGS),all)
+	$(BIN)/python -m tpfuse bench $(or $(ARGS),all)
 
 clean:  ## all that was built here, .venv too; what training wrote stays
 	rm -rf .venv .versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

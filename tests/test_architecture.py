@@ -31,6 +31,7 @@ ORDER = [
     "ledger",
     "parity",
     "doctor",
+    "bench",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(

@@ -1,5 +1,5 @@
-"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, and whether
-the installation works."""
+"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, whether the
+installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
 
+from .bench import command as bench
 from .doctor import doctor
 from .doctor.launched import world
 from .kernels.runtime.launch import pretending
@@ -240,6 +241,7 @@ COMMANDS = {
     "calibrate": run_calibrate,
     "predict": run_predict,
     "doctor": run_doctor,
+    "bench": bench.run,
 }
 
 

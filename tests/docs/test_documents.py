@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import __main__ as bench_main
 from tests.common import error, make_tp
 from tpfuse.__main__ import parser
 from tpfuse.layers.module import named_specs
@@ -174,8 +173,6 @@ def test_commands_exist(page, line, monkeypatch):
             assert importlib.util.find_spec(module)
         elif module == "tpfuse":
             parser().parse_args(argv)
-        elif module == "bench":
-            bench_main.arguments(argv)
         elif hasattr(importlib.import_module(module), "arguments"):
             monkeypatch.setattr(sys, "argv", [module, *argv])
             importlib.import_module(module).arguments()

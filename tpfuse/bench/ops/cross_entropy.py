@@ -2,20 +2,21 @@
 steps with it."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random, acc
-from tpfuse.kernels import cross_entropy
+from ...kernels import cross_entropy
+from ..definition import Bench, Random, acc
 
 
-def inputs(random: Random, M: int, V: int) -> tuple:
+def inputs(random: Random, M: int, V: int) -> tuple[Tensor, ...]:
     return random(M, V), random.ids(V, M)
 
 
-def torch(logits, labels):
+def torch(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(acc(logits), labels)
 
 
-def liger(logits, labels):
+def liger(logits: Tensor, labels: Tensor) -> Tensor:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     return LigerCrossEntropyFunction.apply(logits, labels, None)[0]

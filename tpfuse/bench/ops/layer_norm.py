@@ -1,20 +1,21 @@
 """LayerNorm over D.  Liger Kernel has one."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import layer_norm
+from ...kernels import layer_norm
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, M: int, D: int) -> tuple:
+def inputs(random: Random, M: int, D: int) -> tuple[Tensor, ...]:
     return random(M, D), random(D, mean=1.0, std=0.1), random(D, std=0.1)
 
 
-def torch(x, weight, bias):
+def torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias)
 
 
-def liger(x, weight, bias):
+def liger(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     return LigerLayerNormFunction.apply(x, weight, bias, 1e-5)

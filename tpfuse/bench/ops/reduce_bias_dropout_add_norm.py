@@ -2,21 +2,26 @@
 writes with R = 1."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import reduce_bias_dropout_add_norm
+from ...kernels import reduce_bias_dropout_add_norm
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, R: int, M: int, D: int) -> tuple:
+def inputs(random: Random, R: int, M: int, D: int) -> tuple[Tensor, ...]:
     vectors = random(D, std=0.1), random(D, mean=1.0, std=0.1), random(D, std=0.1)
     return random(R, M, D), random(M, D), *vectors, random.rng()
 
 
-def tpfuse(parts, residual, bias, weight, norm_bias, rng, p):
-    return reduce_bias_dropout_add_norm(parts, bias, residual, weight, norm_bias, p=p, rng=rng)[:2]
+def tpfuse(
+    parts: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor, rng: Tensor, p: float
+) -> tuple[Tensor, ...]:
+    return reduce_bias_dropout_add_norm(parts, bias, residual, weight, norm_bias=norm_bias, p=p, rng=rng)[:2]
 
 
-def torch(parts, residual, bias, weight, norm_bias, rng, p):
+def torch(
+    parts: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor, rng: Tensor, p: float
+) -> tuple[Tensor, ...]:
     z = parts[0] if len(parts) == 1 else parts.sum(0)
     h = residual + F.dropout(z + bias, p)
     return h, F.layer_norm(h, weight.shape, weight, norm_bias)[None]

@@ -2,20 +2,21 @@
 have."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import rms_norm
+from ...kernels import rms_norm
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, M: int, D: int) -> tuple:
+def inputs(random: Random, M: int, D: int) -> tuple[Tensor, ...]:
     return random(M, D), random(D, mean=1.0, std=0.1)
 
 
-def torch(x, weight):
+def torch(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-6)
 
 
-def liger(x, weight):
+def liger(x: Tensor, weight: Tensor) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)

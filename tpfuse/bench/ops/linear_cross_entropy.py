@@ -2,20 +2,21 @@
 whole steps."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random, acc
-from tpfuse.kernels.cross_entropy.linear import linear_cross_entropy
+from ...kernels.cross_entropy.linear import linear_cross_entropy
+from ..definition import Bench, Random, acc
 
 
-def inputs(random: Random, M: int, V: int, D: int) -> tuple:
+def inputs(random: Random, M: int, V: int, D: int) -> tuple[Tensor, ...]:
     return random(M, D), random(V, D, std=D**-0.5), random.ids(V, M)
 
 
-def torch(x, weight, labels):
+def torch(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(acc(F.linear(x, weight)), labels)
 
 
-def liger(x, weight, labels):
+def liger(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction.apply(x, weight, labels)[0]

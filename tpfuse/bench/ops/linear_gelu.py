@@ -2,24 +2,25 @@
 yardstick."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import linear
+from ...kernels import linear
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, M: int, N: int, K: int) -> tuple:
+def inputs(random: Random, M: int, N: int, K: int) -> tuple[Tensor, ...]:
     return random(M, K), random(N, K, std=K**-0.5), random(N, std=0.1)
 
 
-def tpfuse(x, weight, bias):
+def tpfuse(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return linear(x, weight, bias, "gelu_tanh")
 
 
-def torch(x, weight, bias):
+def torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
-def gemm(x, weight, bias):
+def gemm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 

@@ -1,16 +1,17 @@
 """x W' + b.  x [M, K], W [N, K]."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import linear
+from ...kernels import linear
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, M: int, N: int, K: int) -> tuple:
+def inputs(random: Random, M: int, N: int, K: int) -> tuple[Tensor, ...]:
     return random(M, K), random(N, K, std=K**-0.5), random(N, std=0.1)
 
 
-def torch(x, weight, bias):
+def torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight, bias)
 
 

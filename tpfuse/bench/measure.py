@@ -8,20 +8,23 @@ timed a replay at a time, or its launches would be what is timed.  On a CPU they
 
 import contextlib
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import autograd
 
 Name = TypeVar("Name")
 Call = Callable[[int], object]  # called with the number of a set of inputs
 GRAPH_BELOW = 100e-6
-AHEAD = (
-    400_000  # clock ticks, about 0.2 ms, for which the device waits before each sample: the host queues what follows
-)
+# clock ticks, about 0.2 ms, for which the device waits before each sample: the host queues what follows
+AHEAD = 400_000
+FILL, MOST_SETS = 3, 128  # sets of inputs fill the cache so often, but there are no more of them
+CPUS, CACHE = pathlib.Path("/sys/devices/system/cpu"), ("level", "size", "shared_cpu_list")
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,52 @@ class Timing:
 
     @property
     def spread(self) -> float:
+        """Seconds between the outer quantiles."""
         return self.p80 - self.p20
 
 
 def quantiles(samples: list[float], how: str) -> Timing:
+    """Returns the Timing of samples in seconds."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else [samples[0]] * 4
     return Timing(fifths[0], statistics.median(samples), fifths[3], how)
 
 
 def cache_bytes(device: torch.device) -> int:
+    """Returns the size of the last cache before memory: a GPU's L2; on a CPU the sum over this process's cores."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return _linux_cache() or _posix_cache() or 1 << 25
+
+
+def _linux_cache() -> int:
+    """Returns the bytes of every last-level cache that this process's cores reach; 0 where nothing tells."""
+    shared: dict[str, int] = {}  # the cores that share a cache -> its bytes
+    for core in getattr(os, "sched_getaffinity", lambda _: ())(0):
+        levels: dict[int, tuple[str, int]] = {}
+        for entry in CPUS.glob(f"cpu{core}/cache/index*"):
+            with contextlib.suppress(OSError, ValueError):  # a virtual machine may leave a file out
+                level, size, cores = ((entry / name).read_text().strip() for name in CACHE)
+                levels[int(level)] = cores, int(size.removesuffix("K")) << 10
+        shared.update([levels[max(levels)]] if levels else [])
+    return sum(shared.values())
+
+
+def _posix_cache() -> int:
+    """Returns what the C library says of L3; 0 where it says nothing."""
     try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 1 << 25
-    except (ValueError, OSError):
-        return 1 << 25
+        return max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0)
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def fills_cache(total: int, device: torch.device) -> bool:
+    """Whether calls that read so many bytes in turn find few of them in the cache."""
+    return total >= FILL * cache_bytes(device)
 
 
 def sets_needed(one_set: int, device: torch.device) -> int:
-    """How many sets of inputs of so many bytes fill the cache three times."""
-    return min(max(1, -(-3 * cache_bytes(device) // max(one_set, 1))), 128 if device.type == "cuda" else 8)
+    """Returns how many sets of inputs of so many bytes fill the cache three times; MOST_SETS where that is too few."""
+    return min(max(1, -(-FILL * cache_bytes(device) // max(one_set, 1))), MOST_SETS)
 
 
 @contextlib.contextmanager
@@ -100,6 +129,18 @@ def _events(run: Call, calls: int) -> Callable[[int], Callable[[], float]]:
     return sample
 
 
+def _between_events(call: Call) -> Callable[[int], Callable[[], float]]:
+    return _events(call, 1)
+
+
+def _turning(call: Call, sets: int) -> Call:
+    return lambda i: call(i % sets)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> Call:
+    return lambda _: graph.replay()
+
+
 def _graph(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     """Captured on the current stream, where the forward whose backward this may be has run."""
     graph = torch.cuda.CUDAGraph()
@@ -127,7 +168,7 @@ def interleaved(
     gpu = device.type == "cuda"
     samplers, how, cost = {}, {}, {}
     for name, call in calls.items():
-        make = (lambda call: _events(call, 1)) if gpu else _clock
+        make = _between_events if gpu else _clock
         for i in range(3 if gpu else 1):  # compiles, allocates, creates handles
             call(i % sets)
         once_each = [_read(make(call)(i % sets), device) for i in range(3)]
@@ -135,11 +176,11 @@ def interleaved(
         if gpu and cost[name] < graph_below:
             turns = max(sets, 10) if cost[name] < GRAPH_BELOW else sets
             try:
-                graph = _graph(lambda i, call=call: call(i % sets), turns)
+                graph = _graph(_turning(call, sets), turns)
             except RuntimeError:  # something in it waits for the device, which a graph cannot
                 torch.cuda.synchronize(device)
             else:
-                samplers[name] = _events(lambda _, graph=graph: graph.replay(), turns)
+                samplers[name] = _events(_replayed(graph), turns)
                 how[name], cost[name] = "graph", cost[name] * turns
     each = sum(cost.values()) + (3e-4 * len(calls) if gpu else 0.0)
     rounds = int(min(max(seconds / max(each, 1e-9), least), most))
@@ -158,7 +199,7 @@ def _read(sample: Callable[[], float], device: torch.device) -> float:
 
 
 def once(call: Callable[[], object], device: torch.device, seconds: float = 0.2) -> float:
-    """Seconds of one call, the median."""
+    """Returns the seconds of one call, the median."""
     return interleaved({"": lambda _: call()}, 1, device, seconds, most=50)[""].p50
 
 
@@ -171,12 +212,28 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = call()
+    kept, events = _profiled(call)
     del kept
     held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
+    for event in events:
+        if event.kind() == "memory_alloc":  # negative where memory is freed
+            held += event.cpu_memory_usage()
             peak = max(peak, held)
     return peak
+
+
+def _profiled(call: Callable[[], object]) -> tuple[object, list[Any]]:
+    """Returns what a call returns, and what happened meanwhile.
+
+    It is PyTorch's older profiler, because the newer one prints two lines about itself each time.
+    """
+    own = torch._C._profiler
+    config = autograd.ProfilerConfig(
+        autograd.ProfilerState.CPU, False, True, False, False, False, own._ExperimentalConfig()
+    )  # the second flag: memory
+    autograd._enable_profiler_legacy(config)
+    try:
+        kept = call()
+    finally:
+        events = [event for thread in autograd._disable_profiler_legacy() for event in thread]
+    return kept, events

@@ -1,20 +1,21 @@
 """The lookup in a table and its gradient, which sorts instead of adding atomically."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels import embedding
+from ...kernels import embedding
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, V: int, M: int, D: int) -> tuple:
+def inputs(random: Random, V: int, M: int, D: int) -> tuple[Tensor, ...]:
     return random(V, D), random.ids(V, M)
 
 
-def torch(weight, ids):
+def torch(weight: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
-def liger(weight, ids):
+def liger(weight: Tensor, ids: Tensor) -> Tensor:
     from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
 
     return LigerEmbeddingFunction.apply(weight, ids)

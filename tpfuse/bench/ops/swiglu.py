@@ -2,16 +2,17 @@
 left out."""
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from bench.harness import Bench, Random
-from tpfuse.kernels.linear.gated import swiglu
+from ...kernels.linear.gated import swiglu
+from ..definition import Bench, Random
 
 
-def inputs(random: Random, M: int, N: int) -> tuple:
+def inputs(random: Random, M: int, N: int) -> tuple[Tensor, ...]:
     return (random(M, N, 2),)
 
 
-def torch(gate_up):
+def torch(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.unbind(-1)
     return F.silu(gate) * up
 
