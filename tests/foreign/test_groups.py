@@ -1,10 +1,7 @@
 """Tools that send parameters over a group: refused where its ranks hold different slices, and right where not."""
 
 import copy
-import inspect
-import os
 import pickle
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -18,9 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from tests.models.common import GPT_CONFIG, batch, whole
+from tests.models.common import GPT_CONFIG
 from tpfuse import TensorParallel, as_dtensor
-from tpfuse.foreign import behind, groups
 from tpfuse.layers import ColumnParallelLinear
 from tpfuse.models import GPT
 
