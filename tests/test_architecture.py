@@ -22,6 +22,7 @@ ORDER = [
     "collectives",
     "sequence_parallel",
     "layers",
+    "foreign",
     "interop.huggingface",
     "interop.names",
     "models",

@@ -4,6 +4,7 @@ from ._version import __version__
 from .agreement import checking
 from .doctor import doctor
 from .explain import explain
+from .foreign import install as _install
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
 from .kernels.runtime.philox import make_rng
@@ -14,6 +15,8 @@ from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.optim import clip_grad_norm_, param_groups
 from .watch import watch
+
+_install()
 
 __all__ = [
     "TensorParallel",

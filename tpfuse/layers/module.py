@@ -18,6 +18,7 @@ from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 
 _CHUNK = 1 << 20  # elements initialised at a time
+_SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
 
 
 @dataclass(frozen=True)
@@ -186,15 +187,26 @@ class Whole(NamedTuple):
 def wholes() -> dict[Tensor, Whole]:
     """Returns what is known of every parameter of the parallel modules that are alive.
 
-    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.
+    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
+    from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
     found: dict[Tensor, Whole] = {}
     for module in list(_alive):
         own: dict[str, Any] = module.__dict__
-        for leaf, p in own.get("_parameters", {}).items():
-            if p is not None and leaf in own["specs"]:
-                found[p] = Whole(own["specs"][leaf], own["tp"])
+        for leaf, spec in own.get("specs", {}).items():
+            found.update((p, Whole(spec, own["tp"])) for p in _behind(own, leaf))
     return found
+
+
+def _behind(own: dict[str, Any], leaf: str) -> list[Tensor]:
+    """Returns the parameter of this name, or those that torch has put in its place."""
+    p = own["_parameters"].get(leaf)
+    if p is not None:
+        return [p]
+    parametrizations = own["_modules"].get("parametrizations", {})
+    inside = parametrizations[leaf].parameters(recurse=False) if leaf in parametrizations else ()
+    named = (own["_parameters"].get(f"{leaf}_{suffix}") for suffix in _SUFFIXES)
+    return [*inside, *(p for p in named if p is not None)]
 
 
 @torch.no_grad()
