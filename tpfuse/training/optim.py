@@ -13,6 +13,7 @@ from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..parallel import resolve
+from .main_grad import gradient, stepped
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for name, p in model.named_parameters():
         if p.requires_grad:
             plain = id(p) in norms or name.endswith("bias")
-            (rest if plain else decayed).append(p)
+            (rest if plain else decayed).append(stepped(p))
     return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
 
@@ -63,9 +64,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype], list[Tensor]] = {}  # by groups, copies, dtype
     named: list[Named] = []
     for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
-        if p.grad is None:
+        grad = gradient(p)
+        if grad is None:
             continue
-        grad: Tensor = p.grad
         groups: tuple[str, ...] = ()
         if isinstance(grad, DTensor):
             mesh = grad.device_mesh
@@ -97,7 +98,7 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Compares a call over the tensor-parallel ranks: they sum over the same gradients, or wait for each other."""
     group = next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
     if group is not None:
-        absent = names([name for name, p in model.named_parameters() if p.grad is None])
+        absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
         call = arguments | {"parameters without a gradient": absent}
         agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
 
