@@ -23,7 +23,7 @@ from ..kernels.runtime.op import Composed, dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
-from ..sequence_parallel.records import MLP, Adding, Linear, MLPSaved, Needs, Saved
+from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved, adding
 
 
 class Parameters(NamedTuple):
@@ -209,7 +209,7 @@ def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> N
     if weight is None and out_weight is None:
         return needs
     into = lambda total: None if total is None else lambda write: write(total)
-    return needs._replace(run=Adding(into(weight), into(out_weight)))
+    return needs._replace(run=adding(into(weight), into(out_weight)))
 
 
 class _Block(Function):

@@ -2,7 +2,7 @@
 
 A weight's gradient is a unit of work of its own, with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the
 rows of its input have yet to be gathered.  A form hands it to ``needs.run`` with the weight's name among the fields of
-``Needs``, and it is run at once.  ``Adding`` is the ``run`` of weights whose gradients are added in fp32
+``Needs``, and it is run at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
 (:class:`tpfuse.MainGrad`): the unit adds to the sum so far, whenever it is run, and returns no gradient.  A pipeline
 that fills its bubbles can hand over another ``run``, which keeps the unit, and the ``run`` that it is for, and returns
 (None, None).  Another kind of weights (experts, which are no single linear layer) brings its own record of weights and
@@ -164,15 +164,15 @@ def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
 Add = Callable[[Callable[[Tensor], Any]], Any]  # calls what it is given with a total, and returns its result
 
 
-class Adding(NamedTuple):
-    """A ``run`` that adds a weight's gradient to the total that ``Add`` gives; where there is none it runs the work."""
+def adding(weight: Add | None, out_weight: Add | None) -> Run:
+    """Returns a ``run`` that adds a weight's gradient to the total that ``Add`` gives; where there is none it runs the
+    work."""
 
-    weight: Add | None
-    out_weight: Add | None
-
-    def __call__(self, name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
-        add = self.weight if name == "weight" else self.out_weight
+    def run_adding(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
+        add = weight if name == "weight" else out_weight
         return run(name, work) if add is None else (None, add(work.add_to))
+
+    return run_adding
 
 
 class Needs(NamedTuple):
@@ -197,5 +197,5 @@ class Needs(NamedTuple):
         return self._replace(
             weight=self.weight and (weight is None or weight.wanted),
             out_weight=self.out_weight and (out_weight is None or out_weight.wanted),
-            run=Adding(*(None if main is None else main.add for main in mains)),
+            run=adding(*(None if main is None else main.add for main in mains)),
         )

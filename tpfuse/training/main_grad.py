@@ -190,7 +190,7 @@ class MainGrad:
             buffer.places.append(place)
             PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
             p.register_post_accumulate_grad_hook(place.hook)
-            p.main_grad = total
+            p.main_grad = total  # type: ignore[attr-defined]  # a name of ours
             p.grad = None
         return buffer
 
@@ -241,7 +241,7 @@ class MainGrad:
             if (p := place.parameter) is not None
             and (p.device != place.total.device or (place.shares and p.data_ptr() != place.main.data_ptr()))
         ]
-        for what, found in (("are new or were made trainable", new), ("were replaced", gone), ("were moved", moved)):
+        for what, found in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
             if found:
                 raise ValueError(
                     f"MainGrad: parameters of the model {what} since it was made: {some(found)}; make MainGrad, and the"

@@ -27,7 +27,15 @@ from ..linear.op import check_linear, column_sum, linear_wgrad_add
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains, wanted
 from ..runtime.op import GEMM, acc_dtype, autocast, op
-from .linear_triton import bwd_add_cost, bwd_add_launch, bwd_cost, bwd_launch, stats_cost, stats_launch, vocabulary_chunks
+from .linear_triton import (
+    bwd_add_cost,
+    bwd_add_launch,
+    bwd_cost,
+    bwd_launch,
+    stats_cost,
+    stats_launch,
+    vocabulary_chunks,
+)
 from .op import checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, mean_loss, merge_stats
 from .options import IGNORE, Linear, Loss, Rows
 
@@ -89,9 +97,7 @@ def _bwd_add_cpu(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Te
     return _bwd_by(layer, rows, loss, lambda dz, tokens: linear_wgrad_add(dz, layer.x, out[tokens], None))
 
 
-def _bwd_by(
-    layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slice], Tensor]
-) -> tuple[Tensor, Tensor]:
+def _bwd_by(layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor, Tensor]:
     """-> dx and db; ``wgrad`` is called with dz of each chunk and its tokens."""
     x, w, b = layer
     dx = torch.zeros_like(x, dtype=acc_dtype(x))
@@ -119,9 +125,7 @@ linear_cross_entropy_bwd_add = op(
 )
 
 
-def gradients(
-    layer: Linear, rows: Rows, loss: Loss, main: Main | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dW and db; None for dW if it has a place, where it is added."""
     if main is None:
         made: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_bwd(layer, rows, loss)

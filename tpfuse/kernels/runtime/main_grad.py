@@ -1,9 +1,9 @@
 """Where the gradient of a weight is added in fp32, for :class:`tpfuse.MainGrad`.
 
-The backward of an op that multiplies by a weight looks the weight up here in forward.  For a parameter that has a place
-for its gradient, its GEMM adds to that place and the op returns no gradient.  A weight that is a view of a parameter, or
-its copy under autocast, stands for the parameter; one that is made of parameters in another way goes through
-:func:`derived`.  Any other tensor is not found, and its gradient takes autograd's way.
+An op that multiplies by a weight looks the weight up here in forward.  For a parameter that has a place for its
+gradient, the GEMM of backward adds to that place and the op returns no gradient.  A weight that is a view of a
+parameter, or its copy under autocast, stands for the parameter; one that is made of parameters in another way goes
+through :func:`derived`.  Any other tensor is not found, and its gradient takes autograd's way.
 
 Compiled graphs find nothing: their gradients come through autograd.
 """
@@ -82,18 +82,18 @@ def _main(w: Tensor) -> Main | None:
 
 
 DDP = (
-    "tpfuse.MainGrad: the model is under DistributedDataParallel, whose sums would miss the gradients in main_grad; leave"
-    " DistributedDataParallel off and give MainGrad the data-parallel group: MainGrad(model, mesh['dp'])"
+    "tpfuse.MainGrad: the model is under DistributedDataParallel, whose sums would miss the gradients in main_grad;"
+    " leave DistributedDataParallel off and give MainGrad the data-parallel group: MainGrad(model, mesh['dp'])"
 )
 
 
 def _stands_for(w: Tensor) -> tuple[Tensor, Place | None]:
     """Returns the leaf whose gradient is all of w's, element by element, and its place."""
-    leaf = w if w._base is None else w._base
+    leaf: Tensor = w if w._base is None else w._base
     place = PLACES.get(leaf)
     if place is None:
-        leaf, place = getattr(w, _STANDS_FOR, (None, None))
-        return w if leaf is None else leaf, place
+        known: tuple[Tensor | None, Place | None] = getattr(w, _STANDS_FOR, (None, None))
+        return w if known[0] is None else known[0], known[1]
     whole = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
     return leaf, place if whole else None
 
@@ -145,4 +145,3 @@ def derived(make: Callable[..., Tensor], *parameters: Tensor, dtype: torch.dtype
         made = (made if dtype is None else made.to(dtype)).detach().requires_grad_()
     setattr(made, _STANDS_FOR, (None, _Derived(make, parameters, made.shape)))
     return made
-

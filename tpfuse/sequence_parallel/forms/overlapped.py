@@ -16,6 +16,10 @@ from ..records import MLP, AttentionSaved, Linear, MLPSaved, Needs, Projections,
 from . import plain
 
 
+def _name(tp: TensorParallel) -> str:
+    return tp.group_name or ""  # several ranks have a name
+
+
 def gather_linear_fwd(n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     return linear_ops.gather_linear_fwd(n, linear, tp.group_name)
 
@@ -27,7 +31,7 @@ def gather_linear_bwd(
         return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
     work = WeightGrad(dy, n.expanded(), w.dtype, needs.bias)
     if not needs.at_once:
-        return linear_ops.gather_linear_bwd_by(needs.run, w, work, tp.group_name)
+        return linear_ops.gather_linear_bwd_by(needs.run, w, work, _name(tp))
     dn, dw, db = linear_ops.gather_linear_bwd(w, work, tp.group_name)
     return dn, dw, None if needs.bias is None else db
 
@@ -42,7 +46,7 @@ def linear_exchange_bwd(
     if not needs.out_weight:
         return plain.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
     if not needs.at_once:
-        return linear_ops.linear_exchange_bwd_by(needs.run, dp, x, w, group_name=tp.group_name)
+        return linear_ops.linear_exchange_bwd_by(needs.run, dp, x, w, group_name=_name(tp))
     return linear_ops.linear_exchange_bwd(dp, x, w, tp.group_name)
 
 
@@ -62,7 +66,7 @@ def gather_mlp_exchange_bwd(
     if needs.at_once:
         made = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
     else:
-        made = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, tp.group_name)
+        made = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, _name(tp))
     dn, dw1, db1, dw2 = made
     return dn, dw1, None if needs.bias is None else db1, dw2
 
@@ -88,7 +92,7 @@ def gather_attention_exchange_bwd(
             made = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
         else:
             by = attention_ops.gather_attention_exchange_bwd_by
-            made = by(needs.run, inputs, weights, options, group_name=tp.group_name)
+            made = by(needs.run, inputs, weights, options, group_name=_name(tp))
         dn, dw, db, dw_out = made
         return dn, dw, None if needs.bias is None else db, dw_out
     do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)

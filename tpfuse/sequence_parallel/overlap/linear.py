@@ -85,9 +85,7 @@ def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -
     return dx, present(dw)
 
 
-def linear_exchange_bwd_by(
-    run: Run, dp: Tensor, x: Tensor, w: Tensor, group_name: str
-) -> tuple[Tensor, Tensor | None]:
+def linear_exchange_bwd_by(run: Run, dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor | None]:
     """As ``linear_exchange_bwd``, with the weight's gradient handed to ``run``."""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
     flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, own=True).post_all()
