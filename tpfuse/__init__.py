@@ -13,12 +13,14 @@ from .parallel import TensorParallel
 from .parity import check_parity
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
+from .training.main_grad import MainGrad
 from .training.optim import clip_grad_norm_, param_groups
 from .watch import watch
 
 _install()
 
 __all__ = [
+    "MainGrad",
     "TensorParallel",
     "__version__",
     "add_lora",

@@ -17,6 +17,7 @@ from ..kernels.attention.options import Options, as_key_mask, checked_options
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rope import rope as rotate
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.philox import threshold
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
@@ -81,12 +82,14 @@ class CopiedKV(ColumnProjection):
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
         """Returns weight [(H/R + 2) E, D] of this rank's query heads, k and v, and its bias."""
-        kv = copy_within(local(self.kv), self.tp, self.copies)
-        weight = torch.cat([local(self.q).flatten(0, 1), kv.flatten(0, 2)])
+        weight = derived(self._joined, local(self.q), local(self.kv))
         if self.q_bias is None or self.kv_bias is None:
             return weight, None
         kv_bias = copy_within(local(self.kv_bias), self.tp, self.copies)
         return weight, torch.cat([local(self.q_bias).flatten(), kv_bias.flatten()])
+
+    def _joined(self, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
 
 
 class ParallelAttention(ParallelModule):

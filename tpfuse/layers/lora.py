@@ -25,6 +25,7 @@ from ..collectives import copy, copy_within
 from ..kernels.linear.op import linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.main_grad import cast, derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
@@ -56,14 +57,15 @@ class ColumnLoRA(Adapter):
                 self.add_parameter(name, (*shape, rank), 0, "zeros", copies=spec.copies, **factory)
             self.leaves[leaf] = [s.stop - s.start for s in spec.local(layer.tp)], name if width else None
 
-    def block(self, leaf: str) -> Tensor:
-        """Returns B of one weight as [N/R, r P]: a row has its own projection's columns, and zeros in the others'."""
+    def block(self, leaf: str, b: Tensor | None = None) -> Tensor:
+        """Returns B of one weight, or ``b`` in its place, as [N/R, r P]: a row has its own projection's columns, and
+        zeros in the others'."""
         (*shape, _), name = self.leaves[leaf]
         parts, rank = self.parts[leaf], len(self.A)
         ones = torch.eye(len(self.adapted), dtype=self.A.dtype, device=self.A.device)
         if name is None:
             return ones.new_zeros(math.prod(shape), rank * len(ones))
-        b = copy_within(local(self.get_parameter(name)), self.tp, self.specs[name].copies)
+        b = copy_within(local(self.get_parameter(name)) if b is None else b, self.tp, self.specs[name].copies)
         widths = [n for n, module in parts if module in self.adapted]
         pieces = iter(b.split(widths, 1) if len(parts) > 1 else (b,))
         blocks = [
@@ -77,10 +79,17 @@ class ColumnLoRA(Adapter):
     def forward(self, n: Tensor, recompute: Recompute | None = None) -> Tensor:
         """n [m, K] or expanded [R, m, K] -> s (n A') B' [M, N/R]"""
         rows = n[0] if n.dim() == 3 else n
-        a = on_rows(local(self.A), self.tp).flatten(0, 1).to(rows.dtype)
+        a = derived(lambda a: on_rows(a, self.tp).flatten(0, 1), local(self.A), dtype=rows.dtype)
         u = gather_linear(rows, a, tp=_ALONE, recompute=recompute)
-        b = torch.cat([self.block(leaf) for leaf in self.parts]) * self.scale
-        return gather_linear(u, b.to(u.dtype), tp=self.tp)
+        names = [name for _, name in self.leaves.values() if name is not None]
+        b = derived(self._joined, *(local(self.get_parameter(name)) for name in names), dtype=u.dtype)
+        return gather_linear(u, b, tp=self.tp)
+
+    def _joined(self, *some: Tensor) -> Tensor:
+        """Takes the B of each weight that has one -> [N/R, r P] of all weights, times s."""
+        each = iter(some)
+        given = {leaf: None if name is None else next(each) for leaf, (_, name) in self.leaves.items()}
+        return torch.cat([self.block(leaf, given[leaf]) for leaf in self.parts]) * self.scale
 
     def deltas(self) -> dict[str, Tensor]:
         a = local(self.A).flatten(0, 1)
@@ -102,8 +111,8 @@ class RowLoRA(Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, K/R] -> this rank's part of s (x A') B' [M, N]"""
-        u = linear(x, local(self.A).to(x.dtype))
-        return linear(u, (copy(local(self.B), self.tp) * self.scale).to(u.dtype))
+        u = linear(x, cast(local(self.A), x.dtype))
+        return linear(u, derived(lambda b: copy(b, self.tp) * self.scale, local(self.B), dtype=u.dtype))
 
     def deltas(self) -> dict[str, Tensor]:
         return {"weight": self.scale * (local(self.B) @ local(self.A))}

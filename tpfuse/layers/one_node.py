@@ -18,11 +18,12 @@ from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
 from ..kernels.norm.records import Saved as NormSaved
 from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import Main, mains
 from ..kernels.runtime.op import Composed, dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
-from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved
+from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved, adding
 
 
 class Parameters(NamedTuple):
@@ -62,6 +63,15 @@ class Layer(NamedTuple):
     parameters: Parameters
 
 
+class Totals(NamedTuple):
+    """Where weights' gradients are added, [N, K]; None where they are returned."""
+
+    qkv: Tensor | None = None
+    out: Tensor | None = None
+    fc1: Tensor | None = None
+    fc2: Tensor | None = None
+
+
 class Asked(NamedTuple):
     """What backward is asked for."""
 
@@ -92,6 +102,7 @@ class Kept(NamedTuple):
 
 
 NO_STATS: Stats = (None, None, None)
+NO_TOTALS = Totals()
 PARAMETERS, FLAT = len(Parameters._fields), len(Kept._fields) - 3
 FUSED = REDUCE_BIAS_DROPOUT_ADD_NORM
 ONE = TensorParallel()  # rank
@@ -138,7 +149,7 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
 
 @Composed
 def _backward(
-    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked, totals: Totals
 ) -> tuple[Tensor | None, ...]:
     """Gradients of what _forward returned first -> those of h, n and the parameters."""
     (dh, dn), (c, options, p) = gradients, layer
@@ -152,6 +163,7 @@ def _backward(
     w1, _ = _linear(p.fc1_weight, None)
     mlp, n1 = MLP(w1, None, p.fc2_weight, c.activation), MLPSaved(Saved(kept.n1, ONE), kept.z, kept.a)
     needs = Needs(needed.fc1_weight, dtype_of(p.fc1_bias) if needed.fc1_bias else None, needed.fc2_weight)
+    needs = _adding(needs, totals.fc1, totals.fc2)
     dn, dw1, db1, dw2 = plain.gather_mlp_exchange_bwd(dp[None], mlp, saved=n1, needs=needs, tp=ONE)
 
     wanted = Wanted(dtype_of(p.out_bias), p.norm_bias is not None, asked.residual, dtype)
@@ -159,6 +171,7 @@ def _backward(
     dp, dh, dout_bias, dnorm, dnorm_bias = FUSED.bwd(dn, dh, state, c.attention_mask, order=order, wanted=wanted)
 
     needs = Needs(needed.qkv_weight, dtype_of(p.qkv_bias) if needed.qkv_bias else None, needed.out_weight)
+    needs = _adding(needs, totals.qkv, totals.out)
     do, dout = plain.linear_exchange_bwd(dp[None], p.out_weight, x=kept.o, needs=needs, tp=ONE)
     dqkv = attention_bwd(do, kept.qkv, kept.o, kept.lse, options=options).flatten(1)
     w, n = _linear(p.qkv_weight, None)[0], Saved(kept.n, ONE)
@@ -178,6 +191,27 @@ def _backward(
     return dh, dn, *[_shaped(g, like) for g, like in zip(made, p)]
 
 
+def _totals(asked: Asked, found: tuple[Main | None, ...]) -> tuple[Asked, Totals]:
+    """Returns what is left to be asked for, and the totals that gradients are added to."""
+    wanted = [main is None or main.wanted for main in found]
+    names = [f"{name}_weight" for name in Totals._fields]
+    p = asked.parameters
+    p = p._replace(**{name: getattr(p, name) and reached for name, reached in zip(names, wanted, strict=True)})
+    totals = [
+        main.add(lambda total: total.flatten(0, -2)) if main is not None and getattr(p, name) else None
+        for name, main in zip(names, found, strict=True)
+    ]
+    return asked._replace(parameters=p), Totals(*totals)
+
+
+def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> Needs:
+    """Returns needs whose gradients are added to these totals, where there are any."""
+    if weight is None and out_weight is None:
+        return needs
+    into = lambda total: None if total is None else lambda write: write(total)
+    return needs._replace(run=adding(into(weight), into(out_weight)))
+
+
 class _Block(Function):
     """h [m, D], n [1, m, D] (None but in a stack) -> h [m, D], and in a stack n [1, m, D]."""
 
@@ -187,6 +221,8 @@ class _Block(Function):
         on, then, *kept = _forward(h, n, layer)
         ctx.save_for_backward(*parameters, *options[:TENSORS], *kept)
         ctx.args = constants, options[TENSORS:], h.dtype, n is not None
+        p = layer.parameters
+        ctx.mains = mains(p.qkv_weight, p.out_weight, p.fc1_weight, p.fc2_weight)
         ctx.set_materialize_grads(False)
         return on if n is None else (on, then)
 
@@ -202,7 +238,10 @@ class _Block(Function):
         stats: tuple[Any, ...] = saved[FLAT : FLAT + 3], saved[FLAT + 3 : FLAT + 6], saved[FLAT + 6 :]
         layer, kept = Layer(constants, options, p), Kept(*saved[:FLAT], *stats)
         asked = Asked(Parameters(*needed[3:]), residual, in_stack)
-        dh, dn, *gradients = _backward((dh, dn), layer, kept, asked)
+        totals = NO_TOTALS
+        if ctx.mains is not None:
+            asked, totals = _totals(asked, ctx.mains)
+        dh, dn, *gradients = _backward((dh, dn), layer, kept, asked, totals)
         return dh, dn, None, *gradients
 
 

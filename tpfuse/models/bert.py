@@ -19,6 +19,7 @@ from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.linear.op import linear
 from ..kernels.norm import embed_finish, norm_in
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.main_grad import derived
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.block import Normed
 from ..layers.module import ParallelModule, local, on_rows, replicated
@@ -172,7 +173,8 @@ class Bert(Model):
     def _transform(self, h: Tensor) -> Normed:
         """[m, D] -> norm(act(W h + b)), on this rank's rows"""
         assert self.transform is not None and self.transform_norm is not None  # they come with the head
-        weight, bias = (on_rows(local(p), self.tp) for p in (self.transform.weight, self.transform.bias))
+        weight = derived(lambda w: on_rows(w, self.tp), local(self.transform.weight))
+        bias = on_rows(local(self.transform.bias), self.tp)
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
         x = linear(h, weight, bias, self.config.activation)
         _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, ranks=self.tp.row_shards)

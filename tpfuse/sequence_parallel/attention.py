@@ -14,6 +14,7 @@ from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
@@ -42,7 +43,7 @@ class _GatherAttentionExchange(Function):
         weights = Projections(w, b, w_out, *heads)
         parts, *kept = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
         save(ctx, (w, w_out, *kept, *options[:TENSORS]), Saved.of(n, recompute, tp))
-        ctx.args = heads, options[TENSORS:], dtype_of(b), tp
+        ctx.args, ctx.mains = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out)
         return parts
 
     @staticmethod
@@ -52,7 +53,7 @@ class _GatherAttentionExchange(Function):
         heads, constants, dtype, tp = ctx.args
         _, weight, bias, out_weight, *_ = ctx.needs_input_grad
         weights = Projections(w, None, w_out, *heads)
-        needs = Needs(weight, dtype if bias else None, out_weight)
+        needs = Needs(weight, dtype if bias else None, out_weight).added(ctx.mains)
         saved = AttentionSaved(n, qkv, o, lse, options=Options(*tensors, *constants))
         grads = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, needs=needs, tp=tp)
         return *grads, None, None, None, None

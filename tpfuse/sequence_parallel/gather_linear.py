@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.linear.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
@@ -37,7 +38,7 @@ class GatherLinear(Function):
     ) -> Tensor:
         y, z = form.gather_linear_fwd(n, Linear(w, b, activation), tp)
         save(ctx, (w, None if activation == "none" else z), Saved.of(n, recompute, tp))
-        ctx.args = activation, dtype_of(b), tp, form
+        ctx.args, ctx.mains = (activation, dtype_of(b), tp, form), mains(w, None)
         return y
 
     @staticmethod
@@ -49,7 +50,7 @@ class GatherLinear(Function):
         dy, dtype, db = dy.contiguous(), dtype if bias else None, None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=dtype)
-        needs = Needs(weight, dtype if z is None else None)
+        needs = Needs(weight, dtype if z is None else None).added(ctx.mains)
         dn, dw, db_here = form.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
         return dn, dw, (db_here if db is None else db) if bias else None, None, None, None, None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.linear.op import check_linear
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
@@ -24,7 +25,7 @@ class LinearExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.args = tp, form
+        ctx.args, ctx.mains = (tp, form), mains(None, w)
         return form.linear_exchange_fwd(x, w, tp)
 
     @staticmethod
@@ -33,7 +34,8 @@ class LinearExchange(Function):
         x, w = ctx.saved_tensors
         tp, form = ctx.args
         _, weight, *_ = ctx.needs_input_grad
-        dx, dw = form.linear_exchange_bwd(dp, w, x=x, needs=Needs(out_weight=weight), tp=tp)
+        needs = Needs(out_weight=weight).added(ctx.mains)
+        dx, dw = form.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
         return dx, dw, None, None
 
 

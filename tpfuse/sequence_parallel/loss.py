@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from ..collectives import all_gather
-from ..kernels.cross_entropy.linear import linear_cross_entropy_bwd, linear_cross_entropy_stats
+from ..kernels.cross_entropy.linear import gradients, linear_cross_entropy_stats
 from ..kernels.cross_entropy.op import checked_rows, mean_loss
 from ..kernels.cross_entropy.options import Linear, Loss, Rows
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import mains, wanted
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .crossings import expanded, gather_rows, scatter_rows
@@ -48,7 +49,7 @@ class _GatherLinearCrossEntropy(Function):
         stats = linear_cross_entropy_stats(Linear(gather_rows(n, tp), w, b), labels, loss)
         mean, lse, normalizer = mean_loss(gather_stats(stats, tp), labels, normalizer, loss)
         save(ctx, (w, b, labels, lse, normalizer), Saved.of(n, recompute, tp))
-        ctx.loss, ctx.tp = loss, tp
+        ctx.loss, ctx.tp, ctx.mains = loss, tp, mains(w)
         return mean
 
     @staticmethod
@@ -56,7 +57,7 @@ class _GatherLinearCrossEntropy(Function):
     def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
         (w, b, labels, lse, normalizer), n = restore(ctx)
         rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(labels)))
-        dx, dw, db = linear_cross_entropy_bwd(Linear(n.rows(), w, b), rows, ctx.loss)
+        dx, dw, db = gradients(Linear(n.rows(), w, b), rows, ctx.loss, wanted(ctx.mains))
         return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 5
 
 

@@ -19,6 +19,7 @@ from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
@@ -43,7 +44,7 @@ class GatherMLPExchange(Function):
         mlp = MLP(w1, b1, w2, activation)
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=recompute is None, tp=tp)
         save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
-        ctx.args = activation, dtype_of(b1), tp, form
+        ctx.args, ctx.mains = (activation, dtype_of(b1), tp, form), mains(w1, w2)
         return parts
 
     @staticmethod
@@ -52,7 +53,8 @@ class GatherMLPExchange(Function):
         (w1, w2, z, a), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
         _, weight, bias, out_weight, *_ = ctx.needs_input_grad
-        mlp, needs = MLP(w1, None, w2, activation), Needs(weight, dtype if bias else None, out_weight)
+        mlp = MLP(w1, None, w2, activation)
+        needs = Needs(weight, dtype if bias else None, out_weight).added(ctx.mains)
         grads = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), needs=needs, tp=tp)
         return *grads, None, None, None, None
 

@@ -2,9 +2,11 @@
 
 A weight's gradient is a unit of work of its own, with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the
 rows of its input have yet to be gathered.  A form hands it to ``needs.run`` with the weight's name among the fields of
-``Needs``, and it is run at once.  A pipeline that fills its bubbles, or an optimizer with gradients in fp32, can hand
-over another ``run``, which keeps the unit for later and returns (None, None).  Another kind of weights (experts, which
-are no single linear layer) brings its own record of weights and its own unit: anything with a ``run()``.
+``Needs``, and it is run at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
+(:class:`tpfuse.MainGrad`): the unit adds to the sum so far, whenever it is run, and returns no gradient.  A pipeline
+that fills its bubbles can hand over another ``run``, which keeps the unit, and the ``run`` that it is for, and returns
+(None, None).  Another kind of weights (experts, which are no single linear layer) brings its own record of weights and
+its own unit: anything with ``run()`` and ``add_to(total)``.
 """
 
 from collections.abc import Callable
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import Options
-from ..kernels.linear.op import linear_wgrad
+from ..kernels.linear.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
+from ..kernels.runtime.main_grad import Main
 from ..parallel import TensorParallel
 from .crossings import gather_rows
 
@@ -125,6 +128,11 @@ class WeightGrad(NamedTuple):
         dw, db = linear_wgrad(*self)
         return dw, None if self.bias is None else db
 
+    def add_to(self, total: Tensor) -> Tensor | None:
+        """Adds dW to ``total`` [N, K], in its dtype, and returns db."""
+        db = linear_wgrad_add(self.dy, self.x, total, self.bias)
+        return None if self.bias is None else db
+
 
 class GatheredWeightGrad(NamedTuple):
     """A WeightGrad for whose x rows are gathered first."""
@@ -135,15 +143,36 @@ class GatheredWeightGrad(NamedTuple):
     bias: torch.dtype | None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias).run()
+        return self._gathered().run()
+
+    def add_to(self, total: Tensor) -> Tensor | None:
+        return self._gathered().add_to(total)
+
+    def _gathered(self) -> WeightGrad:
+        return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias)
 
 
 Work = WeightGrad | GatheredWeightGrad
+Run = Callable[[str, Work], tuple[Tensor | None, Tensor | None]]
 
 
 def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
     """Runs the work for the weight ``name``, "weight" or "out_weight", at once."""
     return work.run()
+
+
+Add = Callable[[Callable[[Tensor], Any]], Any]  # calls what it is given with a total, and returns its result
+
+
+def adding(weight: Add | None, out_weight: Add | None) -> Run:
+    """Returns a ``run`` that adds a weight's gradient to the total that ``Add`` gives; where there is none it runs the
+    work."""
+
+    def run_adding(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
+        add = weight if name == "weight" else out_weight
+        return run(name, work) if add is None else (None, add(work.add_to))
+
+    return run_adding
 
 
 class Needs(NamedTuple):
@@ -153,4 +182,20 @@ class Needs(NamedTuple):
     weight: bool = False
     bias: torch.dtype | None = None
     out_weight: bool = False
-    run: Callable[[str, Work], tuple[Tensor | None, Tensor | None]] = run
+    run: Run = run
+
+    @property
+    def at_once(self) -> bool:
+        """Whether gradients are wanted as tensors, and now, so that an opaque op may make them."""
+        return self.run is run
+
+    def added(self, mains: tuple[Main | None, ...] | None) -> "Needs":
+        """Returns the needs of weights with these places, of the weight and of the out_weight."""
+        if mains is None:
+            return self
+        weight, out_weight = mains
+        return self._replace(
+            weight=self.weight and (weight is None or weight.wanted),
+            out_weight=self.out_weight and (out_weight is None or out_weight.wanted),
+            run=adding(*(None if main is None else main.add for main in mains)),
+        )

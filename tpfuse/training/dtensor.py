@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..layers.module import Spec, named_specs
+from .main_grad import refuse
 
 
 def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
@@ -26,12 +27,13 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Returns the model.  ``mesh`` is the tensor-parallel mesh, or one with a dimension named "tp".  Call it before
     ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  ValueError where the mesh is not of the
-    model's tensor-parallel size.
+    model's tensor-parallel size, or the model has a MainGrad.
     """
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"as_dtensor: a mesh of {mesh.ndim} dimensions must have one named 'tp', got {mesh}")
         mesh = mesh["tp"]
+    refuse(model, "as_dtensor: the model's gradients are in main_grad; make DTensors of a model without a MainGrad")
     specs = list(named_specs(model))
     for name, _, tp in specs:
         if mesh.size() != tp.size:

@@ -11,6 +11,7 @@ from ..foreign.norm import Part, over_groups, part_of, scale_, total_norm
 from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
+from .main_grad import gradient, stepped
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -29,7 +30,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for name, p in model.named_parameters():
         if p.requires_grad:
             plain = id(p) in norms or name.endswith("bias")
-            (rest if plain else decayed).append(p)
+            (rest if plain else decayed).append(stepped(p))
     return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
 
@@ -50,7 +51,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     """
     check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
     _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     if not grads:
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
@@ -66,7 +67,7 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Compares a call over the tensor-parallel ranks: they sum over the same gradients, or wait for each other."""
     group = next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
     if group is not None:
-        absent = names([name for name, p in model.named_parameters() if p.grad is None])
+        absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
         call = arguments | {"parameters without a gradient": absent}
         agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
 

@@ -23,10 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear.op import check_linear, column_sum
+from ..linear.op import check_linear, column_sum, linear_wgrad_add
 from ..runtime.function import Function, once_differentiable
+from ..runtime.main_grad import Main, mains, wanted
 from ..runtime.op import GEMM, acc_dtype, autocast, op
-from .linear_triton import bwd_cost, bwd_launch, stats_cost, stats_launch, vocabulary_chunks
+from .linear_triton import (
+    bwd_add_cost,
+    bwd_add_launch,
+    bwd_cost,
+    bwd_launch,
+    stats_cost,
+    stats_launch,
+    vocabulary_chunks,
+)
 from .op import checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, mean_loss, merge_stats
 from .options import IGNORE, Linear, Loss, Rows
 
@@ -52,6 +61,14 @@ def linear_cross_entropy_bwd_ref(layer: Linear, rows: Rows, loss: Loss) -> tuple
     return dx.to(x.dtype), dw.to(w.dtype), dz.sum(0) if b is not None else dz.new_empty(0)
 
 
+def linear_cross_entropy_bwd_add_ref(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+    """As linear_cross_entropy_bwd, but dW is added to ``out`` [V/R, D] fp32 (fp64) -> dx, db."""
+    x, w, b = layer
+    dz = cross_entropy_bwd_ref(_logits(layer), rows, loss)
+    out.addmm_(dz.t(), x.to(dz.dtype))
+    return (dz @ w.to(dz.dtype)).to(x.dtype), dz.sum(0) if b is not None else dz.new_empty(0)
+
+
 # ---- CPU: the same chunks of the vocabulary, GEMMs in x's dtype ----
 
 ELEMENTS = 1 << 22  # logits that exist at a time; a GEMM over them fills a CPU's cores
@@ -71,22 +88,50 @@ def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    dw = torch.empty_like(layer.w)
+    dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: torch.mm(dz.t(), layer.x, out=dw[tokens]))
+    return dx, dw, db
+
+
+def _bwd_add_cpu(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+    return _bwd_by(layer, rows, loss, lambda dz, tokens: linear_wgrad_add(dz, layer.x, out[tokens], None))
+
+
+def _bwd_by(layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor, Tensor]:
+    """-> dx and db; ``wgrad`` is called with dz of each chunk and its tokens."""
     x, w, b = layer
-    dx, dw = torch.zeros_like(x, dtype=acc_dtype(x)), torch.empty_like(w)
+    dx = torch.zeros_like(x, dtype=acc_dtype(x))
     db = dx.new_empty(0 if b is None else len(w))
     for tokens, z, own in _chunks(layer, loss):
         dz = cross_entropy_bwd_ref(z, rows, own)
         dx += dz @ w[tokens]
-        torch.mm(dz.t(), x, out=dw[tokens])
+        wgrad(dz, tokens)
         if b is not None:
             db[tokens] = column_sum(dz, db.dtype)
-    return dx.to(x.dtype), dw, db
+    return dx.to(x.dtype), db
 
 
 linear_cross_entropy_stats = op(
     linear_cross_entropy_stats_ref, kind=GEMM, launch=stats_launch, cpu=_stats_cpu, cost=stats_cost
 )
 linear_cross_entropy_bwd = op(linear_cross_entropy_bwd_ref, kind=GEMM, launch=bwd_launch, cpu=_bwd_cpu, cost=bwd_cost)
+linear_cross_entropy_bwd_add = op(
+    linear_cross_entropy_bwd_add_ref,
+    kind=GEMM,
+    launch=bwd_add_launch,
+    cpu=_bwd_add_cpu,
+    mutates=("out",),
+    cost=bwd_add_cost,
+)
+
+
+def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns dx, dW and db; None for dW if it has a place, where it is added."""
+    if main is None:
+        made: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_bwd(layer, rows, loss)
+        return made
+    dx, db = main.add(lambda total: linear_cross_entropy_bwd_add(layer, rows, loss, total))
+    return dx, None, db
 
 
 # ---- autograd ----
@@ -107,7 +152,7 @@ class _LinearCrossEntropy(Function):
         stats = gather(linear_cross_entropy_stats(Linear(x, w, b), labels, loss))
         mean, lse, normalizer = mean_loss(stats, labels, normalizer, loss)
         ctx.save_for_backward(x, w, b, labels, lse, normalizer)
-        ctx.loss = loss
+        ctx.loss, ctx.mains = loss, mains(w)
         return mean
 
     @staticmethod
@@ -115,7 +160,7 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b, labels, lse, normalizer = ctx.saved_tensors
         rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(x)))
-        dx, dw, db = linear_cross_entropy_bwd(Linear(x, w, b), rows, ctx.loss)
+        dx, dw, db = gradients(Linear(x, w, b), rows, ctx.loss, wanted(ctx.mains))
         return dx, dw, None if b is None else db, None, None, None, None
 
 

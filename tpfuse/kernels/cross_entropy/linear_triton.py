@@ -18,7 +18,7 @@ Tiles of 128 x 128 leave room for two programs on a multiprocessor: one's expone
 instructions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -243,15 +243,41 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
 
 def bwd_launch(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """The launcher of linear_cross_entropy_bwd."""
+    x, w, _ = layer
+    D = x.shape[1] + -x.shape[1] % 8
+    dw = torch.zeros_like(w) if len(x) == 0 else x.new_empty(len(w), D)
+    dx, db = _bwd(layer, rows, loss, lambda dz, x, tokens: _contract("dw", dz, x, out=dw[tokens]))
+    return dx, dw if dw.shape == w.shape else _columns(dw, w.shape[1]), db
+
+
+def bwd_add_launch(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The launcher of linear_cross_entropy_bwd_add."""
+
+    def add(dz: Tensor, x: Tensor, tokens: slice) -> None:
+        total = out[tokens]
+        if x.shape[1] == out.shape[1]:
+            _contract("dw", dz, x, out=total, add=total)
+        else:  # with columns of zeros
+            made = total.new_empty(len(total), x.shape[1])
+            _contract("dw", dz, x, out=made)
+            total.add_(made[:, : out.shape[1]])
+
+    return _bwd(layer, rows, loss, add)
+
+
+def _bwd(
+    layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, Tensor, slice], None]
+) -> tuple[Tensor, Tensor]:
+    """-> dx and db; ``wgrad`` is called with dz of each chunk, x as aligned and the chunk's tokens."""
     x, w, b = layer
     (M, width), V = x.shape, len(w)
     db = x.new_empty(0 if b is None else V, dtype=torch.float32)
     if M == 0:
-        return torch.zeros_like(x), torch.zeros_like(w), db.zero_()
+        return torch.zeros_like(x), db.zero_()
     x, w, b = _aligned(x), _aligned(w), _contiguous(b)
     rows = Rows(rows.labels.contiguous(), rows.lse.contiguous(), rows.dloss)
     D = x.shape[1]
-    dx, dw = x.new_empty(M, D), x.new_empty(V, D)
+    dx = x.new_empty(M, D)
     chunks = list(vocabulary_chunks(M, V, ELEMENTS))
     columns = chunks[0][1]
     dz = x.new_empty(M, -(-columns // 8) * 8)
@@ -260,9 +286,9 @@ def bwd_launch(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, T
         tokens, dz_chunk = slice(start, stop), dz[:, : stop - start]
         chunk = Linear(x, w[tokens], None if b is None else b[tokens])
         _dlogits(chunk, rows, loss._replace(first_token=loss.first_token + start), dz=dz_chunk, db=db[tokens])
-        _contract("dw", dz_chunk, x, out=dw[tokens])
+        wgrad(dz_chunk, x, tokens)
         _contract("dx", dz_chunk, w[tokens], out=dx if stop == V else total, add=None if start == 0 else total)
-    return (dx, dw, db) if D == width else (_columns(dx, width), _columns(dw, width), db)
+    return dx if D == width else _columns(dx, width), db
 
 
 def _columns(t: Tensor, width: int) -> Tensor:
@@ -343,3 +369,10 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
             partial = 4 * n * -(-M // _config("dlogits", x, (M, n, D))["BM"])
             read, written = read + partial, written + partial
     return Cost(read + 2 * moved(w) * bool(M) + moved(b), written, 6 * M * V * D)
+
+
+def bwd_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """As ``bwd_cost``; the sum so far is read and written in place of dW."""
+    layer, rows, loss, out = args
+    cost = bwd_cost((layer, rows, loss), outputs)
+    return cost._replace(read=cost.read + moved(out), written=cost.written + moved(out))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
+from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.rules import described
 from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
@@ -44,13 +45,18 @@ class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.args = first, len(weight), weight.dtype
+        ctx.args, ctx.mains = (first, len(weight), weight.dtype), mains(weight)
         return embedding_fwd(weight, ids, first)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return embedding_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.args), None, None
+        dy, (ids,), (first, rows, dtype) = dy.contiguous(), ctx.saved_tensors, ctx.args
+        main = wanted(ctx.mains)
+        if main is None:
+            return embedding_bwd(dy, ids, first, rows, dtype), None, None
+        main.add(lambda total: total.add_(embedding_bwd(dy, ids, first, rows, total.dtype)))
+        return None, None, None
 
 
 # ---- public ----

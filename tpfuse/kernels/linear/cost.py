@@ -39,3 +39,14 @@ def linear_wgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     if bias is None:
         return cost
     return with_partials(cost._replace(read=cost.read + moved(dy)), partial_rows(dy), dy.shape[1])
+
+
+def linear_wgrad_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    """Beside what linear_wgrad moves, the sum so far is read."""
+    dy, x, out, bias = args
+    cost = least(args, outputs)
+    return cost._replace(
+        read=cost.read + (0 if bias is None else moved(dy)),
+        written=cost.written + moved(out),
+        flops=2 * dy.numel() * x.shape[1],
+    )

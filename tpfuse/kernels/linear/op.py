@@ -16,9 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
+from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, GEMM, Composed, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
 from .activation import ACTIVATIONS, GATED, PLAIN, width
-from .cost import linear_dgrad_act_cost, linear_dgrad_cost, linear_fwd_cost, linear_wgrad_cost
+from .cost import (
+    linear_dgrad_act_cost,
+    linear_dgrad_cost,
+    linear_fwd_cost,
+    linear_wgrad_add_cost,
+    linear_wgrad_cost,
+)
 from .gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch
 
@@ -82,6 +89,25 @@ def linear_dgrad_act_ref(
 def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
     return (dy.t() @ x).to(dtype), column_sum(dy, bias)
+
+
+ROWS = 512  # that a CPU widens at a time: few enough to be small beside the activations, enough for a GEMM
+
+
+def linear_wgrad_add_ref(dy: Tensor, x: Tensor, out: Tensor, bias: torch.dtype | None) -> Tensor:
+    """Adds dW = dy' x [N, K] to ``out`` in its dtype, which is fp32 (fp64 for fp64) -> db as of linear_wgrad.
+
+    The GEMM adds, and nothing is rounded in between.  Where torch has none from 16 bits to fp32 (it has on CUDA), dy
+    and x are widened a few rows at a time.
+    """
+    if dy.dtype == out.dtype:
+        out.addmm_(dy.t(), x)
+    elif dy.device.type == "meta" or (dy.is_cuda and not torch.version.hip):
+        torch.addmm(out, dy.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        for dy_rows, x_rows in zip(dy.split(ROWS), x.split(ROWS)):
+            out.addmm_(dy_rows.to(out.dtype).t(), x_rows.to(out.dtype))
+    return column_sum(dy, bias)
 
 
 # ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
@@ -160,6 +186,13 @@ linear_dgrad_act = op(
     cost=linear_dgrad_act_cost,
 )
 linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
+linear_wgrad_add = op(
+    linear_wgrad_add_ref,
+    kind=GEMM,
+    fake=lambda dy, x, out, bias: column_sum(dy, bias),
+    mutates=("out",),
+    cost=linear_wgrad_add_cost,
+)
 
 
 # ---- autograd ----
@@ -170,7 +203,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
         y, z = _forward(x, w, b, activation)
         ctx.save_for_backward(x, w, z)
-        ctx.activation, ctx.bias = activation, dtype_of(b)
+        ctx.activation, ctx.bias, ctx.mains = activation, dtype_of(b), mains(w)
         return y
 
     @staticmethod
@@ -178,8 +211,12 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
         _, weight, bias, _ = ctx.needs_input_grad
-        asked = weight, ctx.bias if bias else None
-        return *_gradients((dy.contiguous(), x, w, z), ctx.activation, *asked), None
+        tensors, asked = (dy.contiguous(), x, w, z), (weight, ctx.bias if bias else None)
+        main = wanted(ctx.mains)
+        if main is None:
+            return *_gradients(tensors, ctx.activation, *asked), None
+        dx, db = main.add(lambda total: _gradients_adding(tensors, ctx.activation, total, asked[1]))
+        return dx, None, db, None
 
 
 @Composed
@@ -206,6 +243,18 @@ def _gradients(
     elif z is None and bias is not None:
         db = column_sum(dy, bias)
     return linear_dgrad(dy, w), dw, None if bias is None else db
+
+
+def _gradients_adding(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, total: Tensor, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """As ``_gradients``, but dW is added to ``total`` [N, K] -> dx and db."""
+    dy, x, w, z = tensors
+    db = None
+    if z is not None:
+        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
+    db_plain = linear_wgrad_add(dy, x, total, bias if z is None else None)
+    return linear_dgrad(dy, w), None if bias is None else db_plain if z is None else db
 
 
 # ---- public ----

@@ -20,6 +20,7 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
+from .main_grad import cast
 from .recorder import recorder
 from .replay import LAUNCHED, UNKNOWN, Replayed, call_of
 
@@ -268,7 +269,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(like.device.type)
     lower = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if t is not None and t.dtype in lower else t for t in tensors)
+    return tuple(cast(t, dtype) if t is not None and t.dtype in lower else t for t in tensors)
 
 
 def autocasts(x: Tensor) -> bool:

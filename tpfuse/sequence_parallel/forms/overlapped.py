@@ -16,6 +16,10 @@ from ..records import MLP, AttentionSaved, Linear, MLPSaved, Needs, Projections,
 from . import plain
 
 
+def _name(tp: TensorParallel) -> str:
+    return tp.group_name or ""  # several ranks have a name
+
+
 def gather_linear_fwd(n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     return linear_ops.gather_linear_fwd(n, linear, tp.group_name)
 
@@ -26,6 +30,8 @@ def gather_linear_bwd(
     if not needs.weight:
         return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
     work = WeightGrad(dy, n.expanded(), w.dtype, needs.bias)
+    if not needs.at_once:
+        return linear_ops.gather_linear_bwd_by(needs.run, w, work, _name(tp))
     dn, dw, db = linear_ops.gather_linear_bwd(w, work, tp.group_name)
     return dn, dw, None if needs.bias is None else db
 
@@ -39,6 +45,8 @@ def linear_exchange_bwd(
 ) -> tuple[Tensor, Tensor | None]:
     if not needs.out_weight:
         return plain.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
+    if not needs.at_once:
+        return linear_ops.linear_exchange_bwd_by(needs.run, dp, x, w, group_name=_name(tp))
     return linear_ops.linear_exchange_bwd(dp, x, w, tp.group_name)
 
 
@@ -55,7 +63,11 @@ def gather_mlp_exchange_bwd(
     if not (needs.weight and needs.out_weight):
         return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
     inputs = mlp_ops.Inputs(dp, saved.n.expanded(), saved.z, saved.a, bias=needs.bias)
-    dn, dw1, db1, dw2 = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
+    if needs.at_once:
+        made = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
+    else:
+        made = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, _name(tp))
+    dn, dw1, db1, dw2 = made
     return dn, dw1, None if needs.bias is None else db1, dw2
 
 
@@ -76,7 +88,12 @@ def gather_attention_exchange_bwd(
     n, qkv, o, lse, options = saved
     if needs.weight and needs.out_weight:
         inputs = attention_ops.Inputs(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
-        dn, dw, db, dw_out = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
+        if needs.at_once:
+            made = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
+        else:
+            by = attention_ops.gather_attention_exchange_bwd_by
+            made = by(needs.run, inputs, weights, options, group_name=_name(tp))
+        dn, dw, db, dw_out = made
         return dn, dw, None if needs.bias is None else db, dw_out
     do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)
     dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)

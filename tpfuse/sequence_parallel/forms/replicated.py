@@ -7,7 +7,7 @@ the plain form's.  If the first weight is frozen (of an MLP: either), there is l
 from torch import Tensor
 
 from ...parallel import TensorParallel
-from ..overlap.reduce import Group, Second, linear_reduce_bwd
+from ..overlap.reduce import Group, Second, linear_reduce_bwd, linear_reduce_bwd_by
 from ..records import MLP, MLPSaved, Needs, Saved, WeightGrad
 from . import plain
 from .plain import gather_linear_fwd, gather_mlp_exchange_fwd, linear_exchange_bwd, linear_exchange_fwd
@@ -28,7 +28,7 @@ def gather_linear_bwd(
     if not needs.weight:
         return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
     work = WeightGrad(dy, n.rows(), w.dtype, needs.bias)
-    dn, dw, db, _ = linear_reduce_bwd(w, work, Second(), Group.of(tp))
+    dn, dw, db, _ = _backward(w, work, Second(), needs, tp=tp)
     return dn[None], dw, None if needs.bias is None else db
 
 
@@ -40,5 +40,14 @@ def gather_mlp_exchange_bwd(
     dy = dp.flatten(0, 1)
     dz, db1, a = plain.dgrad_through_activation(dy, mlp, saved, needs)
     work = WeightGrad(dz, saved.n.rows(), mlp.w1.dtype, None)
-    dn, dw1, _, dw2 = linear_reduce_bwd(mlp.w1, work, Second(dy, a), Group.of(tp))
+    dn, dw1, _, dw2 = _backward(mlp.w1, work, Second(dy, a), needs, tp=tp)
     return dn[None], dw1, None if needs.bias is None else db1, dw2
+
+
+def _backward(
+    w: Tensor, work: WeightGrad, second: Second, needs: Needs, tp: TensorParallel
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if needs.at_once:
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = linear_reduce_bwd(w, work, second, Group.of(tp))
+        return made
+    return linear_reduce_bwd_by(needs.run, w, work, second, group=Group.of(tp))

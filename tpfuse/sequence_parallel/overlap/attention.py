@@ -19,10 +19,9 @@ from torch import Tensor
 from ...kernels.attention.cpu import BLOCK, Backward, Forward
 from ...kernels.attention.op import attention_bwd, attention_fwd
 from ...kernels.attention.options import Options, scores
-from ...kernels.linear.op import linear_wgrad
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
-from ..records import Linear, Projections
+from ..records import Linear, Projections, Run, WeightGrad, run
 from .steps import (
     gather_and_multiply,
     gather_in_background,
@@ -30,6 +29,7 @@ from .steps import (
     message_cost,
     multiply_and_send,
     outgoing,
+    present,
     row_count,
 )
 
@@ -100,6 +100,14 @@ def gather_attention_exchange_bwd_ref(
     inputs: Inputs, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw, db (empty unless asked for), dw_out."""
+    dn, dw, db, dw_out = gather_attention_exchange_bwd_by(run, inputs, weights, options, group_name=group_name)
+    return dn, present(dw), present(db, inputs.n), present(dw_out)
+
+
+def gather_attention_exchange_bwd_by(
+    run: Run, inputs: Inputs, weights: Projections, options: Options, group_name: str
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As ``gather_attention_exchange_bwd``, with the gradients of the weights handed to ``run``."""
     dp, n, qkv, o, lse, bias = inputs
     w, w_out = weights.w, weights.w_out
     what, (R, m, _) = "gather_attention_exchange backward", n.shape
@@ -129,8 +137,8 @@ def gather_attention_exchange_bwd_ref(
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
     leaving = multiply_and_send(outgoing(f"{what} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
-    dw_out, _ = linear_wgrad(dy, o, w_out.dtype, None)
-    dw, db = linear_wgrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias)
+    dw_out, _ = run("out_weight", WeightGrad(dy, o, w_out.dtype, None))
+    dw, db = run("weight", WeightGrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias))
     return leaving.finish(), dw, db, dw_out
 
 

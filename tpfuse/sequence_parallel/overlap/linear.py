@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear.activation import width
-from ...kernels.linear.op import linear_wgrad
 from ...kernels.runtime.op import GEMM, Cost, new_vector, op
 from ..flight import Flight, pieces
-from ..records import Linear, WeightGrad
+from ..records import Linear, Run, WeightGrad, run
 from .steps import (
     gather_and_multiply,
     gather_in_background,
     message_cost,
     multiply_and_send,
     outgoing,
+    present,
     row_count,
 )
 
@@ -29,12 +29,20 @@ def gather_linear_fwd_ref(n: Tensor, linear: Linear, group_name: str) -> tuple[T
 
 def gather_linear_bwd_ref(w: Tensor, work: WeightGrad, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """``work.x`` is n [R, m, D], yet to be gathered -> dn [R, m, D] unsummed, dw, db (empty without a bias)."""
+    dn, dw, db = gather_linear_bwd_by(run, w, work, group_name)
+    return dn, present(dw), present(db, work.dy)
+
+
+def gather_linear_bwd_by(
+    run: Run, w: Tensor, work: WeightGrad, group_name: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As ``gather_linear_bwd``, with the weight's gradient handed to ``run``."""
     dy, n, _, bias = work
     rows_of_n = gather_in_background("gather_linear backward (n)", n, group_name)
     flight = outgoing("gather_linear backward (dn)", len(dy), w.t(), n.shape[0], group_name=group_name)
     rows_of_n.post_all()
     multiply_and_send(flight, dy, w.t())
-    dw, db = linear_wgrad(dy, rows_of_n.finish().flatten(0, 1), w.dtype, bias)
+    dw, db = run("weight", WeightGrad(dy, rows_of_n.finish().flatten(0, 1), w.dtype, bias))
     return flight.finish(), dw, db
 
 
@@ -73,13 +81,19 @@ def linear_exchange_fwd_ref(x: Tensor, w: Tensor, size: int, group_name: str) ->
 
 def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """-> dx [M, K], dw"""
+    dx, dw = linear_exchange_bwd_by(run, dp, x, w, group_name=group_name)
+    return dx, present(dw)
+
+
+def linear_exchange_bwd_by(run: Run, dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor | None]:
+    """As ``linear_exchange_bwd``, with the weight's gradient handed to ``run``."""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
     flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, own=True).post_all()
     torch.mm(dy[flight.rank], w, out=dx[flight.rank])
     for rows in cut:
         for source in flight.before:
             torch.mm(flight.arrived(source, rows), w, out=dx[source, rows])
-    dw, _ = linear_wgrad(flight.finish().flatten(0, 1), x, w.dtype, None)
+    dw, _ = run("out_weight", WeightGrad(flight.finish().flatten(0, 1), x, w.dtype, None))
     return dx.flatten(0, 1), dw
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.linear.op import activation_fwd, linear_dgrad_act, linear_wgrad
+from ...kernels.linear.op import activation_fwd, linear_dgrad_act
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
-from ..records import MLP
-from .steps import gather_in_background, gemm, message_cost, row_count
+from ..records import MLP, Run, WeightGrad, run
+from .steps import gather_in_background, gemm, message_cost, present, row_count
 
 
 class Inputs(NamedTuple):
@@ -62,6 +62,14 @@ def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str
 
 def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw1, db1 (empty unless asked for), dw2."""
+    dn, dw1, db1, dw2 = gather_mlp_exchange_bwd_by(run, inputs, mlp, group_name)
+    return dn, present(dw1), db1, present(dw2)
+
+
+def gather_mlp_exchange_bwd_by(
+    run: Run, inputs: Inputs, mlp: MLP, group_name: str
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """As ``gather_mlp_exchange_bwd``, with the gradients of the weights handed to ``run``."""
     (dp, n, z, a, bias), (w1, _, w2, activation) = inputs, mlp
     cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
     incoming = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut=cut, own=True)
@@ -82,8 +90,8 @@ def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tu
 
     _through(incoming, leaving, multiply)
     dz = dz.flatten(0, 1)
-    dw2, _ = linear_wgrad(incoming.finish().flatten(0, 1), act.flatten(0, 1), w2.dtype, None)
-    dw1, _ = linear_wgrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, None)
+    dw2, _ = run("out_weight", WeightGrad(incoming.finish().flatten(0, 1), act.flatten(0, 1), w2.dtype, None))
+    dw1, _ = run("weight", WeightGrad(dz, rows_of_n.finish().flatten(0, 1), w1.dtype, None))
     return leaving.finish(), dw1, db1.to(bias or db1.dtype), dw2
 
 

@@ -1,5 +1,6 @@
 """The sum of dx over the ranks under the wgrads, for the form without sequence parallelism."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from ...kernels.linear.op import column_sum, linear_dgrad, linear_wgrad
 from ...kernels.norm.core import reduce_parts
 from ...kernels.runtime.op import GEMM, Cost, least, new_vector, op
 from ...parallel import TensorParallel, resolve
-from ..records import WeightGrad
+from ..records import Run, WeightGrad
 
 
 class Second(NamedTuple):
@@ -38,25 +39,58 @@ def linear_reduce_bwd_ref(
     The sum's two messages, an exchange of parts and a gather of their sums, each travel under a half of the wgrads.
     """
     dy, x, _, bias = work
-    what = f"{'gather_linear' if second.dy is None else 'gather_mlp_exchange'} backward (the sum of dx)"
-    ranks, dx = resolve(group.name), linear_dgrad(dy, w)
+    dw = dy.new_empty(dy.shape[1], x.shape[1])
+    half, made = 0 if second.dy is not None else dy.shape[1] // 2, []
+
+    def first() -> None:
+        if second.dy is not None and second.x is not None:
+            made.append(linear_wgrad(second.dy, second.x, w.dtype, None)[0])
+        torch.mm(dy[:, :half].t(), x, out=dw[:half])
+
+    def last() -> None:
+        torch.mm(dy[:, half:].t(), x, out=dw[half:])
+        made.append(column_sum(dy, bias))
+
+    dx = _sum_under(linear_dgrad(dy, w), (first, last), _what(second), group)
+    return dx, dw.to(w.dtype), made[-1], dy.new_empty(0) if len(made) == 1 else made[0]
+
+
+def linear_reduce_bwd_by(
+    run: Run, w: Tensor, work: WeightGrad, second: Second, group: Group
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As ``linear_reduce_bwd``, with the gradients of the weights, each as one unit, handed to ``run``."""
+    made: list[tuple[Tensor | None, Tensor | None]] = []
+    units = [lambda: made.append(run("weight", work))]
+    if second.dy is not None and second.x is not None:
+        other = WeightGrad(second.dy, second.x, w.dtype, None)
+        units.insert(0, lambda: made.append(run("out_weight", other)))
+    dx = _sum_under(linear_dgrad(work.dy, w), units, _what(second), group)
+    return dx, *made[-1], None if len(made) == 1 else made[0][0]
+
+
+def _what(second: Second) -> str:
+    return f"{'gather_linear' if second.dy is None else 'gather_mlp_exchange'} backward (the sum of dx)"
+
+
+def _sum_under(dx: Tensor, work: Sequence[Callable[[], None]], what: str, group: Group) -> Tensor:
+    """Returns the sum of dx over the ranks; the first of ``work`` is done under its first message, the rest under the
+    second."""
+    ranks = resolve(group.name)
     flat = torch.nn.functional.pad(dx.view(-1), (0, -dx.numel() % group.size)).view(group.size, -1)
-    parts, total, dw = torch.empty_like(flat), torch.empty_like(flat), dy.new_empty(dy.shape[1], x.shape[1])
+    parts, total = torch.empty_like(flat), torch.empty_like(flat)
     with named(what, ranks):
         exchange = dist.all_to_all_single(parts, flat, group=ranks, async_op=True)
-    half = 0 if second.dy is not None else dy.shape[1] // 2
-    dw2 = dy.new_empty(0) if second.dy is None else linear_wgrad(second.dy, second.x, w.dtype, None)[0]
-    torch.mm(dy[:, :half].t(), x, out=dw[:half])
+    work[0]()
     with named(what, ranks):
         exchange.wait()
         mine = reduce_parts(parts)
         gather = start_all_gather(total, mine, ranks)
-    torch.mm(dy[:, half:].t(), x, out=dw[half:])
-    db = column_sum(dy, bias)
+    for unit in work[1:]:
+        unit()
     with named(what, ranks):
         for handle in gather:
             handle.wait()
-    return total.view(-1)[: dx.numel()].view(dx.shape), dw.to(w.dtype), db, dw2
+    return total.view(-1)[: dx.numel()].view(dx.shape)
 
 
 def _fake(w: Tensor, work: WeightGrad, second: Second, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:

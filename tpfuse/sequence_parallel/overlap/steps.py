@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear.activation import width
 from ...kernels.linear.op import activation_fwd
-from ...kernels.runtime.op import Cost, least
+from ...kernels.runtime.op import Cost, least, new_vector
 from ..flight import Flight, pieces
 from ..records import Linear
 
@@ -61,6 +61,14 @@ def gather_and_multiply(what: str, n: Tensor, linear: Linear, group_name: str) -
             multiply(flight.arrived(source, rows), source, rows)
     flight.finish()
     return y.flatten(0, 1), n.new_empty(0) if z is y else z.flatten(0, 1)
+
+
+def present(gradient: Tensor | None, like: Tensor | None = None) -> Tensor:
+    """Returns what an op gives for a gradient: an empty vector in the dtype of ``like``'s sums in place of None."""
+    if gradient is not None:
+        return gradient
+    assert like is not None  # a weight's gradient is there
+    return new_vector(like, 0, None)
 
 
 # ---- for fakes and costs ----

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
+from ..main_grad import stepped
 from .pieces import Piece, Place, piece, whole
 from .shards import NAMES
 
+MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 weight in a MainGrad
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
 Stock = Mapping[str, tuple[torch.dtype, Place]]  # what a checkpoint holds: dtype and whole shape by name
 Values = Mapping[str, Piece]  # tensors that were read
@@ -37,7 +39,9 @@ def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[str, P
     found = {}
     for name, (p, spec, tp) in entries.items():
         found[f"model.{name}"] = piece(p, spec, tp)
-        for key, value in optimizer.state.get(p, {}).items():
+        weight = stepped(p)
+        main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
+        for key, value in (optimizer.state.get(weight, {}) | main).items():
             if value is not None:
                 value = _as_tensor(name, key, value)
                 shaped = value.shape == p.shape
@@ -59,7 +63,7 @@ def _as_tensor(name: str, key: str, value: Any) -> Tensor:
 
 def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]:
     """Returns the optimizer's groups as JSON has them, parameters by name."""
-    names = {id(p): name for name, (p, *_) in entries.items()}
+    names = {id(stepped(p)): name for name, (p, *_) in entries.items()}
     missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if missing:
         raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
@@ -148,7 +152,7 @@ def optimizer_state(
         values = {}
         for key in _keys(found, prefix):
             shaped = found[key].shape == spec.spread
-            value = found[key].local.to(p.device if shaped or p in on_device else "cpu")
+            value = found[key].local.to(p.device if shaped or stepped(p) in on_device else "cpu")
             values[key.removeprefix(prefix)] = _like(value, p) if shaped else value
         state[p] = values
     return state
@@ -168,9 +172,12 @@ def put_model(entries: Entries, found: Values) -> None:
 
 def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:
     for p, values in state.items():
-        optimizer.state.pop(p, None)
+        weight, main = stepped(p), values.pop(MAIN, None)
+        if main is not None and weight is not p:  # else it was written for training with a MainGrad, and this is not
+            weight.detach().copy_(main)
+        optimizer.state.pop(weight, None)
         if values:
-            optimizer.state[p] = values
+            optimizer.state[weight] = values
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for k, v in saved.items():
             if isinstance(group.get(k), Tensor):  # a learning rate that a compiled step holds on to

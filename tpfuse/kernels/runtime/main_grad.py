@@ -1,0 +1,147 @@
+"""Where the gradient of a weight is added in fp32, for :class:`tpfuse.MainGrad`.
+
+An op that multiplies by a weight looks the weight up here in forward.  For a parameter that has a place for its
+gradient, the GEMM of backward adds to that place and the op returns no gradient.  A weight that is a view of a
+parameter, or its copy under autocast, stands for the parameter; one that is made of parameters in another way goes
+through :func:`derived`.  Any other tensor is not found, and its gradient takes autograd's way.
+
+Compiled graphs find nothing: their gradients come through autograd.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+
+class Place(Protocol):
+    """Where the gradient of a parameter is added."""
+
+    def add(self, write: Callable[[Tensor], T]) -> T:
+        """Returns ``write(total)``, which adds to the total so far, fp32 (fp64) in the parameter's shape, in place."""
+
+
+class Main(NamedTuple):
+    """A weight's place: the gradient is added in the weight's ``shape``; ``node`` is autograd's of the parameter."""
+
+    place: Place
+    shape: torch.Size
+    node: Any
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this backward pass is to reach the parameter, which ``inputs=`` and ``torch.autograd.grad`` may
+        exclude.  RuntimeError if it is to return the parameter's gradient."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self.node))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "tpfuse.MainGrad: the gradient of a weight is added to its main_grad, so that torch.autograd.grad has"
+                " none to return; call backward()"
+            ) from error
+
+    def add(self, write: Callable[[Tensor], T]) -> T:
+        """Returns ``write(total)`` for the total in the weight's shape."""
+        return self.place.add(lambda total: write(total.view(self.shape)))
+
+
+def wanted(found: tuple[Main | None, ...] | None) -> Main | None:
+    """Returns the place of the one weight that was looked up; None if there is none or this pass is not to reach it,
+    and the gradient, which autograd then drops, is made as without one."""
+    main = None if found is None else found[0]
+    return main if main is not None and main.wanted else None
+
+
+PLACES = WeakIdKeyDictionary()  # parameter -> Place
+_STANDS_FOR = "_tpfuse_stands_for"  # attribute of a tensor that is no view: (its leaf, None for itself; its place)
+
+
+def mains(*weights: Tensor | None) -> tuple[Main | None, ...] | None:
+    """Returns the place of each weight, None for one that has none; None in all if no parameter has one.
+
+    ValueError inside a forward of DistributedDataParallel, which would wait for gradients that never come.
+    """
+    if torch.compiler.is_compiling() or not PLACES:
+        return None
+    found = tuple(None if w is None else _main(w) for w in weights)
+    return None if found.count(None) == len(found) else found
+
+
+def _main(w: Tensor) -> Main | None:
+    leaf, place = _stands_for(w)
+    if place is None or not leaf.requires_grad:
+        return None
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise ValueError(DDP)
+    return Main(place, w.shape, torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+DDP = (
+    "tpfuse.MainGrad: the model is under DistributedDataParallel, whose sums would miss the gradients in main_grad;"
+    " leave DistributedDataParallel off and give MainGrad the data-parallel group: MainGrad(model, mesh['dp'])"
+)
+
+
+def _stands_for(w: Tensor) -> tuple[Tensor, Place | None]:
+    """Returns the leaf whose gradient is all of w's, element by element, and its place."""
+    leaf: Tensor = w if w._base is None else w._base
+    place = PLACES.get(leaf)
+    if place is None:
+        known: tuple[Tensor | None, Place | None] = getattr(w, _STANDS_FOR, (None, None))
+        return w if known[0] is None else known[0], known[1]
+    whole = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
+    return leaf, place if whole else None
+
+
+def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``w.to(dtype)``, which stands for the same parameter."""
+    made = w.to(dtype)
+    if not torch.compiler.is_compiling() and PLACES and made is not w:
+        leaf, place = _stands_for(w)
+        if place is not None:
+            setattr(made, _STANDS_FOR, (leaf, place))
+    return made
+
+
+class _Derived:
+    """The place of a weight that is a linear function of parameters: its gradient in fp32 goes back through it."""
+
+    def __init__(self, make: Callable[..., Tensor], parameters: tuple[Tensor, ...], shape: torch.Size):
+        self.make, self.parameters, self.shape = make, parameters, shape
+
+    def add(self, write: Callable[[Tensor], T]) -> T:
+        p = self.parameters
+        dtype = torch.promote_types(p[0].dtype, torch.float32)
+        total = p[0].new_zeros(self.shape, dtype=dtype)
+        result = write(total)
+        with torch.enable_grad():
+            wide = [q.detach().to(dtype).requires_grad_(q.requires_grad) for q in p]
+            made = self.make(*wide)
+        asked = [(q, w) for q, w in zip(p, wide, strict=True) if q.requires_grad]
+        gradients = torch.autograd.grad(made, [w for _, w in asked], total)
+        for (q, _), gradient in zip(asked, gradients, strict=True):
+            PLACES[q].add(lambda t, g=gradient: t.add_(g))
+        return result
+
+
+def derived(make: Callable[..., Tensor], *parameters: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns ``make(*parameters)`` in ``dtype``, for a linear ``make``.
+
+    If the parameters have places, the gradient of what is returned goes back through ``make`` in fp32, computed again
+    for it, and the gradients of the parameters are added there.
+    """
+    known = not torch.compiler.is_compiling() and PLACES and torch.is_grad_enabled()
+    asked = [p for p in parameters if p.requires_grad] if known else []
+    if not asked or any(p not in PLACES for p in asked):
+        made = make(*parameters)
+        return made if dtype is None else made.to(dtype)
+    with torch.no_grad():
+        made = make(*parameters)
+        made = (made if dtype is None else made.to(dtype)).detach().requires_grad_()
+    setattr(made, _STANDS_FOR, (None, _Derived(make, parameters, made.shape)))
+    return made

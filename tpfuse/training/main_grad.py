@@ -1,0 +1,338 @@
+"""Gradients that are added in fp32 over micro-batches, and the fp32 weights that an optimizer steps on.
+
+bf16 has 8 significant bits.  A sum of 64 gradients in bf16 loses a bit or two more with every doubling of the terms,
+and an update of less than 1/512 of a weight is lost whole: with Adam's steps, most of them.  So both are fp32 here:
+
+    p.main_grad        the sum of p's gradients, to which the GEMM of each backward adds; p.grad stays None
+    main.parameters()  the weights that the optimizer steps on, whose .grad is main_grad: fp32 copies of 16-bit
+                       parameters, of which each step of the optimizer is rounded into the model; of fp32 and fp64
+                       parameters the same memory
+
+Each gradient is in the dtype of the weight that it belongs to, as torch demands of ``.grad``.
+
+The gradients of one device and dtype lie in one buffer, so that their sum over the data-parallel ranks takes few
+messages.  A place whose weight's ``.grad`` is None holds nothing: ``zero()`` and the optimizer's ``zero_grad()`` do
+this, and what is added first then finds zeros.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..collectives import all_reduce
+from ..kernels.runtime.main_grad import DDP, PLACES
+from ..kernels.runtime.rules import some
+from ..layers.module import ParallelModule, Spec, named_specs
+from ..parallel import TensorParallel
+
+T = TypeVar("T")
+PIECE = 1 << 24  # elements of a message of ``reduce``
+ALIGNED = 64  # elements: where a gradient begins in its buffer
+
+
+class _State:
+    """What the places of one MainGrad share."""
+
+    reduced = False
+
+
+class _Place:
+    """A parameter's sum of gradients, and the weight that the optimizer steps on."""
+
+    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: _State):
+        self.name, self.total, self.state = name, total, state
+        self._parameter = weakref.ref(p)
+        self.shares = p.dtype == total.dtype
+        value = p.detach() if self.shares else p.detach().to(total.dtype)
+        self.main = nn.Parameter(value)
+        self.version = p._version
+        self.clean = True  # the total is zeros
+        self.module: nn.Module | None = None  # that holds the weight
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self._parameter()
+
+    def add(self, write: Callable[[Tensor], T]) -> T:
+        """Returns ``write(total)``.  RuntimeError between reduce() and zero()."""
+        if self.main.grad is None:
+            if not self.clean:
+                self.total.zero_()
+            self.clean, self.main.grad, self.state.reduced = False, self.total, False
+        elif self.state.reduced:
+            raise RuntimeError(
+                f"MainGrad: backward() after reduce() would add to the gradient of {self.name} that is to be stepped"
+                " on; call main.zero() first"
+            )
+        return write(self.total)
+
+    def hook(self, p: Tensor) -> None:
+        """Adds what autograd has left in p.grad, for whatever does not add by itself."""
+        gradient, p.grad = p.grad, None
+        if gradient is not None:
+            self.add(lambda total: total.add_(gradient))
+
+    def check(self) -> None:
+        """RuntimeError if the gradient lacks its reduction."""
+        if self.main.grad is not None and not self.state.reduced:
+            raise RuntimeError(
+                f"MainGrad: the gradient of {self.name} was not reduced; call main.reduce() after the last backward()"
+                " of a step, without data parallelism too"
+            )
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes over what was written to the parameter since it was last rounded from the weight: a file that was
+        loaded, an average.  Elements that were not changed keep their fp32 value."""
+        p = self.parameter
+        if p is None or self.shares or p._version == self.version:
+            return
+        self.main.copy_(torch.where(self.main.to(p.dtype) == p, self.main, p.to(self.main.dtype)))
+        self.version = p._version
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Rounds the weight into the parameter."""
+        p = self.parameter
+        if p is not None and not self.shares:
+            p.copy_(self.main)
+            self.version = p._version
+
+
+_STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its _Place
+
+
+class _Weights(ParallelModule):
+    """The weights that optimizers step on, of which wholes() then knows what they are slices of."""
+
+    def hold(self, spec: Spec, weight: nn.Parameter) -> None:
+        name = f"weight_{len(self.specs)}"
+        self.specs[name] = spec
+        self.register_parameter(name, weight)
+
+
+class _Buffer:
+    """The sums of one device and dtype, side by side, and behind them a number for each that says it is there."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
+        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
+        self.all = parameters[0].new_zeros(sum(sizes) + len(sizes), dtype=dtype, requires_grad=False)
+        *parts, self.present = self.all.split([*sizes, len(sizes)])
+        self.totals = [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.places: list[_Place] = []
+
+    def reduce(self, ranks: TensorParallel) -> None:
+        """Averages the sums over the ranks, in rank order, piece by piece.  A gradient that no rank has stays None."""
+        missing = [place for place in self.places if place.main.grad is None]
+        for place in missing:
+            place.add(lambda total: total)
+        self.present.fill_(1.0)
+        lacking = {id(place) for place in missing}
+        for i, place in enumerate(self.places):
+            if id(place) in lacking:
+                self.present[i] = 0.0
+        for piece in self.all.split(PIECE):
+            piece.copy_(all_reduce(piece, ranks) / ranks.size)
+        for place, present in zip(self.places, self.present.tolist(), strict=True):
+            if not present:
+                place.main.grad = None
+
+
+class MainGrad:
+    """Adds the gradients of a model in fp32, inside the GEMMs that make them, until :meth:`zero`.
+
+        main = tpfuse.MainGrad(model, mesh["dp"])
+        optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=3e-4)
+        for micro in micro_batches:
+            model(**micro).loss.backward()
+        main.reduce()
+        tpfuse.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        main.zero()
+
+    ``dp`` is the data-parallel group: a one-dimensional DeviceMesh or a ProcessGroup, over which :meth:`reduce` takes
+    the mean, or None.  It takes DistributedDataParallel's place.  The trainable parameters are those of now; make it
+    after whatever replaces or freezes parameters, and before the optimizer, which is to hold :meth:`parameters` or
+    ``tpfuse.param_groups(model)``.  It lasts as long as the model's parameters do.
+
+    ValueError if the model is on the meta device, under DistributedDataParallel, made of DTensors (FSDP2 keeps fp32
+    gradients of its own), has no trainable parameter, or has a MainGrad already.  All data-parallel ranks call it.
+    """
+
+    def __init__(self, model: nn.Module, dp: "dist.ProcessGroup | dist.DeviceMesh | None" = None):
+        model = _checked(model)
+        named = [(n, s, tp, p) for (n, s, tp), p in zip(named_specs(model), model.parameters(), strict=True)]
+        trained = [(n, s, tp, p) for n, s, tp, p in named if p.requires_grad]
+        self._ranks = TensorParallel(dp)
+        self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
+        self._model, self._state = weakref.ref(model), _State()
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for n, _, _, p in trained:
+            kinds.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append((n, p))
+        self._buffers = [self._make(members, dtype) for (_, dtype), members in kinds.items()]
+        modules: dict[TensorParallel, _Weights] = {}
+        for _, spec, tp, p in trained:
+            PLACES[p].module = modules.setdefault(tp, _Weights(tp))
+            PLACES[p].module.hold(spec, PLACES[p].main)
+        _watch_optimizers()
+
+    def _make(self, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> _Buffer:
+        buffer = _Buffer([p for _, p in members], dtype)
+        for (name, p), total in zip(members, buffer.totals, strict=True):
+            place = _Place(p, name, total, self._state)
+            buffer.places.append(place)
+            PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
+            p.register_post_accumulate_grad_hook(place.hook)
+            p.main_grad = total  # type: ignore[attr-defined]  # a name of ours
+            p.grad = None
+        return buffer
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the weights that an optimizer is to step on, in the model's order."""
+        model = self._model()
+        for p in () if model is None else model.parameters():
+            if p in PLACES:
+                yield PLACES[p].main
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Averages the gradients over the data-parallel ranks and hands them to the optimizer.
+
+        It is called once a step, after the last backward, without data parallelism too.  The mean is taken in fp32
+        (fp64 for fp64) in rank order, so that the bits are the same on every rank and in every run.  RuntimeError if it
+        was called already, ValueError if parameters of the model were replaced, moved or made trainable since.
+        """
+        if self._state.reduced:
+            raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
+        self._check_model()
+        if self._ranks.size > 1:
+            for buffer in self._buffers:
+                buffer.reduce(self._ranks)
+        self._state.reduced = True
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Forgets the gradients, before the first backward of the next step."""
+        for buffer in self._buffers:
+            buffer.all.zero_()
+            for place in buffer.places:
+                place.main.grad, place.clean = None, True
+        self._state.reduced = False
+
+    def _check_model(self) -> None:
+        model = self._model()
+        if model is None:
+            raise ValueError("MainGrad: the model no longer exists")
+        known = {id(place.parameter): place for buffer in self._buffers for place in buffer.places}
+        own = dict(model.named_parameters())
+        new = [name for name, p in own.items() if p.requires_grad and id(p) not in known]
+        here = {id(p) for p in own.values()}
+        gone = [place.name for key, place in known.items() if key not in here]
+        moved = [
+            place.name
+            for place in known.values()
+            if (p := place.parameter) is not None
+            and (p.device != place.total.device or (place.shares and p.data_ptr() != place.main.data_ptr()))
+        ]
+        for what, found in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
+            if found:
+                raise ValueError(
+                    f"MainGrad: parameters of the model {what} since it was made: {some(found)}; make MainGrad, and the"
+                    " optimizer after it, when the model is complete"
+                )
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    """Returns the model that holds the parameters.  ValueError for one that cannot have a MainGrad."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(DDP)
+    model = getattr(model, "_orig_mod", model)
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"MainGrad: {type(model).__name__} has no trainable parameter")
+    for name, p in parameters:
+        if p.is_meta:
+            raise ValueError(f"MainGrad: {name} is on the meta device; give the model its values first")
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"MainGrad: {name} is a DTensor, whose gradients FSDP2 keeps: fully_shard an fp32 model with"
+                " MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) for gradients in fp32"
+            )
+        if p in PLACES:
+            raise ValueError(f"MainGrad: {name} has a main_grad already; a model has one MainGrad")
+        if not p.is_floating_point():
+            raise ValueError(f"MainGrad: {name} is of {p.dtype}, and gradients are of real floating-point parameters")
+    return model
+
+
+# ---- for optimizers, clipping and checkpoints ----
+
+
+def refuse(model: nn.Module, error: str) -> None:
+    """Raises ValueError(error) if a parameter of the model has a main_grad."""
+    if any(p in PLACES for p in model.parameters()):
+        raise ValueError(error)
+
+
+def stepped(p: nn.Parameter) -> nn.Parameter:
+    """Returns what an optimizer steps on for a parameter: its weight in a MainGrad, up to date, or itself."""
+    place: _Place | None = PLACES.get(p) if PLACES else None
+    if place is None:
+        return p
+    place.refresh()
+    return place.main
+
+
+def gradient(p: nn.Parameter) -> Tensor | None:
+    """Returns a parameter's gradient, that in a MainGrad if it has one.  RuntimeError if that is not reduced yet."""
+    place: _Place | None = PLACES.get(p) if PLACES else None
+    if place is None:
+        return p.grad
+    place.check()
+    return place.main.grad
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses to step on parameters that have no .grad, or before reduce()."""
+    for p in _held(optimizer):
+        place = _place_of(p)
+        if place is not None:
+            place.check()
+            place.refresh()
+        elif p in PLACES:
+            raise ValueError(
+                f"MainGrad: the optimizer holds {PLACES[p].name} of the model, whose gradient is in main_grad; make the"
+                " optimizer, after MainGrad, of main.parameters() or of tpfuse.param_groups(model)"
+            )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for p in _held(optimizer):
+        place = _place_of(p)
+        if place is not None:
+            place.store()
+
+
+def _place_of(weight: nn.Parameter) -> _Place | None:
+    """Returns the place of what an optimizer steps on."""
+    reference = _STEPPED.get(weight)
+    return None if reference is None else reference()
+
+
+def _held(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+_hooks: list[Any] = []  # of all optimizers, once the first MainGrad is made
+
+
+def _watch_optimizers() -> None:
+    if not _hooks:
+        _hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
