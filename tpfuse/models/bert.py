@@ -17,14 +17,16 @@ from ..interop.huggingface.read import Files
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.linear.op import linear
-from ..kernels.norm import embed_finish, norm_in
+from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.block import Normed
+from ..layers.hooks import served
 from ..layers.module import ParallelModule, local, on_rows, replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
 from .config import BertConfig
+from .embed import Lookup, embed
 from .families import FAMILIES
 from .head import LMHead, Table
 from .inputs import Inputs
@@ -37,10 +39,18 @@ class _Dense(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, width: int, tp: TensorParallel, init_std: float):
+    def __init__(self, width: int, tp: TensorParallel, init_std: float, *, of_rows: bool, activation: str = "none"):
         super().__init__(tp)
+        self.of_rows, self.activation = of_rows, activation
         self.add_parameter("weight", (width, width), None, init_std)
         self.add_parameter("bias", (width,), None, "zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [m, D] -> act(W x + b) [m, D]"""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.of_rows:
+            weight, bias = on_rows(weight, self.tp), on_rows(bias, self.tp)
+        return linear(x, weight, bias, self.activation)
 
 
 class Bert(Model):
@@ -97,10 +107,10 @@ class Bert(Model):
                 )
                 for layer in range(c.num_layers)
             )
-            self.pooler = _Dense(c.hidden_size, tp, c.init_std) if pooler else None
+            self.pooler = _Dense(c.hidden_size, tp, c.init_std, of_rows=False) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
             if masked_lm:
-                self.transform = _Dense(c.hidden_size, tp, c.init_std)
+                self.transform = _Dense(c.hidden_size, tp, c.init_std, of_rows=True, activation=c.activation)
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
                 self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
@@ -128,7 +138,7 @@ class Bert(Model):
             weight=self._tied(),
             normalizer=inputs.loss_normalizer,
             keep=labels is None or bool(inputs.return_logits),
-            small=self.saving == "smallest",
+            small=self.saving == "smallest" and not served(self.head),
         )
         return Output(loss, None if logits is None else rows.back(logits))
 
@@ -144,37 +154,27 @@ class Bert(Model):
                 ("token_type_ids", type_ids, c.type_vocab_size),
             ):
                 check_ids(f"Bert: {name}", x, most)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, _ = embed_finish(
-            self.embedding.parts(rows.all(ids, -1)),
-            position_weight=on_rows(local(self.positions.weight), self.tp),
-            positions=rows.local(position_ids, 0),
-            type_weight=on_rows(local(self.types.weight), self.tp),
-            types=rows.local(type_ids, 0),
-            weight=weight,
-            norm_bias=bias,
-            p=c.embedding_dropout if self.training else 0.0,
-            rng=rng,
-            first_row=rows.first,
-            batch=rows.batch,
-            eps=c.eps,
-            post_norm=True,
-            ranks=self.tp.row_shards,
+        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
+        drop |= dict(first_row=rows.first, batch=rows.batch)
+        tables = dict(
+            positions=Lookup(self.positions, rows.local(position_ids, 0)),
+            types=Lookup(self.types, rows.local(type_ids, 0)),
         )
-        return h, Normed(n)
+        return embed(self.embedding, self.norm_in, rows.all(ids, -1), post_norm=True, **tables, **drop)
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""
         if self.pooler is None:
             return None
-        return torch.tanh(linear(hidden[:, 0], local(self.pooler.weight), local(self.pooler.bias)))
+        return torch.tanh(self.pooler(hidden[:, 0]))
 
     def _transform(self, h: Tensor) -> Normed:
         """[m, D] -> norm(act(W h + b)), on this rank's rows"""
         assert self.transform is not None and self.transform_norm is not None  # they come with the head
-        weight, bias = (on_rows(local(p), self.tp) for p in (self.transform.weight, self.transform.bias))
+        x = self.transform(h)
+        if served(self.transform_norm):
+            return Normed(self.transform_norm(x))
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
-        x = linear(h, weight, bias, self.config.activation)
         _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, ranks=self.tp.row_shards)
         return Normed(n, recompute if self.saving == "smallest" else None)
 

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
-from ..kernels.norm import embed_finish
 from ..kernels.rope_table import rope_table
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
-from ..layers.module import local, on_rows, replicated
+from ..layers.hooks import served
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .config import GPTConfig
+from .embed import Lookup, embed
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_packed
@@ -118,7 +118,7 @@ class GPT(Model):
             weight=self._tied(),
             normalizer=inputs.loss_normalizer,
             keep=labels is None or bool(inputs.return_logits),
-            small=self.saving == "smallest",
+            small=self.saving == "smallest" and not served(self.head),
         )
         return Output(loss, None if logits is None else rows.back(logits))
 
@@ -128,26 +128,14 @@ class GPT(Model):
             check_ids("GPT: input_ids", ids, c.vocab_size)
             if position_ids is not None:
                 check_ids("GPT: position_ids", position_ids, c.max_positions)
-        table: dict[str, Any] = {}
+        positions: Lookup | None = None
         if self.positions is not None:
             if position_ids is None:
                 position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
-            table["position_weight"] = on_rows(local(self.positions.weight), self.tp)
-            table["positions"] = rows.local(position_ids, 0)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, recompute = embed_finish(
-            self.embedding.parts(rows.all(ids, -1)),
-            weight=weight,
-            norm_bias=bias,
-            p=c.embedding_dropout if self.training else 0.0,
-            rng=rng,
-            first_row=rows.first,
-            batch=rows.batch,
-            eps=c.eps,
-            norm=c.norm,
-            ranks=self.tp.row_shards,
-            **table,
-        )
+            positions = Lookup(self.positions, rows.local(position_ids, 0))
+        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
+        drop |= dict(first_row=rows.first, batch=rows.batch)
+        h, (n, recompute) = embed(self.embedding, self.norm_in, rows.all(ids, -1), positions=positions, **drop)
         return h, Normed(n, recompute if self.saving == "smallest" else None)
 
     def _rope(
