@@ -58,7 +58,8 @@ class Bert(Model):
 
     ``masked_lm`` adds the head that predicts tokens, ``pooler`` the pooled output (default: where there is no head,
     which has no use for it).  ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
-    Without a head the output is ``last_hidden_state`` and, with a pooler, ``pooler_output``; with one, loss and logits.
+    ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
+    ``pooler_output``; with one, loss and logits.
     """
 
     config_class = BertConfig
@@ -77,12 +78,14 @@ class Bert(Model):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         pooler: bool | None = None,
         masked_lm: bool = False,
     ):
         pooler = not masked_lm if pooler is None else pooler
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, pooler=pooler, masked_lm=masked_lm)
+        how = dict(saving=saving, recompute=recompute)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -102,7 +105,7 @@ class Bert(Model):
                     dropout=c.dropout,
                     attention_dropout=c.attention_dropout,
                     post_norm=True,
-                    saving=saving,
+                    saving=self.saving,
                     init_std=c.init_std,
                 )
                 for layer in range(c.num_layers)
@@ -114,6 +117,7 @@ class Bert(Model):
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
                 self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+        self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
@@ -126,8 +130,7 @@ class Bert(Model):
         rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
         call = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
-        for block in self.blocks:
-            h, normed = block(h, normed, **call)
+        h, normed = self._run_blocks(h, normed, **call)
         if self.head is None:
             hidden = rows.back(collect(h, self.tp) if self.tp.sequence_parallel else h)
             return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden))

@@ -38,8 +38,9 @@ _TABLE = 8192  # rows of a table of rotary positions at least: a longer call sel
 class GPT(Model):
     """A causal language model, whose weights are the same bits at every split.
 
-    ``saving``: "fastest" or "smallest" (what is kept for backward).  ValueError, on every rank, for a config that
-    cannot be split, or one that the ranks do not agree on.
+    ``saving``: "fastest" or "smallest" (what is kept for backward).  ``recompute``: "selective" is saving="smallest",
+    which makes again what is cheap; "full" keeps each block's input alone and runs the block again.  ValueError, on
+    every rank, for a config that cannot be split, or one that the ranks do not agree on.
     """
 
     config_class = GPTConfig
@@ -54,9 +55,10 @@ class GPT(Model):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -84,7 +86,7 @@ class GPT(Model):
                     out_bias=c.out_bias,
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
-                    saving=saving,
+                    saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
                 )
@@ -93,6 +95,7 @@ class GPT(Model):
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
+        self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
@@ -107,8 +110,7 @@ class GPT(Model):
         if inputs.cu_seqlens is not None:
             call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
         call["rope"] = self._rope(rows, inputs.position_ids, ids.device, below)
-        for block in self.blocks:
-            h, normed = block(h, normed, **call)
+        h, normed = self._run_blocks(h, normed, **call)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -136,7 +138,7 @@ class GPT(Model):
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
         h, (n, recompute) = embed(self.embedding, self.norm_in, rows.all(ids, -1), positions=positions, **drop)
-        return h, Normed(n, recompute if self.saving == "smallest" else None)
+        return h, Normed(n, recompute if self.recompute else None)
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None

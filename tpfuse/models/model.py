@@ -15,6 +15,7 @@ from ..interop.huggingface.source import Source
 from ..interop.huggingface.write import save
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
+from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
@@ -22,6 +23,7 @@ from ..together import together
 from .config import ModelConfig
 from .head import LMHead
 from .inputs import Inputs, check_inputs
+from .stack import FULL, SELECTIVE, run_blocks, saving_of
 
 M = TypeVar("M", bound="Model")
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
@@ -84,11 +86,12 @@ class Model(PretrainedModule):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         **options: Any,
     ):
         super().__init__()
-        self.config, self.seed, self.saving = config, seed, saving
+        self.config, self.seed = config, seed
         self.tp = TensorParallel() if tp is None else tp
         dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
         self.dp_rank = None if dp is None else dp.rank()
@@ -97,10 +100,12 @@ class Model(PretrainedModule):
         self.source, self.hf_source = None, None
         name = type(self).__name__
         self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
-        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype())
+        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute)
+        shared["dtype"] = torch.get_default_dtype()
         self.tp.agree(name, shared | options)
         shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
         agree(dp, Asked(name, axis="data-parallel"), shared | options)
+        self.saving, self._full = saving_of(name, saving, recompute), False
 
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
@@ -114,6 +119,33 @@ class Model(PretrainedModule):
 
     def groups(self) -> list[dist.ProcessGroup]:
         return [resolve(name) for name in (self.tp.group_name, self.dp_group_name) if name is not None]
+
+    # ---- what is kept for backward ----
+
+    @property
+    def recompute(self) -> str | None:
+        """What backward computes again: "full", "selective" (which is saving="smallest") or None."""
+        return FULL if self._full else SELECTIVE if self.saving == "smallest" else None
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Switches to recompute="full": each block's input is kept for backward, and the block runs again.
+
+        Gradients stay bitwise the same.  Every rank calls it.
+        """
+        self._choose_recompute(FULL)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Switches back to what ``saving`` says."""
+        self._choose_recompute(None)
+
+    def _choose_recompute(self, recompute: str | None) -> None:
+        self._full = recompute == FULL
+        block: Any
+        for block in self.blocks:  # in a block that runs again what is cheap is made again too
+            block.saving = "smallest" if self._full else self.saving
+
+    def _run_blocks(self, h: Tensor, normed: Normed, **call: Any) -> tuple[Tensor, Normed]:
+        return run_blocks(self.blocks, h, normed, full=self._full, **call)
 
     # ---- a call ----
 
@@ -226,7 +258,8 @@ class Model(PretrainedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         **options: Any,
     ) -> M:
         """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
@@ -243,7 +276,7 @@ class Model(PretrainedModule):
 
         files, config, options = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
-            model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
+            model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
