@@ -45,6 +45,11 @@ class Normed(NamedTuple):
     n: Tensor
     recompute: Recompute | None = None
 
+    @property
+    def rows(self) -> Tensor:
+        """n [m, D]"""
+        return self.n[0] if self.n.dim() == 3 else self.n
+
 
 class TransformerBlock(ParallelModule):
     """One block: attention and MLP with their norms and residuals, pre-norm or ``post_norm``.
@@ -199,7 +204,7 @@ class TransformerBlock(ParallelModule):
             return reduce_bias_dropout_add_norm(x, residual=h, site=site, **drop)[0]
 
         if normed is not None:
-            n = normed.n[0] if normed.n.dim() == 3 else normed.n
+            n = normed.rows
         else:
             n = h if self.norm_in is None else self.norm_in(h)
         x = self.attention(n, attention_mask=key_mask, **attending)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives import collect
 from ..interop.huggingface.read import Files
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
@@ -121,19 +120,20 @@ class Bert(Model):
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids = inputs.input_ids
         check(
             self.head is not None or not (inputs.labels is not None or inputs.return_logits),
             "Bert: labels and return_logits need the masked-LM head; make the model with masked_lm=True",
         )
         self._check_inputs(inputs)
-        rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
+        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
         call = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
-        h, normed = self._run_blocks(h, normed, **call)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        h, _ = self._run_blocks(h, normed, states, **call)
+        every = None if states is None else tuple(map(rows.whole, states))
         if self.head is None:
-            hidden = rows.back(collect(h, self.tp) if self.tp.sequence_parallel else h)
-            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden))
+            hidden = rows.whole(h)
+            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden), hidden_states=every)
         labels = None if inputs.labels is None else rows.all(inputs.labels, IGNORE)
         loss, logits = self.head.loss_and_logits(
             self._transform(h),
@@ -143,27 +143,29 @@ class Bert(Model):
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
-        return Output(loss, None if logits is None else rows.back(logits))
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=every)
 
     def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
         if position_ids is None:
-            position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
-        type_ids = torch.zeros_like(ids) if type_ids is None else type_ids
+            position_ids = torch.arange(rows.seq, device=inputs.tokens.device).expand(rows.batch, -1)
+        type_ids = torch.zeros_like(position_ids) if type_ids is None else type_ids
         if not torch.compiler.is_compiling():
             for name, x, most in (
                 ("input_ids", ids, c.vocab_size),
                 ("position_ids", position_ids, c.max_positions),
                 ("token_type_ids", type_ids, c.type_vocab_size),
             ):
-                check_ids(f"Bert: {name}", x, most)
+                if x is not None:
+                    check_ids(f"Bert: {name}", x, most)
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
-        tables = dict(
+        tables: dict[str, Any] = dict(
             positions=Lookup(self.positions, rows.local(position_ids, 0)),
             types=Lookup(self.types, rows.local(type_ids, 0)),
         )
-        return embed(self.embedding, self.norm_in, rows.all(ids, -1), post_norm=True, **tables, **drop)
+        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(inputs.tokens))
+        return embed(self.embedding, self.norm_in, post_norm=True, **given, **tables, **drop)
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""

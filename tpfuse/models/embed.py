@@ -27,23 +27,36 @@ class Lookup(NamedTuple):
 def embed(
     tokens: VocabParallelEmbedding,
     norm: LayerNorm,
-    ids: Tensor,
     *,
+    ids: Tensor | None = None,
+    rows: Tensor | None = None,
     positions: Lookup | None = None,
     types: Lookup | None = None,
     post_norm: bool = False,
     **drop: Any,
 ) -> tuple[Tensor, Normed]:
-    """ids [M] -> h [m, D], and n of the first block; ``drop``: p, rng, first_row and batch of dropout."""
+    """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block.
+
+    ``drop``: p, rng, first_row and batch of dropout.
+    """
     lookups = {key: x for key, x in dict(position=positions, type=types).items() if x is not None}
+    if rows is not None:
+        rows = rows.to(tokens.weight.dtype)
     if any(map(served, (tokens, norm, *(x.table for x in lookups.values())))):
-        return _by_parts(tokens, norm, ids, list(lookups.values()), post_norm=post_norm, **drop)
+        return _by_parts(
+            tokens(ids) if rows is None else rows, norm, list(lookups.values()), post_norm=post_norm, **drop
+        )
+    if rows is not None:
+        parts = rows[None]
+    else:
+        assert ids is not None  # one of them is given
+        parts = tokens.parts(ids)
     given: dict[str, Any] = {}
-    for key, (table, rows) in lookups.items():
-        given |= {f"{key}_weight": on_rows(local(table.weight), tokens.tp), f"{key}s": rows}
+    for key, (table, index) in lookups.items():
+        given |= {f"{key}_weight": on_rows(local(table.weight), tokens.tp), f"{key}s": index}
     weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
     h, n, recompute = embed_finish(
-        tokens.parts(ids),
+        parts,
         weight=weight,
         norm_bias=bias,
         eps=norm.eps,
@@ -57,12 +70,11 @@ def embed(
 
 
 def _by_parts(
-    tokens: VocabParallelEmbedding, norm: LayerNorm, ids: Tensor, lookups: list[Lookup], *, post_norm: bool, **drop: Any
+    x: Tensor, norm: LayerNorm, lookups: list[Lookup], *, post_norm: bool, **drop: Any
 ) -> tuple[Tensor, Normed]:
-    x: Tensor = tokens(ids)
     for table, rows in lookups:
         x = x + table(rows)
     x = norm(x) if post_norm else x
     h = embed_finish(x[None], **drop)[0]
     n = h if post_norm else norm(h)
-    return h, Normed(expanded("embed", n, tokens.tp))
+    return h, Normed(expanded("embed", n, norm.tp))

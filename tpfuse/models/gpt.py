@@ -99,18 +99,19 @@ class GPT(Model):
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids, longest, below = inputs.input_ids, check_packed("GPT", inputs), None
+        longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
-            below = ids.shape[1]
-            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
+            below = inputs.shape[1]
+            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
-        rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
-        h, normed = self._embed(rows, ids, inputs.position_ids, rng)
+        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
+        h, normed = self._embed(rows, inputs.tokens, inputs.position_ids, rng)
         call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if inputs.cu_seqlens is not None:
             call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        call["rope"] = self._rope(rows, inputs.position_ids, ids.device, below)
-        h, normed = self._run_blocks(h, normed, **call)
+        call["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        _, normed = self._run_blocks(h, normed, states, **call)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -122,22 +123,28 @@ class GPT(Model):
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
-        return Output(loss, None if logits is None else rows.back(logits))
+        hidden = None if states is None else tuple(map(rows.whole, states))
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
 
-    def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:
-        c = self.config
+    def _embed(
+        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+    ) -> tuple[Tensor, Normed]:
+        """tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
+        c, ids = self.config, tokens if tokens.dim() == 2 else None
         if not torch.compiler.is_compiling():
-            check_ids("GPT: input_ids", ids, c.vocab_size)
+            if ids is not None:
+                check_ids("GPT: input_ids", ids, c.vocab_size)
             if position_ids is not None:
                 check_ids("GPT: position_ids", position_ids, c.max_positions)
         positions: Lookup | None = None
         if self.positions is not None:
             if position_ids is None:
-                position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
+                position_ids = torch.arange(rows.seq, device=tokens.device).expand(rows.batch, -1)
             positions = Lookup(self.positions, rows.local(position_ids, 0))
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
-        h, (n, recompute) = embed(self.embedding, self.norm_in, rows.all(ids, -1), positions=positions, **drop)
+        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(tokens))
+        h, (n, recompute) = embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
         return h, Normed(n, recompute if self.recompute else None)
 
     def _rope(

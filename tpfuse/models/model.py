@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..agreement import Agreement, Asked, agree
+from ..collectives import collect, split
 from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
 from ..interop.huggingface.source import Source
@@ -22,7 +23,7 @@ from ..parallel import TensorParallel, resolve, versions
 from ..together import together
 from .config import ModelConfig
 from .head import LMHead
-from .inputs import Inputs, check_inputs
+from .inputs import Inputs, check_given, check_inputs, check_tokens
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
 
 M = TypeVar("M", bound="Model")
@@ -33,13 +34,14 @@ class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
     ``loss`` scalar fp32; ``logits`` [B, S, V/R], this rank's slice of the vocabulary; ``last_hidden_state`` [B, S, D]
-    and ``pooler_output`` [B, D], the same on every rank.
+    and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers + 1 of [B, S, D].
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class Rows:
@@ -55,6 +57,15 @@ class Rows:
         """[B, S] -> [M], ``fill`` in the padding"""
         rows = x.t().reshape(-1)
         return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
+
+    def share(self, x: Tensor) -> Tensor:
+        """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
+        rows = nn.functional.pad(x.transpose(0, 1).flatten(0, 1), (0, 0, 0, self.count - self.batch * self.seq))
+        return split(rows, self.tp) if self.tp.sequence_parallel else rows
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """This rank's [m, D] -> [B, S, D], the same on every rank."""
+        return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
 
     def local(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> this rank's [m]"""
@@ -144,15 +155,20 @@ class Model(PretrainedModule):
         for block in self.blocks:  # in a block that runs again what is cheap is made again too
             block.saving = "smallest" if self._full else self.saving
 
-    def _run_blocks(self, h: Tensor, normed: Normed, **call: Any) -> tuple[Tensor, Normed]:
-        return run_blocks(self.blocks, h, normed, full=self._full, **call)
+    def _run_blocks(self, h: Tensor, normed: Normed, states: list[Tensor] | None, **call: Any) -> tuple[Tensor, Normed]:
+        """Through the blocks; ``states`` gets what enters each, and the last's n."""
+        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, **call)
+        if states is not None:
+            states.append(normed.rows)
+        return h, normed
 
     # ---- a call ----
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -163,11 +179,14 @@ class Model(PretrainedModule):
         step: int | Tensor | None = None,
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> Output:
         """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
 
         Args:
             input_ids: token ids.
+            inputs_embeds: in their place, rows [B, S, D] as the embedding would give them, whole and the same on every
+                tensor-parallel rank; so is their gradient.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
                 document's bound), Bert does not.
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
@@ -180,11 +199,14 @@ class Model(PretrainedModule):
             step: chooses the dropout masks; default: the model's counter.
             first_sample: chooses the dropout masks too; default: dp rank x B.
             return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
+            output_hidden_states: hidden_states come, [B, S, D] each, collected over the ranks: the embedding's output,
+                then each block's, the last behind the final norm.
 
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
         inputs = Inputs(
             input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
             labels=labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -195,14 +217,25 @@ class Model(PretrainedModule):
             step=step,
             first_sample=first_sample,
             return_logits=return_logits,
+            output_hidden_states=output_hidden_states,
         )
         self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():
             check(getattr(inputs, name) is None, f"{type(self).__name__}: {reason}")
+        check_given(type(self).__name__, inputs, self.config.hidden_size)
         output = self._run(inputs)
         if inputs.step is None and self._drops():  # last, so that a call that fails has not been counted
             self.step += 1
         return output
+
+    def input_embeddings(self, input_ids: Tensor) -> Tensor:
+        """ids int64 [B, S] -> the embedding's rows [B, S, D], whole and the same on every tensor-parallel rank.
+
+        What ``inputs_embeds`` takes; gradients go back to the embedding.  Every rank calls it.
+        """
+        check_tokens(type(self).__name__, input_ids)
+        rows = Rows(input_ids.shape, self.tp)
+        return rows.whole(self.embedding(rows.all(input_ids, -1)))
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
@@ -225,7 +258,7 @@ class Model(PretrainedModule):
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
-        ids, step, first_sample = inputs.input_ids, inputs.step, inputs.first_sample
+        given, step, first_sample = inputs.tokens, inputs.step, inputs.first_sample
         if not self._drops():
             return None
         if first_sample is None:
@@ -235,12 +268,12 @@ class Model(PretrainedModule):
                 f"{type(self).__name__}: dropout is on and the world is larger than the tensor-parallel group, so"
                 " replicas would share masks; give the model dp=, or the call first_sample=",
             )
-            first_sample = (self.dp_rank or 0) * len(ids)
+            first_sample = (self.dp_rank or 0) * len(given)
         if step is None:
-            if self.step.device != ids.device:
-                self.step = self.step.to(ids.device)
+            if self.step.device != given.device:
+                self.step = self.step.to(given.device)
             step = self.step
-        return make_rng(self.seed, step, first_sample, ids.device)
+        return make_rng(self.seed, step, first_sample, given.device)
 
     def _tied(self) -> Tensor | None:
         """Returns the embedding's weight where the head shares it."""

@@ -29,10 +29,15 @@ def saving_of(name: str, saving: str | None, recompute: str | None) -> str:
 
 
 def run_blocks(
-    blocks: Iterable[nn.Module], h: Tensor, normed: Normed, *, full: bool, **call: Any
+    blocks: Iterable[nn.Module], h: Tensor, normed: Normed, *, states: list[Tensor] | None, full: bool, **call: Any
 ) -> tuple[Tensor, Normed]:
-    """h [m, D] and n through the blocks; ``full``: of each only the input is kept for backward."""
+    """h [m, D] and n through the blocks; ``full``: of each only the input is kept for backward.
+
+    ``states`` gets the h that enters each.
+    """
     for block in blocks:
+        if states is not None:
+            states.append(h)
         h, normed = (
             _recomputed(block, h, normed, call) if full and torch.is_grad_enabled() else block(h, normed, **call)
         )
