@@ -15,6 +15,7 @@ from tpfuse.layers import (
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
+    RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
     module,
@@ -176,3 +177,42 @@ def test_wholes_know_every_living_parameter():
     gone = {id(p) for p in block.parameters()}
     del block, known
     assert gone.isdisjoint({id(p) for p in module.wholes()})
+
+
+# ---- what is no rows ----
+
+ROWS = {
+    "a batch": (
+        (2, 3, 8),
+        r"x must be \[rows, 8\], .* got \(2, 3, 8\); .*x.transpose\(0, 1\).reshape\(-1, D\) with batch",
+    ),
+    "another width": ((6, 7), r"x must be \[rows, 8\], .* got \(6, 7\)"),
+    "one row": ((8,), r"x must be \[rows, 8\], .* got \(8,\)"),
+    "rows that do not fit": ((7, 8), "x has 7 rows, which must be a multiple of batch, or seq given, with batch=2"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("layer", [TransformerBlock(8, 4), ParallelAttention(8, 4)], ids=["block", "attention"])
+def test_what_is_no_rows(layer, what):
+    shape, message = ROWS[what]
+    with pytest.raises(ValueError, match=f"{type(layer).__name__}: {message}"):
+        layer(torch.zeros(shape), batch=2)
+
+
+def test_fewer_rows_than_positions():
+    with pytest.raises(ValueError, match=r"TransformerBlock: x has 6 rows, which must be at least seq \* batch = 8"):
+        TransformerBlock(8, 4)(torch.zeros(6, 8), batch=2, seq=4)
+
+
+@pytest.mark.parametrize(
+    "layer", [ParallelMLP(8, 16), ColumnParallelLinear(8, 16), RowParallelLinear(8, 16)], ids=["mlp", "column", "row"]
+)
+def test_another_width(layer):
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x must be \[..., 8\], got \(2, 16\)"):
+        layer(torch.zeros(2, 16))  # as many elements as 4 rows have
+
+
+def test_an_mlp_takes_any_rows():
+    mlp, x = ParallelMLP(8, 16), torch.randn(2, 3, 8)
+    assert mlp(x).shape == x.shape and torch.equal(mlp(x).flatten(0, 1), mlp(x.flatten(0, 1)))

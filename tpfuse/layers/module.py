@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..agreement import Agreement, Asked, names
 from ..collectives import copy
@@ -16,6 +17,7 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
+from .hooks import onlooker
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
@@ -87,6 +89,7 @@ class ParallelModule(nn.Module):
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
+        self._compares: RemovableHandle | None = None
 
     def add_parameter(
         self,
@@ -132,11 +135,15 @@ class ParallelModule(nn.Module):
         for child in self.modules():
             if isinstance(child, ParallelModule):
                 child._agreement = None
+                if child._compares is not None:
+                    child._compares.remove()
+                    child._compares = None
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
-        self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+        self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
 
 
+@onlooker
 def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook of a layer that compares its calls."""
     if module._agreement is not None and not torch.compiler.is_compiling():
@@ -270,3 +277,26 @@ def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     Under sequence parallelism its gradient is summed over the ranks.
     """
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: int, seq: int | None) -> None:
+    """Raises the ValueError of ``name`` for an x that is no rows s * batch + b, [m, width]."""
+    if x.dim() != 2 or x.shape[1] != width:
+        cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
+        where = "position s of sample b in row s * batch + b"
+        raise ValueError(f"{name}: x must be [rows, {width}], {where}, got {tuple(x.shape)}; {cure}")
+    rows = len(x) * tp.row_shards
+    if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
+        return  # attention names it
+    if rows % batch if seq is None else seq * batch > rows:
+        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {seq * batch}"
+        raise ValueError(
+            f"{name}: x has {rows} rows{' over the ranks' * (tp.row_shards > 1)}, which must be {fits}, with"
+            f" batch={batch}: position s of sample b is row s * batch + b"
+        )
+
+
+def check_width(name: str, x: Tensor, width: int) -> None:
+    """Raises the ValueError of ``name`` for an x that is not [..., width]."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"{name}: x must be [..., {width}], got {tuple(x.shape)}")

@@ -8,6 +8,7 @@ import torch
 
 from ..kernels.runtime.launch import MULTIPROCESSORS
 from ..layers.block import SAVING
+from ..models.stack import RECOMPUTE
 from . import machine, memory, mfu
 from .presets import PRESETS
 
@@ -99,8 +100,11 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             action="store_true",
             help="every tensor-parallel rank holds all rows between GEMMs",
         )
+        p.add_argument("--saving", choices=SAVING, help="for backward, keep what is fastest (default) or smallest")
         p.add_argument(
-            "--saving", choices=SAVING, default=SAVING[0], help="for backward, keep what is fastest or what is smallest"
+            "--recompute",
+            choices=RECOMPUTE,
+            help="in backward make again what is cheap (selective: --saving smallest) or each block (full)",
         )
 
     p = command(

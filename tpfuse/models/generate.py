@@ -56,8 +56,9 @@ _NUMBERS = {
 @torch.no_grad()
 def generate(
     model: GPT,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     *,
+    inputs_embeds: Tensor | None = None,
     max_new_tokens: int,
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
@@ -85,6 +86,7 @@ def generate(
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.
     """
+    check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     sampling = Sampling(
         do_sample=do_sample,
         temperature=temperature,
@@ -95,6 +97,8 @@ def generate(
     )
     asked = dict(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, on_token=on_token)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
+    if input_ids is None:
+        raise ValueError("generate: give input_ids [B, S]")
     check_tokens(type(model).__name__, input_ids)
     check(input_ids.shape[1] > 0, "generate: the prompt is empty")
     inputs = Inputs(input_ids, attention_mask=attention_mask)

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
-from ..kernels.norm import embed_finish
 from ..kernels.rope_table import rope_table
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
-from ..layers.module import local, on_rows, replicated
+from ..layers.hooks import served
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .config import GPTConfig
+from .embed import Lookup, embed
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_packed
@@ -38,8 +38,9 @@ _TABLE = 8192  # rows of a table of rotary positions at least: a longer call sel
 class GPT(Model):
     """A causal language model, whose weights are the same bits at every split.
 
-    ``saving``: "fastest" or "smallest" (what is kept for backward).  ValueError, on every rank, for a config that
-    cannot be split, or one that the ranks do not agree on.
+    ``saving``: "fastest" or "smallest" (what is kept for backward).  ``recompute``: "selective" is saving="smallest",
+    which makes again what is cheap; "full" keeps each block's input alone and runs the block again.  ValueError, on
+    every rank, for a config that cannot be split, or one that the ranks do not agree on.
     """
 
     config_class = GPTConfig
@@ -54,9 +55,10 @@ class GPT(Model):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -84,7 +86,7 @@ class GPT(Model):
                     out_bias=c.out_bias,
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
-                    saving=saving,
+                    saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
                 )
@@ -93,22 +95,23 @@ class GPT(Model):
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
+        self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids, longest, below = inputs.input_ids, check_packed("GPT", inputs), None
+        longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
-            below = ids.shape[1]
-            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
+            below = inputs.shape[1]
+            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
-        rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
-        h, normed = self._embed(rows, ids, inputs.position_ids, rng)
+        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
+        h, normed = self._embed(rows, inputs.tokens, inputs.position_ids, rng)
         call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if inputs.cu_seqlens is not None:
             call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        call["rope"] = self._rope(rows, inputs.position_ids, ids.device, below)
-        for block in self.blocks:
-            h, normed = block(h, normed, **call)
+        call["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        _, normed = self._run_blocks(h, normed, states, **call)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -118,37 +121,31 @@ class GPT(Model):
             weight=self._tied(),
             normalizer=inputs.loss_normalizer,
             keep=labels is None or bool(inputs.return_logits),
-            small=self.saving == "smallest",
+            small=self.saving == "smallest" and not served(self.head),
         )
-        return Output(loss, None if logits is None else rows.back(logits))
+        hidden = None if states is None else tuple(map(rows.whole, states))
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
 
-    def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:
-        c = self.config
+    def _embed(
+        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+    ) -> tuple[Tensor, Normed]:
+        """tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
+        c, ids = self.config, tokens if tokens.dim() == 2 else None
         if not torch.compiler.is_compiling():
-            check_ids("GPT: input_ids", ids, c.vocab_size)
+            if ids is not None:
+                check_ids("GPT: input_ids", ids, c.vocab_size)
             if position_ids is not None:
                 check_ids("GPT: position_ids", position_ids, c.max_positions)
-        table: dict[str, Any] = {}
+        positions: Lookup | None = None
         if self.positions is not None:
             if position_ids is None:
-                position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
-            table["position_weight"] = on_rows(local(self.positions.weight), self.tp)
-            table["positions"] = rows.local(position_ids, 0)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, recompute = embed_finish(
-            self.embedding.parts(rows.all(ids, -1)),
-            weight=weight,
-            norm_bias=bias,
-            p=c.embedding_dropout if self.training else 0.0,
-            rng=rng,
-            first_row=rows.first,
-            batch=rows.batch,
-            eps=c.eps,
-            norm=c.norm,
-            ranks=self.tp.row_shards,
-            **table,
-        )
-        return h, Normed(n, recompute if self.saving == "smallest" else None)
+                position_ids = torch.arange(rows.seq, device=tokens.device).expand(rows.batch, -1)
+            positions = Lookup(self.positions, rows.local(position_ids, 0))
+        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
+        drop |= dict(first_row=rows.first, batch=rows.batch)
+        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(tokens))
+        h, (n, recompute) = embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
+        return h, Normed(n, recompute if self.recompute else None)
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..kernels.cross_entropy.op import cross_entropy
 from ..kernels.runtime.errors import check
 from ..layers.block import Normed
-from ..layers.module import ParallelModule, local
+from ..layers.module import ParallelModule, local, on_rows
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
@@ -21,6 +21,10 @@ class Table(ParallelModule):
     def __init__(self, count: int, width: int, tp: TensorParallel, init_std: float):
         super().__init__(tp)
         self.add_parameter("weight", (count, width), None, init_std)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """index int64 [m] of this rank's rows -> [m, D]"""
+        return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
 
 
 class LMHead(ParallelModule):
