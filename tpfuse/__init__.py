@@ -13,7 +13,10 @@ from .parity import check_parity
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.optim import clip_grad_norm_, param_groups
+from .training.state_dict import install as _install
 from .watch import watch
+
+_install()
 
 __all__ = [
     "TensorParallel",
