@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # elements initialised at a time
 
 
 # What torch's wrappers put into the names of the parameters below them.
-_WRAPPERS = "_checkpoint_wrapped_module", "_orig_mod"
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
 
 
@@ -164,6 +164,17 @@ def _owned(module: "ParallelModule") -> Iterator[tuple[str, nn.Parameter, Spec]]
                 yield f"parametrizations.{leaf}.{inner}", p, spec
 
 
+def check_gathered(method: str, module: "ParallelModule") -> None:
+    """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
+    for leaf, p, spec in _owned(module):
+        here = tuple(s.stop - s.start for s in spec.local(module.tp))
+        if isinstance(p, DTensor) and tuple(p.to_local().shape) != here:
+            raise ValueError(
+                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {here} of {leaf}; call"
+                f" torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once, before"
+            )
+
+
 def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """The hook by which a state dictionary holds DTensors for split parameters."""
     assert isinstance(module, ParallelModule)
@@ -174,7 +185,7 @@ def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: An
 
 def unwrapped_name(name: str) -> str:
     """Returns a parameter's name without what torch's checkpoint_wrapper and torch.compile put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
