@@ -7,6 +7,7 @@ from .explain import explain
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
 from .kernels.runtime.philox import make_rng
+from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
 from .parallel import TensorParallel
 from .parity import check_parity
@@ -28,6 +29,7 @@ __all__ = [
     "clip_grad_norm_",
     "doctor",
     "explain",
+    "init_weights",
     "load_adapter",
     "load_checkpoint",
     "make_rng",

@@ -48,8 +48,8 @@ def _whole_state(key: str, value: Any, p: Tensor, whole: Whole) -> Any:
     if value.numel() > 1:
         raise ValueError(
             f"Optimizer.state_dict: {key} of shape {tuple(value.shape)} belongs to a parameter that is split over"
-            f" {whole.tp.size} ranks, and is neither a number nor shaped as this rank's {tuple(p.shape)}: the whole is not"
-            " known, and the update was not that of the whole; use an optimizer that works element by element"
+            f" {whole.tp.size} ranks, and is neither a number nor shaped as this rank's {tuple(p.shape)}: the whole is"
+            " not known, and the update was not that of the whole; use an optimizer that works element by element"
         )
     return value
 
