@@ -1,8 +1,8 @@
 """The table of docs/composition.md: what works together, as tests/test_composition.py found it.
 
-    make composition                                    # runs those tests, then
-    python -m bench.composition out/composition.xml     # their junit report -> bench/results/composition.json, the table
-    python -m bench.composition                         # the table from that file alone
+make composition                                    # runs those tests, then
+python -m bench.composition out/composition.xml     # their junit report -> bench/results/composition.json, the table
+python -m bench.composition                         # the table from that file alone
 """
 
 import json

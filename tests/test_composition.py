@@ -132,7 +132,9 @@ class Run:
                 part.register_forward_hook(lambda module, *_: self.seen.append(type(module).__name__))
         self.main = tpfuse.MainGrad(self.model, self.mesh["dp"]) if "MainGrad" in on else None
         self.trained = self._wrapped()
-        weights = [p for p in self.model.parameters() if p.requires_grad] if self.main is None else self.main.parameters()
+        weights = (
+            [p for p in self.model.parameters() if p.requires_grad] if self.main is None else self.main.parameters()
+        )
         self.optimizer = torch.optim.SGD(weights, lr=0.2, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="GradScaler" in on)
 

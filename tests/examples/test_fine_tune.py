@@ -16,7 +16,9 @@ def given(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("given")
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes)).save_pretrained(folder / "model")
     (folder / "text.txt").write_text("one two three four\n" * 60)
     return folder

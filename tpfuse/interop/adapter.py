@@ -17,7 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of
-from ..layers.module import Spec, local, named_specs
+from ..layers.module import Spec, local, named_specs, unwrapped_name
 from ..parallel import TensorParallel
 from ..together import raise_together, together
 from .huggingface.directory import open_tensors, read_json
@@ -208,7 +208,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
 
 def _layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
     """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
-    sources, modules, layers = base.sources(), dict(base.named_modules()), {}
+    sources, layers = base.sources(), {}
+    modules = {unwrapped_name(path): module for path, module in base.named_modules()}
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):

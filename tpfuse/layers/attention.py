@@ -6,8 +6,10 @@ Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv
 and its gradient is summed over them.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,8 +73,8 @@ class CopiedKV(ColumnProjection):
         self.in_features = width
         self.copies, per_group, head = copies, heads + 2, head_width * width
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
-        of_q = Origin("weight", lambda i: (i // heads * per_group + i % heads) * head)
-        of_kv = Origin("weight", lambda i: (i * per_group + heads) * head)
+        of_q = Origin("weight", partial(_in_qkv, each=heads, first=0, per_group=per_group, size=head))
+        of_kv = Origin("weight", partial(_in_qkv, each=1, first=heads, per_group=per_group, size=head))
         self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, **factory)
         self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, **factory)
         if bias:
@@ -92,6 +94,11 @@ class CopiedKV(ColumnProjection):
 
     def _joined(self, q: Tensor, kv: Tensor) -> Tensor:
         return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
+
+
+def _in_qkv(i: np.ndarray, *, each: int, first: int, per_group: int, size: int) -> np.ndarray:
+    """Returns where in qkv the elements of index i begin, of ``each`` indices a group from the ``first`` one on."""
+    return (i // each * per_group + i % each + first) * size
 
 
 class ParallelAttention(ParallelModule):

@@ -1,8 +1,7 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
@@ -18,52 +17,16 @@ from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 from .hooks import onlooker
+from .spec import Origin as Origin
+from .spec import Spec as Spec
+from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A parameter as a whole.
-
-    ``shape`` is the full shape, ``dim`` the dimension it is sharded on (None: replicated), ``init`` its standard
-    deviation at the start (or "ones" or "zeros"; None: initialised elsewhere).  A shard is one contiguous slice, split
-    as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks).
-    ``origin``: the initial values are those of another parameter's elements, so that a layout which depends on the
-    number of ranks does not change them.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None
-    init: float | str | None
-    copies: int = 1
-    origin: "Origin | None" = None
-
-    @property
-    def spread(self) -> tuple[int, ...]:
-        """The shape of all ranks' slices concatenated: the full shape, times ``copies`` on the sharded dimension."""
-        return tuple(n * self.copies if i == self.dim else n for i, n in enumerate(self.shape))
-
-    def local(self, tp: TensorParallel) -> tuple[slice, ...]:
-        """Returns this rank's slice of the full tensor."""
-        whole = [slice(0, n) for n in self.shape]
-        if self.dim is not None:
-            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
-        return tuple(whole)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Index i of dimension 0 takes its initial values from another parameter of the same module.
-
-    They are the elements from ``offset(i)`` on of the parameter ``leaf``, flattened.
-    """
-
-    leaf: str
-    offset: Callable[[np.ndarray], np.ndarray]
-
-
+# What torch's wrappers put into the names of the parameters below them.
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
 
 
@@ -72,6 +35,9 @@ class ParallelModule(nn.Module):
 
     Subclass it to write a parallel layer: call :meth:`add_parameter` for each parameter and, at the end of the
     constructor, :meth:`initialize_alone`.  Checkpoints, optimizers and DTensor views then work on it.
+
+    Where a parameter is split, ``state_dict`` holds a DTensor over the tensor-parallel group, which shares the shard's
+    memory; ``load_state_dict`` takes such DTensors, shards, and whole tensors.
 
     A layer that is no part of another one or of a model compares its calls over the ranks, the first of each kind:
     shapes, dtypes, modes, and the values of what every rank must have (``shards_input``: not the input).
@@ -90,6 +56,18 @@ class ParallelModule(nn.Module):
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
         self._compares: RemovableHandle | None = None
+        self._draws = False
+        self.register_state_dict_post_hook(_as_wholes)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
+        for leaf, p, spec in _owned(self):
+            value = state_dict.get(prefix + leaf)
+            if is_split(spec, self.tp) and isinstance(value, Tensor) and not isinstance(p, DTensor):
+                state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def add_parameter(
         self,
@@ -116,11 +94,22 @@ class ParallelModule(nn.Module):
         """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
 
         Called at the end of a layer's constructor.  On the meta device nothing happens: a model makes its layers there
-        and initialises them all by names of its own.
+        and initialises them all by names of its own; any other module of layers is given to :func:`init_weights`.
         """
+        self._draws = True
         if any(p.is_meta for p in self.parameters()):
             return
         self.compare_alone()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the initial weights again, as the constructor drew them: the next ones of torch's CPU generator.
+
+        A collective call where weights are random: the ranks compare their generators.  ValueError on every rank where
+        they differ.
+        """
+        if not self._draws:  # a layer of layers, which are reset one by one
+            return
         if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
@@ -169,19 +158,54 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def _owned(module: "ParallelModule") -> Iterator[tuple[str, nn.Parameter, Spec]]:
+    """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
+    weight_norm) has put in the place of one."""
+    own: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
+    parametrized: Any = own.get("_modules", {}).get("parametrizations", {})
+    for leaf, spec in own.get("specs", {}).items():
+        for name in (leaf, *(f"{leaf}_{suffix}" for suffix in _SUFFIXES)):
+            p = own["_parameters"].get(name)
+            if p is not None:
+                yield name, p, spec
+        if leaf in parametrized:
+            for inner, p in parametrized[leaf].named_parameters(recurse=False):
+                yield f"parametrizations.{leaf}.{inner}", p, spec
+
+
+def check_gathered(method: str, module: "ParallelModule") -> None:
+    """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
+    for leaf, p, spec in _owned(module):
+        here = tuple(s.stop - s.start for s in spec.local(module.tp))
+        if isinstance(p, DTensor) and tuple(p.to_local().shape) != here:
+            raise ValueError(
+                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {here} of {leaf}; call"
+                f" torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once, before"
+            )
+
+
+def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """The hook by which a state dictionary holds DTensors for split parameters."""
+    assert isinstance(module, ParallelModule)
+    for leaf, _p, spec in _owned(module):
+        if is_split(spec, module.tp) and isinstance(state_dict.get(prefix + leaf), Tensor):
+            state_dict[prefix + leaf] = as_whole(state_dict[prefix + leaf], spec, module.tp)
+
+
+def unwrapped_name(name: str) -> str:
+    """Returns a parameter's name without what torch's checkpoint_wrapper and torch.compile put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
     """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
 
-    A plain module's parameters are replicated.
+    A plain module's parameters are replicated.  The names are those without torch's wrappers.
     """
-    owners = dict(module.named_modules())
+    known = {p: (spec, m.tp) for m in module.modules() if isinstance(m, ParallelModule) for _, p, spec in _owned(m)}
     for name, p in module.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        owner = owners[path]
-        if isinstance(owner, ParallelModule):
-            yield name, owner.specs[leaf], owner.tp
-        else:
-            yield name, Spec(tuple(p.shape), None, None), TensorParallel()
+        spec, tp = known.get(p) or (Spec(tuple(p.shape), None, None), TensorParallel())
+        yield unwrapped_name(name), spec, tp
 
 
 class Whole(NamedTuple):
@@ -197,23 +221,7 @@ def wholes() -> dict[Tensor, Whole]:
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
     from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    found: dict[Tensor, Whole] = {}
-    for module in list(_alive):
-        own: dict[str, Any] = module.__dict__
-        for leaf, spec in own.get("specs", {}).items():
-            found.update((p, Whole(spec, own["tp"])) for p in _behind(own, leaf))
-    return found
-
-
-def _behind(own: dict[str, Any], leaf: str) -> list[Tensor]:
-    """Returns the parameter of this name, or those that torch has put in its place."""
-    p = own["_parameters"].get(leaf)
-    if p is not None:
-        return [p]
-    parametrizations = own["_modules"].get("parametrizations", {})
-    inside = parametrizations[leaf].parameters(recurse=False) if leaf in parametrizations else ()
-    named = (own["_parameters"].get(f"{leaf}_{suffix}") for suffix in _SUFFIXES)
-    return [*inside, *(p for p in named if p is not None)]
+    return {p: Whole(spec, module.tp) for module in list(_alive) for _, p, spec in _owned(module)}
 
 
 @torch.no_grad()
@@ -226,24 +234,38 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
         if spec.init is None:
             continue
+        x = local(p)
         if isinstance(spec.init, str):
-            p.fill_(1.0 if spec.init == "ones" else 0.0)
+            x.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
-        start, *inner = spec.local(tp)
+        rows, *inner = _places(p, spec, tp)
         columns = np.zeros((), np.int64)
         stride = 1
-        for s, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
-            columns = np.add.outer(np.arange(s.start, s.stop, dtype=np.int64) * stride, columns)
+        for places, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
+            columns = np.add.outer(places * stride, columns)
             stride *= n
         name = prefix + name
         if spec.origin is not None:
             name = name.rpartition(".")[0] + "." * ("." in name) + spec.origin.leaf
         step = max(1, _CHUNK // max(columns.size, 1))
-        for i in range(start.start, start.stop, step):
-            rows = np.arange(i, min(i + step, start.stop), dtype=np.int64)
-            offsets = rows * stride if spec.origin is None else spec.origin.offset(rows)
+        for i in range(0, len(rows), step):
+            some = rows[i : i + step]
+            offsets = some * stride if spec.origin is None else spec.origin.offset(some)
             values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
-            p[i - start.start : i - start.start + len(rows)] = values.to(p.dtype)
+            x[i : i + len(some)] = values.to(x.dtype)
+
+
+def _places(p: Tensor, spec: Spec, tp: TensorParallel) -> list[np.ndarray]:
+    """Returns the indices, by dimension, of the elements of the whole that are here."""
+    if not isinstance(p, DTensor):
+        return [np.arange(s.start, s.stop, dtype=np.int64) for s in spec.local(tp)]
+    (chunk,) = p.__create_chunk_list__()
+    found = [np.arange(o, o + n, dtype=np.int64) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+    if spec.dim is not None and spec.copies > 1:  # a DTensor is of all ranks' slices, one after the other
+        each = spec.spread[spec.dim] // tp.size
+        places = found[spec.dim]
+        found[spec.dim] = places // each // spec.copies * each + places % each
+    return found
 
 
 @overload

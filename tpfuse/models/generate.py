@@ -24,6 +24,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
+from ..layers.module import check_gathered
 from .inputs import Inputs, check_tokens
 from .model import Rows
 
@@ -95,6 +96,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    check_gathered("generate", model.embedding)
     asked = dict(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, on_token=on_token)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
     if input_ids is None:

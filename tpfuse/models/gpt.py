@@ -23,6 +23,7 @@ from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
 from ..layers.hooks import served
+from ..layers.module import named_specs
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .config import GPTConfig
@@ -182,7 +183,8 @@ class GPT(Model):
     generate = generate
 
     def sources(self) -> dict[str, Source]:
-        return {name: s for name, s in super().sources().items() if name in dict(self.named_parameters())}
+        own = {name for name, *_ in named_specs(self)}
+        return {name: s for name, s in super().sources().items() if name in own}
 
     def ignorable(self) -> tuple[str, ...]:
         return (*super().ignorable(), *((r"lm_head\.weight",) if self.config.tie_embeddings else ()))

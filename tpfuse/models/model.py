@@ -126,7 +126,12 @@ class Model(PretrainedModule):
         device = torch.get_default_device()
         if device.type != "meta":
             self.to_empty(device=device)
-            initialize(self, self.seed)
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Fills every parameter by the model's seed, as the constructor does: for a model that was made on the meta
+        device, after ``to_empty``."""
+        initialize(self, self.seed)
 
     def groups(self) -> list[dist.ProcessGroup]:
         return [resolve(name) for name in (self.tp.group_name, self.dp_group_name) if name is not None]
