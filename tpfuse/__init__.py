@@ -4,8 +4,10 @@ from ._version import __version__
 from .agreement import checking
 from .doctor import doctor
 from .explain import explain
+from .interop.accelerator import AcceleratorMixin
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
+from .interop.trainer import TrainerMixin
 from .kernels.runtime.philox import make_rng
 from .layers.lora import add_lora, merge_lora, unmerge_lora
 from .parallel import TensorParallel
@@ -16,7 +18,9 @@ from .training.optim import clip_grad_norm_, param_groups
 from .watch import watch
 
 __all__ = [
+    "AcceleratorMixin",
     "TensorParallel",
+    "TrainerMixin",
     "__version__",
     "add_lora",
     "as_dtensor",

@@ -15,14 +15,13 @@ from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
 from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
-from tpfuse import parallelize as function
 from tpfuse.collectives import gather
+from tpfuse.interop import parallelized
 from tpfuse.models import GPT
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
-PARALLELIZE = inspect.getmodule(function)
 
 
 def call_of(name, model):
@@ -93,11 +92,11 @@ def test_outputs_and_gradients_stay(ranks, name, R, sp):
 
 
 def with_gather(world, name, sp):
-    kept, PARALLELIZE.collect = PARALLELIZE.collect, gather
+    kept, parallelized.collect = parallelized.collect, gather
     try:
         return ours(world, name, sp)
     finally:
-        PARALLELIZE.collect = kept
+        parallelized.collect = kept
 
 
 def test_gather_in_place_of_collect_would_be_wrong(ranks):

@@ -55,6 +55,14 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
 
 
+def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
+    sources = model.sources()
+    for name, p, spec, tp in model.stored_parameters():
+        for hf_name, tensor in sources[name].write(full_tensor(p, spec, tp)):
+            yield model.hf_name(hf_name), tensor
+
+
 def save(model: PretrainedModule, path: Path) -> None:
     """Writes the directory.  Every rank calls it; one writes.
 
