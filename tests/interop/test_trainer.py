@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
-from tests.interop.launched import launched, rows, split, weights
-from tpfuse import TrainerMixin
+from tests.interop.launched import launched, rows, small, split, weights
+from tpfuse import TensorParallel, TrainerMixin, parallelize
 
 pytest.importorskip("accelerate")
 DROPOUT = dict(attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
@@ -119,3 +120,63 @@ def test_it_resumes_and_loads_the_best(ranks, tmp_path, before, after):
     whole = transformers.GPT2LMHeadModel.from_pretrained(Path(folder) / f"checkpoint-{best}")
     for name, weight in want["weights"].items():
         assert (whole.get_parameter(name) - weight).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_in_bf16(ranks, tmp_path):
+    """Autocast over fp32 weights: the same to the rounding of bf16, and the same on both ranks."""
+    case = (str(tmp_path), dict(DROPOUT), dict(bf16=True))
+    (want,) = ranks(1, trained, (1, 1), *case)
+    first, second = ranks(2, trained, (1, 2), *case)
+    for (loss, _), (loss_1, _) in zip(first["logged"], want["logged"], strict=True):
+        assert loss == pytest.approx(loss_1, rel=2e-3)
+    assert first["logged"] == second["logged"] and first["counted"][0] == 7
+    assert all(torch.equal(second["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+# ---- without the mix-in ----
+
+
+def bare(world, layout, folder):
+    with launched(world):
+        model = split(world, *layout)
+        with pytest.raises(ValueError) as error:
+            transformers.Trainer(model, arguments(folder, layout[0]), train_dataset=rows())
+        return str(error.value)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+def test_a_bare_trainer_is_refused(ranks, tmp_path, layout):
+    for message in ranks(2, bare, layout, str(tmp_path)):
+        assert "GPT2LMHeadModel is split by tpfuse.parallelize; train it with class Trainer(tpfuse.Tr" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_tensors_are_loaded_by_their_names(tmp_path):
+    """As a bare Trainer hands them over when it resumes, at one process."""
+    model, other = parallelize(small()), small(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = model.load_state_dict(other.state_dict(), False)
+    assert not found.missing_keys and not found.unexpected_keys
+    assert all(torch.equal(weight, other.get_parameter(name)) for name, weight in weights(model).items())
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    part = dict(list(other.state_dict().items())[:3])
+    with pytest.raises(ValueError, match="load_state_dict: state_dict lacks"):
+        model.load_state_dict(part, False)
+
+
+def misplaced(world, folder):
+    with launched(world):
+        mesh = world.mesh(2, 2)
+        model = parallelize(small(), TensorParallel(mesh["dp"]), dp=mesh["tp"])  # the tensor-parallel ranks apart
+        with pytest.raises(ValueError) as error:
+            Trainer(model, arguments(folder, 2), train_dataset=rows())
+        return str(error.value)
+
+
+@pytest.mark.slow
+def test_ranks_in_another_order_are_refused(ranks, tmp_path):
+    messages = ranks(4, misplaced, str(tmp_path))
+    assert "rank 1 is data-parallel rank 1 and tensor-parallel rank 0; accelerate needs init_device_mesh" in messages[1]
+    assert all("accelerate needs init_device_mesh" in message for message in messages)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kernels.runtime.errors import check
 from ..models.model import Model
 from ..parallel import resolve
+from ..together import together
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
 from .huggingface.write import whole_tensors
@@ -24,28 +25,32 @@ from .huggingface.write import whole_tensors
 FOLDER = "tpfuse"  # of a checkpoint of accelerate or the Trainer, which holds every rank's shards and optimizer state
 
 
-def split_of(model: nn.Module) -> Model | None:
-    """Returns the tpfuse model in ``model``; None where there is none, or where one process holds all of it."""
-    return next((m for m in model.modules() if isinstance(m, Model) and any(g.size() > 1 for g in m.groups())), None)
+def model_of(model: nn.Module) -> Model | None:
+    """Returns the tpfuse model in ``model``; None where there is none."""
+    return next((m for m in model.modules() if isinstance(m, Model)), None)
 
 
 def sizes_of(model: Model) -> dict[str, int]:
     """Returns the arguments of accelerate's ParallelismConfig: the tensor-parallel size and the rest of the world.
 
-    ValueError where the world's ranks are not in the order that accelerate's data loaders suppose.
+    ValueError, on every rank, where the world's ranks are not in the order that accelerate's data loaders suppose.
     """
     tp, world, rank = model.tp, dist.get_world_size(), dist.get_rank()
     dp = world // tp.size
-    check(
-        dp == 1 or model.dp_rank is not None,
-        f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them; give"
-        " parallelize, or the model, dp=mesh['dp']",
-    )
-    check(
-        (rank // tp.size, rank % tp.size) == (model.dp_rank or 0, tp.rank),
-        f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank}; accelerate needs"
-        f" init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
-    )
+
+    def examine() -> None:
+        check(
+            dp == 1 or model.dp_rank is not None,
+            f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them; give"
+            " parallelize, or the model, dp=mesh['dp']",
+        )
+        check(
+            (rank // tp.size, rank % tp.size) == (model.dp_rank or 0, tp.rank),
+            f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank}; accelerate needs"
+            f" init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
+        )
+
+    together(examine, model.groups())
     return dict(tp_size=tp.size, dp_shard_size=dp)
 
 
@@ -91,17 +96,16 @@ class AcceleratorMixin:
         ValueError where the ParallelismConfig is not the model's.
         """
         plain: Any = super()
-        split = split_of(model)
-        if split is None or getattr(model, "_is_accelerate_prepared", False):
+        split = model_of(model)
+        alone = split is None or all(group.size() == 1 for group in split.groups())
+        if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
             return plain.prepare_model(model, device_placement, evaluation_mode)
         sizes, config = sizes_of(split), self.parallelism_config
         asked = None if config is None else dict(tp_size=config.tp_size, dp_shard_size=config.dp_shard_size)
         if split.tp.size == 1 and asked is None:
             return plain.prepare_model(model, device_placement, evaluation_mode)
         wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        check(
-            asked == sizes, f"accelerate: the model needs parallelism_config=ParallelismConfig({wanted}), got {asked}"
-        )
+        check(asked == sizes, f"accelerate: give parallelism_config=ParallelismConfig({wanted}), got {asked}")
         prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or sizes["dp_shard_size"] == 1:
             return prepared
@@ -136,8 +140,9 @@ class AcceleratorMixin:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Returns what all replicas hold, without what was repeated to fill the last batch."""
         plain: Any = super()
-        if self._tp > 1 and (use_gather_object or not _tensors(input_data)):
-            input_data = input_data if dist.get_rank() % self._tp == 0 else type(input_data)()
+        use_gather_object = use_gather_object or not _tensors(input_data)
+        if self._tp > 1 and use_gather_object and dist.get_rank() % self._tp:
+            input_data = type(input_data)()
         return plain.gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -165,11 +170,11 @@ class AcceleratorMixin:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns whole tensors by Hugging Face's names on every rank; every rank calls it."""
         plain: Any = super()
-        split = split_of(model)
-        return plain.get_state_dict(model, unwrap) if split is None else dict(whole_tensors(split))
+        own = model_of(model)
+        return plain.get_state_dict(model, unwrap) if own is None else dict(whole_tensors(own))
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
-        """Saves as accelerate does; a split model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
+        """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
         plain: Any = super()
         with self._apart() as (model, optimizer):
             folder = plain.save_state(output_dir, **options)
@@ -185,20 +190,20 @@ class AcceleratorMixin:
         plain: Any = super()
         with self._apart() as (model, optimizer):
             if model is not None:
-                check(input_dir is not None, "load_state: a split model needs input_dir")
+                check(input_dir is not None, "load_state: input_dir must be given")
                 found = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
                 check(found is not None, f"load_state: {input_dir} has no folder {FOLDER!r}, which save_state writes")
             plain.load_state(input_dir, **options)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[tuple[Any, Any]]:
-        """Takes a split model and its optimizer from accelerate's lists for a while."""
-        if not any(split_of(m) for m in self._models):
+        """Takes a model of tpfuse and its optimizer from accelerate's lists for a while."""
+        if not any(map(model_of, self._models)):
             yield None, None
             return
         kept = self._models, self._optimizers
         sizes = tuple(map(len, kept))
-        check(sizes == (1, 1), f"save_state: a split model must be prepared with one optimizer alone, got {sizes}")
+        check(sizes == (1, 1), f"save_state: prepare one model of tpfuse with one optimizer, got {sizes}")
         self._models, self._optimizers = [], []
         try:
             yield kept[0][0], kept[1][0].optimizer
