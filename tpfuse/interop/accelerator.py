@@ -41,13 +41,13 @@ def sizes_of(model: Model) -> dict[str, int]:
     def examine() -> None:
         check(
             dp == 1 or model.dp_rank is not None,
-            f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them; give"
-            " parallelize, or the model, dp=mesh['dp']",
+            f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them;"
+            " give parallelize, or the model, dp=mesh['dp']",
         )
         check(
             (rank // tp.size, rank % tp.size) == (model.dp_rank or 0, tp.rank),
-            f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank}; accelerate needs"
-            f" init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
+            f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank};"
+            f" accelerate needs init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
         )
 
     together(examine, model.groups())

@@ -52,6 +52,11 @@ def parallelize(
 
     def examine() -> tuple[Kind, dict[str, Any], ModelConfig]:
         kind, hf_config = _kind(module), _config_of(module)
+        if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
+            raise NotImplementedError(
+                "parallelize: gradient checkpointing, which is enabled, is not built; call"
+                " gradient_checkpointing_disable() first, and saving='smallest' saves memory"
+            )
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 
 from ..collectives import collect
 from ..kernels.runtime.errors import check
+from ..layers.lora import adapted_layers, add_lora
 from ..models import GPT, Bert
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..together import together
+from .adapter import load_adapter, save_adapter
 from .huggingface.disk import NewFiles
 from .huggingface.read import Tensors, restore
+from .huggingface.write import save
+from .peft import lora_arguments
 
 
 class Kind(NamedTuple):
@@ -48,6 +53,7 @@ _GENERATE = (
     "pad_token_id",
     "max_new_tokens",
 )
+_SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
 
 
@@ -135,13 +141,27 @@ class Parallelized(nn.Module):
         return self.parallel.generate(ids, **{k: values[k] for k in _GENERATE if values.get(k) is not None}, **ours)
 
     def save_pretrained(
-        self, save_directory: str | Path, *, state_dict: Any = None, is_main_process: bool = True
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *,
+        max_shard_size: int | str | None = None,
+        **options: Any,
     ) -> None:
-        """Writes a directory that transformers loads.
+        """Writes a directory that transformers loads; where it has adapters, one with these alone that PEFT loads.
 
-        Every rank calls it, and one writes, whatever the last two arguments are.
+        Every rank calls it, and one writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``:
+        bytes, or "5GB".  NotImplementedError for a push to the hub, a variant, or another option that is not built.
         """
-        self.parallel.save_pretrained(save_directory)
+        asked = [name for name, value in options.items() if value and name not in _SAVE_IGNORED]
+        asked += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
+        if asked:
+            raise NotImplementedError(f"save_pretrained of {type(self).__name__}: {', '.join(asked)} is not built")
+        if any(not lora.merged for *_, lora in adapted_layers(self)):
+            save_adapter(self, save_directory)
+            return
+        save(self.parallel, Path(save_directory), _bytes(max_shard_size))
         if self.can_generate():
             together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups())
 
@@ -157,8 +177,65 @@ class Parallelized(nn.Module):
             f"gradient_checkpointing_enable of a parallelized {type(self).__name__}; saving='smallest' saves memory"
         )
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Raises NotImplementedError: no rank has the whole table."""
+        raise NotImplementedError(
+            f"get_input_embeddings of a parallelized {type(self).__name__}: no rank has the whole table; this rank's"
+            " rows are module.parallel.embedding.weight"
+        )
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Raises NotImplementedError: no rank has the whole head."""
+        raise NotImplementedError(
+            f"get_output_embeddings of a parallelized {type(self).__name__}: no rank has the whole head; what this rank"
+            " has of it is in module.parallel.head"
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Raises NotImplementedError: the vocabulary is split."""
+        raise NotImplementedError(
+            f"resize_token_embeddings of a parallelized {type(self).__name__}: resize it before tpfuse.parallelize, or"
+            " save_pretrained, resize what transformers loads, and parallelize that"
+        )
+
+    # ---- adapters, by transformers' own methods ----
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Adds what a LoraConfig of PEFT asks for, by :func:`tpfuse.add_lora`, before the optimizer is made.
+
+        Everything else is frozen.  ValueError for an option that is not built, or a second adapter.
+        """
+        check(adapter_name in (None, "default"), f"add_adapter: one adapter, named 'default', got {adapter_name!r}")
+        arguments = together(
+            lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups()
+        )
+        add_lora(self, **arguments)
+
+    def load_adapter(self, peft_model_id: str | Path, *, is_trainable: bool = False) -> None:
+        """Adds the adapter of a directory that PEFT wrote, by :func:`tpfuse.load_adapter`."""
+        load_adapter(self, peft_model_id, trainable=is_trainable)
+
+    @property
+    def peft_config(self) -> Any:
+        """PEFT asks for it before it changes anything.  ValueError: PEFT wraps layers by class, and not these."""
+        raise ValueError(
+            f"{type(self).__name__} is parallelized, and PEFT cannot wrap its layers; in place of get_peft_model(model,"
+            " config) write model.add_adapter(config), and in place of PeftModel.from_pretrained(model, path),"
+            " model.load_adapter(path); model.save_pretrained(path) then writes the adapter's files"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.tpfuse_original,), self.__dict__
+
+
+def _bytes(size: int | str | None) -> int | None:
+    """Returns the bytes of a size as transformers writes it: 1000, "5GB", "200MiB"."""
+    if size is None or (isinstance(size, int) and size > 0):
+        return size
+    found = re.fullmatch(r"(\d+)([KMG])(i?)B", str(size), re.IGNORECASE)
+    check(found is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
+    assert found is not None
+    return int(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1)
 
 
 def _whole(logits: Tensor, model: Model) -> Tensor:

@@ -85,11 +85,10 @@ class TrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain: Any = super()
-        module = self._parallelized
-        if module is None or module is not self.model:  # an adapter of PEFT reads its own files
+        if (module := self._parallelized) is None:
             plain._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            restore(module.parallel, Files(resume_from_checkpoint))
+        elif load_checkpoint(Path(resume_from_checkpoint) / FOLDER, module) is None:
+            restore(module.parallel, Files(resume_from_checkpoint))  # save_only_model
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
