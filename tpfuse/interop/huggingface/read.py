@@ -141,6 +141,23 @@ class Files(Tensors):
         except ValueError as error:
             raise ValueError(f"from_pretrained: {error}") from None
 
+    def dtype(self, asked: torch.dtype | str | None) -> torch.dtype:
+        """Returns the dtype of parameters: what is asked for, by itself or by name, or "auto", the directory's own.
+
+        That is what config.json says, else the first tensor's.
+        """
+        first = next(iter(self._file_of), None)
+        own = self.config.get("dtype") or self.config.get("torch_dtype")
+        if asked == "auto" and own is None and first is not None:
+            own = next((d for d, name in _DTYPE_NAMES.items() if name == self.tensor(first).get_dtype()), None)
+        found = own if asked == "auto" else asked
+        found = torch.get_default_dtype() if found is None else found
+        found = getattr(torch, found.removeprefix("torch."), found) if isinstance(found, str) else found
+        if not isinstance(found, torch.dtype) or found not in _DTYPE_NAMES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_NAMES)
+            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(found)}")
+        return found
+
     def raw_names(self) -> Iterable[str]:
         return self._file_of
 
