@@ -5,8 +5,10 @@ from .agreement import checking
 from .doctor import doctor
 from .explain import explain
 from .foreign import install as _install
+from .interop.accelerator import AcceleratorMixin
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
+from .interop.trainer import TrainerMixin
 from .kernels.runtime.philox import make_rng
 from .layers import reparametrized as _reparametrized
 from .layers.initial import init_weights
@@ -26,8 +28,10 @@ _reparametrized.install()
 _state_dict.install()
 
 __all__ = [
+    "AcceleratorMixin",
     "MainGrad",
     "TensorParallel",
+    "TrainerMixin",
     "WholeMatrices",
     "__version__",
     "add_lora",

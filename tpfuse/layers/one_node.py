@@ -149,10 +149,10 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
 
 @Composed
 def _backward(
-    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked, totals: Totals
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asking: tuple[Asked, Totals]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of what _forward returned first -> those of h, n and the parameters."""
-    (dh, dn), (c, options, p) = gradients, layer
+    (dh, dn), (c, options, p), (asked, totals) = gradients, layer, asking
     order, dtype, needed = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters
 
     wanted = Wanted(dtype_of(p.fc2_bias), p.last_bias is not None, asked.residual, dtype)
@@ -241,7 +241,7 @@ class _Block(Function):
         totals = NO_TOTALS
         if ctx.mains is not None:
             asked, totals = _totals(asked, ctx.mains)
-        dh, dn, *gradients = _backward((dh, dn), layer, kept, asked, totals)
+        dh, dn, *gradients = _backward((dh, dn), layer, kept, (asked, totals))
         return dh, dn, None, *gradients
 
 

@@ -293,7 +293,8 @@ class Model(PretrainedModule):
         *,
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         saving: str | None = None,
@@ -302,17 +303,22 @@ class Model(PretrainedModule):
     ) -> M:
         """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
 
-        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold.  ValueError on
+        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold; "auto" is the
+        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ValueError on
         every rank, before anything is read, for an unknown model_type, an option that is not built, or a missing,
         extra, mis-shaped or truncated tensor.
         """
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        asked = torch_dtype if dtype is None else dtype
 
-        def examine() -> tuple[Files, ModelConfig, dict[str, Any]]:
+        def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
             files = Files(path)
-            return files, files.read_config(cls.config_class.from_hf), cls._options_from(files) | options
+            check(
+                torch_dtype in (None, asked), f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ"
+            )
+            config, own = files.read_config(cls.config_class.from_hf), cls._options_from(files)
+            return files, config, own | options, files.dtype(asked)
 
-        files, config, options = together(examine, () if tp is None else (tp.group,))
+        files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
