@@ -75,6 +75,7 @@ class ParallelModule(nn.Module):
     """
 
     shards_input: ClassVar[bool] = False
+    shown: ClassVar[tuple[str, ...]] = ()  # the attributes that repr() shows, beside the bias and the rank
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
         module = super().__new__(cls)
@@ -107,6 +108,12 @@ class ParallelModule(nn.Module):
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))
+
+    def extra_repr(self) -> str:
+        words = [f"{name}={getattr(self, name)!r}" for name in self.shown]
+        words += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
+        words += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
+        return ", ".join(words)
 
     def initialize_alone(self) -> None:
         """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
