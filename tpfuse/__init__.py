@@ -8,6 +8,7 @@ from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
 from .kernels.runtime.philox import make_rng
 from .layers.lora import add_lora, merge_lora, unmerge_lora
+from .layers.plain import replicated
 from .parallel import TensorParallel
 from .parity import check_parity
 from .training.checkpoint import load_checkpoint, save_checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "merge_lora",
     "parallelize",
     "param_groups",
+    "replicated",
     "save_adapter",
     "save_checkpoint",
     "unmerge_lora",

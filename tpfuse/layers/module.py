@@ -18,6 +18,7 @@ from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 
 _CHUNK = 1 << 20  # elements initialised at a time
+REPLICATED = "_tensor_parallel"  # of a plain module: the ranks that have the same parameters, where it was said
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,9 @@ class ParallelModule(nn.Module):
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
         self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+        from .partial import watch  # it needs what is here
+
+        watch(self)
 
 
 def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,7 +184,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
         if isinstance(owner, ParallelModule):
             yield name, owner.specs[leaf], owner.tp
         else:
-            yield name, Spec(tuple(p.shape), None, None), TensorParallel()
+            yield name, Spec(tuple(p.shape), None, None), owner.__dict__.get(REPLICATED) or TensorParallel()
 
 
 class Whole(NamedTuple):
