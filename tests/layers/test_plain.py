@@ -1,4 +1,4 @@
-"""tpfuse.replicated: plain torch modules on row shards have the gradients of one process, whatever is done with them."""
+"""tpfuse.replicated: plain torch modules on row shards have the gradients of one process, whatever is done."""
 
 import copy
 import functools

@@ -4,6 +4,7 @@ from ..collectives import collect, copy, gather, reduce, scatter_sum, split
 from .attention import ParallelAttention, Rope
 from .block import Normed, TransformerBlock
 from .cache import KVCache
+from .cross_attention import CrossAttention
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import VocabParallelHead, cross_entropy, linear_cross_entropy, log_probs
@@ -13,6 +14,7 @@ from .norm import LayerNorm, RMSNorm
 
 __all__ = [
     "ColumnParallelLinear",
+    "CrossAttention",
     "KVCache",
     "LayerNorm",
     "Normed",

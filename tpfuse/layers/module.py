@@ -187,6 +187,11 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
             yield name, Spec(tuple(p.shape), None, None), owner.__dict__.get(REPLICATED) or TensorParallel()
 
 
+def living() -> "list[ParallelModule]":
+    """Returns the parallel modules that are alive."""
+    return list(_alive)
+
+
 class Whole(NamedTuple):
     """What a parameter is a slice of, and over which ranks."""
 
@@ -200,7 +205,7 @@ def wholes() -> dict[Tensor, Whole]:
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.
     """
     found: dict[Tensor, Whole] = {}
-    for module in list(_alive):
+    for module in living():
         own: dict[str, Any] = module.__dict__
         for leaf, p in own.get("_parameters", {}).items():
             if p is not None and leaf in own["specs"]:

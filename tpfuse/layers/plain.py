@@ -46,8 +46,8 @@ def replicated(module: M, tp: TensorParallel) -> M:
             not isinstance(p, UninitializedParameter), f"replicated: {name} is not initialised; run the module before"
         )
         check(not p.is_complex(), f"replicated: {name} is complex, which is not built")
-    for part, leaf, p in _parameters(module):
-        shard = p in known and known[p].spec.dim is not None
+    for part, leaf, own in _parameters(module):
+        shard = own in known and known[own].spec.dim is not None
         check(
             not shard, f"replicated: {type(part).__name__}.{leaf} is this rank's shard of a parallel layer's parameter"
         )
