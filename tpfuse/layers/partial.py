@@ -50,9 +50,9 @@ def check_gradients(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor], nam
     return seen
 
 
-def warn_of_drift(model: nn.Module, name: str) -> None:
+def warn_of_drift(model: Any, name: str) -> None:
     """Warns, on every rank, of parameters that are not split and whose values differ; each rank calls it."""
-    differing, _ = _compare(_named(model), lambda p: p)
+    differing, _ = _compare(_named(model) if isinstance(model, nn.Module) else {}, lambda p: p)
     if differing:
         words = f"{some(differing)} should be the same on every tensor-parallel rank and differ"
         warnings.warn(f"{name}: {words}; {_CURE}", stacklevel=3)

@@ -116,10 +116,12 @@ class GPT(Model):
             normed,
             labels,
             weight=self._tied(),
-            normalizer=inputs.loss_normalizer,
+            options=inputs.loss_options,
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest",
         )
+        if loss is not None and loss.dim():  # that of a label stands where the token before it is
+            loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
         return Output(loss, None if logits is None else rows.back(logits))
 
     def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:

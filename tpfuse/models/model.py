@@ -30,8 +30,8 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
-    ``loss`` scalar fp32; ``logits`` [B, S, V/R], this rank's slice of the vocabulary; ``last_hidden_state`` [B, S, D]
-    and ``pooler_output`` [B, D], the same on every rank.
+    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary;
+    ``last_hidden_state`` [B, S, D] and ``pooler_output`` [B, D], the same on every rank.
     """
 
     loss: Tensor | None = None
@@ -131,6 +131,9 @@ class Model(PretrainedModule):
         step: int | Tensor | None = None,
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
     ) -> Output:
         """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
 
@@ -148,6 +151,10 @@ class Model(PretrainedModule):
             step: chooses the dropout masks; default: the model's counter.
             first_sample: chooses the dropout masks too; default: dp rank x B.
             return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
+            label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
+            z_loss: the weight of the squared logsumexp that is added to the loss.
+            reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
+                labels[b, s] stands at [b, s], 0 where it counts nothing (GPT: at a sequence's first token too).
 
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
@@ -163,6 +170,9 @@ class Model(PretrainedModule):
             step=step,
             first_sample=first_sample,
             return_logits=return_logits,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
         )
         self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():

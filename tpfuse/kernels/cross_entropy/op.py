@@ -81,13 +81,13 @@ class Reduction(NamedTuple):
     kind: str = "mean"
     normalizer: float | Tensor | None = None
 
-    def check(self, name: str) -> None:
-        """Raises the ValueError of the public function ``name``."""
+    def check(self, name: str, normalizer: str = "normalizer") -> None:
+        """Raises the ValueError of the public function ``name``, whose argument ``normalizer`` is."""
         if self.kind not in REDUCTIONS:
             raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {described(self.kind)}")
         if self.normalizer is not None:
-            check(self.kind == "mean", f"{name}: normalizer goes with reduction='mean', got reduction={self.kind!r}")
-            check_scalar(f"{name}: normalizer", self.normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
+            check(self.kind == "mean", f"{name}: {normalizer} goes with reduction='mean', got reduction={self.kind!r}")
+            check_scalar(f"{name}: {normalizer}", self.normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
 
     def __call__(self, losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """losses [M], labels [...] -> a scalar, or [...]"""
@@ -127,11 +127,8 @@ class _CrossEntropy(Function):
 # ---- public ----
 
 
-_NUMBERS = {
-    "vocab_size": COUNT,
-    "label_smoothing": limited("lie in [0, 1)", lambda v: 0 <= v < 1),
-    "z_loss": NOT_NEGATIVE,
-}
+LOSS = {"label_smoothing": limited("lie in [0, 1)", lambda v: 0 <= v < 1), "z_loss": NOT_NEGATIVE}
+_NUMBERS = {"vocab_size": COUNT, **LOSS}
 
 
 def cross_entropy(
