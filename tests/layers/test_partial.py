@@ -253,3 +253,18 @@ def test_values_that_have_drifted_apart_are_a_warning(ranks):
         assert words.startswith(
             "save_checkpoint: plain.weight should be the same on every tensor-parallel rank and differ"
         )
+
+
+def saved(world, folder):
+    """A run is not lost for it: the checkpoint is written."""
+    model = model_of(world, "complete")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model.plain.weight += world.rank
+    with pytest.warns(UserWarning, match="save_checkpoint: plain.weight should be the same"):
+        path = tpfuse.save_checkpoint(folder, model, optimizer, step=1)
+    return path.is_dir()
+
+
+def test_a_save_warns_and_saves(ranks, tmp_path):
+    assert ranks(2, saved, str(tmp_path)) == [True, True]
