@@ -13,6 +13,7 @@ from .kernels.runtime.philox import make_rng
 from .layers import reparametrized as _reparametrized
 from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
+from .layers.plain import replicated
 from .parallel import TensorParallel
 from .parity import check_parity
 from .training import state_dict as _state_dict
@@ -48,6 +49,7 @@ __all__ = [
     "merge_lora",
     "parallelize",
     "param_groups",
+    "replicated",
     "save_adapter",
     "save_checkpoint",
     "unmerge_lora",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.common import Recorder, fake_tp, make_tp
+from tpfuse import layers
 from tpfuse.kernels.runtime.philox import normal
 from tpfuse.layers import (
     ColumnParallelLinear,
@@ -216,3 +217,18 @@ def test_another_width(layer):
 def test_an_mlp_takes_any_rows():
     mlp, x = ParallelMLP(8, 16), torch.randn(2, 3, 8)
     assert mlp(x).shape == x.shape and torch.equal(mlp(x).flatten(0, 1), mlp(x.flatten(0, 1)))
+
+
+def words(world):
+    tp = make_tp(world)
+    return repr(layers.ColumnParallelLinear(4, 8, tp=tp)), repr(layers.RowParallelLinear(8, 4, False, tp=tp))
+
+
+def test_a_layer_says_its_sizes_its_bias_and_its_share(ranks):
+    column, row = ranks(2, words)[1]
+    assert column == "ColumnParallelLinear(in_features=4, out_features=8, activation='none', bias=True, rank 1 of 2)"
+    assert row == "RowParallelLinear(in_features=8, out_features=4, bias=False, rank 1 of 2)"
+    assert repr(layers.RMSNorm(4)) == "RMSNorm(normalized_shape=4, eps=1e-06, bias=False)"
+    assert repr(layers.VocabParallelEmbedding(9, 4)) == "VocabParallelEmbedding(num_embeddings=9, embedding_dim=4)"
+    assert "head_width=4, dropout=0.0" in repr(layers.CrossAttention(8, 2))
+    assert "(lora)" not in repr(layers.TransformerBlock(8, 2))

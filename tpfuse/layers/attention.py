@@ -110,6 +110,7 @@ class ParallelAttention(ParallelModule):
     masks.  ValueError where heads cannot be split over the ranks.
     """
 
+    shown = "head_width", "causal", "window", "dropout"
     qkv: ColumnProjection
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None

@@ -60,6 +60,7 @@ class TransformerBlock(ParallelModule):
     MLP, ``attention_dropout`` on the probabilities.
     """
 
+    shown = "dropout", "post_norm", "saving"
     norm_in: LayerNorm | None
     norm_mlp: LayerNorm | None
 

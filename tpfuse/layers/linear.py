@@ -50,12 +50,12 @@ class Adaptable(ParallelModule):
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__(tp)
-        self.register_module("lora", None)
+        self.lora = None  # no module while there is none, so that repr() shows none
 
     @property
     def adapter(self) -> Adapter | None:
         """The adapter to be added to the product; None where there is none or it is merged into the weight."""
-        lora: Any = self._modules["lora"]  # nn.Module's attribute access costs the host
+        lora: Any = self._modules.get("lora")  # nn.Module's attribute access costs the host
         return None if lora is None or lora.merged else lora
 
 
@@ -91,6 +91,7 @@ class ColumnParallelLinear(ColumnProjection):
     on its first dimension.
     """
 
+    shown = "in_features", "out_features", "activation"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -129,6 +130,7 @@ class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
     shards_input = True
+    shown = "in_features", "out_features"
     weight: nn.Parameter
     bias: nn.Parameter | None
 

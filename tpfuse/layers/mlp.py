@@ -25,6 +25,8 @@ class ParallelMLP(ParallelModule):
     for another, or where ``ffn_size`` cannot be split.
     """
 
+    shown = ("activation",)
+
     def __init__(
         self,
         hidden_size: int,

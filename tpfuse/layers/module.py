@@ -23,6 +23,7 @@ from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
+REPLICATED = "_tensor_parallel"  # of a plain module: the ranks that have the same parameters, where it was said
 
 
 # What torch's wrappers put into the names of the parameters below them.
@@ -44,6 +45,7 @@ class ParallelModule(nn.Module):
     """
 
     shards_input: ClassVar[bool] = False
+    shown: ClassVar[tuple[str, ...]] = ()  # the attributes that repr() shows, beside the bias and the rank
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
         module = super().__new__(cls)
@@ -90,6 +92,12 @@ class ParallelModule(nn.Module):
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))
 
+    def extra_repr(self) -> str:
+        words = [f"{name}={getattr(self, name)!r}" for name in self.shown]
+        words += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
+        words += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
+        return ", ".join(words)
+
     def initialize_alone(self) -> None:
         """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
 
@@ -130,6 +138,9 @@ class ParallelModule(nn.Module):
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+        from .partial import watch  # it needs what is here
+
+        watch(self)
 
 
 @onlooker
@@ -203,9 +214,18 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
     A plain module's parameters are replicated.  The names are those without torch's wrappers.
     """
     known = {p: (spec, m.tp) for m in module.modules() if isinstance(m, ParallelModule) for _, p, spec in _owned(m)}
+    owners = dict(module.named_modules())
     for name, p in module.named_parameters():
-        spec, tp = known.get(p) or (Spec(tuple(p.shape), None, None), TensorParallel())
-        yield unwrapped_name(name), spec, tp
+        owner = known.get(p)
+        if owner is None:
+            ranks = owners[name.rpartition(".")[0]].__dict__.get(REPLICATED) or TensorParallel()
+            owner = Spec(tuple(p.shape), None, None), ranks
+        yield unwrapped_name(name), *owner
+
+
+def living() -> "list[ParallelModule]":
+    """Returns the parallel modules that are alive."""
+    return list(_alive)
 
 
 class Whole(NamedTuple):
@@ -221,7 +241,7 @@ def wholes() -> dict[Tensor, Whole]:
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
     from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    return {p: Whole(spec, module.tp) for module in list(_alive) for _, p, spec in _owned(module)}
+    return {p: Whole(spec, module.tp) for module in living() for _, p, spec in _owned(module)}
 
 
 @torch.no_grad()

@@ -140,10 +140,11 @@ class Bert(Model):
             self._transform(h),
             labels,
             weight=self._tied(),
-            normalizer=inputs.loss_normalizer,
+            options=inputs.loss_options,
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
+        loss = loss if loss is None or not loss.dim() else rows.back(loss)
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=every)
 
     def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:

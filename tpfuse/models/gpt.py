@@ -120,10 +120,12 @@ class GPT(Model):
             normed,
             labels,
             weight=self._tied(),
-            normalizer=inputs.loss_normalizer,
+            options=inputs.loss_options,
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
+        if loss is not None and loss.dim():  # that of a label stands where the token before it is
+            loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
         hidden = None if states is None else tuple(map(rows.whole, states))
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
 

@@ -50,8 +50,8 @@ class LMHead(ParallelModule):
         options: dict[str, Any] = dict(tp=self.tp, recompute=normed.recompute, columns=self.columns)
         return gather_linear(normed.n, self._weight(weight), local(self.bias), **options)
 
-    def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
-        """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""
+    def loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar, or [M]."""
         columns = self.last - self.first
         check(
             logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}"
@@ -59,9 +59,9 @@ class LMHead(ParallelModule):
         return cross_entropy(
             logits,
             labels,
-            normalizer=normalizer,
             first_token=self.first,
             vocab_size=self.vocab_size,
+            **options,
             gather=lambda stats: gather_stats(stats, self.tp),
         )
 
@@ -71,23 +71,22 @@ class LMHead(ParallelModule):
         labels: Tensor | None,
         *,
         weight: Tensor | None,
-        normalizer: float | Tensor | None,
+        options: dict[str, Any],
         keep: bool,
         small: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """n [R, m, D], labels [M] or None -> the loss where there are labels, logits [M, V/R] where ``keep``.
 
-        ``weight`` [V/R, D] is the tied one.  ``small``: a loss alone is made from logits that exist in chunks only and
-        are recomputed in backward, for one GEMM more.
+        ``weight`` [V/R, D] is the tied one, ``options`` are those of the loss.  ``small``: a loss alone is made from
+        logits that exist in chunks only and are recomputed in backward, for one GEMM more.
         """
         if labels is None or keep or not small:
             logits = self(normed, weight)
-            return None if labels is None else self.loss(logits, labels, normalizer), logits if keep else None
-        options: dict[str, Any] = dict(
+            return None if labels is None else self.loss(logits, labels, options), logits if keep else None
+        options = options | dict(
             tp=self.tp,
             first_token=self.first,
             vocab_size=self.vocab_size,
-            normalizer=normalizer,
             recompute=normed.recompute,
         )
         loss = gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options)

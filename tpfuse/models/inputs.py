@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.options import as_key_mask, takes_key_mask
+from ..kernels.cross_entropy.op import LOSS, Reduction
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_scalar, described
+from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_numbers, check_scalar, described
 
 
 class Inputs(NamedTuple):
@@ -30,6 +31,9 @@ class Inputs(NamedTuple):
     first_sample: int | Tensor | None = None
     return_logits: bool | None = None
     output_hidden_states: bool | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reduction: str = "mean"
 
     @property
     def tokens(self) -> Tensor:
@@ -42,6 +46,12 @@ class Inputs(NamedTuple):
     def shape(self) -> torch.Size:
         """[B, S]"""
         return self.tokens.shape[:2]
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The options of the loss, as kernels.cross_entropy takes them."""
+        named = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss, reduction=self.reduction)
+        return named | dict(normalizer=self.loss_normalizer)
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -120,6 +130,8 @@ def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, d
         value = getattr(inputs, key)
         if value is not None:
             check_scalar(f"{name}: {key}", value, number, readable=readable())
+    check_numbers(name, inputs._asdict(), LOSS)
+    Reduction(inputs.reduction, inputs.loss_normalizer).check(name, "loss_normalizer")
     _check_last_sample(name, inputs.first_sample, batch)
     for key in ("return_logits", "output_hidden_states"):
         flag = getattr(inputs, key)

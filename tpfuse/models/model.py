@@ -33,8 +33,9 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
-    ``loss`` scalar fp32; ``logits`` [B, S, V/R], this rank's slice of the vocabulary; ``last_hidden_state`` [B, S, D]
-    and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers + 1 of [B, S, D].
+    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary;
+    ``last_hidden_state`` [B, S, D] and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers +
+    1 of [B, S, D].
     """
 
     loss: Tensor | None = None
@@ -185,6 +186,9 @@ class Model(PretrainedModule):
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
     ) -> Output:
         """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
 
@@ -206,6 +210,10 @@ class Model(PretrainedModule):
             return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
             output_hidden_states: hidden_states come, [B, S, D] each, collected over the ranks: the embedding's output,
                 then each block's, the last behind the final norm.
+            label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
+            z_loss: the weight of the squared logsumexp that is added to the loss.
+            reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
+                labels[b, s] stands at [b, s], 0 where it counts nothing (GPT: at a sequence's first token too).
 
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
@@ -223,6 +231,9 @@ class Model(PretrainedModule):
             first_sample=first_sample,
             return_logits=return_logits,
             output_hidden_states=output_hidden_states,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
         )
         self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():
