@@ -14,6 +14,7 @@ import tpfuse
 from tests.common import assert_close, error, make_tp
 from tests.models.common import batch, default_dtype, whole
 from tpfuse import TensorParallel, as_dtensor
+from tpfuse.layers.module import local
 from tpfuse.models import GPT, GPTConfig
 
 F64, F32 = torch.float64, torch.float32
@@ -69,13 +70,13 @@ def in_two(model, limit, seen=lambda g: g, norm_type=2.0, **options):
 def clipped(world, calls, dtype, dp, kind):
     """-> of each call the norm, and the full gradients after it"""
     model = with_gradients(world, dtype, dp, kind)
-    saved = [p.grad.clone() for p in model.parameters()]
+    saved = [local(p.grad).clone() for p in model.parameters()]
     found = []
     for way, limit, options in calls:
         norm = WAYS[way](model, limit, **options)
         found.append((norm, {} if kind == "plain fsdp" else whole(model, grad=True)))
         for p, grad in zip(model.parameters(), saved):
-            p.grad = grad.clone()
+            local(p.grad).copy_(grad)  # in place: torch keeps the meshes of what DTensor ops give from world to world
     return found
 
 

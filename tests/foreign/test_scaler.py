@@ -35,11 +35,11 @@ def trained(world, way, fused, kind, dp):
     optimizer = torch.optim.SGD(named.values(), lr=1e-3, fused=fused)
     amp = GradScaler("cpu", init_scale=4.0, growth_interval=2)
     amp.scale(torch.ones(()))
-    saved = [p.grad.clone() for p in named.values()]
+    saved = [local(p.grad).clone() for p in named.values()]
     found = []
     for step in range(4):
         for p, grad in zip(named.values(), saved):
-            p.grad = grad * amp.get_scale()
+            local(p.grad).copy_(grad * amp.get_scale())
         if step == 1 and world.rank == world.size - 1:
             local(named[SLICE].grad).view(-1)[0] = float("inf")
         before = local(named[WHOLE]).detach().clone()

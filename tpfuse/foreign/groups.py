@@ -182,10 +182,10 @@ _SAME = "the ranks that hold the same slices"
 _DDP = 'pass process_group=mesh["dp"].get_group(), ' + _SAME
 _REPLICATE = 'pass device_mesh=mesh["dp"], ' + _SAME
 _FSDP = Tool(
-    "",
+    "fully_shard",
     _unmanaged,
     _sharded_ranks,
-    cure='pass mesh=mesh["dp"], ' + _SAME,
+    cure=f'pass mesh=mesh["dp"], {_SAME}',
     first="call tpfuse.as_dtensor(model, mesh) first, and ",
 )
 _FSDP1 = (
@@ -203,7 +203,7 @@ METHODS: list[tuple[type, str, Tool]] = [
     (Replicate, "_make_replicate_tensor", _DISTRIBUTE),
 ]
 FUNCTIONS: list[tuple[Any, Tool]] = [
-    (fully_shard, _FSDP._replace(name="fully_shard")),
+    (fully_shard, _FSDP),
     (replicate_fsdp, _FSDP._replace(name="replicate")),
     (replicate_ddp, Tool("replicate", _unmanaged, _group_ranks, _REPLICATE)),
 ]
