@@ -87,6 +87,7 @@ def generate(
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.
     """
+    check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     sampling = Sampling(
         do_sample=do_sample,
@@ -192,6 +193,7 @@ def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches:
     seen = dict(batch=rows.batch, seq=rows.seq, attention_mask=mask if prompt else None, rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, cache=cache, **seen)
+    assert model.head is not None  # checked
     return rows.back(model.head(normed, model._tied()))[:, -1]
 
 
@@ -199,6 +201,7 @@ class _Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
     def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
+        assert model.head is not None  # checked
         self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
         self.sampling = sampling
         self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..interop.huggingface.read import Files
 from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.rope_table import rope_table
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
@@ -28,6 +30,7 @@ from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .config import GPTConfig
 from .embed import Lookup, embed
+from .families import FAMILIES
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_packed
@@ -42,12 +45,16 @@ class GPT(Model):
     ``saving``: "fastest" or "smallest" (what is kept for backward).  ``recompute``: "selective" is saving="smallest",
     which makes again what is cheap; "full" keeps each block's input alone and runs the block again.  ValueError, on
     every rank, for a config that cannot be split, or one that the ranks do not agree on.
+
+    ``lm_head=False`` makes the base decoder, transformers' LlamaModel or GPT2Model, whose output is
+    ``last_hidden_state``.  ``GPT.from_pretrained`` makes it too where config.json names that class and the head has a
+    weight of its own, unless ``lm_head`` is given.
     """
 
     config_class = GPTConfig
     refused = {"token_type_ids": "there are no token types, so token_type_ids must be None"}
     config: GPTConfig
-    head: LMHead
+    head: LMHead | None
 
     def __init__(
         self,
@@ -58,8 +65,9 @@ class GPT(Model):
         seed: int = 0,
         saving: str | None = None,
         recompute: str | None = None,
+        lm_head: bool = True,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, lm_head=lm_head)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -94,12 +102,16 @@ class GPT(Model):
                 for layer, window in enumerate(c.windows)
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
-            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head) if lm_head else None
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
+        check(
+            self.head is not None or not (inputs.labels is not None or inputs.return_logits),
+            "GPT: labels and return_logits need the language-model head; make the model with lm_head=True",
+        )
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
@@ -113,6 +125,9 @@ class GPT(Model):
         call["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
         states: list[Tensor] | None = [] if inputs.output_hidden_states else None
         _, normed = self._run_blocks(h, normed, states, **call)
+        hidden = None if states is None else tuple(map(rows.whole, states))
+        if self.head is None:
+            return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=hidden)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -126,7 +141,6 @@ class GPT(Model):
         )
         if loss is not None and loss.dim():  # that of a label stands where the token before it is
             loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
-        hidden = None if states is None else tuple(map(rows.whole, states))
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
 
     def _embed(
@@ -189,7 +203,21 @@ class GPT(Model):
         return {name: s for name, s in super().sources().items() if name in own}
 
     def ignorable(self) -> tuple[str, ...]:
-        return (*super().ignorable(), *((r"lm_head\.weight",) if self.config.tie_embeddings else ()))
+        idle = self.config.tie_embeddings or self.head is None
+        return (*super().ignorable(), *((r"lm_head\.weight",) if idle else ()))
+
+    @classmethod
+    def _options_from(cls, files: Files) -> dict[str, Any]:
+        family = FAMILIES[files.config["model_type"]]  # the config has been read
+        base = files.config.get("architectures") == [family.base_architecture]
+        own = "lm_head.weight" in files.raw_names() or cls.config_class.from_hf(files.config).tie_embeddings
+        return dict(lm_head=own or not base)
+
+    def hf_config(self) -> dict[str, Any]:
+        return {"architectures": [self.config.hf.base_architecture]} if self.head is None else super().hf_config()
+
+    def hf_name(self, name: str) -> str:
+        return name if self.head is None else super().hf_name(name)
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
