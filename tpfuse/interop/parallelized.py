@@ -62,6 +62,7 @@ class Parallelized(nn.Module):
 
     parallel: Model
     tpfuse_original: type
+    tpfuse_adapter = False  # whether add_adapter or load_adapter gave it one, which save_pretrained then writes
     tpfuse_driver = False  # whether a TrainerMixin has it, which knows how it is split
     config: Any
     generation_config: Any
@@ -149,7 +150,7 @@ class Parallelized(nn.Module):
         max_shard_size: int | str | None = None,
         **options: Any,
     ) -> None:
-        """Writes a directory that transformers loads; where it has adapters, one with these alone that PEFT loads.
+        """Writes a directory that transformers loads; after add_adapter, one of the adapter alone that PEFT loads.
 
         Every rank calls it, and one writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``:
         bytes, or "5GB".  NotImplementedError for a push to the hub, a variant, or another option that is not built.
@@ -158,7 +159,7 @@ class Parallelized(nn.Module):
         asked += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
         if asked:
             raise NotImplementedError(f"save_pretrained of {type(self).__name__}: {', '.join(asked)} is not built")
-        if any(not lora.merged for *_, lora in adapted_layers(self)):
+        if self.tpfuse_adapter and any(not lora.merged for *_, lora in adapted_layers(self)):
             save_adapter(self, save_directory)
             return
         save(self.parallel, Path(save_directory), _bytes(max_shard_size))
@@ -210,10 +211,12 @@ class Parallelized(nn.Module):
             lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups()
         )
         add_lora(self, **arguments)
+        self.tpfuse_adapter = True
 
     def load_adapter(self, peft_model_id: str | Path, *, is_trainable: bool = False) -> None:
         """Adds the adapter of a directory that PEFT wrote, by :func:`tpfuse.load_adapter`."""
         load_adapter(self, peft_model_id, trainable=is_trainable)
+        self.tpfuse_adapter = True
 
     @property
     def peft_config(self) -> Any:
