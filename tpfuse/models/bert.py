@@ -30,7 +30,8 @@ from .embed import Lookup, embed
 from .families import FAMILIES
 from .head import LMHead, Table
 from .inputs import Inputs
-from .model import Model, Output, Rows
+from .model import Model, Output
+from .rows import Rows
 
 
 class _Dense(ParallelModule):

@@ -26,7 +26,7 @@ from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, che
 from ..layers.cache import KVCache
 from ..layers.module import check_gathered
 from .inputs import Inputs, check_tokens
-from .model import Rows
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .gpt import GPT

@@ -34,7 +34,8 @@ from .families import FAMILIES
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_packed
-from .model import Model, Output, Rows
+from .model import Model, Output
+from .rows import Rows
 
 _TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 

@@ -1,4 +1,4 @@
-"""What every model shares: its inputs, rows out of a batch, the rng of a call, agreement of the ranks, files."""
+"""What every model shares: its inputs, the rng of a call, agreement of the ranks, files."""
 
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..agreement import Agreement, Asked, agree
-from ..collectives import collect, split
 from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
 from ..interop.huggingface.source import Source
@@ -24,6 +23,7 @@ from ..together import together
 from .config import ModelConfig
 from .head import LMHead
 from .inputs import Inputs, check_given, check_inputs, check_tokens
+from .rows import Rows
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
 
 M = TypeVar("M", bound="Model")
@@ -43,38 +43,6 @@ class Output(NamedTuple):
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
-
-
-class Rows:
-    """[B, S] as sequence-major rows s * B + b, padded to a multiple of the row shards, and this rank's share."""
-
-    def __init__(self, shape: torch.Size, tp: TensorParallel):
-        (self.batch, self.seq), self.tp = shape, tp
-        self.count = -(-self.batch * self.seq // tp.row_shards) * tp.row_shards
-        self.per_shard = self.count // tp.row_shards
-        self.first = tp.row_rank * self.per_shard
-
-    def all(self, x: Tensor, fill: int) -> Tensor:
-        """[B, S] -> [M], ``fill`` in the padding"""
-        rows = x.t().reshape(-1)
-        return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
-
-    def share(self, x: Tensor) -> Tensor:
-        """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
-        rows = nn.functional.pad(x.transpose(0, 1).flatten(0, 1), (0, 0, 0, self.count - self.batch * self.seq))
-        return split(rows, self.tp) if self.tp.sequence_parallel else rows
-
-    def whole(self, rows: Tensor) -> Tensor:
-        """This rank's [m, D] -> [B, S, D], the same on every rank."""
-        return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
-
-    def local(self, x: Tensor, fill: int) -> Tensor:
-        """[B, S] -> this rank's [m]"""
-        return self.all(x, fill)[self.first : self.first + self.per_shard]
-
-    def back(self, rows: Tensor) -> Tensor:
-        """[M, ...] -> [B, S, ...]"""
-        return rows[: self.batch * self.seq].unflatten(0, (self.seq, self.batch)).transpose(0, 1)
 
 
 class Model(PretrainedModule):
