@@ -56,6 +56,7 @@ def replicated(module: M, tp: TensorParallel) -> M:
         check(before == tp, f"replicated: {type(part).__name__} is replicated over {before}, not {tp}")
         part.__dict__[REPLICATED] = tp
     if not any(isinstance(hook, _Put) for hook in module._forward_pre_hooks.values()):
+        module.__dict__[_HELD] = []
         module.register_forward_pre_hook(_Put(tp))
         module.register_forward_hook(_take, always_call=True)
     return module
@@ -116,7 +117,7 @@ class _Put:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         held: list[tuple[nn.Module, str, Any]] = []
-        module.__dict__.setdefault(_HELD, []).append(held)
+        getattr(module, _HELD).append(held)
         sums = self.tp.sequence_parallel and self.tp.size > 1 and torch.is_grad_enabled()
         # A module that runs inside another one, or inside itself, has its copies already.
         named = [(part, leaf, p) for part, leaf, p in _parameters(module) if leaf not in part.__dict__]
@@ -136,7 +137,7 @@ class _Put:
 
 def _take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The hook after a call, also of one that failed."""
-    for part, name, before in module.__dict__[_HELD].pop():
+    for part, name, before in getattr(module, _HELD).pop():
         if before is _ABSENT:
             del part.__dict__[name]
         else:
