@@ -51,11 +51,10 @@ class _Embedding(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dy, (ids,), (first, rows, dtype) = dy.contiguous(), ctx.saved_tensors, ctx.args
-        main = wanted(ctx.mains)
+        dy, (ids,), main = dy.contiguous(), ctx.saved_tensors, wanted(ctx.mains)
         if main is None:
-            return embedding_bwd(dy, ids, first, rows, dtype), None, None
-        main.add(lambda total: total.add_(embedding_bwd(dy, ids, first, rows, total.dtype)))
+            return embedding_bwd(dy, ids, *ctx.args), None, None
+        main.add(lambda total: total.add_(embedding_bwd(dy, ids, *ctx.args[:2], total.dtype)))
         return None, None, None
 
 
