@@ -23,10 +23,10 @@ from unittest import mock
 
 import torch
 
-from bench.__main__ import chosen, progress, shapes_of
-from bench.harness.bench import DTYPES, Bench, Random, Shape, discover, load
-from bench.harness.measure import Timing, interleaved, sets_needed, side_stream
-from bench.harness.run import Errors, calls
+from tpfuse.bench.command import chosen, progress, shapes_of
+from tpfuse.bench.definition import DTYPES, Bench, Random, Shape, discover, load
+from tpfuse.bench.measure import Timing, interleaved, sets_needed, side_stream
+from tpfuse.bench.run import Errors, calls
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target

@@ -22,6 +22,7 @@ ORDER = [
     "collectives",
     "sequence_parallel",
     "layers",
+    "foreign",
     "interop.huggingface",
     "interop.names",
     "models",
@@ -31,6 +32,7 @@ ORDER = [
     "ledger",
     "parity",
     "doctor",
+    "bench",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(

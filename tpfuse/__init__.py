@@ -4,21 +4,36 @@ from ._version import __version__
 from .agreement import checking
 from .doctor import doctor
 from .explain import explain
+from .foreign import install as _install
+from .interop.accelerator import AcceleratorMixin
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
+from .interop.trainer import TrainerMixin
 from .kernels.runtime.philox import make_rng
+from .layers import reparametrized as _reparametrized
+from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
+from .layers.plain import replicated
 from .parallel import TensorParallel
 from .parity import check_parity
+from .training import state_dict as _state_dict
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.dtensor import as_dtensor
 from .training.main_grad import MainGrad
+from .training.matrices import WholeMatrices
 from .training.optim import clip_grad_norm_, param_groups
 from .watch import watch
 
+_install()
+_reparametrized.install()
+_state_dict.install()
+
 __all__ = [
+    "AcceleratorMixin",
     "MainGrad",
     "TensorParallel",
+    "TrainerMixin",
+    "WholeMatrices",
     "__version__",
     "add_lora",
     "as_dtensor",
@@ -27,12 +42,14 @@ __all__ = [
     "clip_grad_norm_",
     "doctor",
     "explain",
+    "init_weights",
     "load_adapter",
     "load_checkpoint",
     "make_rng",
     "merge_lora",
     "parallelize",
     "param_groups",
+    "replicated",
     "save_adapter",
     "save_checkpoint",
     "unmerge_lora",

@@ -1,5 +1,5 @@
-"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, and whether
-the installation works."""
+"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, whether the
+installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
 
+from .bench import command as bench
 from .doctor import doctor
 from .doctor.launched import world
 from .kernels.runtime.launch import pretending
@@ -18,7 +19,10 @@ from .ledger.recorder import mue
 from .ledger.shapes import Shape
 from .ledger.text import quantity, table
 from .models.config import ModelConfig
+from .models.stack import FULL, saving_of
 from .parallel import TensorParallel
+
+OURS_FULL = "full recompute"
 
 
 def plan(args: Namespace, tp: int, dp: int, micro_batch: int) -> dryrun.Plan:
@@ -29,9 +33,10 @@ def plan(args: Namespace, tp: int, dp: int, micro_batch: int) -> dryrun.Plan:
         args.seq,
         micro_batch,
         sequence_parallel=not args.no_sequence_parallel,
-        saving=args.saving,
+        saving=saving_of("python -m tpfuse", args.saving, args.recompute),
         dtype=DTYPES[args.dtype],
         optimizer=getattr(args, "optimizer", "adamw"),
+        full=args.recompute == FULL,
     )
 
 
@@ -92,13 +97,14 @@ def run_memory(args: Namespace) -> None:
         for name, t, sp in modes
         for r in ("none", "selective")
     ]
-    ways += [(f"tpfuse, {name}, {r}", t, sp, r) for name, t, sp in modes for r in SAVING]
+    ways += [(f"tpfuse, {name}, {r}", t, sp, r) for name, t, sp in modes for r in (*SAVING, OURS_FULL)]
     rows, values = [], {}
     for name, t, sp, recompute in ways:
-        n = memory.activation_bytes(config, t, sp, recompute, **size)
-        measured = None
-        if recompute in SAVING:
-            measured = measured_layer(config, chosen._replace(tp=t, sequence_parallel=sp, saving=recompute))
+        full = recompute == OURS_FULL
+        saving, measured = SAVING[0] if full else recompute, None
+        n = memory.activation_bytes(config, t, sp, saving, full=full, **size)
+        if saving in SAVING:
+            measured = measured_layer(config, chosen._replace(tp=t, sequence_parallel=sp, saving=saving, full=full))
         rows.append(
             (
                 name,
@@ -131,7 +137,13 @@ def measured_layer(config: ModelConfig, chosen: dryrun.Plan) -> int:
     with dryrun.fake_world(chosen.tp) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=chosen.sequence_parallel)
         return memory.measured_layer(
-            config, tp=tp, seq=chosen.seq, batch=chosen.micro_batch, saving=chosen.saving, dtype=chosen.dtype
+            config,
+            tp=tp,
+            seq=chosen.seq,
+            batch=chosen.micro_batch,
+            saving=chosen.saving,
+            full=chosen.full,
+            dtype=chosen.dtype,
         )
 
 
@@ -240,6 +252,7 @@ COMMANDS = {
     "calibrate": run_calibrate,
     "predict": run_predict,
     "doctor": run_doctor,
+    "bench": bench.run,
 }
 
 

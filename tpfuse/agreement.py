@@ -133,9 +133,11 @@ def _compare(between: Channel, asked: Asked, mine: Mapping[str, Described]) -> N
     differing = [key for key, column in columns.items() if not all(_alike(column[0], other) for other in column)]
     if differing:
         table = {key: "; ".join(f"rank {r}: {value}" for r, value in enumerate(columns[key])) for key in differing}
+        table |= {key: f"{table[key]}; {cause}" for key, cause in asked.causes if key in table}
         rows = "".join(f"\n    {key}: {row}" for key, row in table.items()) if len(table) > 1 else table[differing[0]]
-        must = f"{asked.name}: {' and '.join(differing)} must be the same on every {asked.axis} rank, got {rows}"
-        raise ValueError("; ".join([must, *(cause for key, cause in asked.causes if key in differing)]))
+        raise ValueError(
+            f"{asked.name}: {' and '.join(differing)} must be the same on every {asked.axis} rank, got {rows}"
+        )
 
 
 def _alike(a: Described, b: Described) -> bool:

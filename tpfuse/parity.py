@@ -12,6 +12,7 @@ from .agreement import channel
 from .collectives import all_gather
 from .interop.huggingface.write import full_tensor
 from .kernels.runtime.errors import check
+from .layers.hooks import onlooker
 from .layers.module import named_specs
 from .ledger.text import table
 from .parallel import TensorParallel
@@ -160,6 +161,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def _keeps(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    @onlooker
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         outputs.update(_tensors(name, output))
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .kernels.runtime.op import NAMESPACE
+from .layers.hooks import onlooker
 
 _INFINITE = {"attention_fwd": {1}, "gather_attention_exchange_fwd": {3}}  # outputs that may be: lse
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
@@ -93,9 +94,11 @@ class _Watch(TorchDispatchMode):
     def follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         """Notes when ``module`` runs, and labels the nodes of the graph that it made."""
 
+        @onlooker
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.stack.append((path, {t.grad_fn for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}))
 
+        @onlooker
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             path, borders = self.stack.pop()
             _label([t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)], borders, path)

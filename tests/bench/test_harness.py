@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.harness.bench import Bench, Random, discover, load
-from bench.harness.count import Call, Counted, Kernel, _Watched, count
-from bench.harness.measure import interleaved, peak_bytes, quantiles, sets_needed
-from bench.harness.roofline import Card, measure_card
-from bench.harness.run import COLUMNS, Errors, available, calls, measure, speed
+import tpfuse.bench.measure as timing
+from tpfuse.bench import output
+from tpfuse.bench.count import Call, Counted, Kernel, _Watched, count
+from tpfuse.bench.definition import Bench, Random, discover, load
+from tpfuse.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
+from tpfuse.bench.roofline import Card, measure_card
+from tpfuse.bench.run import COLUMNS, Case, Errors, Setting, available, bound, calls, measure, speed
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
@@ -20,6 +22,7 @@ from tpfuse.kernels.runtime.philox import Mask
 CPU = torch.device("cpu")
 CARD = Card("a card", 1000.0, {"bf16": 100.0, "fp32": 10.0})
 LAYER_NORM = load("layer_norm")
+HERE = Setting(CARD, CPU, 0.0)
 
 
 def random(seed=0, dtype=torch.float32):
@@ -114,6 +117,19 @@ def test_peak_memory_on_a_cpu():
     assert peak_bytes(lambda: None, CPU) == 0
 
 
+def test_counting_memory_on_a_cpu_prints_nothing(capfd):
+    peak_bytes(lambda: torch.ones(8) + 1, CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+PROFILER = "_enable_profiler_legacy", "_disable_profiler_legacy", "ProfilerConfig", "ProfilerState"
+
+
+@pytest.mark.parametrize("name", PROFILER)
+def test_torch_has_the_profiler_that_counts_memory(name):
+    assert hasattr(torch.autograd, name) and hasattr(torch._C._profiler, "_ExperimentalConfig")
+
+
 # ---- the roofline ----
 
 
@@ -134,6 +150,58 @@ def test_rates_count_the_useful_work():
 def test_a_card_is_measured():
     card = measure_card(CPU, {"fp32": torch.float32}, copy_mib=1, side=16)
     assert card.copy_gbs > 0 and card.matrix_tflops["fp32"] > 0 and card.name
+
+
+# ---- the cache ----
+
+
+def rates(moved, flops, share):
+    return dict(bytes=moved, flops=flops, roofline=share)
+
+
+def test_what_a_share_is_of():
+    assert bound(rates(10**9, 0, 0.5), "bf16", CARD, cached=False) == "memory"
+    assert bound(rates(10**9, 0, 0.5), "bf16", CARD, cached=True) == "cache"
+    assert bound(rates(10**9, 0, 1.01), "bf16", CARD, cached=False) == "cache"
+    assert bound(rates(10**9, 10**12, 0.5), "bf16", CARD, cached=True) == "matrix"
+    assert bound(rates(None, None, None), "bf16", CARD, cached=True) is None
+
+
+def test_the_cache_of_a_cpu_is_every_last_level_that_its_cores_reach(monkeypatch, tmp_path):
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        for index, (level, size, cores) in enumerate([(1, 32, core), (3, 32768, shared), (2, 1024, core)]):
+            folder = tmp_path / f"cpu{core}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in dict(level=level, size=f"{size}K", shared_cpu_list=cores).items():
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu3" / "cache" / "index1" / "size").unlink()  # its last level is unknown: L2 counts
+    monkeypatch.setattr(timing, "CPUS", tmp_path)
+    for cores, mib in (({0}, 32), ({0, 1}, 32), ({1, 2}, 64), ({3}, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        assert timing.cache_bytes(CPU) == mib << 20
+    monkeypatch.setattr(timing, "CPUS", tmp_path / "nowhere")
+    monkeypatch.setattr("os.sysconf", lambda _: 1 << 24, raising=False)
+    assert timing.cache_bytes(CPU) == 1 << 24
+    monkeypatch.setattr("os.sysconf", lambda _: 0, raising=False)
+    assert timing.cache_bytes(CPU) == 1 << 25
+
+
+@pytest.mark.parametrize("cache, marked", [(1 << 10, False), (1 << 30, True)])
+def test_inputs_that_fit_into_the_cache_are_marked(monkeypatch, cache, marked):
+    """64 rows of 4 KiB: 128 sets of them are 32 MiB."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda _: cache)
+    slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))  # no call is faster than its memory
+    rows, _ = measure(Case(LAYER_NORM, (64, 1024), "fp32", ["fwd", "bwd"], ["torch"]), slow)
+    assert [row["bound"] for row in rows] == ["cache" if marked else "memory"] * 2
+    assert ["cache" in line for line in output.cached(rows, cache)] == [True] * marked
+
+
+def test_a_table_counts_as_far_as_it_is_read(monkeypatch):
+    """Two sets of a table of 4 MiB fill a cache of 2 MiB, but the rows that are looked up do not."""
+    monkeypatch.setattr(timing, "cache_bytes", lambda _: 2 << 20)
+    slow = dataclasses.replace(HERE, card=Card("a card", 1e9, {"fp32": 10.0}))
+    rows, _ = measure(Case(load("embedding"), (1 << 15, 4, 32), "fp32", ["fwd"], ["torch"]), slow)
+    assert [row["bound"] for row in rows] == ["cache"]
 
 
 # ---- errors ----
@@ -179,7 +247,7 @@ def fails(*_):
 
 def test_a_provider_that_fails_costs_the_others_nothing():
     bench = dataclasses.replace(LAYER_NORM, providers=LAYER_NORM.providers | dict(broken=fails))
-    rows, notes = measure(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"], CARD, CPU, 0.0)
+    rows, notes = measure(Case(bench, (4, 8), "fp32", ["fwd", "bwd"], ["broken", "tpfuse", "torch"]), HERE)
     assert [(row["mode"], row["provider"]) for row in rows] == [
         (m, p) for m in ("fwd", "bwd") for p in ("tpfuse", "torch")
     ]
@@ -188,7 +256,7 @@ def test_a_provider_that_fails_costs_the_others_nothing():
 
 
 def test_bytes_are_those_of_tpfuse_for_everybody():
-    rows, notes = measure(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"], CARD, CPU, 0.0)
+    rows, notes = measure(Case(LAYER_NORM, (4, 8), "fp32", ["fwd"], ["torch"]), HERE)
     x, *vectors = LAYER_NORM.inputs(random(), 4, 8)
     with count() as counted:
         LAYER_NORM.providers["tpfuse"](x, *vectors)
@@ -302,9 +370,8 @@ def test_on_a_gpu(tmp_path):
     """The card's ceilings, graphs, registers and memory are there."""
     bench, device = load("reduce_bias_dropout_add_norm"), torch.device("cuda")
     card = measure_card(device, {"bf16": torch.bfloat16}, copy_mib=256, side=2048)
-    rows, notes = measure(
-        bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"], card, device, 0.05
-    )
+    case = Case(bench, (1, 512, 1024), "bf16", ["fwd", "bwd", "step"], ["tpfuse", "torch"])
+    rows, notes = measure(case, Setting(card, device, 0.05))
     assert notes == [] and len(rows) == 6 and {row["timed"] for row in rows if row["mode"] != "step"} == {"graph"}
     for row in rows:
         assert row["p50_us"] > 0 and row["peak_mib"] > 0 and row["roofline"] < 2

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import documents, measured
-from bench.harness.bench import discover
+from tpfuse.bench.definition import discover
 
 
 def row(op, shape, mode, provider, p50, **others):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import tune
-from bench.harness.measure import Timing
+from tpfuse.bench.measure import Timing
 from tpfuse.kernels.runtime import tuning as _tuning
 
 BF16 = torch.bfloat16

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import __main__ as bench_main
 from tests.common import error, make_tp
 from tpfuse.__main__ import parser
 from tpfuse.layers.module import named_specs
@@ -55,11 +54,14 @@ def run_blocks(world, texts: list[str], page: str, folder: str) -> dict[str, Ten
     """The tensors that the blocks leave behind."""
     before, names = os.getcwd(), {}
     os.chdir(folder)
+    if world.size > 1:
+        os.environ["TORCHELASTIC_RUN_ID"] = "pool"  # a page for torchrun sees that it is under it
     try:
         for text in texts:
             exec(compile(text, page, "exec"), names)
     finally:
         os.chdir(before)
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
     return {name: value.detach() for name, value in names.items() if isinstance(value, Tensor)}
 
 
@@ -103,6 +105,17 @@ STEMS = "faults", "fine_tuning", "kernels", "layers", "ledger", "models", "overl
 
 def test_the_first_example_runs_in_plain_python():
     done = subprocess.run([sys.executable, "-"], input=FIRST, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_readme_run_in_plain_python(gpt2, tmp_path):
+    """As they are pasted one after another, in one process that torchrun did not start."""
+    shutil.copytree(gpt2, tmp_path / "path/to/gpt2")
+    text = "\n".join(blocks(ROOT / "README.md", "python"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run([sys.executable, "-"], input=text, **run)
     assert done.returncode == 0, done.stderr
 
 
@@ -174,8 +187,6 @@ def test_commands_exist(page, line, monkeypatch):
             assert importlib.util.find_spec(module)
         elif module == "tpfuse":
             parser().parse_args(argv)
-        elif module == "bench":
-            bench_main.arguments(argv)
         elif hasattr(importlib.import_module(module), "arguments"):
             monkeypatch.setattr(sys, "argv", [module, *argv])
             importlib.import_module(module).arguments()

@@ -15,14 +15,13 @@ from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
 from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
-from tpfuse import parallelize as function
 from tpfuse.collectives import gather
+from tpfuse.interop import parallelized
 from tpfuse.models import GPT
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
-PARALLELIZE = inspect.getmodule(function)
 
 
 def call_of(name, model):
@@ -93,11 +92,11 @@ def test_outputs_and_gradients_stay(ranks, name, R, sp):
 
 
 def with_gather(world, name, sp):
-    kept, PARALLELIZE.collect = PARALLELIZE.collect, gather
+    kept, parallelized.collect = parallelized.collect, gather
     try:
         return ours(world, name, sp)
     finally:
-        PARALLELIZE.collect = kept
+        parallelized.collect = kept
 
 
 def test_gather_in_place_of_collect_would_be_wrong(ranks):
@@ -369,3 +368,43 @@ def test_what_the_ranks_do_not_agree_on(ranks):
 
 def test_a_model_of_ours_is_inside():
     assert isinstance(parallelize(make("mistral")).parallel, GPT)
+
+
+def test_the_arguments_of_save_pretrained(tmp_path):
+    model = parallelize(make("llama", torch.float32))
+    options = dict(max_shard_size="20KB", push_to_hub=False, safe_serialization=True, variant=None, save_function=print)
+    model.save_pretrained(tmp_path, **options)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal(dict(again.state_dict()), dict(make("llama", torch.float32).state_dict()))
+    for name, value in dict(push_to_hub=True, variant="fp16", safe_serialization=False).items():
+        with pytest.raises(NotImplementedError, match=f"save_pretrained of LlamaForCausalLM: {name}.* is not built"):
+            model.save_pretrained(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match="max_shard_size must be bytes or as '5GB', got 'big'"):
+        model.save_pretrained(tmp_path, max_shard_size="big")
+
+
+def test_what_a_split_vocabulary_refuses():
+    model = parallelize(make("llama"))
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with pytest.raises(NotImplementedError, match=f"{name} of a parallelized LlamaForCausalLM: no rank has"):
+            getattr(model, name)()
+    with pytest.raises(NotImplementedError, match="resize it before tpfuse.parallelize"):
+        model.resize_token_embeddings(120)
+    checkpointed = make("llama")
+    checkpointed.gradient_checkpointing_enable()
+    with pytest.raises(NotImplementedError, match="gradient checkpointing, which is enabled, is not built; call"):
+        parallelize(checkpointed)
+    checkpointed.gradient_checkpointing_disable()
+    parallelize(checkpointed)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_directory(tmp_path, name):
+    make("llama", torch.bfloat16).save_pretrained(tmp_path)
+    for asked, want in (("auto", torch.bfloat16), ("float16", torch.float16), (torch.float64, torch.float64)):
+        assert GPT.from_pretrained(tmp_path, **{name: asked}).head.weight.dtype == want
+    with pytest.raises(ValueError, match="dtype must be 'auto' or one of float64, .*, got torch.int8"):
+        GPT.from_pretrained(tmp_path, **{name: "int8"})
+    with pytest.raises(ValueError, match="dtype=torch.float32 and torch_dtype=torch.float16 differ"):
+        GPT.from_pretrained(tmp_path, dtype=torch.float32, torch_dtype=torch.float16)

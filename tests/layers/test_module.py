@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.common import Recorder, fake_tp, make_tp
+from tpfuse import layers
 from tpfuse.kernels.runtime.philox import normal
 from tpfuse.layers import (
     ColumnParallelLinear,
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
+    RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
     module,
@@ -176,3 +178,57 @@ def test_wholes_know_every_living_parameter():
     gone = {id(p) for p in block.parameters()}
     del block, known
     assert gone.isdisjoint({id(p) for p in module.wholes()})
+
+
+# ---- what is no rows ----
+
+ROWS = {
+    "a batch": (
+        (2, 3, 8),
+        r"x must be \[rows, 8\], .* got \(2, 3, 8\); .*x.transpose\(0, 1\).reshape\(-1, D\) with batch",
+    ),
+    "another width": ((6, 7), r"x must be \[rows, 8\], .* got \(6, 7\)"),
+    "one row": ((8,), r"x must be \[rows, 8\], .* got \(8,\)"),
+    "rows that do not fit": ((7, 8), "x has 7 rows, which must be a multiple of batch, or seq given, with batch=2"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("layer", [TransformerBlock(8, 4), ParallelAttention(8, 4)], ids=["block", "attention"])
+def test_what_is_no_rows(layer, what):
+    shape, message = ROWS[what]
+    with pytest.raises(ValueError, match=f"{type(layer).__name__}: {message}"):
+        layer(torch.zeros(shape), batch=2)
+
+
+def test_fewer_rows_than_positions():
+    with pytest.raises(ValueError, match=r"TransformerBlock: x has 6 rows, which must be at least seq \* batch = 8"):
+        TransformerBlock(8, 4)(torch.zeros(6, 8), batch=2, seq=4)
+
+
+@pytest.mark.parametrize(
+    "layer", [ParallelMLP(8, 16), ColumnParallelLinear(8, 16), RowParallelLinear(8, 16)], ids=["mlp", "column", "row"]
+)
+def test_another_width(layer):
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x must be \[..., 8\], got \(2, 16\)"):
+        layer(torch.zeros(2, 16))  # as many elements as 4 rows have
+
+
+def test_an_mlp_takes_any_rows():
+    mlp, x = ParallelMLP(8, 16), torch.randn(2, 3, 8)
+    assert mlp(x).shape == x.shape and torch.equal(mlp(x).flatten(0, 1), mlp(x.flatten(0, 1)))
+
+
+def words(world):
+    tp = make_tp(world)
+    return repr(layers.ColumnParallelLinear(4, 8, tp=tp)), repr(layers.RowParallelLinear(8, 4, False, tp=tp))
+
+
+def test_a_layer_says_its_sizes_its_bias_and_its_share(ranks):
+    column, row = ranks(2, words)[1]
+    assert column == "ColumnParallelLinear(in_features=4, out_features=8, activation='none', bias=True, rank 1 of 2)"
+    assert row == "RowParallelLinear(in_features=8, out_features=4, bias=False, rank 1 of 2)"
+    assert repr(layers.RMSNorm(4)) == "RMSNorm(normalized_shape=4, eps=1e-06, bias=False)"
+    assert repr(layers.VocabParallelEmbedding(9, 4)) == "VocabParallelEmbedding(num_embeddings=9, embedding_dim=4)"
+    assert "head_width=4, dropout=0.0" in repr(layers.CrossAttention(8, 2))
+    assert "(lora)" not in repr(layers.TransformerBlock(8, 2))

@@ -41,8 +41,8 @@ def test_gpt3_on_1024_ranks_in_a_minute_and_two_gigabytes():
     assert done.returncode == 0, done.stderr
 
 
-def _real(world, sequence_parallel, saving):
-    model = GPT(SMALL, tp=make_tp(world, sequence_parallel), saving=saving)
+def _real(world, sequence_parallel, saving, recompute=None):
+    model = GPT(SMALL, tp=make_tp(world, sequence_parallel), saving=saving, recompute=recompute)
     ids = torch.zeros(2, 64, dtype=torch.int64)
     model(ids, labels=ids, step=0, first_sample=0)  # compares the ranks' input_ids, once
     with Ledger() as ledger:
@@ -58,6 +58,29 @@ def test_a_dry_rank_does_what_a_real_one_does(ranks, sequence_parallel, saving):
     rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
     assert rows == real[0] == real[1]
     assert sum(row.wire for row in rows.values()) == dry.work.wire > 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_dry_rank_recomputes_what_a_real_one_does(ranks, sequence_parallel):
+    real = ranks(2, _real, sequence_parallel, "fastest", "full")
+    dry = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel, full=True))
+    rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    assert rows == real[0] == real[1]
+    # small all-reduces are one message, a gather and an exchange are two; two pairs of GEMMs a layer
+    of_forward = (2 if sequence_parallel else 1) * 2 * SMALL.num_layers
+    calls = lambda run: sum(calls for calls, _ in run.work.messages.values())
+    plain = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel))
+    assert calls(dry) - calls(plain) == of_forward
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_a_recomputing_rank_saves_and_sends_is_what_the_formulas_say(sequence_parallel):
+    on = Plan(tp=4, seq=512, micro_batch=8, sequence_parallel=sequence_parallel, full=True)
+    rows = {
+        what: (counted, formula) for what, counted, formula, _ in against_formulas(dry_run(load_config("gpt-22b"), on))
+    }
+    counted, formula = rows["sent over tp (formula: of row tiles)"]
+    assert counted == pytest.approx(formula, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["gpt-22b", "bert-large"])

@@ -12,7 +12,7 @@ from tpfuse.ledger.layer import build, token_ids
 from tpfuse.ledger.memory import measured_layer
 from tpfuse.ledger.plain import PlainLayer
 from tpfuse.ledger.presets import load_config
-from tpfuse.models import GPT, GPTConfig
+from tpfuse.models import GPT, BertConfig, GPTConfig
 from tpfuse.parallel import TensorParallel
 
 WIDTH, HEADS, BATCH = 1024, 16, 4
@@ -74,6 +74,22 @@ def test_our_block(ranks, sequence_parallel, saving):
     assert measured == pytest.approx(form, rel=0.01)
     if sequence_parallel:
         assert measured / sbh(seq) == pytest.approx(OURS[saving, True] / ranks, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("norm", ["layer", "rms", "post"])
+def test_our_recomputed_block(ranks, sequence_parallel, norm):
+    """2 sbh/t and the statistics of one norm, nothing in post-norm; the norm's own vectors apart."""
+    seq, sizes = 512, dict(vocab_size=512, max_positions=512, hidden_size=WIDTH, num_layers=2, num_heads=HEADS)
+    on = BertConfig(**sizes) if norm == "post" else config(norm=norm)
+    form = activation_bytes(on, ranks, sequence_parallel, "fastest", seq=seq, batch=BATCH, full=True)
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving="fastest", full=True)
+    vectors = {"layer": 2, "rms": 1, "post": 0}[norm] * 4 * WIDTH  # in fp32
+    assert measured == form + vectors
+    assert form / sbh(seq) == pytest.approx(2 / (ranks if sequence_parallel else 1), rel=0.01)
 
 
 def _measured(world, saving):

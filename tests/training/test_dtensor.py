@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.common import assert_close, assert_equal, make_tp
-from tests.models.common import GPT_CONFIG, STEP_CONFIG, Training, batch, results, whole
-from tpfuse import TensorParallel, as_dtensor
+from tests.models.common import GPT_CONFIG, STEP_CONFIG, Training, batch, default_dtype, results, whole
+from tpfuse import TensorParallel, as_dtensor, load_checkpoint, param_groups, save_checkpoint
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT
 
@@ -135,3 +136,125 @@ def one_process(world):
     as_dtensor(other, world.mesh(1, 1)["tp"])
     assert_equal(results(other, batch(GPT_CONFIG)), results(model, batch(GPT_CONFIG)))
     return True
+
+
+# ---- FSDP2 ----
+
+
+class Sharded(Training):
+    """A GPT over DTensors, sharded by fully_shard with any options over any data-parallel mesh."""
+
+    def __init__(self, mesh, dtype=F64, **options):
+        self.mesh, self.dp = mesh, mesh.size() // mesh["tp"].size()
+        dims = tuple(name for name in mesh.mesh_dim_names if name != "tp")
+        with default_dtype(dtype):
+            self.model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"]), dp=mesh[dims[0]])
+        as_dtensor(self.model, mesh["tp"])
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh[dims], **options)
+        self.optimizer = torch.optim.AdamW(param_groups(self.model, weight_decay=0.1), lr=3e-4)
+        self.number = mesh.get_rank() // mesh["tp"].size()  # among the replicas
+
+    def step(self, step):
+        size = 4 // self.dp
+        backward(self.model, step, slice(self.number * size, (self.number + 1) * size))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def validate(self):
+        """After which FSDP2 leaves the root's parameters gathered."""
+        with torch.no_grad():
+            self.model.eval()(torch.arange(16).view(2, 8))
+        self.model.train()
+
+
+def backward(model, step, samples):
+    ids = torch.randint(STEP_CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(step))[samples]
+    model(ids, labels=ids, step=step, first_sample=samples.start).loss.backward()
+
+
+def sharded_steps(world, sizes, names, path, options):
+    training = Sharded(init_device_mesh("cpu", sizes, mesh_dim_names=names), **options)
+    for step in range(3):
+        training.step(step)
+        training.validate()
+        save_checkpoint(path, training.model, training.optimizer, step=step)
+    training.validate()
+    return load_checkpoint(path, training.model, training.optimizer)
+
+
+def alone_steps(world, path):
+    """-> the end of a run in one process, and of the one whose checkpoint is read."""
+    with default_dtype(F64):
+        models = [GPT(STEP_CONFIG, seed=seed) for seed in (0, 1)]
+    optimizers = [torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=3e-4) for model in models]
+    for step in range(3):
+        backward(models[0], step, slice(0, 4))
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    load_checkpoint(path, models[1], optimizers[1])
+    return [{name: p.detach() for name, p in model.named_parameters()} for model in models]
+
+
+DP_TP, HSDP = ("dp", "tp"), ("replicate", "shard", "tp")
+
+
+@pytest.mark.parametrize(
+    "sizes, names, options",
+    [
+        ((2, 2), DP_TP, {}),
+        ((2, 1, 2), HSDP, {}),
+        pytest.param((2, 2, 1), HSDP, {}, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), HSDP, {}, marks=pytest.mark.slow),
+        pytest.param((2, 2), DP_TP, dict(reshard_after_forward=True), marks=pytest.mark.slow),
+        pytest.param((2, 2), DP_TP, dict(reshard_after_forward=False), marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_trains_and_saves_after_validation(ranks, tmp_path, sizes, names, options):
+    assert ranks(4, sharded_steps, sizes, names, tmp_path, options) == [(2, None)] * 4
+    exact, saved = ranks(1, alone_steps, tmp_path)[0]
+    assert_close(saved, exact, F64)
+
+
+def generated(world, register):
+    training = Sharded(world.mesh(2, 2))
+    if register:
+        register_fsdp_forward_method(training.model, "generate")
+    ids = torch.arange(6).view(2, 3)
+    with default_dtype(F64):
+        exact = GPT(STEP_CONFIG).generate(ids, max_new_tokens=3)
+    for _ in range(2):
+        if register:
+            assert torch.equal(training.model.generate(ids, max_new_tokens=3), exact)
+        else:
+            with pytest.raises(ValueError, match=r"register_fsdp_forward_method\(model, 'generate'\)"):
+                training.model.generate(ids, max_new_tokens=3)
+        training.step(0)
+        exact = training.model.generate(ids, max_new_tokens=3) if register else exact
+    return True
+
+
+@pytest.mark.parametrize("register", [True, False])
+def test_fsdp_generates_where_the_method_is_registered(ranks, register):
+    assert all(ranks(4, generated, register))
+
+
+def mixed(world, sizes):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    training = Sharded(world.mesh(*sizes), dtype=torch.float32, mp_policy=policy)
+    size = 4 // training.dp
+    backward(training.model, 0, slice(training.number * size, (training.number + 1) * size))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in training.model.parameters())
+    return whole(training.model, grad=True)
+
+
+def test_fsdp_mixed_precision(ranks):
+    """In bf16, gradients as far from those in fp32 at (2, 2) as in one process."""
+    with default_dtype(torch.float32):
+        model = GPT(STEP_CONFIG)
+    backward(model, 0, slice(0, 4))
+    exact = {name: p.grad for name, p in model.named_parameters()}
+    far = lambda grads: {name: ((g - exact[name]).norm() / exact[name].norm()).item() for name, g in grads.items()}
+    single = far(ranks(1, mixed, (1, 1))[0])
+    for grads in ranks(4, mixed, (2, 2)):
+        assert all(0 < error < 2 * single[name] for name, error in far(grads).items())

@@ -17,7 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of
-from ..layers.module import Spec, local, named_specs
+from ..layers.module import Spec, local, named_specs, unwrapped_name
 from ..parallel import TensorParallel
 from ..together import raise_together, together
 from .huggingface.directory import open_tensors, read_json
@@ -31,8 +31,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_[AB]\.weight")
 # PEFT's options, of which other values are errors; and those that must be empty.
-_BUILT: dict[str, Any] = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
-_EMPTY = (
+BUILT: dict[str, Any] = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
+EMPTY = (
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
@@ -95,7 +95,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
             raise ValueError(
                 f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
             )
-        return config, handle, _check(path / WEIGHTS, handle, config["r"], _layers(base))
+        return config, handle, _check(path / WEIGHTS, handle, config["r"], hf_layers(base))
 
     config, handle, modules = together(examine, base.groups())
     rank = config["r"]
@@ -160,7 +160,7 @@ def _config(base: PretrainedModule) -> dict[str, Any]:
     lora = next(lora for *_, lora in adapted_layers(base))
     rank = len(lora.A)
     alpha = lora.scale * rank
-    return _BUILT | dict(
+    return BUILT | dict(
         r=rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=0.0,
@@ -193,10 +193,10 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     stands = f"load_adapter: {path / CONFIG}"
-    for key, built in _BUILT.items():
+    for key, built in BUILT.items():
         if config.get(key, built) not in (built, None):
             raise ValueError(f"{stands}: {key}={shown(config[key])} is not built; only {built!r} is")
-    for key in _EMPTY:
+    for key in EMPTY:
         if config.get(key):
             raise ValueError(f"{stands}: {key}={shown(config[key])} is not built")
     for key in ("r", "lora_alpha"):
@@ -206,9 +206,10 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     return config, handle
 
 
-def _layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
+def hf_layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
     """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
-    sources, modules, layers = base.sources(), dict(base.named_modules()), {}
+    sources, layers = base.sources(), {}
+    modules = {unwrapped_name(path): module for path, module in base.named_modules()}
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):

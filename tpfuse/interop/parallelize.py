@@ -1,61 +1,22 @@
 """One line for a model of transformers: its blocks become ours, its forward and outputs stay its own."""
 
-import functools
-import inspect
 import json
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives import collect
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
-from ..models import GPT, Bert
 from ..models.config import ModelConfig
-from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..together import together
-from .huggingface.disk import NewFiles
 from .huggingface.read import Tensors, load
-
-
-class _Kind(NamedTuple):
-    model: type[Model]
-    output: str  # transformers' class
-    options: Callable[[nn.Module], dict[str, Any]]  # of the model's constructor
-    normalized: bool = False  # its loss divides by num_items_in_batch, where a call gives it
-
-
-def _kind_of(family: Family) -> _Kind:
-    model = GPT if family.causal else Bert
-    return _Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
-
-
-_KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
-    "BertModel": _Kind(
-        Bert, "BaseModelOutputWithPoolingAndCrossAttentions", lambda module: dict(pooler=module.pooler is not None)
-    ),
-}
-_CALL = "input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "step", "first_sample"
-_GENERATE = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "eos_token_id",
-    "pad_token_id",
-    "max_new_tokens",
-)
-_GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
+from .parallelized import KINDS, Kind, Parallelized, class_of
 
 
 def parallelize(
@@ -89,8 +50,13 @@ def parallelize(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
-    def examine() -> tuple[_Kind, dict[str, Any], ModelConfig]:
+    def examine() -> tuple[Kind, dict[str, Any], ModelConfig]:
         kind, hf_config = _kind(module), _config_of(module)
+        if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
+            raise NotImplementedError(
+                "parallelize: gradient checkpointing, which is enabled, is not built; call"
+                " gradient_checkpointing_disable() first, and saving='smallest' saves memory"
+            )
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
@@ -117,16 +83,16 @@ def parallelize(
         delattr(module, child)
     module.parallel = model.train(module.training)
     original: Any = type(module)
-    module.__class__ = _class(original)
+    module.__class__ = class_of(original)
     return module
 
 
-def _kind(module: Any) -> _Kind:
+def _kind(module: Any) -> Kind:
     cls = type(module)
-    check(not isinstance(module, _Parallel), f"parallelize: {cls.__name__} is parallelized already")
-    known = cls.__module__.startswith("transformers.") and cls.__name__ in _KINDS
+    check(not isinstance(module, Parallelized), f"parallelize: {cls.__name__} is parallelized already")
+    known = cls.__module__.startswith("transformers.") and cls.__name__ in KINDS
     check(
-        known, f"parallelize: module must be transformers' own {', '.join(_KINDS)}, got {cls.__module__}.{cls.__name__}"
+        known, f"parallelize: module must be transformers' own {', '.join(KINDS)}, got {cls.__module__}.{cls.__name__}"
     )
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     if ends[1] is not None:
@@ -136,7 +102,7 @@ def _kind(module: Any) -> _Kind:
             f"parallelize: config.tie_word_embeddings={declared}, and the module's embeddings are"
             f"{' not' * (not tied)} tied",
         )
-    return _KINDS[cls.__name__]
+    return KINDS[cls.__name__]
 
 
 def _config_of(module: Any) -> dict[str, Any]:
@@ -167,123 +133,3 @@ def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:
             f"parallelize: {', '.join(sources[name].names)} are one parameter here; freeze all of them or none",
         )
         p.requires_grad_(trained.pop())
-
-
-# ---- what the module becomes ----
-
-
-class _Parallel:
-    """Stands before the class of transformers in the module's new class; ``parallel`` is the tpfuse model."""
-
-    parallel: Model
-    tpfuse_original: type
-    config: Any
-    generation_config: Any
-    can_generate: Callable[[], bool]
-
-    # of a model, save_checkpoint and load_checkpoint keep these too
-    seed = property(lambda self: self.parallel.seed, lambda self, value: setattr(self.parallel, "seed", value))
-    step = property(lambda self: self.parallel.step, lambda self, value: setattr(self.parallel, "step", value))
-
-    def _forward(self, arguments: dict[str, Any]) -> Any:
-        name, kind = self.tpfuse_original.__name__, _KINDS[self.tpfuse_original.__name__]
-        return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
-        call = {key: arguments.pop(key) for key in _CALL if key in arguments}
-        rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
-        if rest:
-            raise NotImplementedError(f"{name}, parallelized: {', '.join(rest)} is not built")
-        head = self.parallel.head is not None
-        out = self.parallel(
-            **{key: value for key, value in call.items() if value is not None},
-            **(dict(return_logits=True) if head else {}),
-            **(dict(loss_normalizer=normalizer) if kind.normalized and normalizer is not None else {}),
-        )
-        outputs = out._asdict()
-        if head:
-            outputs["logits"] = _whole(out.logits, self.parallel)
-        outputs = {key: value for key, value in outputs.items() if value is not None}
-        result = getattr(import_module("transformers.modeling_outputs"), kind.output)(**outputs)
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
-
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
-        """Generates as GPT does, with transformers' arguments.
-
-        ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
-        NotImplementedError, which names it, for an argument that is not built.
-        """
-        if not isinstance(self.parallel, GPT):
-            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model")
-        ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
-        ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
-        config = self.generation_config if generation_config is None else generation_config
-        values = {key: value for key, value in (config.to_diff_dict() | options).items() if value is not None}
-        known = _GENERATE + _GENERATE_IGNORED
-        unknown = [key for key, value in values.items() if key not in known and value is not False]
-        if unknown:
-            raise NotImplementedError(
-                f"generate of a parallelized {type(self).__name__}: {', '.join(unknown)} is not built"
-            )
-        if "max_new_tokens" not in values:
-            check("max_length" in values, "generate: give max_new_tokens or max_length")
-            values["max_new_tokens"] = values["max_length"] - ids.shape[1]
-        if values.get("do_sample"):
-            values["top_k"] = values.get("top_k", 50) or None  # transformers' default
-        return self.parallel.generate(ids, **{k: values[k] for k in _GENERATE if values.get(k) is not None}, **ours)
-
-    def save_pretrained(
-        self, save_directory: str | Path, *, state_dict: Any = None, is_main_process: bool = True
-    ) -> None:
-        """Writes a directory that transformers loads.
-
-        Every rank calls it, and one writes, whatever the last two arguments are.
-        """
-        self.parallel.save_pretrained(save_directory)
-        if self.can_generate():
-            together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups())
-
-    def _save_generation_config(self, path: Path) -> None:
-        if self.parallel.writes:
-            with (new := NewFiles(path, "save_pretrained")) as folder:
-                self.generation_config.save_pretrained(folder)
-                new.publish()
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: the blocks have their own way to save memory."""
-        raise NotImplementedError(
-            f"gradient_checkpointing_enable of a parallelized {type(self).__name__}; saving='smallest' saves memory"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.tpfuse_original,), self.__dict__
-
-
-def _whole(logits: Tensor, model: Model) -> Tensor:
-    """[B, S, V/R], of which the last rank's may be narrower -> [B, S, V].
-
-    Every rank goes on to use them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather)
-    would count the loss R times.
-    """
-    vocab, size = model.config.vocab_size, model.tp.size
-    return collect(F.pad(logits, (0, -(-vocab // size) - logits.shape[-1])), model.tp, dim=-1)[..., :vocab]
-
-
-@functools.cache
-def _class(original: Any) -> Any:
-    """Returns a subclass by the same name, whose forward has the same signature."""
-    signature = inspect.signature(original.forward)
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments[next(iter(signature.parameters))]
-        return self._forward(arguments | arguments.pop(rest, {}))
-
-    own = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
-    return type(original.__name__, (_Parallel, original), own)
-
-
-def _again(original: type) -> nn.Module:
-    cls = _class(original)
-    module: nn.Module = cls.__new__(cls)
-    return module

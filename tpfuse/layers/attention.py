@@ -6,8 +6,10 @@ Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv
 and its gradient is summed over them.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +24,9 @@ from ..kernels.runtime.philox import threshold
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
 from .cache import KVCache
+from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
-from .module import Origin, ParallelModule, local, replicated
+from .module import Origin, ParallelModule, check_rows, local, replicated
 from .norm import HeadNorm
 from .sites import sites
 
@@ -67,10 +70,11 @@ class CopiedKV(ColumnProjection):
         **factory: Any,
     ):
         super().__init__(tp)
+        self.in_features = width
         self.copies, per_group, head = copies, heads + 2, head_width * width
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
-        of_q = Origin("weight", lambda i: (i // heads * per_group + i % heads) * head)
-        of_kv = Origin("weight", lambda i: (i * per_group + heads) * head)
+        of_q = Origin("weight", partial(_in_qkv, each=heads, first=0, per_group=per_group, size=head))
+        of_kv = Origin("weight", partial(_in_qkv, each=1, first=heads, per_group=per_group, size=head))
         self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, **factory)
         self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, **factory)
         if bias:
@@ -92,6 +96,11 @@ class CopiedKV(ColumnProjection):
         return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
 
 
+def _in_qkv(i: np.ndarray, *, each: int, first: int, per_group: int, size: int) -> np.ndarray:
+    """Returns where in qkv the elements of index i begin, of ``each`` indices a group from the ``first`` one on."""
+    return (i // each * per_group + i % each + first) * size
+
+
 class ParallelAttention(ParallelModule):
     """Multi-head attention, or grouped-query attention with fewer ``num_kv_heads``, on rows s * batch + b.
 
@@ -101,6 +110,7 @@ class ParallelAttention(ParallelModule):
     masks.  ValueError where heads cannot be split over the ranks.
     """
 
+    shown = "head_width", "causal", "window", "dropout"
     qkv: ColumnProjection
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
@@ -136,6 +146,7 @@ class ParallelAttention(ParallelModule):
             f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}",
         )
         threshold(dropout)
+        self.width = hidden_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
         self.causal, self.window, self.dropout, self.site = causal, window, dropout, sites(layer).probabilities
@@ -197,7 +208,11 @@ class ParallelAttention(ParallelModule):
             options |= {} if rope is None else rope._asdict()
             weights = *self.qkv.flat(), local(self.out.weight)
             return gather_attention_exchange(n, *weights, tp=self.tp, recompute=recompute, **options)
-        qkv = self.qkv.project(n, recompute)
+        return self.out.parts(self._attend(self.qkv.project(n, recompute), options, rope=rope, cache=cache))
+
+    def _attend(self, qkv: Tensor, options: dict[str, Any], *, rope: Rope | None, cache: KVCache | None) -> Tensor:
+        """What the qkv projection gives [M, (H/R + 2 G/R) E] -> o [M, H/R E]"""
+        batch, seq = options["batch"], options["seq"]
         qkv = qkv.view(len(qkv), -1, self.heads_per_group, self.head_width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
@@ -212,7 +227,7 @@ class ParallelAttention(ParallelModule):
             if cache is not None:
                 cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)
             o = attention(qkv, **options, **({} if rope is None else rope._asdict()))
-        return self.out.parts(o)
+        return o
 
     def forward(
         self,
@@ -225,23 +240,29 @@ class ParallelAttention(ParallelModule):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         rope: Rope | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]) -> [m, D].
 
         ``seq`` positions: M // batch unless given; rows beyond seq * batch are padding.  ``attention_mask`` [batch,
         seq], nonzero where a key may be seen; ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1).
-        ``rng`` where dropout is on.
+        ``rng`` where dropout is on.  ``cache``: of generation.  ValueError for an x of other dimensions, or rows that
+        do not fit ``batch``.
         """
-        parts = self.parts(
-            x,
+        check_rows("ParallelAttention", x, self.width, tp=self.tp, batch=batch, seq=seq)
+        attending: dict[str, Any] = dict(
             batch=batch,
             seq=seq,
             rng=rng,
             key_mask=as_key_mask("ParallelAttention: attention_mask", attention_mask),
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            rope=rope,
         )
+        if hooked(self):
+            o: Tensor = self._attend(self.qkv(x), self._attending(**attending), rope=rope, cache=cache)
+            summed: Tensor = self.out(o)
+            return summed
+        parts = self.parts(x, rope=rope, cache=cache, **attending)
         (bias,) = replicated(self.tp, self.out.bias)
         return reduce_bias_dropout_add_norm(parts, bias)[0]
 

@@ -26,10 +26,12 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import autocasts
 from ..kernels.runtime.philox import Mask, active_rng, threshold
 from ..parallel import TensorParallel
+from ..sequence_parallel.crossings import expanded
 from .attention import ParallelAttention, Rope
 from .cache import KVCache
+from .hooks import hooked
 from .mlp import ParallelMLP
-from .module import ParallelModule, local, replicated
+from .module import ParallelModule, check_rows, local, replicated
 from .norm import LayerNorm, norm_layer
 from .one_node import Constants, Layer, Parameters, block
 from .sites import sites
@@ -43,6 +45,11 @@ class Normed(NamedTuple):
     n: Tensor
     recompute: Recompute | None = None
 
+    @property
+    def rows(self) -> Tensor:
+        """n [m, D]"""
+        return self.n[0] if self.n.dim() == 3 else self.n
+
 
 class TransformerBlock(ParallelModule):
     """One block: attention and MLP with their norms and residuals, pre-norm or ``post_norm``.
@@ -53,6 +60,7 @@ class TransformerBlock(ParallelModule):
     MLP, ``attention_dropout`` on the probabilities.
     """
 
+    shown = "dropout", "post_norm", "saving"
     norm_in: LayerNorm | None
     norm_mlp: LayerNorm | None
 
@@ -90,6 +98,7 @@ class TransformerBlock(ParallelModule):
         check(saving in SAVING, f"TransformerBlock: saving must be one of {', '.join(SAVING)}, got {saving!r}")
         check_kind("TransformerBlock", norm, eps)
         threshold(dropout)
+        self.width = hidden_size
         self.dropout, self.saving, self.post_norm, self.sites = dropout, saving, post_norm, sites(layer)
         shared: dict[str, Any] = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
         self.attention = ParallelAttention(
@@ -136,8 +145,9 @@ class TransformerBlock(ParallelModule):
         ``attention_mask`` [batch, seq], nonzero where a key may be seen.  ``seq``: rows beyond seq * batch are padding.
         ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), of which the longest has ``max_seqlen``
         positions.  ``rope``: rotary positions.  ``rng`` int64 [3] = (seed, step, first_sample), needed where dropout is
-        on.
+        on.  ValueError for an h of other dimensions, or rows that do not fit ``batch``.
         """
+        check_rows("TransformerBlock", h, self.width, tp=self.tp, batch=batch, seq=seq)
         alone, enters = normed is None, self.norm_in is not None
         check(alone or not enters, "TransformerBlock: a block with norm_in takes h alone")
         check(not alone or enters or self.post_norm, "TransformerBlock: without norm_in it takes (h, normed)")
@@ -150,6 +160,8 @@ class TransformerBlock(ParallelModule):
             max_seqlen=max_seqlen,
             rope=rope,
         )
+        if hooked(self):
+            return self._by_parts(h, normed, cache=cache, **attending)
         if cache is None and self._is_one_node(h, normed):
             return self._one_node(h, normed, **attending)
         a, m = self.norm_attention, self.norm_mlp
@@ -180,6 +192,31 @@ class TransformerBlock(ParallelModule):
         parts, site = self.mlp.parts(n, self._keep(recompute)), self.sites.after_mlp
         h, n, recompute = reduce_bias_dropout_add_norm(parts, fc2_bias, h, wm, norm_bias=bm, site=site, **add)
         return h if alone else (h, Normed(n, self._keep(recompute)))
+
+    def _by_parts(
+        self, h: Tensor, normed: Normed | None, *, key_mask: Tensor | None, **attending: Any
+    ) -> Tensor | tuple[Tensor, Normed]:
+        """Runs the block as the composition of its modules, each by its __call__: values to rounding, masks bitwise."""
+        batch, rng = attending["batch"], attending["rng"]
+        drop: dict[str, Any] = dict(p=self.dropout if self.training else 0.0, rng=rng, batch=batch)
+        drop["first_row"] = self.tp.row_rank * len(h)
+
+        def add(x: Tensor, site: int) -> Tensor:
+            return reduce_bias_dropout_add_norm(x, residual=h, site=site, **drop)[0]
+
+        if normed is not None:
+            n = normed.rows
+        else:
+            n = h if self.norm_in is None else self.norm_in(h)
+        x = self.attention(n, attention_mask=key_mask, **attending)
+        h = add(x, self.sites.after_attention)
+        n = self.norm_attention(h).to(x.dtype)
+        h = n if self.post_norm else h
+        x = self.mlp(n)
+        h = add(x, self.sites.after_mlp)
+        n = h if self.norm_mlp is None else self.norm_mlp(h).to(x.dtype)
+        h = n if self.post_norm else h
+        return h if normed is None else (h, Normed(expanded("TransformerBlock", n, self.tp)))
 
     def _is_one_node(self, h: Tensor, normed: Normed | None) -> bool:
         """Whether the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""

@@ -21,6 +21,7 @@ class VocabParallelEmbedding(ParallelModule):
     ids int64 [M] or [S, B] -> this rank's rows [m, D]; an id below 0 gives a row of zeros.
     """
 
+    shown = "num_embeddings", "embedding_dim"
     weight: nn.Parameter
 
     def __init__(

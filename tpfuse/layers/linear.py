@@ -19,7 +19,7 @@ from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, leave_parts, linear_exchange
-from .module import ParallelModule, local, replicated
+from .module import ParallelModule, check_width, local, replicated
 
 # Of a layer: weight -> (indices of its dimension 1, name) of each projection that it holds.
 Parts = dict[str, list[tuple[int, str]]]
@@ -50,21 +50,29 @@ class Adaptable(ParallelModule):
 
     def __init__(self, tp: TensorParallel | None):
         super().__init__(tp)
-        self.register_module("lora", None)
+        self.lora = None  # no module while there is none, so that repr() shows none
 
     @property
     def adapter(self) -> Adapter | None:
         """The adapter to be added to the product; None where there is none or it is merged into the weight."""
-        lora: Any = self._modules["lora"]  # nn.Module's attribute access costs the host
+        lora: Any = self._modules.get("lora")  # nn.Module's attribute access costs the host
         return None if lora is None or lora.merged else lora
 
 
 class ColumnProjection(Adaptable):
     """A projection that can be used as one weight [N/R, K] and bias [N/R], its :meth:`flat`."""
 
+    in_features: int
+    activation = "none"
+
     def flat(self) -> tuple[Tensor, Tensor | None]:
         """Returns weight [N/R, K] and bias [N/R]."""
         raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [M, N/R]; all dimensions but the last are rows.  ValueError for another width."""
+        check_width(type(self).__name__, x, self.in_features)
+        return self.project(x.reshape(-1, self.in_features), activation=self.activation)
 
     def project(self, n: Tensor, recompute: Recompute | None = None, activation: str = "none") -> Tensor:
         """n [m, K] or expanded [R, m, K] -> [M, N/R]"""
@@ -83,6 +91,7 @@ class ColumnParallelLinear(ColumnProjection):
     on its first dimension.
     """
 
+    shown = "in_features", "out_features", "activation"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -116,15 +125,12 @@ class ColumnParallelLinear(ColumnProjection):
         bias = local(self.bias)
         return local(self.weight).reshape(-1, self.in_features), None if bias is None else bias.reshape(-1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [M, N/R]"""
-        return self.project(x.reshape(-1, self.in_features), activation=self.activation)
-
 
 class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
     shards_input = True
+    shown = "in_features", "out_features"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -155,6 +161,7 @@ class RowParallelLinear(Adaptable):
         return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K/R] -> [m, N]"""
+        """x [..., K/R] -> [m, N].  ValueError for another width."""
+        check_width("RowParallelLinear", x, self.in_features // self.tp.size)
         (bias,) = replicated(self.tp, self.bias)
         return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias)[0]

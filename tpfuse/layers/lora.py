@@ -31,7 +31,7 @@ from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
-from .module import initialize, local, on_rows
+from .module import initialize, local, on_rows, unwrapped_name
 
 TARGETS = "qkv", "out", "fc1", "fc2"
 _ALONE = TensorParallel()
@@ -211,7 +211,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
-    return ((path, m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
+    return ((unwrapped_name(path), m) for path, m in base_of(model).named_modules() if isinstance(m, Adaptable))
 
 
 def _parts(base: Any, path: str, layer: Adaptable) -> Parts:

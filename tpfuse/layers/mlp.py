@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.linear.activation import ACTIVATIONS, GATED
+from ..kernels.linear.gated import activate
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_mlp_exchange
+from .hooks import hooked
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .module import ParallelModule, local, replicated
+from .module import ParallelModule, check_width, local, replicated
 
 
 class ParallelMLP(ParallelModule):
@@ -22,6 +24,8 @@ class ParallelMLP(ParallelModule):
     ``activation``: one of kernels.linear.activation.ACTIVATIONS; with ``gated``, one that has a gated form.  ValueError
     for another, or where ``ffn_size`` cannot be split.
     """
+
+    shown = ("activation",)
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class ParallelMLP(ParallelModule):
         **factory: Any,
     ):
         super().__init__(tp)
+        self.width = hidden_size
         self.tp.divide(ffn_size, "ParallelMLP: ffn_size")
         known = list(GATED.values() if gated else ACTIVATIONS)
         check(
@@ -64,6 +69,15 @@ class ParallelMLP(ParallelModule):
         return self.fc2.parts(self.fc1.project(n, recompute, self.activation))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D], rows [m] (without sequence parallelism [M]) -> [m, D]"""
-        (bias,) = replicated(self.tp, self.fc2.bias)
-        return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias)[0]
+        """x [..., D], all dimensions but the last rows (this rank's; without sequence parallelism all) -> [..., D].
+
+        ValueError for another width.
+        """
+        check_width("ParallelMLP", x, self.width)
+        rows = x.reshape(-1, self.width)
+        if hooked(self):
+            y: Tensor = self.fc2(activate(self.fc1(rows), self.activation))
+        else:
+            (bias,) = replicated(self.tp, self.fc2.bias)
+            y = reduce_bias_dropout_add_norm(self.parts(rows), bias)[0]
+        return y.view(x.shape)

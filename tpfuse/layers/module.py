@@ -1,14 +1,14 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..agreement import Agreement, Asked, names
 from ..collectives import copy
@@ -16,51 +16,18 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
+from .hooks import onlooker
+from .spec import Origin as Origin
+from .spec import Spec as Spec
+from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
+_SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
+REPLICATED = "_tensor_parallel"  # of a plain module: the ranks that have the same parameters, where it was said
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A parameter as a whole.
-
-    ``shape`` is the full shape, ``dim`` the dimension it is sharded on (None: replicated), ``init`` its standard
-    deviation at the start (or "ones" or "zeros"; None: initialised elsewhere).  A shard is one contiguous slice, split
-    as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks).
-    ``origin``: the initial values are those of another parameter's elements, so that a layout which depends on the
-    number of ranks does not change them.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None
-    init: float | str | None
-    copies: int = 1
-    origin: "Origin | None" = None
-
-    @property
-    def spread(self) -> tuple[int, ...]:
-        """The shape of all ranks' slices concatenated: the full shape, times ``copies`` on the sharded dimension."""
-        return tuple(n * self.copies if i == self.dim else n for i, n in enumerate(self.shape))
-
-    def local(self, tp: TensorParallel) -> tuple[slice, ...]:
-        """Returns this rank's slice of the full tensor."""
-        whole = [slice(0, n) for n in self.shape]
-        if self.dim is not None:
-            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
-        return tuple(whole)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Index i of dimension 0 takes its initial values from another parameter of the same module.
-
-    They are the elements from ``offset(i)`` on of the parameter ``leaf``, flattened.
-    """
-
-    leaf: str
-    offset: Callable[[np.ndarray], np.ndarray]
-
-
+# What torch's wrappers put into the names of the parameters below them.
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
 
 
@@ -70,11 +37,15 @@ class ParallelModule(nn.Module):
     Subclass it to write a parallel layer: call :meth:`add_parameter` for each parameter and, at the end of the
     constructor, :meth:`initialize_alone`.  Checkpoints, optimizers and DTensor views then work on it.
 
+    Where a parameter is split, ``state_dict`` holds a DTensor over the tensor-parallel group, which shares the shard's
+    memory; ``load_state_dict`` takes such DTensors, shards, and whole tensors.
+
     A layer that is no part of another one or of a model compares its calls over the ranks, the first of each kind:
     shapes, dtypes, modes, and the values of what every rank must have (``shards_input``: not the input).
     """
 
     shards_input: ClassVar[bool] = False
+    shown: ClassVar[tuple[str, ...]] = ()  # the attributes that repr() shows, beside the bias and the rank
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
         module = super().__new__(cls)
@@ -86,6 +57,19 @@ class ParallelModule(nn.Module):
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
+        self._compares: RemovableHandle | None = None
+        self._draws = False
+        self.register_state_dict_post_hook(_as_wholes)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
+        for leaf, p, spec in _owned(self):
+            value = state_dict.get(prefix + leaf)
+            if is_split(spec, self.tp) and isinstance(value, Tensor) and not isinstance(p, DTensor):
+                state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def add_parameter(
         self,
@@ -108,15 +92,32 @@ class ParallelModule(nn.Module):
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))
 
+    def extra_repr(self) -> str:
+        words = [f"{name}={getattr(self, name)!r}" for name in self.shown]
+        words += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
+        words += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
+        return ", ".join(words)
+
     def initialize_alone(self) -> None:
         """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
 
         Called at the end of a layer's constructor.  On the meta device nothing happens: a model makes its layers there
-        and initialises them all by names of its own.
+        and initialises them all by names of its own; any other module of layers is given to :func:`init_weights`.
         """
+        self._draws = True
         if any(p.is_meta for p in self.parameters()):
             return
         self.compare_alone()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the initial weights again, as the constructor drew them: the next ones of torch's CPU generator.
+
+        A collective call where weights are random: the ranks compare their generators.  ValueError on every rank where
+        they differ.
+        """
+        if not self._draws:  # a layer of layers, which are reset one by one
+            return
         if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
@@ -131,11 +132,18 @@ class ParallelModule(nn.Module):
         for child in self.modules():
             if isinstance(child, ParallelModule):
                 child._agreement = None
+                if child._compares is not None:
+                    child._compares.remove()
+                    child._compares = None
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
-        self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+        self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
+        from .partial import watch  # it needs what is here
+
+        watch(self)
 
 
+@onlooker
 def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook of a layer that compares its calls."""
     if module._agreement is not None and not torch.compiler.is_compiling():
@@ -161,19 +169,63 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def _owned(module: "ParallelModule") -> Iterator[tuple[str, nn.Parameter, Spec]]:
+    """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
+    weight_norm) has put in the place of one."""
+    own: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
+    parametrized: Any = own.get("_modules", {}).get("parametrizations", {})
+    for leaf, spec in own.get("specs", {}).items():
+        for name in (leaf, *(f"{leaf}_{suffix}" for suffix in _SUFFIXES)):
+            p = own["_parameters"].get(name)
+            if p is not None:
+                yield name, p, spec
+        if leaf in parametrized:
+            for inner, p in parametrized[leaf].named_parameters(recurse=False):
+                yield f"parametrizations.{leaf}.{inner}", p, spec
+
+
+def check_gathered(method: str, module: "ParallelModule") -> None:
+    """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
+    for leaf, p, spec in _owned(module):
+        here = tuple(s.stop - s.start for s in spec.local(module.tp))
+        if isinstance(p, DTensor) and tuple(p.to_local().shape) != here:
+            raise ValueError(
+                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {here} of {leaf}; call"
+                f" torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once, before"
+            )
+
+
+def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """The hook by which a state dictionary holds DTensors for split parameters."""
+    assert isinstance(module, ParallelModule)
+    for leaf, _p, spec in _owned(module):
+        if is_split(spec, module.tp) and isinstance(state_dict.get(prefix + leaf), Tensor):
+            state_dict[prefix + leaf] = as_whole(state_dict[prefix + leaf], spec, module.tp)
+
+
+def unwrapped_name(name: str) -> str:
+    """Returns a parameter's name without what torch's checkpoint_wrapper and torch.compile put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
     """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
 
-    A plain module's parameters are replicated.
+    A plain module's parameters are replicated.  The names are those without torch's wrappers.
     """
+    known = {p: (spec, m.tp) for m in module.modules() if isinstance(m, ParallelModule) for _, p, spec in _owned(m)}
     owners = dict(module.named_modules())
     for name, p in module.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        owner = owners[path]
-        if isinstance(owner, ParallelModule):
-            yield name, owner.specs[leaf], owner.tp
-        else:
-            yield name, Spec(tuple(p.shape), None, None), TensorParallel()
+        owner = known.get(p)
+        if owner is None:
+            ranks = owners[name.rpartition(".")[0]].__dict__.get(REPLICATED) or TensorParallel()
+            owner = Spec(tuple(p.shape), None, None), ranks
+        yield unwrapped_name(name), *owner
+
+
+def living() -> "list[ParallelModule]":
+    """Returns the parallel modules that are alive."""
+    return list(_alive)
 
 
 class Whole(NamedTuple):
@@ -186,15 +238,10 @@ class Whole(NamedTuple):
 def wholes() -> dict[Tensor, Whole]:
     """Returns what is known of every parameter of the parallel modules that are alive.
 
-    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.
+    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
+    from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    found: dict[Tensor, Whole] = {}
-    for module in list(_alive):
-        own: dict[str, Any] = module.__dict__
-        for leaf, p in own.get("_parameters", {}).items():
-            if p is not None and leaf in own["specs"]:
-                found[p] = Whole(own["specs"][leaf], own["tp"])
-    return found
+    return {p: Whole(spec, module.tp) for module in living() for _, p, spec in _owned(module)}
 
 
 @torch.no_grad()
@@ -207,24 +254,38 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
         if spec.init is None:
             continue
+        x = local(p)
         if isinstance(spec.init, str):
-            p.fill_(1.0 if spec.init == "ones" else 0.0)
+            x.fill_(1.0 if spec.init == "ones" else 0.0)
             continue
-        start, *inner = spec.local(tp)
+        rows, *inner = _places(p, spec, tp)
         columns = np.zeros((), np.int64)
         stride = 1
-        for s, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
-            columns = np.add.outer(np.arange(s.start, s.stop, dtype=np.int64) * stride, columns)
+        for places, n in zip(reversed(inner), reversed(spec.shape[1:]), strict=True):
+            columns = np.add.outer(places * stride, columns)
             stride *= n
         name = prefix + name
         if spec.origin is not None:
             name = name.rpartition(".")[0] + "." * ("." in name) + spec.origin.leaf
         step = max(1, _CHUNK // max(columns.size, 1))
-        for i in range(start.start, start.stop, step):
-            rows = np.arange(i, min(i + step, start.stop), dtype=np.int64)
-            offsets = rows * stride if spec.origin is None else spec.origin.offset(rows)
+        for i in range(0, len(rows), step):
+            some = rows[i : i + step]
+            offsets = some * stride if spec.origin is None else spec.origin.offset(some)
             values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
-            p[i - start.start : i - start.start + len(rows)] = values.to(p.dtype)
+            x[i : i + len(some)] = values.to(x.dtype)
+
+
+def _places(p: Tensor, spec: Spec, tp: TensorParallel) -> list[np.ndarray]:
+    """Returns the indices, by dimension, of the elements of the whole that are here."""
+    if not isinstance(p, DTensor):
+        return [np.arange(s.start, s.stop, dtype=np.int64) for s in spec.local(tp)]
+    (chunk,) = p.__create_chunk_list__()
+    found = [np.arange(o, o + n, dtype=np.int64) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+    if spec.dim is not None and spec.copies > 1:  # a DTensor is of all ranks' slices, one after the other
+        each = spec.spread[spec.dim] // tp.size
+        places = found[spec.dim]
+        found[spec.dim] = places // each // spec.copies * each + places % each
+    return found
 
 
 @overload
@@ -258,3 +319,26 @@ def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     Under sequence parallelism its gradient is summed over the ranks.
     """
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: int, seq: int | None) -> None:
+    """Raises the ValueError of ``name`` for an x that is no rows s * batch + b, [m, width]."""
+    if x.dim() != 2 or x.shape[1] != width:
+        cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
+        where = "position s of sample b in row s * batch + b"
+        raise ValueError(f"{name}: x must be [rows, {width}], {where}, got {tuple(x.shape)}; {cure}")
+    rows = len(x) * tp.row_shards
+    if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
+        return  # attention names it
+    if rows % batch if seq is None else seq * batch > rows:
+        fits = "a multiple of batch, or seq given" if seq is None else f"at least seq * batch = {seq * batch}"
+        raise ValueError(
+            f"{name}: x has {rows} rows{' over the ranks' * (tp.row_shards > 1)}, which must be {fits}, with"
+            f" batch={batch}: position s of sample b is row s * batch + b"
+        )
+
+
+def check_width(name: str, x: Tensor, width: int) -> None:
+    """Raises the ValueError of ``name`` for an x that is not [..., width]."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"{name}: x must be [..., {width}], got {tuple(x.shape)}")

@@ -16,6 +16,7 @@ class LayerNorm(ParallelModule):
 
     kind = "layer"
     shards_input = True  # or not: it acts on each row alone
+    shown = "normalized_shape", "eps"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -30,7 +31,7 @@ class LayerNorm(ParallelModule):
     ):
         super().__init__(tp)
         check_kind(type(self).__name__, self.kind, eps)
-        self.eps = eps
+        self.normalized_shape, self.eps = normalized_shape, eps
         start = "zeros" if KINDS[self.kind].offset else "ones"  # the scale starts at 1
         self.add_parameter("weight", (normalized_shape,), None, start, **factory)
         if bias:

@@ -78,7 +78,6 @@ class Asked(NamedTuple):
     parameters: Any  # a Parameters of flags
     residual: torch.dtype  # of the gradient of h
     in_stack: bool
-    totals: Totals = Totals()
 
 
 Stats = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -103,6 +102,7 @@ class Kept(NamedTuple):
 
 
 NO_STATS: Stats = (None, None, None)
+NO_TOTALS = Totals()
 PARAMETERS, FLAT = len(Parameters._fields), len(Kept._fields) - 3
 FUSED = REDUCE_BIAS_DROPOUT_ADD_NORM
 ONE = TensorParallel()  # rank
@@ -149,11 +149,11 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
 
 @Composed
 def _backward(
-    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asked: Asked
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asking: tuple[Asked, Totals]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of what _forward returned first -> those of h, n and the parameters."""
-    (dh, dn), (c, options, p) = gradients, layer
-    order, dtype, needed, totals = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters, asked.totals
+    (dh, dn), (c, options, p), (asked, totals) = gradients, layer, asking
+    order, dtype, needed = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters
 
     wanted = Wanted(dtype_of(p.fc2_bias), p.last_bias is not None, asked.residual, dtype)
     state = NormSaved(*kept.last_stats, p.last_weight, kind=c.kind)
@@ -191,8 +191,8 @@ def _backward(
     return dh, dn, *[_shaped(g, like) for g, like in zip(made, p)]
 
 
-def _with_totals(asked: Asked, found: tuple[Main | None, ...]) -> Asked:
-    """Returns what is asked for, with the totals that gradients are added to."""
+def _totals(asked: Asked, found: tuple[Main | None, ...]) -> tuple[Asked, Totals]:
+    """Returns what is left to be asked for, and the totals that gradients are added to."""
     wanted = [main is None or main.wanted for main in found]
     names = [f"{name}_weight" for name in Totals._fields]
     p = asked.parameters
@@ -201,7 +201,7 @@ def _with_totals(asked: Asked, found: tuple[Main | None, ...]) -> Asked:
         main.add(lambda total: total.flatten(0, -2)) if main is not None and getattr(p, name) else None
         for name, main in zip(names, found, strict=True)
     ]
-    return asked._replace(parameters=p, totals=Totals(*totals))
+    return asked._replace(parameters=p), Totals(*totals)
 
 
 def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> Needs:
@@ -238,9 +238,10 @@ class _Block(Function):
         stats: tuple[Any, ...] = saved[FLAT : FLAT + 3], saved[FLAT + 3 : FLAT + 6], saved[FLAT + 6 :]
         layer, kept = Layer(constants, options, p), Kept(*saved[:FLAT], *stats)
         asked = Asked(Parameters(*needed[3:]), residual, in_stack)
+        totals = NO_TOTALS
         if ctx.mains is not None:
-            asked = _with_totals(asked, ctx.mains)
-        dh, dn, *gradients = _backward((dh, dn), layer, kept, asked)
+            asked, totals = _totals(asked, ctx.mains)
+        dh, dn, *gradients = _backward((dh, dn), layer, kept, (asked, totals))
         return dh, dn, None, *gradients
 
 

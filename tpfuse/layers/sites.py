@@ -1,6 +1,7 @@
 """Dropout sites: the number that each mask of a model has, by which masks of one step and position differ.
 
-Site 0 is the embedding's; a layer has three.  The numbers are part of the format of masks and do not change.
+Site 0 is the embedding's; a layer has three, a cross-attention one of another range.  The numbers are part of the
+format of masks and do not change.
 """
 
 from typing import NamedTuple
@@ -17,3 +18,8 @@ class Sites(NamedTuple):
 def sites(layer: int) -> Sites:
     """Returns the sites of layer ``layer``, counted from 0."""
     return Sites(3 * layer + 1, 3 * layer + 2, 3 * layer + 3)
+
+
+def cross_site(layer: int) -> int:
+    """Returns the site of the cross-attention number ``layer``, which no :class:`Sites` holds."""
+    return 32768 + layer

@@ -8,11 +8,21 @@ import torch
 
 from ..kernels.runtime.launch import MULTIPROCESSORS
 from ..layers.block import SAVING
+from ..models.stack import RECOMPUTE
 from . import machine, memory, mfu
 from .presets import PRESETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_HELP = f"a local Hugging Face directory or config.json, or one of {', '.join(PRESETS)}"
+
+
+BENCH = """Kernels alone, at any shape: every op, or one of a file of your own, against plain torch, torch.compile and,
+where it is installed, Liger Kernel. Without OP: the ops, their axes, standard shapes and providers. A row gives the
+time (median, 20 % and 80 % quantiles), TFLOP/s and GB/s of the same counted work for every provider, the share of this
+card's measured roofline and what that is of (memory, matrix products; cache: the inputs may have come from there, and
+the share is left out), the error against fp64 and its ratio to torch's error, registers, spills, what a call adds to
+memory, and the path: the kernels, or "by torch". Such as: bench layer_norm --dtype bf16 --shape 8192x4096 --providers
+tpfuse,torch,compile"""
 
 
 class Help(argparse.HelpFormatter):
@@ -39,6 +49,13 @@ def sizes(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def json_place(text: str) -> Path:
+    """Returns the file of --json, whose suffix tells it from an op that stands behind --json."""
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"FILE ends in .json, got {text!r}; without FILE, --json comes last")
+    return Path(text)
+
+
 def choices(text: str) -> list[tuple[int, int]]:
     """Returns the (tp, dp) pairs of "1x1,2x1"."""
     try:
@@ -49,13 +66,20 @@ def choices(text: str) -> list[tuple[int, int]]:
 
 def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None]]) -> argparse.ArgumentParser:
     """Returns the parser; ``commands`` are the functions to run, by name, which it leaves in ``run``."""
-    what = "Where the bytes go, what a model needs, how near the limit it runs, whether the installation works."
+    what = (
+        "Where the bytes go, what a model needs, how near the limit it runs, whether the installation works, and how"
+        " fast the kernels are."
+    )
     top = argparse.ArgumentParser(prog="python -m tpfuse", description=what)
     subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, what: str, plot: bool = True) -> argparse.ArgumentParser:
-        p = subparsers.add_parser(name, help=what, description=what, formatter_class=Help, allow_abbrev=False)
+    def named(name: str, what: str, more: str | None = None) -> argparse.ArgumentParser:
+        p = subparsers.add_parser(name, help=what, description=more or what, formatter_class=Help, allow_abbrev=False)
         p.set_defaults(run=commands[name])
+        return p
+
+    def command(name: str, what: str, plot: bool = True) -> argparse.ArgumentParser:
+        p = named(name, what)
         out = p.add_argument_group("output")
         out.add_argument("--json", action="store_true", help="numbers for programs in place of tables")
         if plot:
@@ -76,8 +100,11 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             action="store_true",
             help="every tensor-parallel rank holds all rows between GEMMs",
         )
+        p.add_argument("--saving", choices=SAVING, help="for backward, keep what is fastest (default) or smallest")
         p.add_argument(
-            "--saving", choices=SAVING, default=SAVING[0], help="for backward, keep what is fastest or what is smallest"
+            "--recompute",
+            choices=RECOMPUTE,
+            help="in backward make again what is cheap (selective: --saving smallest) or each block (full)",
         )
 
     p = command(
@@ -178,4 +205,40 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     p.add_argument(
         "--folder", type=Path, default=Path("."), metavar="DIR", help="where disk and sharedness are looked at"
     )
+
+    _bench(named("bench", "Kernels alone, at any shape: against plain torch, torch.compile and Liger Kernel.", BENCH))
     return top
+
+
+def _bench(p: argparse.ArgumentParser) -> None:
+    p.add_argument("ops", nargs="*", metavar="OP", help="any that the list shows, all, or a file, path/to/my_op.py")
+    p.add_argument(
+        "--shape",
+        action="append",
+        metavar="MxN",
+        help="several by commas or given again; else the standard",
+    )
+    p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="bf16, fp16, fp32")
+    p.add_argument(
+        "--mode",
+        default="fwd,bwd",
+        metavar="MODE,..",
+        help="fwd (saving for backward), bwd (on a kept graph), step",
+    )
+    p.add_argument("--providers", metavar="NAME,..", help="such as tpfuse,torch,compile; by default all installed")
+    p.add_argument("--dropout", type=float, metavar="P", help="for the ops that drop; by default 0.1")
+    p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; by default a GPU where there is one")
+    p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="for each shape and mode")
+    out = p.add_argument_group("output")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="rows for a spreadsheet")
+    out.add_argument(
+        "--json",
+        type=json_place,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="numbers for programs in place of tables; with FILE.json, there and tables too",
+    )
+    out.add_argument(
+        "--plot", type=Path, metavar="PNG|DIR", help="one picture, or roofline.png and speed.png (needs matplotlib)"
+    )

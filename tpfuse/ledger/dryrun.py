@@ -60,6 +60,7 @@ class Plan(NamedTuple):
     saving: str = "fastest"
     dtype: torch.dtype = torch.bfloat16
     optimizer: str = "adamw"
+    full: bool = False  # recompute="full": of each block the input is kept
 
 
 class Held(NamedTuple):
@@ -118,7 +119,7 @@ def run(config: ModelConfig, plan: Plan) -> DryRun:
 def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     """Returns the model of a plan, on the meta device."""
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
-    return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype)
+    return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype)
 
 
 def held_by(model: Model, plan: Plan) -> Held:
@@ -182,12 +183,13 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
     Vectors, statistics of the loss and tables of positions are small.  With sequence parallelism a layer gathers its
     rows twice and exchanges twice, each way, and gathers two again for the weights' gradients; embedding and head add
     an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, each an
-    exchange and a gather, and one at either end.
+    exchange and a gather, and one at either end.  Blocks that are recomputed send what forward sends again.
     """
     s, R = Shape.of(config), plan.tp
     rows = -(-plan.seq * plan.micro_batch // R)
     tile = (R - 1) * rows * s.D * plan.dtype.itemsize
-    return tile * (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4)
+    again = 4 * s.L if plan.full else 0
+    return tile * (again + (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4))
 
 
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
@@ -195,7 +197,7 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
     c, plan, work = r.config, r.plan, r.work
     s = Shape.of(c)
     size: dict[str, int] = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
-    saved = s.L * activation_bytes(c, plan.tp, plan.sequence_parallel, plan.saving, **size)
+    saved = s.L * activation_bytes(c, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, **size)
     flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
     return [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
@@ -223,10 +225,10 @@ def report(r: DryRun) -> str:
     """Returns a dry run as text."""
     c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
     mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype, kept = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
     head = (
         f"{s.L} layers, width {s.D}, {s.H} heads, vocabulary {s.V}: {quantity(parameter_count(c))} parameters\n"
-        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {plan.saving}, {dtype};"
+        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {kept}, {dtype};"
         f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
     )
     numbers = [

@@ -18,6 +18,7 @@ from ..layers.block import SAVING
 from ..models import with_head
 from ..models.config import ModelConfig
 from ..models.model import Model
+from ..models.stack import FULL
 from ..parallel import TensorParallel
 from .aten import ATTENTION, GEMM, KINDS
 from .operators import BIAS, COPIES, DROPOUT, FUSED, NORMS, OTHER, PRODUCTS, SOFTMAX, UNFUSED, Operator, Sizes, flash
@@ -44,12 +45,16 @@ def build(
     tp: TensorParallel | None = None,
     dp: DeviceMesh | None = None,
     saving: str,
+    full: bool = False,
     dtype: torch.dtype,
     device: str = "meta",
 ) -> Model:
-    """Returns the real model, with its language-model head; ValueError for sizes that cannot be split."""
+    """Returns the real model, with its language-model head; ``full``: recompute="full".
+
+    ValueError for sizes that cannot be split.
+    """
     with default_dtype(dtype), torch.device(device):
-        return with_head(config, tp=tp, dp=dp, saving=saving)
+        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:

@@ -8,7 +8,7 @@ Saved bytes per layer at 16 bit with dropout on (s positions, b micro-batch, h w
     TP + SP                 sbh/t (34 + 5as/h)
     TP, selective           sbh (10 + 24/t)
     TP + SP, selective      34 sbh/t
-    full recompute          2 sbh
+    full recompute          2 sbh                      full       2 sbh                with SP  2 sbh/t
 
 The terms behind these are kept apart below, so that other dtypes, grouped heads and gated MLPs have their formula too.
 """
@@ -39,11 +39,13 @@ def activation_bytes(
     seq: int,
     batch: int,
     element_size: int = 2,
+    full: bool = False,
 ) -> float:
     """Returns the bytes that one layer saves on one rank.
 
     ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
-    "fastest" or "smallest" for tpfuse's.  ValueError for another.
+    "fastest" or "smallest" for tpfuse's, ``full`` where its blocks are recomputed (recompute="full" of a model).
+    ValueError for another.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
@@ -55,8 +57,10 @@ def activation_bytes(
     if recompute in ("fastest", "smallest"):
         streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
-        statistics = 2 * (8 if KINDS[config.norm].centred else 4)
-        between = 2 * streams * e * s.D + statistics
+        norm = 8 if KINDS[config.norm].centred else 4  # its statistics
+        if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
+            return rows * (e * s.D + (0 if config.post_norm else norm)) / shards
+        between = 2 * streams * e * s.D + 2 * norm
         inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H
         return rows * (between / shards + inside / t)
     between = 2 * (2 * e + 1) * s.D  # each norm's input and output, and the masks of dropout
@@ -106,12 +110,13 @@ def measured_layer(
     seq: int,
     batch: int,
     saving: str,
+    full: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Returns the bytes that one more layer of the real model saves on this rank, on meta tensors."""
 
     def saved_with(layers: int) -> int:
-        model = build(with_layers(config, layers), tp=tp, saving=saving, dtype=dtype)
+        model = build(with_layers(config, layers), tp=tp, saving=saving, full=full, dtype=dtype)
         ids = token_ids(batch, seq)
         with saved_bytes(model) as saved:
             out = model(ids, labels=ids, first_sample=0)

@@ -100,7 +100,7 @@ def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> f
 def _train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
     mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
-    model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, dtype=plan.dtype, device="cpu")
+    model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype, device="cpu")
     replica: Any = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))

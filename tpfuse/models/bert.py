@@ -12,20 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives import collect
 from ..interop.huggingface.read import Files
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.linear.op import linear
-from ..kernels.norm import embed_finish, norm_in
+from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.block import Normed
+from ..layers.hooks import served
 from ..layers.module import ParallelModule, local, on_rows, replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
 from .config import BertConfig
+from .embed import Lookup, embed
 from .families import FAMILIES
 from .head import LMHead, Table
 from .inputs import Inputs
@@ -38,10 +39,18 @@ class _Dense(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, width: int, tp: TensorParallel, init_std: float):
+    def __init__(self, width: int, tp: TensorParallel, init_std: float, *, of_rows: bool, activation: str = "none"):
         super().__init__(tp)
+        self.of_rows, self.activation = of_rows, activation
         self.add_parameter("weight", (width, width), None, init_std)
         self.add_parameter("bias", (width,), None, "zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [m, D] -> act(W x + b) [m, D]"""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.of_rows:
+            weight, bias = derived(lambda w: on_rows(w, self.tp), weight), on_rows(bias, self.tp)
+        return linear(x, weight, bias, self.activation)
 
 
 class Bert(Model):
@@ -49,7 +58,8 @@ class Bert(Model):
 
     ``masked_lm`` adds the head that predicts tokens, ``pooler`` the pooled output (default: where there is no head,
     which has no use for it).  ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
-    Without a head the output is ``last_hidden_state`` and, with a pooler, ``pooler_output``; with one, loss and logits.
+    ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
+    ``pooler_output``; with one, loss and logits.
     """
 
     config_class = BertConfig
@@ -68,12 +78,14 @@ class Bert(Model):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         pooler: bool | None = None,
         masked_lm: bool = False,
     ):
         pooler = not masked_lm if pooler is None else pooler
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, pooler=pooler, masked_lm=masked_lm)
+        how = dict(saving=saving, recompute=recompute)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -93,90 +105,83 @@ class Bert(Model):
                     dropout=c.dropout,
                     attention_dropout=c.attention_dropout,
                     post_norm=True,
-                    saving=saving,
+                    saving=self.saving,
                     init_std=c.init_std,
                 )
                 for layer in range(c.num_layers)
             )
-            self.pooler = _Dense(c.hidden_size, tp, c.init_std) if pooler else None
+            self.pooler = _Dense(c.hidden_size, tp, c.init_std, of_rows=False) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
             if masked_lm:
-                self.transform = _Dense(c.hidden_size, tp, c.init_std)
+                self.transform = _Dense(c.hidden_size, tp, c.init_std, of_rows=True, activation=c.activation)
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
                 self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+        self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids = inputs.input_ids
         check(
             self.head is not None or not (inputs.labels is not None or inputs.return_logits),
             "Bert: labels and return_logits need the masked-LM head; make the model with masked_lm=True",
         )
         self._check_inputs(inputs)
-        rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
+        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
         call = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
-        for block in self.blocks:
-            h, normed = block(h, normed, **call)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        h, _ = self._run_blocks(h, normed, states, **call)
+        every = None if states is None else tuple(map(rows.whole, states))
         if self.head is None:
-            hidden = rows.back(collect(h, self.tp) if self.tp.sequence_parallel else h)
-            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden))
+            hidden = rows.whole(h)
+            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden), hidden_states=every)
         labels = None if inputs.labels is None else rows.all(inputs.labels, IGNORE)
         loss, logits = self.head.loss_and_logits(
             self._transform(h),
             labels,
             weight=self._tied(),
-            normalizer=inputs.loss_normalizer,
+            options=inputs.loss_options,
             keep=labels is None or bool(inputs.return_logits),
-            small=self.saving == "smallest",
+            small=self.saving == "smallest" and not served(self.head),
         )
-        return Output(loss, None if logits is None else rows.back(logits))
+        loss = loss if loss is None or not loss.dim() else rows.back(loss)
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=every)
 
     def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
         if position_ids is None:
-            position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
-        type_ids = torch.zeros_like(ids) if type_ids is None else type_ids
+            position_ids = torch.arange(rows.seq, device=inputs.tokens.device).expand(rows.batch, -1)
+        type_ids = torch.zeros_like(position_ids) if type_ids is None else type_ids
         if not torch.compiler.is_compiling():
             for name, x, most in (
                 ("input_ids", ids, c.vocab_size),
                 ("position_ids", position_ids, c.max_positions),
                 ("token_type_ids", type_ids, c.type_vocab_size),
             ):
-                check_ids(f"Bert: {name}", x, most)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, _ = embed_finish(
-            self.embedding.parts(rows.all(ids, -1)),
-            position_weight=on_rows(local(self.positions.weight), self.tp),
-            positions=rows.local(position_ids, 0),
-            type_weight=on_rows(local(self.types.weight), self.tp),
-            types=rows.local(type_ids, 0),
-            weight=weight,
-            norm_bias=bias,
-            p=c.embedding_dropout if self.training else 0.0,
-            rng=rng,
-            first_row=rows.first,
-            batch=rows.batch,
-            eps=c.eps,
-            post_norm=True,
-            ranks=self.tp.row_shards,
+                if x is not None:
+                    check_ids(f"Bert: {name}", x, most)
+        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
+        drop |= dict(first_row=rows.first, batch=rows.batch)
+        tables: dict[str, Any] = dict(
+            positions=Lookup(self.positions, rows.local(position_ids, 0)),
+            types=Lookup(self.types, rows.local(type_ids, 0)),
         )
-        return h, Normed(n)
+        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(inputs.tokens))
+        return embed(self.embedding, self.norm_in, post_norm=True, **given, **tables, **drop)
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""
         if self.pooler is None:
             return None
-        return torch.tanh(linear(hidden[:, 0], local(self.pooler.weight), local(self.pooler.bias)))
+        return torch.tanh(self.pooler(hidden[:, 0]))
 
     def _transform(self, h: Tensor) -> Normed:
         """[m, D] -> norm(act(W h + b)), on this rank's rows"""
         assert self.transform is not None and self.transform_norm is not None  # they come with the head
-        weight = derived(lambda w: on_rows(w, self.tp), local(self.transform.weight))
-        bias = on_rows(local(self.transform.bias), self.tp)
+        x = self.transform(h)
+        if served(self.transform_norm):
+            return Normed(self.transform_norm(x))
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
-        x = linear(h, weight, bias, self.config.activation)
         _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, ranks=self.tp.row_shards)
         return Normed(n, recompute if self.saving == "smallest" else None)
 

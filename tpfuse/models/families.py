@@ -4,6 +4,7 @@ One table.  A Llama-like family is one entry made by :func:`_llama_like`; a fami
 function beside those of interop/names.py.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ class Family(NamedTuple):
     windows: str = NO_WINDOW
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
+
+    @property
+    def base_architecture(self) -> str:
+        """The class of transformers without a head."""
+        return re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "Model", self.architecture)
 
 
 _BERT = Family(

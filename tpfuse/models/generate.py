@@ -24,6 +24,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
+from ..layers.module import check_gathered
 from .inputs import Inputs, check_tokens
 from .model import Rows
 
@@ -56,8 +57,9 @@ _NUMBERS = {
 @torch.no_grad()
 def generate(
     model: GPT,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     *,
+    inputs_embeds: Tensor | None = None,
     max_new_tokens: int,
     attention_mask: Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
@@ -85,6 +87,8 @@ def generate(
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.
     """
+    check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
+    check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     sampling = Sampling(
         do_sample=do_sample,
         temperature=temperature,
@@ -93,8 +97,11 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    check_gathered("generate", model.embedding)
     asked = dict(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, on_token=on_token)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
+    if input_ids is None:
+        raise ValueError("generate: give input_ids [B, S]")
     check_tokens(type(model).__name__, input_ids)
     check(input_ids.shape[1] > 0, "generate: the prompt is empty")
     inputs = Inputs(input_ids, attention_mask=attention_mask)
@@ -186,6 +193,7 @@ def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches:
     seen = dict(batch=rows.batch, seq=rows.seq, attention_mask=mask if prompt else None, rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, cache=cache, **seen)
+    assert model.head is not None  # checked
     return rows.back(model.head(normed, model._tied()))[:, -1]
 
 
@@ -193,6 +201,7 @@ class _Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
     def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
+        assert model.head is not None  # checked
         self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
         self.sampling = sampling
         self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token

@@ -14,19 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..interop.huggingface.read import Files
 from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
-from ..kernels.norm import embed_finish
 from ..kernels.rope_table import rope_table
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
-from ..layers.module import local, on_rows, replicated
+from ..layers.hooks import served
+from ..layers.module import named_specs
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .config import GPTConfig
+from .embed import Lookup, embed
+from .families import FAMILIES
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_packed
@@ -38,14 +42,19 @@ _TABLE = 8192  # rows of a table of rotary positions at least: a longer call sel
 class GPT(Model):
     """A causal language model, whose weights are the same bits at every split.
 
-    ``saving``: "fastest" or "smallest" (what is kept for backward).  ValueError, on every rank, for a config that
-    cannot be split, or one that the ranks do not agree on.
+    ``saving``: "fastest" or "smallest" (what is kept for backward).  ``recompute``: "selective" is saving="smallest",
+    which makes again what is cheap; "full" keeps each block's input alone and runs the block again.  ValueError, on
+    every rank, for a config that cannot be split, or one that the ranks do not agree on.
+
+    ``lm_head=False`` makes the base decoder, transformers' LlamaModel or GPT2Model, whose output is
+    ``last_hidden_state``.  ``GPT.from_pretrained`` makes it too where config.json names that class and the head has a
+    weight of its own, unless ``lm_head`` is given.
     """
 
     config_class = GPTConfig
     refused = {"token_type_ids": "there are no token types, so token_type_ids must be None"}
     config: GPTConfig
-    head: LMHead
+    head: LMHead | None
 
     def __init__(
         self,
@@ -54,9 +63,11 @@ class GPT(Model):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
+        lm_head: bool = True,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, lm_head=lm_head)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -84,31 +95,39 @@ class GPT(Model):
                     out_bias=c.out_bias,
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
-                    saving=saving,
+                    saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
                 )
                 for layer, window in enumerate(c.windows)
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
-            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head) if lm_head else None
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
+        self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        ids, longest, below = inputs.input_ids, check_packed("GPT", inputs), None
+        check(
+            self.head is not None or not (inputs.labels is not None or inputs.return_logits),
+            "GPT: labels and return_logits need the language-model head; make the model with lm_head=True",
+        )
+        longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
-            below = ids.shape[1]
-            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, ids.shape[1])[None])
+            below = inputs.shape[1]
+            inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
-        rows, rng = Rows(ids.shape, self.tp), self._rng(inputs)
-        h, normed = self._embed(rows, ids, inputs.position_ids, rng)
+        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
+        h, normed = self._embed(rows, inputs.tokens, inputs.position_ids, rng)
         call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if inputs.cu_seqlens is not None:
             call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        call["rope"] = self._rope(rows, inputs.position_ids, ids.device, below)
-        for block in self.blocks:
-            h, normed = block(h, normed, **call)
+        call["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        _, normed = self._run_blocks(h, normed, states, **call)
+        hidden = None if states is None else tuple(map(rows.whole, states))
+        if self.head is None:
+            return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=hidden)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -116,39 +135,34 @@ class GPT(Model):
             normed,
             labels,
             weight=self._tied(),
-            normalizer=inputs.loss_normalizer,
+            options=inputs.loss_options,
             keep=labels is None or bool(inputs.return_logits),
-            small=self.saving == "smallest",
+            small=self.saving == "smallest" and not served(self.head),
         )
-        return Output(loss, None if logits is None else rows.back(logits))
+        if loss is not None and loss.dim():  # that of a label stands where the token before it is
+            loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
 
-    def _embed(self, rows: Rows, ids: Tensor, position_ids: Tensor | None, rng: Tensor | None) -> tuple[Tensor, Normed]:
-        c = self.config
+    def _embed(
+        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+    ) -> tuple[Tensor, Normed]:
+        """tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
+        c, ids = self.config, tokens if tokens.dim() == 2 else None
         if not torch.compiler.is_compiling():
-            check_ids("GPT: input_ids", ids, c.vocab_size)
+            if ids is not None:
+                check_ids("GPT: input_ids", ids, c.vocab_size)
             if position_ids is not None:
                 check_ids("GPT: position_ids", position_ids, c.max_positions)
-        table: dict[str, Any] = {}
+        positions: Lookup | None = None
         if self.positions is not None:
             if position_ids is None:
-                position_ids = torch.arange(rows.seq, device=ids.device).expand(rows.batch, -1)
-            table["position_weight"] = on_rows(local(self.positions.weight), self.tp)
-            table["positions"] = rows.local(position_ids, 0)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, recompute = embed_finish(
-            self.embedding.parts(rows.all(ids, -1)),
-            weight=weight,
-            norm_bias=bias,
-            p=c.embedding_dropout if self.training else 0.0,
-            rng=rng,
-            first_row=rows.first,
-            batch=rows.batch,
-            eps=c.eps,
-            norm=c.norm,
-            ranks=self.tp.row_shards,
-            **table,
-        )
-        return h, Normed(n, recompute if self.saving == "smallest" else None)
+                position_ids = torch.arange(rows.seq, device=tokens.device).expand(rows.batch, -1)
+            positions = Lookup(self.positions, rows.local(position_ids, 0))
+        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
+        drop |= dict(first_row=rows.first, batch=rows.batch)
+        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(tokens))
+        h, (n, recompute) = embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
+        return h, Normed(n, recompute if self.recompute else None)
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
@@ -185,10 +199,25 @@ class GPT(Model):
     generate = generate
 
     def sources(self) -> dict[str, Source]:
-        return {name: s for name, s in super().sources().items() if name in dict(self.named_parameters())}
+        own = {name for name, *_ in named_specs(self)}
+        return {name: s for name, s in super().sources().items() if name in own}
 
     def ignorable(self) -> tuple[str, ...]:
-        return (*super().ignorable(), *((r"lm_head\.weight",) if self.config.tie_embeddings else ()))
+        idle = self.config.tie_embeddings or self.head is None
+        return (*super().ignorable(), *((r"lm_head\.weight",) if idle else ()))
+
+    @classmethod
+    def _options_from(cls, files: Files) -> dict[str, Any]:
+        family = FAMILIES[files.config["model_type"]]  # the config has been read
+        base = files.config.get("architectures") == [family.base_architecture]
+        own = "lm_head.weight" in files.raw_names() or cls.config_class.from_hf(files.config).tie_embeddings
+        return dict(lm_head=own or not base)
+
+    def hf_config(self) -> dict[str, Any]:
+        return {"architectures": [self.config.hf.base_architecture]} if self.head is None else super().hf_config()
+
+    def hf_name(self, name: str) -> str:
+        return name if self.head is None else super().hf_name(name)
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..kernels.cross_entropy.op import cross_entropy
 from ..kernels.runtime.errors import check
 from ..layers.block import Normed
-from ..layers.module import ParallelModule, local
+from ..layers.module import ParallelModule, local, on_rows
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
@@ -21,6 +21,10 @@ class Table(ParallelModule):
     def __init__(self, count: int, width: int, tp: TensorParallel, init_std: float):
         super().__init__(tp)
         self.add_parameter("weight", (count, width), None, init_std)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """index int64 [m] of this rank's rows -> [m, D]"""
+        return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
 
 
 class LMHead(ParallelModule):
@@ -46,8 +50,8 @@ class LMHead(ParallelModule):
         options: dict[str, Any] = dict(tp=self.tp, recompute=normed.recompute, columns=self.columns)
         return gather_linear(normed.n, self._weight(weight), local(self.bias), **options)
 
-    def loss(self, logits: Tensor, labels: Tensor, normalizer: float | Tensor | None) -> Tensor:
-        """Mean cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar."""
+    def loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar, or [M]."""
         columns = self.last - self.first
         check(
             logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}"
@@ -55,9 +59,9 @@ class LMHead(ParallelModule):
         return cross_entropy(
             logits,
             labels,
-            normalizer=normalizer,
             first_token=self.first,
             vocab_size=self.vocab_size,
+            **options,
             gather=lambda stats: gather_stats(stats, self.tp),
         )
 
@@ -67,23 +71,22 @@ class LMHead(ParallelModule):
         labels: Tensor | None,
         *,
         weight: Tensor | None,
-        normalizer: float | Tensor | None,
+        options: dict[str, Any],
         keep: bool,
         small: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """n [R, m, D], labels [M] or None -> the loss where there are labels, logits [M, V/R] where ``keep``.
 
-        ``weight`` [V/R, D] is the tied one.  ``small``: a loss alone is made from logits that exist in chunks only and
-        are recomputed in backward, for one GEMM more.
+        ``weight`` [V/R, D] is the tied one, ``options`` are those of the loss.  ``small``: a loss alone is made from
+        logits that exist in chunks only and are recomputed in backward, for one GEMM more.
         """
         if labels is None or keep or not small:
             logits = self(normed, weight)
-            return None if labels is None else self.loss(logits, labels, normalizer), logits if keep else None
-        options: dict[str, Any] = dict(
+            return None if labels is None else self.loss(logits, labels, options), logits if keep else None
+        options = options | dict(
             tp=self.tp,
             first_token=self.first,
             vocab_size=self.vocab_size,
-            normalizer=normalizer,
             recompute=normed.recompute,
         )
         loss = gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options)

@@ -4,20 +4,22 @@ A value is read where that costs nothing: on a CPU, and not by a compiler.  A GP
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention.options import as_key_mask, takes_key_mask
+from ..kernels.cross_entropy.op import LOSS, Reduction
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_scalar, described
+from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_numbers, check_scalar, described
 
 
 class Inputs(NamedTuple):
     """The arguments of a model's forward."""
 
-    input_ids: Tensor
+    input_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
     labels: Tensor | None = None
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
@@ -28,6 +30,28 @@ class Inputs(NamedTuple):
     step: int | Tensor | None = None
     first_sample: int | Tensor | None = None
     return_logits: bool | None = None
+    output_hidden_states: bool | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reduction: str = "mean"
+
+    @property
+    def tokens(self) -> Tensor:
+        """What has a row for every token: input_ids [B, S], or inputs_embeds [B, S, D]."""
+        given = self.input_ids if self.inputs_embeds is None else self.inputs_embeds
+        assert given is not None  # checked
+        return given
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, S]"""
+        return self.tokens.shape[:2]
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The options of the loss, as kernels.cross_entropy takes them."""
+        named = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss, reduction=self.reduction)
+        return named | dict(normalizer=self.loss_normalizer)
 
     @property
     def key_mask(self) -> Tensor | None:
@@ -58,7 +82,25 @@ def readable() -> bool:
     return not torch.compiler.is_compiling()
 
 
-def check_tokens(name: str, ids: Tensor) -> None:
+def check_given(name: str, inputs: Inputs, width: int) -> None:
+    """Raises the ValueError of ``name`` unless exactly one of input_ids and inputs_embeds [B, S, width] is given."""
+    ids, embeds = inputs.input_ids, inputs.inputs_embeds
+    check(
+        (ids is None) != (embeds is None),
+        f"{name}: give input_ids or inputs_embeds, {'none' if ids is None else 'both'} came",
+    )
+    if embeds is None:
+        return check_tokens(name, ids)
+    if (
+        not isinstance(embeds, Tensor)
+        or embeds.dim() != 3
+        or embeds.shape[2] != width
+        or not embeds.is_floating_point()
+    ):
+        raise ValueError(f"{name}: inputs_embeds must be floating [B, S, {width}], got {described(embeds)}")
+
+
+def check_tokens(name: str, ids: Any) -> None:
     """Raises the ValueError of ``name`` for input_ids that are not int64 [B, S]."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         raise ValueError(f"{name}: input_ids must be int64 [B, S], got {described(ids)}")
@@ -70,28 +112,31 @@ def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, d
     ``most`` positions are the model's, ``longest`` is the length of the longest packed document (None: there are none),
     ``device`` is where the weights are.
     """
-    ids = inputs.input_ids
-    check_tokens(name, ids)
-    if ids.device != device:
-        raise ValueError(f"{name}: input_ids must be on {device}, where the model is, got {ids.device}")
-    (batch, seq), length = ids.shape, ids.shape[1] if longest is None else longest
+    what, given = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds", inputs.tokens
+    if given.device != device:
+        raise ValueError(f"{name}: {what} must be on {device}, where the model is, got {given.device}")
+    (batch, seq), length = inputs.shape, inputs.shape[1] if longest is None else longest
     if batch < 1 or seq < 1:
-        raise ValueError(f"{name}: input_ids must have at least one token, got {described(ids)}")
+        raise ValueError(f"{name}: {what} must have at least one token, got {described(given)}")
     check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
     for key, rule in ALIGNED.items():
         x = getattr(inputs, key)
         if x is not None and not (
-            isinstance(x, Tensor) and x.shape == ids.shape and rule.takes(x.dtype) and x.device == device
+            isinstance(x, Tensor) and x.shape == inputs.shape and rule.takes(x.dtype) and x.device == device
         ):
-            kind = f"{rule.words} {tuple(ids.shape)} as input_ids" + (f" on {device}" if device.type != "cpu" else "")
+            kind = f"{rule.words} {tuple(inputs.shape)} as {what}" + (f" on {device}" if device.type != "cpu" else "")
             raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {described(x)}")
     for key, number in _NUMBERS.items():
         value = getattr(inputs, key)
         if value is not None:
             check_scalar(f"{name}: {key}", value, number, readable=readable())
+    check_numbers(name, inputs._asdict(), LOSS)
+    Reduction(inputs.reduction, inputs.loss_normalizer).check(name, "loss_normalizer")
     _check_last_sample(name, inputs.first_sample, batch)
-    if inputs.return_logits is not None and not isinstance(inputs.return_logits, bool):
-        raise ValueError(f"{name}: return_logits must be True, False or None, got {described(inputs.return_logits)}")
+    for key in ("return_logits", "output_hidden_states"):
+        flag = getattr(inputs, key)
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(f"{name}: {key} must be True, False or None, got {described(flag)}")
 
 
 def _check_last_sample(name: str, first: int | Tensor | None, batch: int) -> None:
@@ -110,15 +155,14 @@ def check_packed(name: str, inputs: Inputs) -> int | None:
         check_number(f"{name}: max_seqlen", longest, COUNT)
     if bounds is None:
         return None
-    check_tokens(name, inputs.input_ids)
-    batch, seq = inputs.input_ids.shape
+    batch, seq = inputs.shape
     if batch != 1:
         one = "packed documents (cu_seqlens) are one row of tokens, input_ids [1, S]"
         raise ValueError(f"{name}: {one}; got a batch of {batch}")
     if not (isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) >= 2 and bounds.dtype == torch.int32):
         raise ValueError(f"{name}: cu_seqlens must be int32 [N + 1], N >= 1, got {described(bounds)}")
-    if bounds.device != inputs.input_ids.device:
-        raise ValueError(f"{name}: cu_seqlens must be on {inputs.input_ids.device} as input_ids, got {bounds.device}")
+    if bounds.device != inputs.tokens.device:
+        raise ValueError(f"{name}: cu_seqlens must be on {inputs.tokens.device} as input_ids, got {bounds.device}")
     if not readable() or bounds.device.type != "cpu":
         return seq if longest is None else longest
     return _longest(name, bounds.tolist(), longest, seq)

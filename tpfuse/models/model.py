@@ -9,19 +9,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..agreement import Agreement, Asked, agree
+from ..collectives import collect, split
 from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
 from ..interop.huggingface.source import Source
 from ..interop.huggingface.write import save
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
+from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
 from ..together import together
 from .config import ModelConfig
 from .head import LMHead
-from .inputs import Inputs, check_inputs
+from .inputs import Inputs, check_given, check_inputs, check_tokens
+from .stack import FULL, SELECTIVE, run_blocks, saving_of
 
 M = TypeVar("M", bound="Model")
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
@@ -30,14 +33,16 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
-    ``loss`` scalar fp32; ``logits`` [B, S, V/R], this rank's slice of the vocabulary; ``last_hidden_state`` [B, S, D]
-    and ``pooler_output`` [B, D], the same on every rank.
+    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary;
+    ``last_hidden_state`` [B, S, D] and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers +
+    1 of [B, S, D].
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class Rows:
@@ -53,6 +58,15 @@ class Rows:
         """[B, S] -> [M], ``fill`` in the padding"""
         rows = x.t().reshape(-1)
         return nn.functional.pad(rows, (0, self.count - len(rows)), value=fill)
+
+    def share(self, x: Tensor) -> Tensor:
+        """[B, S, D], the same on every rank -> this rank's [m, D]; the gradient is whole on every rank."""
+        rows = nn.functional.pad(x.transpose(0, 1).flatten(0, 1), (0, 0, 0, self.count - self.batch * self.seq))
+        return split(rows, self.tp) if self.tp.sequence_parallel else rows
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """This rank's [m, D] -> [B, S, D], the same on every rank."""
+        return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
 
     def local(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> this rank's [m]"""
@@ -84,11 +98,12 @@ class Model(PretrainedModule):
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         **options: Any,
     ):
         super().__init__()
-        self.config, self.seed, self.saving = config, seed, saving
+        self.config, self.seed = config, seed
         self.tp = TensorParallel() if tp is None else tp
         dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
         self.dp_rank = None if dp is None else dp.rank()
@@ -97,10 +112,12 @@ class Model(PretrainedModule):
         self.source, self.hf_source = None, None
         name = type(self).__name__
         self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
-        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, dtype=torch.get_default_dtype())
+        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute)
+        shared["dtype"] = torch.get_default_dtype()
         self.tp.agree(name, shared | options)
         shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
         agree(dp, Asked(name, axis="data-parallel"), shared | options)
+        self.saving, self._full = saving_of(name, saving, recompute), False
 
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
@@ -110,17 +127,54 @@ class Model(PretrainedModule):
         device = torch.get_default_device()
         if device.type != "meta":
             self.to_empty(device=device)
-            initialize(self, self.seed)
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Fills every parameter by the model's seed, as the constructor does: for a model that was made on the meta
+        device, after ``to_empty``."""
+        initialize(self, self.seed)
 
     def groups(self) -> list[dist.ProcessGroup]:
         return [resolve(name) for name in (self.tp.group_name, self.dp_group_name) if name is not None]
+
+    # ---- what is kept for backward ----
+
+    @property
+    def recompute(self) -> str | None:
+        """What backward computes again: "full", "selective" (which is saving="smallest") or None."""
+        return FULL if self._full else SELECTIVE if self.saving == "smallest" else None
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Switches to recompute="full": each block's input is kept for backward, and the block runs again.
+
+        Gradients stay bitwise the same.  Every rank calls it.
+        """
+        self._choose_recompute(FULL)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Switches back to what ``saving`` says."""
+        self._choose_recompute(None)
+
+    def _choose_recompute(self, recompute: str | None) -> None:
+        self._full = recompute == FULL
+        block: Any
+        for block in self.blocks:  # in a block that runs again what is cheap is made again too
+            block.saving = "smallest" if self._full else self.saving
+
+    def _run_blocks(self, h: Tensor, normed: Normed, states: list[Tensor] | None, **call: Any) -> tuple[Tensor, Normed]:
+        """Through the blocks; ``states`` gets what enters each, and the last's n."""
+        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, **call)
+        if states is not None:
+            states.append(normed.rows)
+        return h, normed
 
     # ---- a call ----
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -131,11 +185,17 @@ class Model(PretrainedModule):
         step: int | Tensor | None = None,
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
     ) -> Output:
         """input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
 
         Args:
             input_ids: token ids.
+            inputs_embeds: in their place, rows [B, S, D] as the embedding would give them, whole and the same on every
+                tensor-parallel rank; so is their gradient.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
                 document's bound), Bert does not.
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
@@ -148,11 +208,18 @@ class Model(PretrainedModule):
             step: chooses the dropout masks; default: the model's counter.
             first_sample: chooses the dropout masks too; default: dp rank x B.
             return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
+            output_hidden_states: hidden_states come, [B, S, D] each, collected over the ranks: the embedding's output,
+                then each block's, the last behind the final norm.
+            label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
+            z_loss: the weight of the squared logsumexp that is added to the loss.
+            reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
+                labels[b, s] stands at [b, s], 0 where it counts nothing (GPT: at a sequence's first token too).
 
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
         inputs = Inputs(
             input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
             labels=labels,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -163,14 +230,28 @@ class Model(PretrainedModule):
             step=step,
             first_sample=first_sample,
             return_logits=return_logits,
+            output_hidden_states=output_hidden_states,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
         )
         self._compare("forward", inputs._asdict())
         for name, reason in self.refused.items():
             check(getattr(inputs, name) is None, f"{type(self).__name__}: {reason}")
+        check_given(type(self).__name__, inputs, self.config.hidden_size)
         output = self._run(inputs)
         if inputs.step is None and self._drops():  # last, so that a call that fails has not been counted
             self.step += 1
         return output
+
+    def input_embeddings(self, input_ids: Tensor) -> Tensor:
+        """ids int64 [B, S] -> the embedding's rows [B, S, D], whole and the same on every tensor-parallel rank.
+
+        What ``inputs_embeds`` takes; gradients go back to the embedding.  Every rank calls it.
+        """
+        check_tokens(type(self).__name__, input_ids)
+        rows = Rows(input_ids.shape, self.tp)
+        return rows.whole(self.embedding(rows.all(input_ids, -1)))
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
@@ -193,7 +274,7 @@ class Model(PretrainedModule):
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
-        ids, step, first_sample = inputs.input_ids, inputs.step, inputs.first_sample
+        given, step, first_sample = inputs.tokens, inputs.step, inputs.first_sample
         if not self._drops():
             return None
         if first_sample is None:
@@ -203,12 +284,12 @@ class Model(PretrainedModule):
                 f"{type(self).__name__}: dropout is on and the world is larger than the tensor-parallel group, so"
                 " replicas would share masks; give the model dp=, or the call first_sample=",
             )
-            first_sample = (self.dp_rank or 0) * len(ids)
+            first_sample = (self.dp_rank or 0) * len(given)
         if step is None:
-            if self.step.device != ids.device:
-                self.step = self.step.to(ids.device)
+            if self.step.device != given.device:
+                self.step = self.step.to(given.device)
             step = self.step
-        return make_rng(self.seed, step, first_sample, ids.device)
+        return make_rng(self.seed, step, first_sample, given.device)
 
     def _tied(self) -> Tensor | None:
         """Returns the embedding's weight where the head shares it."""
@@ -223,27 +304,34 @@ class Model(PretrainedModule):
         *,
         tp: TensorParallel | None = None,
         dp: dist.ProcessGroup | DeviceMesh | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        saving: str = "fastest",
+        saving: str | None = None,
+        recompute: str | None = None,
         **options: Any,
     ) -> M:
         """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
 
-        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold.  ValueError on
+        ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold; "auto" is the
+        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ValueError on
         every rank, before anything is read, for an unknown model_type, an option that is not built, or a missing,
         extra, mis-shaped or truncated tensor.
         """
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        asked = torch_dtype if dtype is None else dtype
 
-        def examine() -> tuple[Files, ModelConfig, dict[str, Any]]:
+        def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
             files = Files(path)
-            return files, files.read_config(cls.config_class.from_hf), cls._options_from(files) | options
+            check(
+                torch_dtype in (None, asked), f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ"
+            )
+            config, own = files.read_config(cls.config_class.from_hf), cls._options_from(files)
+            return files, config, own | options, files.dtype(asked)
 
-        files, config, options = together(examine, () if tp is None else (tp.group,))
+        files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
-            model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
+            model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config

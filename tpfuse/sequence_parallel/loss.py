@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..collectives import all_gather
 from ..kernels.cross_entropy.linear import gradients, linear_cross_entropy_stats
-from ..kernels.cross_entropy.op import checked_rows, mean_loss
-from ..kernels.cross_entropy.options import Linear, Loss, Rows
+from ..kernels.cross_entropy.op import Reduction, checked_rows, row_losses
+from ..kernels.cross_entropy.options import IGNORE, Linear, Loss, Rows
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
@@ -41,24 +41,23 @@ class _GatherLinearCrossEntropy(Function):
         w: Tensor,
         b: Tensor | None,
         labels: Tensor,
-        normalizer: Tensor | None,
         loss: Loss,
         tp: TensorParallel,
         recompute: Recompute | None,
     ) -> Tensor:
         stats = linear_cross_entropy_stats(Linear(gather_rows(n, tp), w, b), labels, loss)
-        mean, lse, normalizer = mean_loss(gather_stats(stats, tp), labels, normalizer, loss)
-        save(ctx, (w, b, labels, lse, normalizer), Saved.of(n, recompute, tp))
+        losses, lse = row_losses(gather_stats(stats, tp), labels, loss)
+        save(ctx, (w, b, labels, lse), Saved.of(n, recompute, tp))
         ctx.loss, ctx.tp, ctx.mains = loss, tp, mains(w)
-        return mean
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
-        (w, b, labels, lse, normalizer), n = restore(ctx)
-        rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(labels)))
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        (w, b, labels, lse), n = restore(ctx)
+        rows = Rows(labels, lse, dloss=dlosses)
         dx, dw, db = gradients(Linear(n.rows(), w, b), rows, ctx.loss, wanted(ctx.mains))
-        return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 5
+        return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 4
 
 
 # ---- public ----
@@ -73,13 +72,19 @@ def gather_linear_cross_entropy(
     tp: TensorParallel,
     vocab_size: int,
     first_token: int,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
     recompute: Recompute | None = None,
 ) -> Tensor:
     """Mean cross-entropy of linear(x, weight, bias), a scalar in fp32 (fp64 for fp64), the same on every rank.
 
+    With ``reduction="none"`` it is the loss of each row, [M], 0 where it is ignored.
+
     x as in gather_linear, weight [V/R, D] and bias [V/R] this rank's rows of the vocabulary, from ``first_token`` on;
-    labels int64 [M] global ids, -100 ignored; ``normalizer`` divides the sum (default: the valid labels, at least 1).
+    labels int64 [M] global ids; the other options are those of kernels.cross_entropy.
     ``recompute`` is saved in place of x. ValueError for shapes or dtypes that do not fit or, on CPU, a label outside 0
     to V - 1.
     """
@@ -88,6 +93,8 @@ def gather_linear_cross_entropy(
     x, weight, bias = autocast(x, weight, bias)
     x = expanded(name, x, tp)
     rows = x[..., :1].flatten(0, 1)  # of all ranks
-    loss = Loss(vocab_size, first_token)
-    _, labels, normalizer = checked_rows(name, rows, labels, loss=loss, normalizer=normalizer)
-    return _GatherLinearCrossEntropy.apply(x, weight, bias, labels, normalizer, loss, tp, recompute)
+    loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    reduce = Reduction(reduction, normalizer)
+    _, labels = checked_rows(name, rows, labels, loss=loss, reduction=reduce)
+    losses = _GatherLinearCrossEntropy.apply(x, weight, bias, labels, loss, tp, recompute)
+    return reduce(losses, labels, ignore_index)

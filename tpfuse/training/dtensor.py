@@ -4,22 +4,12 @@ Layers hold plain local shards, because DDP, optimizers and torch.compile are at
 wants to know the whole, a shard's :class:`~tpfuse.layers.module.Spec` says it.
 """
 
-import math
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..layers.module import Spec, named_specs
+from ..layers.module import named_specs
+from ..layers.state import to_dtensor
 from .main_grad import refuse
-
-
-def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
-    """Returns this rank's slice ``x`` as the DTensor that ``spec`` describes, sharing its memory."""
-    placement = Replicate() if spec.dim is None else Shard(spec.dim)
-    stride = tuple(math.prod(spec.spread[i + 1 :]) for i in range(len(spec.spread)))
-    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.spread), stride=stride)
 
 
 def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -38,9 +28,9 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for name, _, tp in specs:
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
-    for name, spec, _ in specs:
+    parameters = list(model.named_parameters())
+    for (name, p), (_, spec, _) in zip(parameters, specs, strict=True):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        p = getattr(owner, leaf)
         owner.register_parameter(leaf, nn.Parameter(to_dtensor(p.detach(), spec, mesh), requires_grad=p.requires_grad))
     return model

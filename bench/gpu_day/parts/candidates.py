@@ -7,8 +7,8 @@ from bench import tune
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts import tuning
-from bench.harness.bench import DTYPES, Random
-from bench.harness.run import calls
+from tpfuse.bench.definition import DTYPES, Random
+from tpfuse.bench.run import calls
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 

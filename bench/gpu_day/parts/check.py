@@ -10,9 +10,9 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from bench.harness.bench import DTYPES, Random, discover, load
-from bench.harness.count import count
-from bench.harness.run import Errors, results
+from tpfuse.bench.count import count
+from tpfuse.bench.definition import DTYPES, Random, discover, load
+from tpfuse.bench.run import Errors, results
 from tpfuse.kernels.runtime import op as _op
 
 KERNELS = re.compile(r"^def (_\w+_kernel)\(", re.M)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import tpfuse
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts.layers import BF16, Layer, block_of, named
-from bench.harness.bench import Random
-from bench.harness.measure import interleaved
+from tpfuse.bench.definition import Random
+from tpfuse.bench.measure import interleaved
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.models import GPT, GPTConfig
 

@@ -11,8 +11,8 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from bench.harness.bench import DTYPES, Random, discover
-from bench.harness.run import calls
+from tpfuse.bench.definition import DTYPES, Random, discover
+from tpfuse.bench.run import calls
 from tpfuse.kernels.runtime import launch, replay
 
 TURNS = 5

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts.rows import card_of
-from bench.harness.bench import Random
-from bench.harness.measure import interleaved, side_stream
-from bench.harness.roofline import data_sheet
-from bench.harness.run import attempt
 from bench.models.peers import Block
+from tpfuse.bench.definition import Random
+from tpfuse.bench.measure import interleaved, side_stream
+from tpfuse.bench.roofline import data_sheet
+from tpfuse.bench.run import attempt
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
 

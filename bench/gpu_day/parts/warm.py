@@ -5,9 +5,9 @@ import torch
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts import layers
-from bench.harness.bench import DTYPES, Random, discover
-from bench.harness.measure import side_stream
-from bench.harness.run import calls
+from tpfuse.bench.definition import DTYPES, Random, discover
+from tpfuse.bench.measure import side_stream
+from tpfuse.bench.run import calls
 
 
 def jobs(context: Context) -> list[str]:

@@ -11,9 +11,9 @@ from bench.gpu_day.part import Absent, Context, needs, tool
 from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
-from bench.harness.bench import discover
-from bench.harness.bench import load as load_bench
-from bench.harness.roofline import data_sheet
+from tpfuse.bench.definition import discover
+from tpfuse.bench.definition import load as load_bench
+from tpfuse.bench.roofline import data_sheet
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 

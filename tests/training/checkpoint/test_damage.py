@@ -53,6 +53,14 @@ def test_every_flipped_bit_of_latest_is_noticed(tmp_path):
         flipped(tmp_path / "latest", bit)
 
 
+def test_a_latest_damaged_into_another_name_is_said(tmp_path):
+    for step in (2, 3):
+        save_checkpoint(tmp_path, *made(steps=1), step=step)
+    flipped(tmp_path / "latest", 8 * len("step-0000000"))  # "3" -> "2"
+    with pytest.warns(UserWarning, match="latest names step-00000002, and step-00000003 is there too"):
+        assert load_checkpoint(tmp_path, *made(seed=1)) == (2, None)
+
+
 def truncated(file):
     os.truncate(file, file.stat().st_size // 2)
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...kernels.runtime.rules import brief, shown, some
-from ...layers.module import Spec, named_specs
+from ...layers.module import Spec, local, named_specs
 from ...parallel import TensorParallel
 from ...together import together
 from .directory import is_weights_name, open_tensors, read_json
@@ -141,6 +141,23 @@ class Files(Tensors):
         except ValueError as error:
             raise ValueError(f"from_pretrained: {error}") from None
 
+    def dtype(self, asked: torch.dtype | str | None) -> torch.dtype:
+        """Returns the dtype of parameters: what is asked for, by itself or by name, or "auto", the directory's own.
+
+        That is what config.json says, else the first tensor's.
+        """
+        first = next(iter(self._file_of), None)
+        own = self.config.get("dtype") or self.config.get("torch_dtype")
+        if asked == "auto" and own is None and first is not None:
+            own = next((d for d, name in _DTYPE_NAMES.items() if name == self.tensor(first).get_dtype()), None)
+        found = own if asked == "auto" else asked
+        found = torch.get_default_dtype() if found is None else found
+        found = getattr(torch, found.removeprefix("torch."), found) if isinstance(found, str) else found
+        if not isinstance(found, torch.dtype) or found not in _DTYPE_NAMES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_NAMES)
+            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(found)}")
+        return found
+
     def raw_names(self) -> Iterable[str]:
         return self._file_of
 
@@ -150,17 +167,35 @@ class Files(Tensors):
 
 def load(model: PretrainedModule, tensors: Tensors, dtype: torch.dtype, device: torch.device | str | None) -> None:
     """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
+
+    def put(name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        value = value.to(dtype=dtype, device=device, copy=True)
+        setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+    _read(model, tensors, put)
+
+
+def restore(model: PretrainedModule, tensors: Tensors) -> None:
+    """Gives the parameters of a model new values in place, so that what holds them (an optimizer, DDP) holds them on.
+
+    Each rank reads its own slices only, after everything has been checked by names and shapes alone.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        _read(model, tensors, lambda name, value: local(parameters[name]).copy_(value))
+
+
+def _read(model: PretrainedModule, tensors: Tensors, put: Callable[[str, Tensor], Any]) -> None:
     sources = model.sources()
-    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model)]
+    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model) if ".lora." not in name]
     names = together(lambda: _check(model, tensors, entries), model.groups())
 
     def read() -> None:
         for name, spec, tp, source in entries:
             with reading(f"{tensors.caller}: {name} in {tensors.holder}"):
                 value = source.read(lambda n: tensors.tensor(names[n]), spec, tp)
-            path, _, leaf = name.rpartition(".")
-            value = value.to(dtype=dtype, device=device, copy=True)
-            setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+            put(name, value)
 
     together(read, model.groups())
 

@@ -55,8 +55,16 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
 
 
-def save(model: PretrainedModule, path: Path) -> None:
-    """Writes the directory.  Every rank calls it; one writes.
+def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
+    sources = model.sources()
+    for name, p, spec, tp in model.stored_parameters():
+        for hf_name, tensor in sources[name].write(full_tensor(p, spec, tp)):
+            yield model.hf_name(hf_name), tensor
+
+
+def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) -> None:
+    """Writes the directory, in files of at most ``shard_bytes`` (MAX_SHARD_BYTES).  Every rank calls it; one writes.
 
     Files appear whole or not at all, under their final names only when all are written.  ValueError where adapters are
     not merged into the weights: they have a format of their own.  OSError, on every rank and before any tensor is
@@ -72,7 +80,7 @@ def save(model: PretrainedModule, path: Path) -> None:
     error: Exception | None = None
     if new is not None:
         try:
-            _write(model, new, tensors)
+            _write(model, new, tensors, shard_bytes or MAX_SHARD_BYTES)
         except Exception as e:
             error = e
     for _ in tensors:  # the collectives that remain: all of them here, or those after an error
@@ -80,13 +88,13 @@ def save(model: PretrainedModule, path: Path) -> None:
     raise_together(error, model.groups())
 
 
-def _write(model: PretrainedModule, new: NewFiles, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write(model: PretrainedModule, new: NewFiles, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
     """Writes shards and config.json in a temporary directory, and moves the files over when all are there."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
     config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
     with new as folder:
-        shards = _write_shards(model, folder, tensors)
+        shards = _write_shards(model, folder, tensors, shard_bytes)
         if len(shards) > 1:
             total = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in model.stored_parameters())
             files = {tensor: file for file, shard in shards.items() for tensor in shard}
@@ -111,8 +119,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
                 warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
 
 
-def _write_shards(model: PretrainedModule, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, list[str]]:
-    """Writes the tensors in files of at most MAX_SHARD_BYTES; returns file -> names."""
+def _write_shards(
+    model: PretrainedModule, folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
+) -> dict[str, list[str]]:
+    """Writes the tensors in files of at most ``shard_bytes``; returns file -> names."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     sources = model.sources()
@@ -124,7 +134,7 @@ def _write_shards(model: PretrainedModule, folder: Path, tensors: Iterator[tuple
 
     for name, full in tensors:
         for hf_name, tensor in sources[name].write(full):
-            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
                 flush()
             pending[model.hf_name(hf_name)] = tensor.cpu()
     flush()

@@ -36,7 +36,7 @@ from .linear_triton import (
     stats_launch,
     vocabulary_chunks,
 )
-from .op import checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, mean_loss, merge_stats
+from .op import Reduction, checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, merge_stats, row_losses
 from .options import IGNORE, Linear, Loss, Rows
 
 # ---- reference ----
@@ -145,23 +145,21 @@ class _LinearCrossEntropy(Function):
         w: Tensor,
         b: Tensor | None,
         labels: Tensor,
-        normalizer: Tensor | None,
         loss: Loss,
         gather: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        stats = gather(linear_cross_entropy_stats(Linear(x, w, b), labels, loss))
-        mean, lse, normalizer = mean_loss(stats, labels, normalizer, loss)
-        ctx.save_for_backward(x, w, b, labels, lse, normalizer)
+        losses, lse = row_losses(gather(linear_cross_entropy_stats(Linear(x, w, b), labels, loss)), labels, loss)
+        ctx.save_for_backward(x, w, b, labels, lse)
         ctx.loss, ctx.mains = loss, mains(w)
-        return mean
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, labels, lse, normalizer = ctx.saved_tensors
-        rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(x)))
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, labels, lse = ctx.saved_tensors
+        rows = Rows(labels, lse, dloss=dlosses)
         dx, dw, db = gradients(Linear(x, w, b), rows, ctx.loss, wanted(ctx.mains))
-        return dx, dw, None if b is None else db, None, None, None, None
+        return dx, dw, None if b is None else db, None, None, None
 
 
 # ---- public ----
@@ -177,13 +175,14 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
     first_token: int = 0,
     vocab_size: int | None = None,
     gather: Callable[[Tensor], Tensor] = lambda stats: stats[None],
 ) -> Tensor:
     """Returns ``cross_entropy(linear(x, weight, bias), labels, ...)`` without storing the logits.
 
-    The result is a scalar in fp32 (fp64 for fp64).
+    The result is a scalar in fp32 (fp64 for fp64), or [...] with ``reduction="none"``.
 
     x [..., D], weight [V, D], bias [V], labels [...] int64; under autocast x, weight and bias are cast.  The options
     are :func:`cross_entropy`'s.  For a split vocabulary weight and bias are this rank's rows, and the gradient of x
@@ -194,6 +193,7 @@ def linear_cross_entropy(
     check_linear(name, x, weight, bias, activation="none")
     vocab_size = len(weight) if vocab_size is None else vocab_size
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    x, labels, normalizer = checked_rows(name, x, labels, loss=loss, normalizer=normalizer)
-    x, weight, bias = autocast(x, weight, bias)
-    return _LinearCrossEntropy.apply(x, weight, bias, labels, normalizer, loss, gather)
+    reduce = Reduction(reduction, normalizer)
+    rows, row_labels = checked_rows(name, x, labels, loss=loss, reduction=reduce)
+    rows, weight, bias = autocast(rows, weight, bias)
+    return reduce(_LinearCrossEntropy.apply(rows, weight, bias, row_labels, loss, gather), labels, ignore_index)

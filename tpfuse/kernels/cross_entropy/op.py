@@ -1,8 +1,8 @@
 """Cross-entropy over a vocabulary that may be split over ranks, with label smoothing, z-loss and ignored rows.
 
     lse = log sum_v exp(x_v)
-    loss_i = (1 - e) (lse - x_y) + e (lse - sum_v x_v / V) + z lse^2            loss = sum_i loss_i / normalizer
-    dx_v = ((1 + 2 z lse) softmax_v - (1 - e) [v = y] - e / V) dloss_i / normalizer
+    loss_i = (1 - e) (lse - x_y) + e (lse - sum_v x_v / V) + z lse^2            mean = sum_i loss_i / normalizer
+    dx_v = ((1 + 2 z lse) softmax_v - (1 - e) [v = y] - e / V) dloss_i
 
 There are two stages, because the logsumexp needs every rank's columns: the first yields four numbers a row (max, sum of
 exp, target logit, sum of logits), one gather of [R, M, 4] combines them in rank order, and the second computes the
@@ -11,7 +11,7 @@ Everything is fp32 (fp64 for fp64), dlogits in logits' dtype.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, op, scalar
-from ..runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_numbers, check_scalar, limited
+from ..runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_numbers, check_scalar, described, limited
 from .options import IGNORE, Loss, Rows
 from .triton import bwd_launch, stats_launch
 
@@ -64,15 +64,40 @@ def merge_stats(stats: Tensor) -> Tensor:
     return torch.stack([top, total, stats[..., 2].sum(0), stats[..., 3].sum(0)], -1)
 
 
-def mean_loss(stats: Tensor, labels: Tensor, normalizer: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """Every rank's [R, M, 4] -> the scalar loss, lse [M], the normalizer."""
+def row_losses(stats: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Every rank's [R, M, 4] -> the loss of each row (0 where it is ignored) and lse, [M]."""
     top, exps, target, total = merge_stats(stats).unbind(-1)
     lse, smoothing = torch.log(exps) + top, loss.label_smoothing
     losses = lse - (1 - smoothing) * target - smoothing * total / loss.vocab_size + loss.z_loss * lse * lse
-    valid = labels != loss.ignore_index
-    if normalizer is None:
-        normalizer = valid.sum().clamp(min=1)
-    return torch.where(valid, losses, 0).sum() / normalizer, lse, normalizer
+    return torch.where(labels != loss.ignore_index, losses, 0), lse
+
+
+REDUCTIONS = "mean", "sum", "none"
+
+
+class Reduction(NamedTuple):
+    """What is made of the rows' losses; ``normalizer`` divides their sum in place of the valid labels' count."""
+
+    kind: str = "mean"
+    normalizer: float | Tensor | None = None
+
+    def check(self, name: str, normalizer: str = "normalizer") -> None:
+        """Raises the ValueError of the public function ``name``, whose argument ``normalizer`` is."""
+        if self.kind not in REDUCTIONS:
+            raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {described(self.kind)}")
+        if self.normalizer is not None:
+            check(self.kind == "mean", f"{name}: {normalizer} goes with reduction='mean', got reduction={self.kind!r}")
+            check_scalar(f"{name}: {normalizer}", self.normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
+
+    def __call__(self, losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """losses [M], labels [...] -> a scalar, or [...]"""
+        if self.kind == "none":
+            return losses.view(labels.shape)
+        if self.kind == "sum":
+            return losses.sum()
+        if self.normalizer is None:
+            return losses.sum() / (labels != ignore_index).sum().clamp(min=1)
+        return losses.sum() / scalar(self.normalizer, losses.dtype, losses.device)
 
 
 # ---- autograd ----
@@ -84,32 +109,26 @@ class _CrossEntropy(Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        normalizer: Tensor | None,
         loss: Loss,
         gather: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        stats = gather(cross_entropy_stats(logits, labels, loss))
-        mean, lse, normalizer = mean_loss(stats, labels, normalizer, loss)
-        ctx.save_for_backward(logits, labels, lse, normalizer)
+        losses, lse = row_losses(gather(cross_entropy_stats(logits, labels, loss)), labels, loss)
+        ctx.save_for_backward(logits, labels, lse)
         ctx.loss = loss
-        return mean
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dmean: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, lse, normalizer = ctx.saved_tensors
-        rows = Rows(labels, lse, dloss=(dmean / normalizer).expand(len(labels)))
-        return cross_entropy_bwd(logits, rows, ctx.loss), None, None, None, None
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse = ctx.saved_tensors
+        return cross_entropy_bwd(logits, Rows(labels, lse, dloss=dlosses), ctx.loss), None, None, None
 
 
 # ---- public ----
 
 
-_NUMBERS = {
-    "vocab_size": COUNT,
-    "label_smoothing": limited("lie in [0, 1)", lambda v: 0 <= v < 1),
-    "z_loss": NOT_NEGATIVE,
-}
+LOSS = {"label_smoothing": limited("lie in [0, 1)", lambda v: 0 <= v < 1), "z_loss": NOT_NEGATIVE}
+_NUMBERS = {"vocab_size": COUNT, **LOSS}
 
 
 def cross_entropy(
@@ -120,6 +139,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
     first_token: int = 0,
     vocab_size: int | None = None,
     gather: Callable[[Tensor], Tensor] = lambda stats: stats[None],
@@ -127,32 +147,29 @@ def cross_entropy(
     """Returns the mean cross-entropy, a scalar in fp32 (fp64 for fp64).
 
     logits [..., V] and labels [...] int64; rows labelled ``ignore_index`` count nothing.  ``normalizer`` divides the
-    sum (default: the valid labels here, at least 1), which makes means over micro-batches exact.  For a split
-    vocabulary ``first_token`` is the global id of the first column, ``vocab_size`` the global V, and ``gather`` turns
-    [M, 4] into every rank's [R, M, 4].  ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
+    sum (default: the valid labels here, at least 1), which makes means over micro-batches exact.  ``reduction``:
+    "mean", "sum", or "none" for the loss of each row, [...], 0 where it is ignored.  For a split vocabulary
+    ``first_token`` is the global id of the first column, ``vocab_size`` the global V, and ``gather`` turns [M, 4] into
+    every rank's [R, M, 4].  ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    logits, labels, normalizer = checked_rows("cross_entropy", logits, labels, loss=loss, normalizer=normalizer)
-    return _CrossEntropy.apply(logits, labels, normalizer, loss, gather)
+    reduce = Reduction(reduction, normalizer)
+    rows, row_labels = checked_rows("cross_entropy", logits, labels, loss=loss, reduction=reduce)
+    return reduce(_CrossEntropy.apply(rows, row_labels, loss, gather), labels, ignore_index)
 
 
-def checked_rows(
-    name: str, x: Tensor, labels: Tensor, *, loss: Loss, normalizer: float | Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns x [..., N] and labels [...] as rows, and the normalizer as a tensor; raises the ValueError of the public
-    function ``name`` for what does not agree."""
+def checked_rows(name: str, x: Tensor, labels: Tensor, *, loss: Loss, reduction: Reduction) -> tuple[Tensor, Tensor]:
+    """Returns x [..., N] and labels [...] as rows; raises the ValueError of the public function ``name`` for what does
+    not agree."""
     same = labels.shape == x.shape[:-1] and labels.dtype == torch.int64
     check(same, f"{name}: labels must be int64 {tuple(x.shape[:-1])}, got {labels.dtype} {tuple(labels.shape)}")
     check_numbers(name, loss._asdict(), _NUMBERS)
-    if normalizer is not None:
-        check_scalar(f"{name}: normalizer", normalizer, POSITIVE, readable=not torch.compiler.is_compiling())
+    reduction.check(name)
     x, labels = x.reshape(-1, x.shape[-1]).contiguous(), labels.reshape(-1).contiguous()
     if not torch.compiler.is_compiling():
         check_ids(f"{name}: labels", labels, loss.vocab_size, loss.ignore_index)
-    if normalizer is not None:
-        normalizer = scalar(normalizer, acc_dtype(x), x.device)
-    return x, labels, normalizer
+    return x, labels
 
 
 def check_ids(name: str, ids: Tensor, vocab: int, ignore_index: int | None = None) -> None:

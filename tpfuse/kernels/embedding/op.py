@@ -45,7 +45,7 @@ class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.args, ctx.mains = (first, len(weight), weight.dtype), mains(weight)
+        ctx.slice, ctx.dtype, ctx.mains = (first, len(weight)), weight.dtype, mains(weight)
         return embedding_fwd(weight, ids, first)
 
     @staticmethod
@@ -53,8 +53,8 @@ class _Embedding(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy, (ids,), main = dy.contiguous(), ctx.saved_tensors, wanted(ctx.mains)
         if main is None:
-            return embedding_bwd(dy, ids, *ctx.args), None, None
-        main.add(lambda total: total.add_(embedding_bwd(dy, ids, *ctx.args[:2], total.dtype)))
+            return embedding_bwd(dy, ids, *ctx.slice, ctx.dtype), None, None
+        main.add(lambda total: total.add_(embedding_bwd(dy, ids, *ctx.slice, total.dtype)))
         return None, None, None
 
 

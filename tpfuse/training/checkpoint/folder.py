@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from pathlib import Path
 
 from ...interop.huggingface.disk import fsync
@@ -36,6 +37,22 @@ def read_latest(directory: Path) -> str | None:
         if not (directory / name).is_dir():
             raise OSError(f"names {name}, which is not there")
     return name
+
+
+def warn_of_newer(path: Path) -> None:
+    """Warns where a whole checkpoint of a later step stands beside the one that ``latest`` names: somebody pointed it
+    back, or its text was damaged into another checkpoint's name."""
+    if not _NAME.fullmatch(path.name):
+        return
+    with at(path.parent):
+        folders = [f for f in path.parent.iterdir() if _NAME.fullmatch(f.name) and not _is_unfinished(f)]
+    newest = max(folders, key=_step, default=path)
+    if _step(newest) > _step(path):
+        warnings.warn(
+            f"load_checkpoint: {path.parent / LATEST} names {path.name}, and {newest.name} is there too: training goes"
+            " on from the earlier one",
+            stacklevel=4,
+        )
 
 
 def new_checkpoint(directory: Path, step: int) -> Path:

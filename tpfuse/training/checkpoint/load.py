@@ -12,7 +12,7 @@ from . import background as thread
 from . import state, version1
 from .conditions import check_config, conditions, config_of, warn_of_differences
 from .errors import named
-from .folder import META, read_latest
+from .folder import META, read_latest, warn_of_newer
 from .meta import Meta, files_of, opened, read_text
 from .pieces import Stored, fill
 from .ranks import Ranks, all_ranks
@@ -46,6 +46,7 @@ def load_checkpoint(
         ranks.each(lambda: _check_same(path / META, raw))
         checkpoint = _Checkpoint(path, opened(path / META, raw), ranks)
         old = checkpoint.meta["version"] == 1
+        ranks.first(lambda: warn_of_newer(path))
         if old and ranks.rank == 0:
             version1.warn(path)
         ready = (_read_1 if old else _read)(checkpoint, _Wanted(model, state.entries_of(model), optimizer))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...layers.module import Spec
+from ...layers.state import check_whole
 from ...parallel import TensorParallel
 
 Place = tuple[int, ...]  # of an element in the whole tensor, or a shape
@@ -47,6 +48,7 @@ def piece(x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
     """
     x = x.detach()
     if isinstance(x, DTensor):
+        check_whole(x, spec)
         (chunk,) = x.__create_chunk_list__()
         return Piece(x.to_local(), tuple(chunk.offsets), tuple(x.shape))
     offset = [0] * x.dim()

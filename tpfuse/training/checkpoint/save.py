@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
+from ...layers.partial import warn_of_drift
 from . import background as thread
 from .conditions import conditions, config_of
 from .errors import at, named
@@ -82,6 +83,7 @@ def save_checkpoint(
         thread.settle()
         directory, ranks = Path(directory), all_ranks(background=background)
         thread.raise_earlier(directory, ranks)
+        warn_of_drift(unwrap(model), "save_checkpoint")
         save = _prepare(directory, ranks, lambda: _collect(unwrap(model), optimizer, step, extra))
         if not background:
             return _write(save)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...layers.module import Spec, named_specs
+from ...layers.module import WRAPPERS, Spec, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
 from .pieces import Piece, Place, piece, whole
@@ -20,11 +21,20 @@ Stock = Mapping[str, tuple[torch.dtype, Place]]  # what a checkpoint holds: dtyp
 Values = Mapping[str, Piece]  # tensors that were read
 OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
+_REPLICA = nn.parallel.DistributedDataParallel
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return getattr(model, "_orig_mod", model)
+    """Returns the model inside torch's wrappers, its parameters as FSDP2 keeps them between steps.
+
+    After a forward without a backward FSDP2 leaves the root's parameters gathered: others than the optimizer's.
+    """
+    while len(model._modules) == 1 and (isinstance(model, _REPLICA) or model._modules.keys() <= WRAPPERS):
+        (model,) = model.children()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
 
 
 def entries_of(model: nn.Module) -> Entries:

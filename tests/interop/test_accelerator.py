@@ -1,0 +1,127 @@
+"""accelerate's own loop on a model split over (dp, tp), against the same loop in one process."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.interop.launched import launched, rows, split, weights
+from tpfuse import AcceleratorMixin
+
+accelerate = pytest.importorskip("accelerate")
+LAYOUTS = [(1, 2), (2, 1), (2, 2)]
+STEPS = 4
+
+
+class Accelerator(AcceleratorMixin, accelerate.Accelerator):
+    pass
+
+
+def config(dp, tp):
+    return accelerate.ParallelismConfig(tp_size=tp, dp_shard_size=dp) if tp > 1 else None
+
+
+def loaders(dp):
+    collate = torch.utils.data.default_collate
+    train = DataLoader(rows(ragged=False), batch_size=4 // dp, shuffle=True, collate_fn=collate)
+    return train, DataLoader(rows(7, seed=2), batch_size=4 // dp, collate_fn=collate)
+
+
+def loop(world, layout, folder):
+    dp, tp = layout
+    with launched(world):
+        torch.manual_seed(0)
+        seeded = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+        options = dict(gradient_accumulation_steps=2, dataloader_config=seeded)
+        accelerator = Accelerator(cpu=True, parallelism_config=config(dp, tp), **options)
+        model = split(world, dp, tp, attn_pdrop=0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=dp, gamma=0.5)
+        wrapped, optimizer, train, evaluated, scheduler = accelerator.prepare(model, optimizer, *loaders(dp), scheduler)
+        norms, losses = [], []
+
+        def run(count):
+            for batch, _ in zip(train, range(2 * count), strict=False):
+                with accelerator.accumulate(wrapped):
+                    loss = wrapped(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        norms.append(float(accelerator.clip_grad_norm_(wrapped.parameters(), 0.5)))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+
+        model.train()
+        run(2)
+        accelerator.save_state(f"{folder}/state")
+        before = weights(model)
+        run(1)
+        assert any((weights(model)[name] != weight).any() for name, weight in before.items())
+        accelerator.load_state(f"{folder}/state")
+        assert all((weights(model)[name] == weight).all() for name, weight in before.items())
+        run(1)
+        counted = metrics(accelerator, wrapped, evaluated)
+        whole = accelerator.get_state_dict(wrapped)
+        return dict(norms=norms, losses=losses, lr=scheduler.get_last_lr(), counted=counted, weights=whole)
+
+
+@torch.no_grad()
+def metrics(accelerator, model, loader):
+    model.eval()
+    seen, objects, sizes = [], [], []
+    for batch in loader:
+        model(**batch)
+        seen.append(accelerator.gather_for_metrics(batch["labels"]))
+        objects += accelerator.gather_for_metrics([str(row.tolist()) for row in batch["labels"]])
+        sizes.append(int(accelerator.reduce(torch.tensor(len(batch["labels"])), "sum")))
+        assert len(accelerator.gather(batch["labels"])) == sizes[-1]
+    return torch.cat(seen).tolist(), objects, sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loop_is_that_of_one_process(ranks, tmp_path, layout):
+    (want,) = ranks(1, loop, (1, 1), str(tmp_path / "one"))
+    assert len(want["counted"][0]) == 7
+    for got in ranks(layout[0] * layout[1], loop, layout, str(tmp_path / "split")):
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-5) and got["lr"] == want["lr"]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["counted"][:2] == want["counted"][:2]
+        for name, weight in want["weights"].items():
+            assert (got["weights"][name] - weight).abs().max() < 1e-6
+
+
+def refused(world, layout, sizes):
+    with launched(world):
+        model = split(world, *layout)
+        before = weights(model)
+        cls = Accelerator if sizes is not None else accelerate.Accelerator
+        told = accelerate.ParallelismConfig(**sizes) if sizes else None
+        accelerator = cls(cpu=True, parallelism_config=told)
+        with pytest.raises(ValueError) as error:
+            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(torch.equal(weights(model)[name], weight) for name, weight in before.items())
+        return str(error.value)
+
+
+def test_without_its_sizes_it_is_refused(ranks):
+    for message in ranks(2, refused, (1, 2), {}):
+        assert message == "accelerate: give parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1), got None"
+    for message in ranks(2, refused, (1, 2), dict(dp_shard_size=2)):
+        assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got {'tp_size': 1, 'dp_shard_size': 2}" in message
+
+
+def bare(world):
+    with launched(world):
+        model = split(world, 1, 2)
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.state.parallelism_config = config(1, 2)
+        with pytest.raises(ValueError) as error:
+            accelerator.prepare_model(model)
+        return str(error.value)
+
+
+def test_accelerates_own_tensor_parallelism_is_refused(ranks):
+    """What a bare Accelerator with a ParallelismConfig would do on a GPU."""
+    for message in ranks(2, bare):
+        assert "class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)" in message

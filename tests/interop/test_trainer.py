@@ -1,0 +1,182 @@
+"""transformers' Trainer on a model split over (dp, tp), against the same Trainer in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.interop.launched import launched, rows, small, split, weights
+from tpfuse import TensorParallel, TrainerMixin, parallelize
+
+pytest.importorskip("accelerate")
+DROPOUT = dict(attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
+LAYOUTS = [(1, 2), (2, 1), (2, 2)]
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    pass
+
+
+def arguments(folder, dp, **options):
+    options = (
+        dict(
+            max_steps=5,
+            per_device_train_batch_size=4 // dp,
+            per_device_eval_batch_size=4 // dp,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            max_grad_norm=0.5,
+            adam_epsilon=1e-4,  # the gradient of a key's bias is rounding alone
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        | options
+    )
+    return transformers.TrainingArguments(str(folder), **options)
+
+
+def accuracy(prediction):
+    hits = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    return dict(count=len(prediction.label_ids), labels=int((prediction.label_ids != -100).sum()), hits=int(hits.sum()))
+
+
+def made(world, layout, folder, model=None, **options):
+    dp, tp = layout
+    model = split(world, dp, tp) if model is None else model
+    data = dict(train_dataset=rows(), eval_dataset=rows(8, seed=1, ragged=False))
+    return Trainer(model, arguments(folder, dp, **options), compute_metrics=accuracy, **data)
+
+
+def trained(world, layout, folder, model_options, options):
+    with launched(world):
+        trainer = made(world, layout, folder, split(world, *layout, **model_options), **options)
+        trainer.train()
+        return results(trainer)
+
+
+def results(trainer):
+    logged = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e]
+    metrics = trainer.predict(rows(7, seed=2)).metrics
+    counted = [metrics[f"test_{key}"] for key in ("count", "labels", "hits")]
+    return dict(logged=logged, loss=trainer.evaluate()["eval_loss"], counted=counted, weights=weights(trainer.model))
+
+
+def same(got, want, tolerance=1e-6):
+    for (loss, norm), (loss_1, norm_1) in zip(got["logged"], want["logged"], strict=True):
+        assert loss == pytest.approx(loss_1, rel=10 * tolerance) and norm == pytest.approx(norm_1, rel=10 * tolerance)
+    assert got["loss"] == pytest.approx(want["loss"], rel=10 * tolerance) and got["counted"] == want["counted"]
+    for name, weight in want["weights"].items():
+        assert (got["weights"][name] - weight).abs().max() < tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_split_model_trains_as_one_process_does(ranks, tmp_path, layout):
+    """Losses, the norm of the gradients, weights, and metrics over the 7 rows once; dropout by position."""
+    case = (str(tmp_path), dict(DROPOUT), {})
+    (want,) = ranks(1, trained, (1, 1), *case)
+    assert want["counted"][0] == 7 and want["logged"][0][1] > 0.5
+    for got in ranks(layout[0] * layout[1], trained, layout, *case):
+        same(got, want)
+
+
+CHECKPOINTS = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+BEST = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)
+
+
+def steps(world, layout, folder, first, last):
+    """Steps of a run of five, in new objects that resume from the checkpoint before; the best is loaded at the end."""
+    with launched(world):
+        model = split(world, *layout, seed=first, **DROPOUT)
+        trainer = made(world, layout, folder, model, **CHECKPOINTS, **BEST)
+        trainer.add_callback(Stop(last))
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{first}" if first else None)
+        return results(trainer), trainer.state.best_global_step
+
+
+class Stop(transformers.TrainerCallback):
+    def __init__(self, last):
+        self.last = last
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [((1, 2), (1, 2)), ((2, 1), (1, 2)), ((2, 2), (1, 1))])
+def test_it_resumes_and_loads_the_best(ranks, tmp_path, before, after):
+    """Killed after three steps of five, and resumed at another split."""
+    ((want, best),) = ranks(1, steps, (1, 1), str(tmp_path / "one"), 0, 5)
+    folder = str(tmp_path / "two")
+    ranks(before[0] * before[1], steps, before, folder, 0, 3)
+    for got, its in ranks(after[0] * after[1], steps, after, folder, 3, 5):
+        assert its == best < 5
+        same(got, want)
+    whole = transformers.GPT2LMHeadModel.from_pretrained(Path(folder) / f"checkpoint-{best}")
+    for name, weight in want["weights"].items():
+        assert (whole.get_parameter(name) - weight).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_in_bf16(ranks, tmp_path):
+    """Autocast over fp32 weights: the same to the rounding of bf16, and the same on both ranks."""
+    case = (str(tmp_path), dict(DROPOUT), dict(bf16=True))
+    (want,) = ranks(1, trained, (1, 1), *case)
+    first, second = ranks(2, trained, (1, 2), *case)
+    for (loss, _), (loss_1, _) in zip(first["logged"], want["logged"], strict=True):
+        assert loss == pytest.approx(loss_1, rel=2e-3)
+    assert first["logged"] == second["logged"] and first["counted"][0] == 7
+    assert all(torch.equal(second["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+# ---- without the mix-in ----
+
+
+def bare(world, layout, folder):
+    with launched(world):
+        model = split(world, *layout)
+        with pytest.raises(ValueError) as error:
+            transformers.Trainer(model, arguments(folder, layout[0]), train_dataset=rows())
+        return str(error.value)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+def test_a_bare_trainer_is_refused(ranks, tmp_path, layout):
+    for message in ranks(2, bare, layout, str(tmp_path)):
+        assert "GPT2LMHeadModel is split by tpfuse.parallelize; train it with class Trainer(tpfuse.Tr" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_tensors_are_loaded_by_their_names(tmp_path):
+    """As a bare Trainer hands them over when it resumes, at one process."""
+    model, other = parallelize(small()), small(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = model.load_state_dict(other.state_dict(), False)
+    assert not found.missing_keys and not found.unexpected_keys
+    assert all(torch.equal(weight, other.get_parameter(name)) for name, weight in weights(model).items())
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    part = dict(list(other.state_dict().items())[:3])
+    with pytest.raises(ValueError, match="load_state_dict: state_dict lacks"):
+        model.load_state_dict(part, False)
+
+
+def misplaced(world, folder):
+    with launched(world):
+        mesh = world.mesh(2, 2)
+        model = parallelize(small(), TensorParallel(mesh["dp"]), dp=mesh["tp"])  # the tensor-parallel ranks apart
+        with pytest.raises(ValueError) as error:
+            Trainer(model, arguments(folder, 2), train_dataset=rows())
+        return str(error.value)
+
+
+@pytest.mark.slow
+def test_ranks_in_another_order_are_refused(ranks, tmp_path):
+    messages = ranks(4, misplaced, str(tmp_path))
+    assert "rank 1 is data-parallel rank 1 and tensor-parallel rank 0; accelerate needs init_device_mesh" in messages[1]
+    assert all("accelerate needs init_device_mesh" in message for message in messages)

@@ -1,0 +1,253 @@
+"""Cross-attention with its heads split: torch's MultiheadAttention and SDPA in one process, forward and gradients."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.common import assert_close, error, make_tp
+from tests.layers.sharded import Case
+from tests.layers.sharded import build as built
+from tpfuse import TensorParallel
+from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key
+from tpfuse.layers import CrossAttention, LayerNorm, TransformerBlock
+from tpfuse.layers.module import named_specs
+
+F64 = torch.float64
+B, S, T, D, C, H = 2, 6, 10, 32, 24, 8
+MASK = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 0, 1, 1]])
+NOTHING = torch.stack([torch.zeros(T, dtype=torch.int64), MASK[1]])  # the first sample sees no key
+CASES = {
+    "plain": {},
+    "key mask": dict(mask=MASK),
+    "a sample sees nothing": dict(mask=NOTHING),
+    "another width": dict(memory_size=C, mask=MASK),
+    "grouped, no bias": dict(num_kv_heads=4, bias=False),
+    "one kv head": dict(num_kv_heads=1, out_bias=False),
+    "two kv heads, wide heads": dict(num_kv_heads=2, head_width=6),
+    "dropout": dict(dropout=0.3, mask=MASK),
+    "grouped, dropout, padding": dict(num_kv_heads=2, dropout=0.3, seq=5, memory_seq=7),
+}
+
+
+def case_of(name):
+    """-> the layer's options, the call's, and whether something is dropped."""
+    options = dict(CASES[name])
+    call = {key: options.pop(key) for key in ("seq", "memory_seq") if key in options}
+    mask = options.pop("mask", None)
+    return options, call | dict(batch=B, attention_mask=None if mask is None else mask)
+
+
+def data(width):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n * B, w, generator=g, dtype=F64) for n, w in ((S, D), (T, width), (S, D))]
+
+
+def mine(x, tp):
+    return x.chunk(tp.row_shards)[tp.row_rank]
+
+
+def step(layer, options, call):
+    """-> y, the gradients of both sequences and of every parameter; rows beyond seq count nothing."""
+    x, memory, dy = (mine(t, layer.tp).clone() for t in data(options.get("memory_size", D)))
+    rows = torch.arange(S * B).chunk(layer.tp.row_shards)[layer.tp.row_rank]
+    valid = rows[:, None] < B * call.get("seq", S)
+    x.requires_grad_(), memory.requires_grad_()
+    y = layer(x, memory, rng=make_rng(7, 3), **call)
+    y.backward(torch.where(valid, dy, 0))
+    y = torch.where(valid, y.detach(), 0)
+    return dict(y=y, x=x.grad, memory=memory.grad) | {name: p.grad for name, p in layer.named_parameters()}
+
+
+def build(options, tp):
+    return built(Case(CrossAttention, (D, H), (), (), options=options), tp, F64)
+
+
+def run(world, name, sp):
+    options, call = case_of(name)
+    layer = build(options, make_tp(world, sp))
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    slices = {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
+    return layer.tp, step(layer, options, call), weights, slices
+
+
+@functools.cache
+def whole(name):
+    options, call = case_of(name)
+    layer = build(options, TensorParallel())
+    return step(layer, options, call), {name: p.detach() for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("R, sp", [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_sharded_is_whole(ranks, R, sp, name):
+    exact, weights = whole(name)
+    for tp, got, mine_, slices in ranks(R, run, name, sp):
+        assert all(torch.equal(mine_[key], weights[key][slices[key]]) for key in weights)
+        want = {key: mine(g, tp) if key in ("y", "x", "memory") else g[slices[key]] for key, g in exact.items()}
+        assert_close(got, want, F64)
+
+
+# ---- one process against torch ----
+
+
+def dense(layer, x, memory, *, mask, seq=S, memory_seq=T):
+    """Plain torch from the layer's weights, by SDPA; with dropout, from the definition and the mask's formula."""
+    E, p = layer.head_width, layer.dropout
+    heads = lambda t, seq, n: t[: seq * B].view(seq, B, n, E).permute(1, 2, 0, 3)
+    bias = lambda b: None if b is None else b.flatten()
+    q = heads(F.linear(x, layer.q.weight.flatten(0, 1), bias(layer.q.bias)), seq, H)
+    kv = F.linear(memory, layer.kv.weight.flatten(0, 2), bias(layer.kv.bias))
+    groups = layer.kv.groups
+    k, v = (heads(t.flatten(1), memory_seq, groups) for t in kv.view(-1, groups, 2, E).unbind(2))
+    k, v = (t.repeat_interleave(H // groups, 1) for t in (k, v))
+    seen = None if mask is None else mask.bool()[:, None, None]
+    if p == 0:
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    else:
+        s = q @ k.transpose(-1, -2) / E**0.5
+        probs = (s if seen is None else s.masked_fill(~seen, -torch.inf)).softmax(-1)
+        *key, first = mask_key(make_rng(7, 3))
+        kept = torch.stack(
+            [
+                torch.stack(
+                    [
+                        keep(
+                            key,
+                            torch.arange(seq)[:, None],
+                            torch.tensor((32768 << 16) + h),
+                            columns=memory_seq,
+                            sample=torch.tensor(first + b),
+                            p=p,
+                            dtype=F64,
+                        )
+                        for h in range(H)
+                    ]
+                )
+                for b in range(B)
+            ]
+        )
+        o = probs * kept * 65536 / (65536 - int(65536 * p + 0.5)) @ v
+    o = F.pad(o.nan_to_num(0).permute(2, 0, 1, 3).flatten(2).flatten(0, 1), (0, 0, 0, (S - seq) * B))
+    return F.linear(o, layer.out.weight, layer.out.bias)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a sample sees nothing"])
+def test_against_sdpa(name):
+    options, call = case_of(name)
+    layer = build(options, TensorParallel())
+    got = step(layer, options, call)
+    layer.zero_grad()
+    x, memory, dy = data(options.get("memory_size", D))
+    x.requires_grad_(), memory.requires_grad_()
+    lengths = {key: call[key] for key in ("seq", "memory_seq") if key in call}
+    y = dense(layer, x, memory, mask=call["attention_mask"], **lengths)
+    valid = torch.arange(S * B)[:, None] < B * call.get("seq", S)
+    y.backward(torch.where(valid, dy, 0))
+    want = dict(y=torch.where(valid, y.detach(), 0), x=x.grad, memory=memory.grad)
+    assert_close(got, want | {name: p.grad for name, p in layer.named_parameters()}, F64)
+
+
+def test_against_multihead_attention():
+    theirs = nn.MultiheadAttention(D, H, kdim=C, vdim=C, dtype=F64)
+    ours = CrossAttention(D, H, memory_size=C, dtype=F64)
+    q_bias, k_bias, v_bias = torch.randn(3 * D, dtype=F64).view(3, H, D // H)
+    with torch.no_grad():
+        theirs.in_proj_bias.copy_(torch.cat([q_bias, k_bias, v_bias]).flatten())
+        ours.q.weight.copy_(theirs.q_proj_weight.view_as(ours.q.weight))
+        ours.q.bias.copy_(q_bias)
+        shape = H, D // H, C
+        ours.kv.weight.copy_(torch.stack([theirs.k_proj_weight.view(shape), theirs.v_proj_weight.view(shape)], 1))
+        ours.kv.bias.copy_(torch.stack([k_bias, v_bias], 1))
+        ours.out.weight.copy_(theirs.out_proj.weight)
+    x, memory, _ = data(C)
+    y = ours(x, memory, batch=B, attention_mask=MASK)
+    rows = memory.view(T, B, C)
+    exact, _ = theirs(x.view(S, B, D), rows, rows, key_padding_mask=MASK == 0)
+    assert error(y, exact.flatten(0, 1)) <= 1e-12
+
+
+def test_a_sample_that_sees_nothing_gives_0():
+    options, call = case_of("a sample sees nothing")
+    layer = build(options, TensorParallel())
+    got = step(layer, options, call)
+    assert all(torch.isfinite(g).all() for g in got.values())
+    assert torch.equal(got["y"][::B], layer.out.bias.detach().expand(S, D))  # of the first sample
+    assert not got["x"][::B].any() and not got["memory"][::B].any() and got["x"][1::B].any()
+
+
+# ---- in an encoder-decoder ----
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, tp):
+        super().__init__()
+        torch.manual_seed(0)
+        shared = dict(tp=tp, dtype=F64, dropout=0.2)
+        self.encoder = TransformerBlock(D, H, causal=False, **shared)
+        self.own = TransformerBlock(D, H, causal=True, layer=1, **shared)
+        self.norm = LayerNorm(D, tp=tp, dtype=F64)
+        self.cross = CrossAttention(D, H, layer=1, **shared)
+
+    def forward(self, x, memory):
+        rng = make_rng(1, 2)
+        memory = self.encoder(memory, batch=B, rng=rng)
+        h = self.own(x, batch=B, rng=rng)
+        return h + self.cross(self.norm(h), memory, batch=B, attention_mask=MASK, rng=rng)
+
+
+def encode_decode(world, sp):
+    tp = make_tp(world, sp)
+    model = EncoderDecoder(tp)
+    x, memory, dy = (mine(t, tp).clone().requires_grad_() for t in data(D))
+    y = model(x, memory)
+    y.backward(dy.detach())
+    specs = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return tp, dict(y=y.detach(), x=x.grad, memory=memory.grad), grads, specs
+
+
+@pytest.mark.parametrize("R, sp", [(2, True), (4, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_an_encoder_decoder(ranks, R, sp):
+    ((_, exact, whole_grads, _),) = ranks(1, encode_decode, sp)
+    for tp, got, grads, slices in ranks(R, encode_decode, sp):
+        assert_close(got, {key: mine(value, tp) for key, value in exact.items()}, F64)
+        assert_close(grads, {name: whole_grads[name][slices[name]] for name in grads}, F64)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (dict(x=(B, S, D)), r"CrossAttention: x must be rows \[m, 32\], row s \* batch \+ b, got \(2, 6, 32\)"),
+        (dict(memory=(20, 5)), r"CrossAttention: memory must be rows \[m, 32\], row s \* batch \+ b, got \(20, 5\)"),
+        (dict(memory=(21, D)), "CrossAttention: 21 rows of memory are not divisible by batch=2; give seq"),
+        (dict(seq=7), "CrossAttention: seq x batch = 7 x 2 rows of x, and there are 12"),
+        (dict(attention_mask=MASK[:, :4]), r"CrossAttention: attention_mask must be \(2, 10\), got \(2, 4\)"),
+        (dict(attention_mask=MASK.double()), "CrossAttention: attention_mask must be bool or integer"),
+        (dict(rng=None), "CrossAttention: dropout needs rng"),
+    ],
+)
+def test_what_is_refused(call, words):
+    layer = CrossAttention(D, H, dropout=0.1)
+    given = dict(x=(S * B, D), memory=(T * B, D), batch=B, rng=make_rng(0, 0)) | call
+    x, memory = (torch.zeros(given.pop(key)) for key in ("x", "memory"))
+    with pytest.raises(ValueError, match=words):
+        layer(x, memory, **given)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(num_kv_heads=3), "CrossAttention: num_heads=8 is not divisible by num_kv_heads=3"),
+        (dict(hidden_size=30), "CrossAttention: hidden_size=30 is not divisible by num_heads=8"),
+        (dict(dropout=1.0), "dropout: p must lie in"),
+    ],
+)
+def test_heads_that_do_not_fit(options, words):
+    with pytest.raises(ValueError, match=words):
+        CrossAttention(options.pop("hidden_size", D), H, **options)

@@ -1,0 +1,61 @@
+"""weight_norm, spectral_norm and orthogonal need the whole of a weight: refused where it is split."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils import parametrizations, parametrize
+
+from tests.common import assert_equal, make_tp
+from tpfuse.layers import ColumnParallelLinear, RMSNorm
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    KINDS = {
+        "weight_norm": (parametrizations.weight_norm, torch.nn.utils.weight_norm),
+        "spectral_norm": (parametrizations.spectral_norm, torch.nn.utils.spectral_norm),
+        "orthogonal": (parametrizations.orthogonal,),
+    }
+
+
+class Double(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def refused(world):
+    layer, norm = ColumnParallelLinear(4, 8, tp=make_tp(world, False)), RMSNorm(4, tp=make_tp(world, False))
+    before, names = dict(layer.named_parameters()), layer.__dict__.keys()
+    for first in (False, True):  # the second: beside a parametrization that may stay
+        for name, functions in KINDS.items():
+            for function in functions[: 1 if first else None]:
+                with pytest.raises(ValueError, match=f"{name}: weight of .*Linear is split over {world.size} ranks"):
+                    function(layer)
+                assert not layer._forward_pre_hooks or len(layer._forward_pre_hooks) == 1  # the comparison of calls
+        if not first:
+            assert dict(layer.named_parameters()).keys() == before.keys() and layer.__dict__.keys() == names
+            assert all(layer.get_parameter(k) is p for k, p in before.items())
+            parametrize.register_parametrization(layer, "weight", Double())
+    x = torch.randn(3, 4)
+    twice = torch.nn.functional.linear(x, 2 * layer.parametrizations.weight.original, layer.bias)
+    torch.testing.assert_close(layer(x), twice)
+    parametrize.register_parametrization(norm, "weight", Double())  # replicated: as torch has it
+    assert (norm.weight == 2).all()
+    return True
+
+
+def test_a_split_weight_is_refused(ranks):
+    assert all(ranks(2, refused))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_has_them_all():
+    for functions in KINDS.values():
+        for function in functions:
+            layer, plain = ColumnParallelLinear(4, 8, bias=False), torch.nn.Linear(4, 8, bias=False)
+            plain.load_state_dict(layer.state_dict())
+            torch.manual_seed(0)
+            function(layer)
+            torch.manual_seed(0)
+            function(plain)
+            assert_equal({"weight": layer.weight.detach()}, {"weight": plain.weight.detach()})

@@ -1,0 +1,184 @@
+"""Recompute of blocks: the same gradients to the bit, however the model runs; options that contradict each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.common import assert_equal, make_tp
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch, default_dtype, results
+from tpfuse import TensorParallel
+from tpfuse.ledger import saved_bytes
+from tpfuse.models import GPT, Bert
+
+LLAMA = dict(norm="rms", gated=True, activation="silu", qkv_bias=False, out_bias=False, mlp_bias=False)
+LLAMA |= dict(rope=dict(rope_theta=1e4), num_kv_heads=6, family="llama", embedding_dropout=0.0)
+MODELS = {
+    "gpt2": (GPT, GPT_CONFIG, {}),
+    "llama": (GPT, replace(GPT_CONFIG, **LLAMA), {}),
+    "bert": (Bert, BERT_CONFIG, dict(masked_lm=True)),
+    "bert body": (Bert, BERT_CONFIG, {}),
+}
+PACKED = dict(cu_seqlens=torch.tensor([0, 5, 12, 20], dtype=torch.int32), max_seqlen=8)
+
+
+def make(name, tp=None, dtype=torch.float32, **more):
+    cls, config, options = MODELS[name]
+    with default_dtype(dtype):
+        return cls(config, tp=tp, **options, **more)
+
+
+def call_of(name, packed):
+    call = batch(MODELS[name][1], *((1, 20) if packed else (3, 7)))
+    return call | (PACKED if packed else {}) | dict(step=3)
+
+
+def _step(world, name, sp, overlap, packed, recompute):
+    tp = None if world is None else TensorParallel(world.group, sequence_parallel=sp, overlap=overlap)
+    return results(make(name, tp, recompute=recompute), call_of(name, packed))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("name, packed", [*((name, False) for name in MODELS), ("gpt2", True), ("llama", True)])
+def test_gradients_are_bitwise_the_same(name, packed, recompute):
+    assert_equal(*(_step(None, name, True, "auto", packed, how) for how in (recompute, None)))
+
+
+SPLITS = [
+    ("gpt2", True, "off"),
+    ("gpt2", False, "off"),
+    ("gpt2", True, "pairwise"),
+    ("bert", True, "off"),
+    ("llama", True, "pairwise"),
+]
+
+
+@pytest.mark.parametrize("name, sp, overlap", SPLITS)
+def test_gradients_of_a_split_model_are_bitwise_the_same(ranks, name, sp, overlap):
+    packed = name == "llama"
+    both = [ranks(2, _step, name, sp, overlap, packed, recompute) for recompute in ("full", None)]
+    for full, plain in zip(*both, strict=True):
+        assert_equal(full, plain)
+
+
+def _replicated(world, recompute):
+    mesh = world.mesh(2, 1)
+    model = make("gpt2", dp=mesh["dp"], recompute=recompute)
+    replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    call = batch(GPT_CONFIG, seed=world.rank)
+    for _ in range(2):
+        replica(**call).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_under_ddp(ranks):
+    for full, plain in zip(*(ranks(2, _replicated, recompute) for recompute in ("full", None)), strict=True):
+        assert_equal(full, plain)
+
+
+def _sharded(world, recompute):
+    mesh = world.mesh(2, 1)
+    model = make("gpt2", dp=mesh["dp"], recompute=recompute)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["dp"])
+    call = batch(GPT_CONFIG, seed=world.rank)
+    for _ in range(2):
+        model(**call).loss.backward()
+    return {name: p.grad.to_local() for name, p in model.named_parameters()}
+
+
+def test_under_fsdp(ranks):
+    for full, plain in zip(*(ranks(2, _sharded, recompute) for recompute in ("full", None)), strict=True):
+        assert_equal(full, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_under_torch_compile(name):
+    def compiled(recompute):
+        torch._dynamo.reset()
+        model = make(name, recompute=recompute)
+        torch.compile(model, fullgraph=True, backend="aot_eager")(**call_of(name, False)).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    assert_equal(compiled("full"), compiled(None))
+
+
+def test_under_autocast_and_where_a_hook_waits():
+    for context in (torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)):
+        made = []
+        for recompute in ("full", None):
+            model, seen = make("gpt2", recompute=recompute), []
+            model.blocks[0].mlp.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+            with context:
+                loss = model(**call_of("gpt2", False)).loss
+            loss.backward()
+            assert len(seen) == (2 if recompute else 1)
+            made.append({name: p.grad for name, p in model.named_parameters()})
+        assert_equal(*made)
+
+
+def test_frozen_blocks_and_no_gradient_at_all():
+    grads = []
+    for recompute in ("full", None):
+        model = make("gpt2", recompute=recompute)
+        model.embedding.requires_grad_(False)
+        model.positions.requires_grad_(False)
+        model.norm_in.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        model(**call_of("gpt2", False)).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert_equal(*grads)
+    with torch.no_grad():
+        assert not model(**call_of("gpt2", False)).loss.requires_grad
+
+
+def test_it_is_switched_on_and_off():
+    model = make("gpt2")
+    call = call_of("gpt2", False)
+
+    def saved():
+        with saved_bytes(model) as kept:
+            model(**call)
+        return kept()
+
+    plain = saved()
+    assert model.recompute is None
+    model.gradient_checkpointing_enable()
+    assert model.recompute == "full" and saved() < plain / 2
+    model.gradient_checkpointing_disable()
+    assert model.recompute is None and saved() == plain
+    small = make("gpt2", recompute="selective")
+    small.gradient_checkpointing_enable()
+    small.gradient_checkpointing_disable()
+    assert small.recompute == "selective" and small.saving == "smallest" == small.blocks[0].saving
+
+
+def test_from_pretrained(tmp_path):
+    make("gpt2").save_pretrained(tmp_path)
+    assert GPT.from_pretrained(tmp_path, recompute="full").recompute == "full"
+    assert GPT.from_pretrained(tmp_path, saving="smallest").recompute == "selective"
+
+
+WRONG = {
+    "recompute must be one of selective, full or None, got 'all'": dict(recompute="all"),
+    "recompute='selective' is saving='smallest', got saving='fastest'": dict(recompute="selective", saving="fastest"),
+    "saving must be one of fastest, smallest, got 'none'": dict(saving="none"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_options_that_are_none(message):
+    with pytest.raises(ValueError, match=f"GPT: {message}"):
+        make("gpt2", **WRONG[message])
+
+
+def _differs(world):
+    make("gpt2", make_tp(world), recompute=("full", None)[world.rank])
+
+
+def test_ranks_recompute_alike(ranks):
+    with pytest.raises(ValueError, match="recompute must be the same on every tensor-parallel rank"):
+        ranks(2, _differs)

@@ -1,0 +1,235 @@
+"""Two features at once, or a feature and a tool of torch: two training steps on gloo processes against one process.
+
+Each pair is a cell of docs/composition.md (`make composition` writes it): it works, or an error refuses it.
+"""
+
+import contextlib
+import copy
+import json
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tpfuse
+from bench.composition import COLUMNS, MODELS, NOT_APPLICABLE, ROWS
+from tests.common import error
+from tests.models.common import whole
+from tpfuse import TensorParallel, as_dtensor, make_rng
+from tpfuse.layers import LayerNorm, TransformerBlock, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tpfuse.layers.linear import ColumnParallelLinear
+from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+
+SIZES: dict[str, Any] = dict(vocab_size=61, max_positions=32, hidden_size=32, num_layers=2, num_heads=4, ffn_size=48)
+NO_DROPOUT: dict[str, Any] = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+GPT2 = GPTConfig(**SIZES, **NO_DROPOUT)
+LLAMA = GPTConfig(
+    **SIZES, **NO_DROPOUT, family="llama", norm="rms", gated=True, activation="silu", num_kv_heads=2,
+    qkv_bias=False, out_bias=False, mlp_bias=False, tie_embeddings=False,
+    rope={"rope_type": "default", "rope_theta": 10000.0},
+)  # fmt: skip
+BERT = BertConfig(**SIZES, **NO_DROPOUT)
+SHARES, PER_SHARE, SEQ, STEPS = 2, 2, 12, 2  # a step's samples are in two shares: of two replicas, or one after another
+CHANGES = {"dropout", "LoRA", "packed documents", "autocast", "label smoothing and z-loss", "clipping by torch"}
+TOLERANCE = {"autocast": 1e-2}  # bf16 has 8 bits, and a sum over ranks is rounded between its parts
+FP32 = 2e-6
+
+
+class Own(nn.Module):
+    """A model of one's own, of tpfuse's layers and a plain module between row shards."""
+
+    def __init__(self, tp: TensorParallel, p: float, recompute: bool):
+        super().__init__()
+        self.tp, self.recompute = tp, recompute
+        torch.manual_seed(1)
+        self.embedding = VocabParallelEmbedding(61, 32, tp=tp)
+        self.plain = tpfuse.replicated(nn.Linear(32, 32), tp)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(32, 4, 48, tp=tp, causal=True, layer=i, dropout=p, attention_dropout=p) for i in range(2)
+        )
+        self.norm = LayerNorm(32, tp=tp)
+        self.head = ColumnParallelLinear(32, 64, tp=tp, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, step: int, first_sample: int, **loss: Any) -> Any:
+        batch = len(input_ids)
+        h = self.plain(self.embedding(input_ids.t()))
+        rng = make_rng(0, step, first_sample)
+        for block in self.blocks:
+            if self.recompute:
+                h = torch.utils.checkpoint.checkpoint(block, h, batch=batch, rng=rng, use_reentrant=False)
+            else:
+                h = block(h, batch=batch, rng=rng)
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).t().flatten()
+        made = vocab_parallel_cross_entropy(self.head(self.norm(h)), shifted, tp=self.tp, vocab_size=64, **loss)
+        return Loss(made)
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+
+
+def parallelized(tp: TensorParallel, dp: Any, options: dict[str, Any]) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    p = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=48, **p))
+    return tpfuse.parallelize(theirs, tp, dp=dp, **options).train()
+
+
+def make(name: str, on: frozenset[str], tp: TensorParallel, dp: Any) -> nn.Module:
+    options: dict[str, Any] = dict(saving="smallest" if "saving smallest" in on else "fastest")
+    options |= dict(recompute="full") if "recompute" in on else {}
+    drops = dict(dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1) if "dropout" in on else {}
+    if name == "own model of layers":
+        return Own(tp, 0.1 if drops else 0.0, "recompute" in on)
+    if name == "parallelize":
+        return parallelized(tp, dp, options)
+    if name == "BERT":
+        return Bert(replace(BERT, **drops), tp=tp, dp=dp, masked_lm=True, **options)
+    return GPT(replace(LLAMA if name == "Llama" else GPT2, **drops), tp=tp, dp=dp, **options)
+
+
+def call_of(name: str, on: frozenset[str], step: int, share: int) -> dict[str, Any]:
+    """The arguments of one share of a step."""
+    g = torch.Generator().manual_seed(100 * step + share)
+    ids = torch.randint(61, (PER_SHARE, SEQ), generator=g)
+    call: dict[str, Any] = dict(input_ids=ids, labels=ids, step=step, first_sample=share * PER_SHARE)
+    if "packed documents" in on:
+        bounds = torch.tensor([0, 5, SEQ, 2 * SEQ], dtype=torch.int32)
+        packed = dict(input_ids=ids.view(1, -1), labels=ids.view(1, -1), cu_seqlens=bounds, first_sample=share)
+        call |= packed
+    if "label smoothing and z-loss" in on:
+        call |= dict(label_smoothing=0.1, z_loss=1e-3)
+    return call
+
+
+class Run:
+    """Two steps of training with what is ``on``, on a (dp, tp) mesh."""
+
+    def __init__(self, world, name: str, on: frozenset[str]):
+        self.name, self.on = name, on
+        dp = 2 if on & {"DDP", "FSDP2"} else 1
+        self.mesh = world.mesh(dp, world.size // dp)
+        self.dp, self.replica = dp, self.mesh["dp"].get_local_rank()
+        overlap = "pairwise" if "overlap" in on else "off"
+        tp = TensorParallel(self.mesh["tp"], sequence_parallel="sequence parallelism" in on, overlap=overlap)
+        self.model = make(name, on, tp, self.mesh["dp"])
+        if "LoRA" in on:
+            tpfuse.add_lora(self.model, rank=2, alpha=4.0, seed=3)
+        if "deepcopy" in on:
+            self.model = copy.deepcopy(self.model)
+        self.seen: list[str] = []
+        if "hooks on submodules" in on:
+            block = next(m for m in self.model.modules() if isinstance(m, TransformerBlock))
+            for part in block.attention, block.mlp, block.mlp.fc1, block.norm_attention:
+                part.register_forward_hook(lambda module, *_: self.seen.append(type(module).__name__))
+        self.main = tpfuse.MainGrad(self.model, self.mesh["dp"]) if "MainGrad" in on else None
+        self.trained = self._wrapped()
+        weights = (
+            [p for p in self.model.parameters() if p.requires_grad] if self.main is None else self.main.parameters()
+        )
+        self.optimizer = torch.optim.SGD(weights, lr=0.2, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="GradScaler" in on)
+
+    def _wrapped(self) -> nn.Module:
+        trained = self.model
+        if "FSDP2" in self.on:
+            as_dtensor(self.model, self.mesh["tp"])
+            blocks = [m for m in self.model.modules() if isinstance(m, TransformerBlock)]
+            for module in (*blocks, self.model):
+                fully_shard(module, mesh=self.mesh["dp"])
+        if "DDP" in self.on:
+            trained = DistributedDataParallel(self.model, process_group=self.mesh["dp"].get_group())
+        if "torch.compile" in self.on:
+            torch._dynamo.reset()
+            trained = torch.compile(trained, backend="aot_eager")
+        return trained
+
+    def step(self, number: int) -> float:
+        shares = [self.replica] if self.dp > 1 else range(SHARES)
+        total = torch.zeros(())
+        for share in shares:
+            with torch.autocast("cpu", torch.bfloat16) if "autocast" in self.on else contextlib.nullcontext():
+                loss = self.trained(**call_of(self.name, self.on, number, share)).loss / len(shares)
+            self.scaler.scale(loss).backward()
+            total = total + loss.detach().float()
+        if self.main is not None:
+            self.main.reduce()
+        self.scaler.unscale_(self.optimizer)
+        if "clipping by torch" in self.on:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.main is not None:
+            self.main.zero()
+        dist.all_reduce(total, group=self.mesh["dp"].get_group())
+        return float(total) / self.dp
+
+
+def trained(world, name: str, on: frozenset[str], folder: str | None = None) -> dict[str, Any]:
+    run = Run(world, name, on)
+    losses = [run.step(number) for number in range(STEPS)]
+    if "hooks on submodules" in on:
+        assert set(run.seen) >= {"ParallelAttention", "ParallelMLP", "ColumnParallelLinear"}, run.seen
+    if "save_checkpoint" in on:
+        tpfuse.save_checkpoint(folder, run.model, run.optimizer, step=STEPS)
+        spoil(run.model)
+        tpfuse.load_checkpoint(folder, run.model, run.optimizer)
+    if "state_dict in torch's checkpoints" in on:
+        dcp.save({"model": run.model.state_dict()}, checkpoint_id=folder)
+        spoil(run.model)
+        state = run.model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=folder)
+        run.model.load_state_dict(state)
+    return {"losses": losses, "weights": whole(run.model)}
+
+
+@torch.no_grad()
+def spoil(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.zero_()
+
+
+def cell(row: str, column: str) -> tuple[str, frozenset[str]]:
+    """-> the model of a cell, and what is on."""
+    return (row, frozenset({column})) if row in MODELS else ("GPT-2", frozenset({row, column}))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """What one process gives, by model and by the features that change results."""
+    found: dict[Any, dict[str, Any]] = {}
+
+    def get(name: str, on: frozenset[str]) -> dict[str, Any]:
+        key = name, on & CHANGES
+        if key not in found:
+            found[key] = ranks(1, trained, *key)[0]
+        return found[key]
+
+    return get
+
+
+CELLS = [(r, c) for r in ROWS for c in COLUMNS if r != c and (r, c) not in NOT_APPLICABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, column", CELLS, ids=lambda name: name.replace(" ", "_"))
+def test_two_at_once(ranks, alone, row, column, tmp_path, record_property):
+    name, on = cell(row, column)
+    exact = alone(name, on)
+    worst = 0.0
+    for found in ranks(4 if on & {"DDP", "FSDP2"} else 2, trained, name, on, str(tmp_path)):
+        errors = {key: error(found["weights"][key], w) for key, w in exact["weights"].items()}
+        errors["loss"] = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], exact["losses"], strict=True))
+        worst = max(worst, *errors.values())
+        limit = max([FP32, *(TOLERANCE[feature] for feature in on & TOLERANCE.keys())])
+        assert {key: e for key, e in errors.items() if not e <= limit} == {}
+    record_property("composition", json.dumps([row, column, "works", worst]))

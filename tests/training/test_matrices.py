@@ -1,0 +1,104 @@
+"""Optimizers over whole matrices: the same update at every tensor-parallel size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.common import assert_close, assert_equal, make_tp
+from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
+from tpfuse import WholeMatrices, as_dtensor
+from tpfuse.layers.module import named_specs
+from tpfuse.models import GPT
+
+GATED = replace(STEP_CONFIG, gated=True, num_kv_heads=4)  # every weight of another number of dimensions
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Newton-Schulz iterations towards U V' of the gradient's U S V', in the gradient's dtype."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            update = p.grad / p.grad.norm()
+            for _ in range(3):
+                update = 1.5 * update - 0.5 * update @ update.mT @ update
+            p.add_(update, alpha=-self.param_groups[0]["lr"])
+
+
+def muon_of_the_same_gradients(world):
+    """Three steps of torch's Muon, whose iteration is in bf16: bitwise the same where the gradients are."""
+    model = GPT(GATED, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    muon = torch.optim.Muon(matrices.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw")
+    muon.register_step_pre_hook(matrices.gather_gradients)
+    shapes = [tuple(m.shape) for m in matrices.parameters()]
+    assert shapes == [(80, 48), (48, 48), (168, 48), (48, 84)]  # of qkv, out, fc1, fc2
+    for step in range(3):
+        for (_, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+            g = torch.Generator().manual_seed(step * 100 + sum(spec.shape))
+            p.grad = torch.randn(spec.shape, generator=g)[spec.local(tp)].contiguous()
+        muon.step()
+    assert all(p.grad is not None for p in model.parameters())  # another optimizer's, for the rest
+    return whole(model)
+
+
+def test_muon(ranks):
+    exact = ranks(1, muon_of_the_same_gradients)[0]
+    start = whole(GPT(GATED))
+    moved = {name for name in exact if not torch.equal(exact[name], start[name])}
+    assert moved == {
+        name for name in start if name.startswith("blocks.") and start[name].dim() > 1 and "bias" not in name
+    }
+    for R in (2, 4):
+        for found in ranks(R, muon_of_the_same_gradients):
+            assert_equal(found, exact)
+
+
+def training(world, dtype):
+    """Muon's kind of update for the blocks' weights, AdamW for the rest."""
+    with default_dtype(dtype):
+        model = GPT(GATED, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    first, second = Orthogonal(matrices.parameters(), lr=0.02), torch.optim.AdamW(matrices.others(model), lr=3e-4)
+    first.register_step_pre_hook(matrices.gather_gradients)
+    for step in range(3):
+        model(**batch(GATED, seed=step), step=step).loss.backward()
+        first.step()
+        second.step()
+        model.zero_grad()
+    return whole(model)
+
+
+def test_training_over_whole_matrices(ranks):
+    exact = ranks(1, training, torch.float64)[0]
+    for R in (2, 4):
+        for found in ranks(R, training, torch.float64):
+            assert_close(found, exact, torch.float64)
+
+
+def refused(world):
+    errors = []
+    copied = GPT(replace(STEP_CONFIG, num_kv_heads=1), tp=make_tp(world))
+    view = as_dtensor(GPT(STEP_CONFIG, tp=make_tp(world)), world.mesh(1, world.size))
+    for model in (copied, view):
+        with pytest.raises(ValueError) as caught:
+            WholeMatrices(model.blocks)
+        errors.append(str(caught.value))
+    model = GPT(STEP_CONFIG, tp=make_tp(world))
+    model(**batch(STEP_CONFIG)).loss.backward()
+    if world.rank:
+        model.blocks[0].mlp.fc1.weight.grad = None
+    with pytest.raises(ValueError) as caught:
+        WholeMatrices(model.blocks).gather_gradients()
+    return [*errors, str(caught.value)]
+
+
+def test_refused(ranks):
+    for copied, view, differing in ranks(2, refused):
+        assert "WholeMatrices: 0.attention.qkv.kv is held by 2 ranks at tensor-parallel size 2" in copied
+        assert "WholeMatrices: 0.attention.qkv.weight is a DTensor; make it before" in view
+        assert "parameters without a gradient must be the same on every" in differing

@@ -1,0 +1,225 @@
+"""accelerate on a split model: data and gathers over the data-parallel ranks, DDP over them, whole checkpoints.
+
+accelerate takes every process for a replica.  Its own ParallelismConfig cures that for data loaders alone, so a class
+of the user's own joins the two: ``class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..kernels.runtime.errors import check
+from ..models.model import Model
+from ..parallel import resolve
+from ..together import together
+from ..training.checkpoint import load_checkpoint, save_checkpoint
+from ..training.optim import clip_grad_norm_
+from .huggingface.write import whole_tensors
+
+FOLDER = "tpfuse"  # of a checkpoint of accelerate or the Trainer, which holds every rank's shards and optimizer state
+
+
+def model_of(model: nn.Module) -> Model | None:
+    """Returns the tpfuse model in ``model``; None where there is none."""
+    return next((m for m in model.modules() if isinstance(m, Model)), None)
+
+
+def sizes_of(model: Model) -> dict[str, int]:
+    """Returns the arguments of accelerate's ParallelismConfig: the tensor-parallel size and the rest of the world.
+
+    ValueError, on every rank, where the world's ranks are not in the order that accelerate's data loaders suppose.
+    """
+    tp, world, rank = model.tp, dist.get_world_size(), dist.get_rank()
+    dp = world // tp.size
+
+    def examine() -> None:
+        check(
+            dp == 1 or model.dp_rank is not None,
+            f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them;"
+            " give parallelize, or the model, dp=mesh['dp']",
+        )
+        check(
+            (rank // tp.size, rank % tp.size) == (model.dp_rank or 0, tp.rank),
+            f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank};"
+            f" accelerate needs init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
+        )
+
+    together(examine, model.groups())
+    return dict(tp_size=tp.size, dp_shard_size=dp)
+
+
+class AcceleratorMixin:
+    """Stands before accelerate's Accelerator, which then trains split models.
+
+    ``Accelerator(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))``, the second number being that of
+    the replicas.  ``prepare`` wraps the model in DDP over the replicas; ``gather``, ``gather_for_metrics`` and
+    ``reduce`` count every replica once; ``save_state`` keeps every rank's shards, and ``load_state`` reads them at any
+    tensor-parallel size; ``get_state_dict`` returns whole tensors by Hugging Face's names (all ranks call it).
+    """
+
+    state: Any
+    device: Any
+    parallelism_config: Any
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, parallelism_config: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if parallelism_config is not None:
+            self.tell(parallelism_config)
+
+    def tell(self, config: Any) -> None:
+        """Gives accelerate its ParallelismConfig, which its constructor refuses on CPUs."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        check(config.total_size == world, f"accelerate: {world} ranks, and {config} is of {config.total_size}")
+        self.state.parallelism_config = config
+        self.state.device_mesh = config.get_device_mesh(self.device.type)
+
+    @property
+    def _tp(self) -> int:
+        return 1 if self.parallelism_config is None else int(self.parallelism_config.tp_size)
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        return args  # accelerate's own makes DTensors here, and warns where there are none
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares a model as accelerate does, with DDP over the replicas alone.
+
+        ValueError where the ParallelismConfig is not the model's.
+        """
+        plain: Any = super()
+        split = model_of(model)
+        alone = split is None or all(group.size() == 1 for group in split.groups())
+        if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
+            return plain.prepare_model(model, device_placement, evaluation_mode)
+        sizes, config = sizes_of(split), self.parallelism_config
+        asked = None if config is None else dict(tp_size=config.tp_size, dp_shard_size=config.dp_shard_size)
+        if split.tp.size == 1 and asked is None:
+            return plain.prepare_model(model, device_placement, evaluation_mode)
+        wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        check(asked == sizes, f"accelerate: give parallelism_config=ParallelismConfig({wanted}), got {asked}")
+        prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or sizes["dp_shard_size"] == 1:
+            return prepared
+        assert split.dp_group_name is not None
+        handler: Any = getattr(self, "ddp_handler", None)
+        options = {} if handler is None else handler.to_kwargs()
+        self._models[-1] = DistributedDataParallel(prepared, process_group=resolve(split.dp_group_name), **options)
+        self._models[-1]._is_accelerate_prepared = True
+        return self._models[-1]
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepares a scheduler as accelerate does; it steps once for each replica, not once for each process."""
+        plain: Any = super()
+        prepared = plain.prepare_scheduler(scheduler)
+        if self._tp > 1 and not prepared.split_batches:
+            prepared.split_batches, step, count = True, prepared.step, self.parallelism_config.dp_shard_size
+            prepared.step = lambda *args, **kwargs: [step(*args, **kwargs) for _ in range(count)]
+        return prepared
+
+    # ---- every replica once ----
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns the tensors of all replicas, one after the other."""
+        plain: Any = super()
+        gathered = plain.gather(tensor)
+        if self._tp == 1:
+            return gathered
+        world = dist.get_world_size()
+        replicas = lambda x: x.unflatten(0, (world // self._tp, self._tp, len(x) // world))
+        return _apply(lambda x: replicas(x)[:, 0].flatten(0, 1), gathered)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Returns what all replicas hold, without what was repeated to fill the last batch."""
+        plain: Any = super()
+        use_gather_object = use_gather_object or not _tensors(input_data)
+        if self._tp > 1 and use_gather_object and dist.get_rank() % self._tp:
+            input_data = type(input_data)()
+        return plain.gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Returns the sum or the mean over the replicas."""
+        plain: Any = super()
+        total = plain.reduce(tensor, reduction, scale)
+        if reduction != "sum" or self._tp == 1:
+            return total
+        return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clips by the norm over all shards; ValueError where ``parameters`` are not those of a prepared model."""
+        plain: Any = super()
+        if self._tp == 1:
+            return plain.clip_grad_norm_(parameters, max_norm, norm_type)
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        whole = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= given)
+        model = next(whole, None)
+        check(model is not None and norm_type == 2, "clip_grad_norm_: give model.parameters(), and norm_type=2")
+        getattr(self, "unscale_gradients")()  # noqa: B009
+        return clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
+
+    # ---- files ----
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns whole tensors by Hugging Face's names on every rank; every rank calls it."""
+        plain: Any = super()
+        own = model_of(model)
+        return plain.get_state_dict(model, unwrap) if own is None else dict(whole_tensors(own))
+
+    def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
+        """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
+        plain: Any = super()
+        with self._apart() as (model, optimizer):
+            folder = plain.save_state(output_dir, **options)
+            if model is not None:
+                save_checkpoint(Path(folder) / FOLDER, model, optimizer, step=int(getattr(self, "step", 0)))
+        return folder
+
+    def load_state(self, input_dir: str | None = None, **options: Any) -> None:
+        """Loads what :meth:`save_state` wrote, at any tensor-parallel size.
+
+        ValueError where there is no such state.
+        """
+        plain: Any = super()
+        with self._apart() as (model, optimizer):
+            if model is not None:
+                check(input_dir is not None, "load_state: input_dir must be given")
+                found = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
+                check(found is not None, f"load_state: {input_dir} has no folder {FOLDER!r}, which save_state writes")
+            plain.load_state(input_dir, **options)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[tuple[Any, Any]]:
+        """Takes a model of tpfuse and its optimizer from accelerate's lists for a while."""
+        if not any(map(model_of, self._models)):
+            yield None, None
+            return
+        kept = self._models, self._optimizers
+        sizes = tuple(map(len, kept))
+        check(sizes == (1, 1), f"save_state: prepare one model of tpfuse with one optimizer, got {sizes}")
+        self._models, self._optimizers = [], []
+        try:
+            yield kept[0][0], kept[1][0].optimizer
+        finally:
+            self._models, self._optimizers = kept
+
+
+def _apply(function: Callable[[Any], Any], values: Any, **options: Any) -> Any:
+    recursively_apply: Any = import_module("accelerate.utils").recursively_apply
+    return recursively_apply(function, values, **options)
+
+
+def _tensors(values: Any) -> bool:
+    """Says whether accelerate gathers ``values`` as tensors."""
+    try:
+        _apply(lambda x: x, values, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,279 @@
+"""What a module of transformers becomes: its class with tpfuse's forward, generate and files."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..collectives import collect
+from ..kernels.runtime.errors import check
+from ..layers.lora import adapted_layers, add_lora
+from ..models import GPT, Bert
+from ..models.families import FAMILIES, Family
+from ..models.model import Model
+from ..together import together
+from .adapter import load_adapter, save_adapter
+from .huggingface.disk import NewFiles
+from .huggingface.read import Tensors, restore
+from .huggingface.write import save
+from .peft import lora_arguments
+
+
+class Kind(NamedTuple):
+    model: type[Model]
+    output: str  # transformers' class
+    options: Callable[[nn.Module], dict[str, Any]]  # of the model's constructor
+    normalized: bool = False  # its loss divides by num_items_in_batch, where a call gives it
+
+
+def _kind_of(family: Family) -> Kind:
+    model = GPT if family.causal else Bert
+    return Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
+
+
+KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
+    "BertModel": Kind(
+        Bert, "BaseModelOutputWithPoolingAndCrossAttentions", lambda module: dict(pooler=module.pooler is not None)
+    ),
+}
+_CALL = "input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "step", "first_sample"
+_GENERATE = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "eos_token_id",
+    "pad_token_id",
+    "max_new_tokens",
+)
+_SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
+_GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
+
+
+class Parallelized(nn.Module):
+    """Stands before the class of transformers in the module's new class; ``parallel`` is the tpfuse model."""
+
+    parallel: Model
+    tpfuse_original: type
+    tpfuse_adapter = False  # whether add_adapter or load_adapter gave it one, which save_pretrained then writes
+    tpfuse_driver = False  # whether a TrainerMixin has it, which knows how it is split
+    config: Any
+    generation_config: Any
+    can_generate: Callable[[], bool]
+
+    # of a model, save_checkpoint and load_checkpoint keep these too
+    seed = property(lambda self: self.parallel.seed, lambda self, value: setattr(self.parallel, "seed", value))
+    step = property(lambda self: self.parallel.step, lambda self, value: setattr(self.parallel, "step", value))
+
+    @property
+    def tp_size(self) -> None:
+        """None: transformers has not split it.  transformers' Trainer and accelerate ask first of all.
+
+        ValueError where they ask of a module that is split, or has replicas, and are not told so: they would take each
+        rank for a replica of their own.
+        """
+        check(
+            self.tpfuse_driver or all(group.size() == 1 for group in self.parallel.groups()),
+            f"{type(self).__name__} is split by tpfuse.parallelize; train it with class Trainer(tpfuse.TrainerMixin,"
+            " transformers.Trainer), or class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)",
+        )
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Takes the module's own shards, or whole tensors by transformers' names; of these each rank keeps its slices.
+
+        ValueError where one of the whole tensors is missing, extra or mis-shaped.
+        """
+        if all(name.startswith("parallel.") for name in state_dict):
+            plain: Any = super()
+            return plain.load_state_dict(state_dict, strict=strict, assign=assign)
+        restore(self.parallel, Tensors("load_state_dict", "state_dict", state_dict))
+        return nn.Module().load_state_dict({})
+
+    def _forward(self, arguments: dict[str, Any]) -> Any:
+        name, kind = self.tpfuse_original.__name__, KINDS[self.tpfuse_original.__name__]
+        return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
+        call = {key: arguments.pop(key) for key in _CALL if key in arguments}
+        rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
+        if rest:
+            raise NotImplementedError(f"{name}, parallelized: {', '.join(rest)} is not built")
+        head = self.parallel.head is not None
+        out = self.parallel(
+            **{key: value for key, value in call.items() if value is not None},
+            **(dict(return_logits=True) if head else {}),
+            **(dict(loss_normalizer=normalizer) if kind.normalized and normalizer is not None else {}),
+        )
+        outputs = out._asdict()
+        if head:
+            outputs["logits"] = _whole(out.logits, self.parallel)
+        outputs = {key: value for key, value in outputs.items() if value is not None}
+        result = getattr(import_module("transformers.modeling_outputs"), kind.output)(**outputs)
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
+        """Generates as GPT does, with transformers' arguments.
+
+        ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
+        NotImplementedError, which names it, for an argument that is not built.
+        """
+        if not isinstance(self.parallel, GPT):
+            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model")
+        ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
+        ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
+        config = self.generation_config if generation_config is None else generation_config
+        values = {key: value for key, value in (config.to_diff_dict() | options).items() if value is not None}
+        known = _GENERATE + _GENERATE_IGNORED
+        unknown = [key for key, value in values.items() if key not in known and value is not False]
+        if unknown:
+            raise NotImplementedError(
+                f"generate of a parallelized {type(self).__name__}: {', '.join(unknown)} is not built"
+            )
+        if "max_new_tokens" not in values:
+            check("max_length" in values, "generate: give max_new_tokens or max_length")
+            values["max_new_tokens"] = values["max_length"] - ids.shape[1]
+        if values.get("do_sample"):
+            values["top_k"] = values.get("top_k", 50) or None  # transformers' default
+        return self.parallel.generate(ids, **{k: values[k] for k in _GENERATE if values.get(k) is not None}, **ours)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        *,
+        max_shard_size: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes a directory that transformers loads; after add_adapter, one of the adapter alone that PEFT loads.
+
+        Every rank calls it, and one writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``:
+        bytes, or "5GB".  NotImplementedError for a push to the hub, a variant, or another option that is not built.
+        """
+        asked = [name for name, value in options.items() if value and name not in _SAVE_IGNORED]
+        asked += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
+        if asked:
+            raise NotImplementedError(f"save_pretrained of {type(self).__name__}: {', '.join(asked)} is not built")
+        if self.tpfuse_adapter and any(not lora.merged for *_, lora in adapted_layers(self)):
+            save_adapter(self, save_directory)
+            return
+        save(self.parallel, Path(save_directory), _bytes(max_shard_size))
+        if self.can_generate():
+            together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups())
+
+    def _save_generation_config(self, path: Path) -> None:
+        if self.parallel.writes:
+            with (new := NewFiles(path, "save_pretrained")) as folder:
+                self.generation_config.save_pretrained(folder)
+                new.publish()
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NotImplementedError: the blocks have their own way to save memory."""
+        raise NotImplementedError(
+            f"gradient_checkpointing_enable of a parallelized {type(self).__name__}; saving='smallest' saves memory"
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Raises NotImplementedError: no rank has the whole table."""
+        raise NotImplementedError(
+            f"get_input_embeddings of a parallelized {type(self).__name__}: no rank has the whole table; this rank's"
+            " rows are module.parallel.embedding.weight"
+        )
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Raises NotImplementedError: no rank has the whole head."""
+        raise NotImplementedError(
+            f"get_output_embeddings of a parallelized {type(self).__name__}: no rank has the whole head; what this rank"
+            " has of it is in module.parallel.head"
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Raises NotImplementedError: the vocabulary is split."""
+        raise NotImplementedError(
+            f"resize_token_embeddings of a parallelized {type(self).__name__}: resize it before tpfuse.parallelize, or"
+            " save_pretrained, resize what transformers loads, and parallelize that"
+        )
+
+    # ---- adapters, by transformers' own methods ----
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Adds what a LoraConfig of PEFT asks for, by :func:`tpfuse.add_lora`, before the optimizer is made.
+
+        Everything else is frozen.  ValueError for an option that is not built, or a second adapter.
+        """
+        check(adapter_name in (None, "default"), f"add_adapter: one adapter, named 'default', got {adapter_name!r}")
+        arguments = together(
+            lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups()
+        )
+        add_lora(self, **arguments)
+        self.tpfuse_adapter = True
+
+    def load_adapter(self, peft_model_id: str | Path, *, is_trainable: bool = False) -> None:
+        """Adds the adapter of a directory that PEFT wrote, by :func:`tpfuse.load_adapter`."""
+        load_adapter(self, peft_model_id, trainable=is_trainable)
+        self.tpfuse_adapter = True
+
+    @property
+    def peft_config(self) -> Any:
+        """PEFT asks for it before it changes anything.  ValueError: PEFT wraps layers by class, and not these."""
+        raise ValueError(
+            f"{type(self).__name__} is parallelized, and PEFT cannot wrap its layers; in place of get_peft_model(model,"
+            " config) write model.add_adapter(config), and in place of PeftModel.from_pretrained(model, path),"
+            " model.load_adapter(path); model.save_pretrained(path) then writes the adapter's files"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.tpfuse_original,), self.__dict__
+
+
+def _bytes(size: int | str | None) -> int | None:
+    """Returns the bytes of a size as transformers writes it: 1000, "5GB", "200MiB"."""
+    if size is None or (isinstance(size, int) and size > 0):
+        return size
+    found = re.fullmatch(r"(\d+)([KMG])(i?)B", str(size), re.IGNORECASE)
+    check(found is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
+    assert found is not None
+    return int(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1)
+
+
+def _whole(logits: Tensor, model: Model) -> Tensor:
+    """[B, S, V/R], of which the last rank's may be narrower -> [B, S, V].
+
+    Every rank goes on to use them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather)
+    would count the loss R times.
+    """
+    vocab, size = model.config.vocab_size, model.tp.size
+    return collect(F.pad(logits, (0, -(-vocab // size) - logits.shape[-1])), model.tp, dim=-1)[..., :vocab]
+
+
+@functools.cache
+def class_of(original: Any) -> Any:
+    """Returns a subclass by the same name, whose forward has the same signature."""
+    signature = inspect.signature(original.forward)
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments[next(iter(signature.parameters))]
+        return self._forward(arguments | arguments.pop(rest, {}))
+
+    own = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
+    return type(original.__name__, (Parallelized, original), own)
+
+
+def _again(original: type) -> nn.Module:
+    cls = class_of(original)
+    module: nn.Module = cls.__new__(cls)
+    return module
+
+
+def parallelized_in(model: nn.Module | None) -> Parallelized | None:
+    """Returns the module that parallelize has changed in ``model``, which may be wrapped; None where there is none."""
+    modules = () if model is None else model.modules()
+    return next((m for m in modules if isinstance(m, Parallelized)), None)

@@ -1,0 +1,94 @@
+"""transformers' Trainer on a split model: ``class Trainer(tpfuse.TrainerMixin, transformers.Trainer)``."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..kernels.runtime.errors import check
+from ..training.checkpoint import load_checkpoint, save_checkpoint
+from .accelerator import FOLDER, AcceleratorMixin, sizes_of
+from .huggingface.read import Files, restore
+from .parallelized import Parallelized, parallelized_in
+
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names
+
+
+class TrainerMixin:
+    """Stands before transformers' Trainer, or a class derived from it, which then trains what parallelize has split.
+
+    Ranks of a tensor-parallel group read the same batches; losses, gradients and metrics are taken over the replicas.
+    A checkpoint holds the whole model as transformers writes it, and in a folder of its own every rank's shards and
+    optimizer state, which resume at any tensor-parallel size.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        plain: Any = super()
+        if (module := self._parallelized) is not None:
+            module.tpfuse_driver = True
+        plain.create_accelerator_and_postprocess()
+        cls = type(self.accelerator)
+        self.accelerator.__class__ = type(cls.__name__, (AcceleratorMixin, cls), {})
+        if module is not None and module.parallel.tp.size > 1:
+            config: Any = import_module("accelerate").ParallelismConfig
+            self.accelerator.tell(config(**sizes_of(module.parallel)))
+
+    @property
+    def _parallelized(self) -> Parallelized | None:
+        return parallelized_in(self.model)
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        plain: Any = super()
+        items, module = plain._get_num_items_in_batch(*args), self._parallelized
+        # The Trainer has divided by the tensor-parallel size, and AcceleratorMixin.gather had counted nobody twice.
+        return items * module.parallel.tp.size if module is not None and isinstance(items, torch.Tensor) else items
+
+    # ---- checkpoints: every rank takes part ----
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        plain: Any = super()
+        if self.args.should_save or self._parallelized is None:
+            plain._save(output_dir, state_dict)
+        else:
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        plain: Any = super()
+        if (module := self._parallelized) is None:
+            plain._save_optimizer_and_scheduler(output_dir)
+            return
+        step, optimizer = self.state.global_step, self.optimizer.optimizer
+        save_checkpoint(Path(output_dir) / FOLDER, module, optimizer, step=step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        plain: Any = super()
+        if checkpoint is None or (module := self._parallelized) is None:
+            plain._load_optimizer_and_scheduler(checkpoint)
+            return
+        found = load_checkpoint(Path(checkpoint) / FOLDER, module, self.optimizer.optimizer)
+        unsplit = found is None and (Path(checkpoint) / _OPTIMIZER).exists()
+        check(
+            not unsplit, f"Trainer: {checkpoint} holds the optimizer of an unsplit model; resume without {_OPTIMIZER}"
+        )
+        if found is not None:
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        plain: Any = super()
+        if (module := self._parallelized) is None:
+            plain._load_from_checkpoint(resume_from_checkpoint, model)
+        elif load_checkpoint(Path(resume_from_checkpoint) / FOLDER, module) is None:
+            restore(module.parallel, Files(resume_from_checkpoint))  # save_only_model
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)

@@ -1,0 +1,190 @@
+"""Attention from one sequence to another, with the heads split over the ranks.
+
+x [m, D] -> q [M, H/R, E]        memory [t, C] -> k, v [T, G/R, 2, E]        o [M, H/R E] -> sum + bias [m, D]
+
+Both sequences are rows, s * batch + b, each with its own length and padding.  Between the projections stands torch's
+scaled_dot_product_attention, and with dropout the same in plain torch with this library's masks.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..collectives import copy_within
+from ..kernels.attention.options import as_key_mask
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.op import acc_dtype
+from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
+from ..parallel import TensorParallel
+from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
+from .module import ParallelModule, local
+from .sites import cross_site
+
+
+class KeyValue(ColumnProjection):
+    """The projection to k and v, [G, 2, E, C]; where G < R, ``copies`` ranks in a row hold the same head."""
+
+    shown = "in_features", "groups", "copies"
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        groups: int,
+        head_width: int,
+        *,
+        copies: int,
+        bias: bool,
+        tp: TensorParallel,
+        init_std: float,
+        **factory: Any,
+    ):
+        super().__init__(tp)
+        self.in_features, self.groups, self.copies = in_features, groups, copies
+        shape = groups, 2, head_width
+        self.add_parameter("weight", (*shape, in_features), 0, init_std, copies=copies, **factory)
+        if bias:
+            self.add_parameter("bias", shape, 0, "zeros", copies=copies, **factory)
+        else:
+            self.register_parameter("bias", None)
+        self.initialize_alone()
+
+    def flat(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self._whole(local(self.weight)), local(self.bias)
+        return weight.reshape(-1, self.in_features), None if bias is None else self._whole(bias).reshape(-1)
+
+    def _whole(self, p: Tensor) -> Tensor:
+        return p if self.copies == 1 else copy_within(p, self.tp, self.copies)
+
+    def forward(self, memory: Tensor) -> Tensor:
+        """memory [t, C] -> [T, 2 E G/R]"""
+        return self.project(memory)
+
+
+class CrossAttention(ParallelModule):
+    """Attention of x to another sequence, ``memory``: torch.nn.MultiheadAttention(x, memory, memory).
+
+    ``memory_size`` is memory's width (default: hidden_size); ``num_kv_heads`` fewer kv heads, each for a group of query
+    heads; ``head_width`` defaults to hidden_size / num_heads.  ``bias`` is that of the projections to q, k and v and,
+    unless ``out_bias`` is given, of the output's.  ``dropout`` is on the probabilities; ``layer`` numbers its masks
+    among cross-attentions (they differ from those of every block).  ValueError where heads cannot be split.
+    """
+
+    shown = "head_width", "dropout"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        memory_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_width: int | None = None,
+        tp: TensorParallel | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        layer: int = 0,
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+        **factory: Any,
+    ):
+        super().__init__(tp)
+        name, size = "CrossAttention", self.tp.size
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        whole = head_width is not None or hidden_size % num_heads == 0
+        check(whole, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
+        check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
+        self.heads = self.tp.divide(num_heads, f"{name}: num_heads")
+        fits = groups % size == 0 or size % groups == 0
+        check(fits, f"{name}: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other")
+        threshold(dropout)
+        self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
+        self.head_width = E = hidden_size // num_heads if head_width is None else head_width
+        self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
+        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
+        self.q = ColumnParallelLinear(hidden_size, (num_heads, E), **shared)
+        self.kv = KeyValue(self.memory_size, groups, E, copies=max(1, size // groups), **shared)
+        shared["bias"] = bias if out_bias is None else out_bias
+        shared["init_std"] = init_std if out_init_std is None else out_init_std
+        self.out = RowParallelLinear(num_heads * E, hidden_size, **shared)
+        self.compare_alone()
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        batch: int,
+        seq: int | None = None,
+        memory_seq: int | None = None,
+        attention_mask: Tensor | None = None,
+        rng: Tensor | None = None,
+    ) -> Tensor:
+        """x [m, D], memory [t, C], this rank's rows of each (without sequence parallelism all) -> [m, D].
+
+        ``seq`` and ``memory_seq`` positions: all rows over ``batch`` unless given; rows beyond are padding.
+        ``attention_mask`` [batch, memory_seq], nonzero where a key may be seen; a sample that sees none gets 0 before
+        the output's bias.  ``rng`` where dropout is on.
+        """
+        _check_rows("x", x, self.hidden_size)
+        _check_rows("memory", memory, self.memory_size)
+        q, kv = self.q(x), self.kv(memory)
+        seq, memory_seq = _positions("x", len(q), batch, seq), _positions("memory", len(kv), batch, memory_seq)
+        seen = as_key_mask("CrossAttention: attention_mask", attention_mask)
+        shape = batch, memory_seq
+        fits = seen is None or seen.shape == shape
+        check(
+            fits, f"CrossAttention: attention_mask must be {shape}, got {None if seen is None else tuple(seen.shape)}"
+        )
+        split = lambda rows, seq, *heads: rows[: seq * batch].view(seq, batch, *heads, self.head_width)
+        k, v = split(kv, memory_seq, -1, 2).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
+        k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
+        p = self.dropout if self.training else 0.0
+        o = self._attend(
+            split(q, seq, self.heads).permute(1, 2, 0, 3), k, v, seen, active_rng("CrossAttention", p, rng)
+        )
+        o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
+        return self.out(o if len(o) == len(q) else F.pad(o, (0, 0, 0, len(q) - len(o))))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rng: Tensor | None) -> Tensor:
+        """q [B, H, S, E], k and v [B, H, T, E], seen bool [B, T] -> [B, H, S, E]"""
+        some = None if seen is None else seen.any(1)[:, None, None, None]
+        if seen is not None and some is not None:
+            seen = seen[:, None, None] | ~some  # who sees nothing would get NaN: it sees all, and then counts nothing
+        if rng is None:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
+            probs = (s if seen is None else s.masked_fill(~seen, -torch.inf)).softmax(-1)
+            o = (probs * self._mask(rng, probs)).to(v.dtype) @ v
+        return o if some is None else torch.where(some, o, 0)
+
+    @torch.no_grad()
+    def _mask(self, rng: Tensor, probs: Tensor) -> Tensor:
+        """Returns 0 or 1 / (1 - p) for every probability [B, H, S, T]; it reads rng, so that a GPU is waited for."""
+        (batch, heads, seq, keys), device = probs.shape, probs.device
+        *key, first_sample = mask_key(rng)
+        head = (self.site << 16) + self.first_head + torch.arange(heads, device=device)[:, None, None]
+        rows, samples = torch.arange(seq, device=device)[:, None], torch.arange(batch, device=device)
+        sample = first_sample + samples[:, None, None, None]
+        kept = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
+        return kept * scale(self.dropout)
+
+
+def _check_rows(name: str, x: Tensor, width: int) -> None:
+    fits = x.dim() == 2 and x.shape[1] == width
+    check(fits, f"CrossAttention: {name} must be rows [m, {width}], row s * batch + b, got {tuple(x.shape)}")
+
+
+def _positions(name: str, rows: int, batch: int, seq: int | None) -> int:
+    if seq is None:
+        check(rows % batch == 0, f"CrossAttention: {rows} rows of {name} are not divisible by batch={batch}; give seq")
+        return rows // batch
+    check(
+        0 < seq * batch <= rows, f"CrossAttention: seq x batch = {seq} x {batch} rows of {name}, and there are {rows}"
+    )
+    return seq

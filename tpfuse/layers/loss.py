@@ -1,0 +1,178 @@
+"""Losses over a vocabulary that is split over the ranks, and a head that makes its logits.
+
+    logits [..., V/R], this rank's columns          cross_entropy, log_probs         four numbers a row travel
+    x [m, D] and W [V/R, D], no logits              linear_cross_entropy             the rows too
+
+What comes out is the same on every rank, and the gradients are complete.  A slice is split as torch.chunk splits, so
+that any vocabulary size works; the last ranks may have fewer columns.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..agreement import agreement_of
+from ..kernels.cross_entropy.op import cross_entropy as kernel
+from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.runtime.errors import check
+from ..parallel import TensorParallel
+from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
+from ..sequence_parallel.loss import gather_stats
+from .module import ParallelModule, local
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: TensorParallel | None = None,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Returns the cross-entropy of split logits, fp32 (fp64 for fp64), the same on every rank.
+
+    Args:
+        logits: [..., V/R], this rank's columns, as :class:`ColumnParallelLinear` and :class:`VocabParallelHead` leave
+            them.
+        labels: int64 [...], global token ids, the same on every rank.
+        vocab_size: V, of the whole vocabulary, which smoothing counts.
+        ignore_index: rows with this label count nothing.
+        label_smoothing: the share of the target that is spread over the vocabulary, in [0, 1).
+        z_loss: the weight of the squared logsumexp that is added.
+        normalizer: divides the summed loss in place of the count of valid labels; with "mean" only.
+        reduction: "mean", "sum", or "none" for the loss of each row, [...], 0 where it is ignored.
+
+    ValueError for logits that are not this rank's columns (gathered ones, say), shapes that do not agree or, on CPU, a
+    label outside 0 to V - 1.
+    """
+    tp = TensorParallel() if tp is None else tp
+    first = _first_token("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
+    options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
+    _compare("cross_entropy", labels, tp, options)
+    return kernel(logits, labels, first_token=first, gather=lambda stats: gather_stats(stats, tp), **options)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    vocab_size: int,
+    tp: TensorParallel | None = None,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    normalizer: float | Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Returns :func:`cross_entropy` of x W' + b, whose logits exist in chunks only and are made again in backward.
+
+    x [m, D] are this rank's rows (without sequence parallelism all M), weight [V/R, D] and bias [V/R] this rank's rows
+    of the vocabulary, labels int64 [M] of all rows.  The rest is as there, ValueErrors too.
+    """
+    name, tp = "linear_cross_entropy", TensorParallel() if tp is None else tp
+    first = _first_token(f"{name}: weight", len(weight), vocab_size, tp)
+    check(x.dim() == 2, f"{name}: x must be rows [m, D], got {tuple(x.shape)}")
+    options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
+    _compare(name, labels, tp, options)
+    return gather_linear_cross_entropy(x, local(weight), labels, local(bias), tp=tp, first_token=first, **options)
+
+
+def log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: TensorParallel | None = None,
+    ignore_index: int = IGNORE,
+) -> Tensor:
+    """Returns log softmax(logits) at the labels, [...], with its gradient: 0 where a label is ``ignore_index``.
+
+    The arguments are those of :func:`cross_entropy`.
+    """
+    options: dict[str, Any] = dict(vocab_size=vocab_size, tp=tp, ignore_index=ignore_index)
+    return -cross_entropy(logits, labels, reduction="none", **options)
+
+
+class VocabParallelHead(ParallelModule):
+    """logits = x W' (+ b) over a vocabulary of any size, split over the ranks as :class:`VocabParallelEmbedding` is.
+
+    The methods take the embedding's weight in place of the head's own, where the two are tied (``tied=True``: it has
+    none).
+    """
+
+    shown = "hidden_size", "vocab_size"
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        tp: TensorParallel | None = None,
+        tied: bool = False,
+        init_std: float = 0.02,
+        **factory: Any,
+    ):
+        super().__init__(tp)
+        self.tp.chunk(vocab_size, "VocabParallelHead: vocab_size")
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        if tied:
+            self.register_parameter("weight", None)
+        else:
+            self.add_parameter("weight", (vocab_size, hidden_size), 0, init_std, **factory)
+        if bias:
+            self.add_parameter("bias", (vocab_size,), 0, "zeros", **factory)
+        else:
+            self.register_parameter("bias", None)
+        self.initialize_alone()
+        if tied:
+            self._agreement = None  # calls are given a slice of the vocabulary, which ranks may have more or less of
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x [m, D] (without sequence parallelism [M, D]) -> logits [M, V/R]"""
+        columns = -(-self.vocab_size // self.tp.size)  # the last ranks may have fewer
+        return gather_linear(self._rows(x), self._weight(weight), local(self.bias), tp=self.tp, columns=columns)
+
+    def loss(self, x: Tensor, labels: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+        """x [m, D], labels int64 [M] -> :func:`linear_cross_entropy`, whose options these are; no logits are kept."""
+        options |= dict(tp=self.tp, vocab_size=self.vocab_size)
+        return linear_cross_entropy(self._rows(x), self._weight(weight), labels, local(self.bias), **options)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        width = x.shape[-1] if x.dim() else 0
+        rule = f"VocabParallelHead: x must be rows [m, {self.hidden_size}]"
+        check(x.dim() == 2 and width == self.hidden_size, f"{rule}, got {tuple(x.shape)}")
+        return x
+
+    def _weight(self, tied: Tensor | None) -> Tensor:
+        weight = self.weight if tied is None else tied
+        if weight is None:
+            raise ValueError(
+                "VocabParallelHead: a tied head is given the embedding's weight: head(x, embedding.weight)"
+            )
+        return local(weight)
+
+
+def _first_token(what: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
+    """Returns the global id of this rank's first token; ValueError where ``columns`` are not this rank's."""
+    first, last = tp.chunk(vocab_size, f"{what.partition(':')[0]}: vocab_size")
+    whole = " (they are gathered: give the slice)" if columns == vocab_size != last - first else ""
+    rule = f"{what} must be this rank's {last - first} of the {vocab_size} tokens"
+    check(columns == last - first, f"{rule}, got {columns}{whole}")
+    return first
+
+
+def _compare(name: str, labels: Tensor, tp: TensorParallel, options: dict[str, Any]) -> None:
+    """Compares the first call of each kind over the ranks, which must have the same labels and options."""
+    if tp.size > 1 and tp.group is not None:
+        agreement_of(tp.group, name, every=False)(tp.group, dict(labels=labels, **options), {}, dict)

@@ -1,0 +1,266 @@
+"""Partial gradients are found and named: gradients of parameters that are not split are compared over the ranks.
+
+A plain module on this rank's rows, or a shard that nobody declared, trains wrongly in silence: every rank has another
+gradient.  Compared are a norm and 64 sums of elements with random signs, which no structure of a gradient cancels.
+This happens at the end of a model's backward pass and before an optimizer's step, at the 1st, 2nd, 4th, 8th, ... of
+them until each parameter has had a gradient; after that a call costs nothing and a step one look at a set.  The layers
+of the library are right by construction and not compared.
+"""
+
+import functools
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..agreement import CLOSE, channel
+from ..kernels.runtime.rules import some
+from ..parallel import TensorParallel
+from .module import ParallelModule, living, wholes
+
+_CURE = (
+    "a plain module on this rank's rows needs tpfuse.replicated(module, tp) (tpfuse.layers.LayerNorm and RMSNorm are"
+    " complete by themselves); a parameter that is a shard by intent ParallelModule.add_parameter(..., dim=...); and"
+    " plain dropout on values that every rank has the same torch.manual_seed"
+)
+_SUMS, _PIECE = 64, 1 << 18  # sums of a digest; elements that are converted at a time
+
+
+def check_gradients(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor], name: str = "check_gradients") -> bool:
+    """Compares the gradients of a model's, or of given, parameters that are not split over the tensor-parallel ranks.
+
+    Each rank calls it.  ValueError on every rank, in the name of the caller ``name``, where a gradient is not the same
+    on every rank or is missing on some: it names the parameters and the cure.  Returns whether each parameter has been
+    seen with a gradient.  Nothing is compared where no parameter belongs to a parallel layer that is split, and nothing
+    of the library's own layers.
+    """
+    parameters = _named(of)
+    differing, seen = _compare(parameters, lambda p: p.grad)
+    if differing:
+        whose = some([_readable(key, parameters[key]) for key in differing])
+        raise ValueError(f"{name}: not every tensor-parallel rank has the same gradient of {whose}; {_CURE}")
+    return seen
+
+
+def warn_of_drift(model: Any, name: str) -> None:
+    """Warns, on every rank, of parameters that are not split and whose values differ; each rank calls it."""
+    differing, _ = _compare(_named(model) if isinstance(model, nn.Module) else {}, lambda p: p)
+    if differing:
+        words = f"{some(differing)} should be the same on every tensor-parallel rank and differ"
+        warnings.warn(f"{name}: {words}; {_CURE}", stacklevel=3)
+
+
+# ---- the comparison ----
+
+
+class _Digest(NamedTuple):
+    norm: float
+    sums: tuple[float, ...]
+
+    def like(self, other: "_Digest") -> bool:
+        if not math.isfinite(self.norm + other.norm):
+            return math.isfinite(self.norm) == math.isfinite(other.norm)
+        return math.dist(self.sums, other.sums) <= CLOSE * max(self.norm, other.norm)
+
+
+def _digest(x: Tensor | None) -> _Digest | None:
+    if x is None or x.is_meta:
+        return None
+    x = x.to_local() if isinstance(x, DTensor) else x
+    x = (x.to_dense() if x.is_sparse else x).detach().reshape(-1)
+    signs = _signs(x.device)
+    sums = signs.new_zeros(_SUMS + 1)
+    for piece in x.split(_PIECE):
+        values = piece.to(torch.float64)
+        signed = nn.functional.pad(values * signs[: len(piece)], (0, -len(piece) % _SUMS))
+        sums += torch.cat([signed.view(-1, _SUMS).sum(0), values.square().sum()[None]])
+    *found, square = sums.tolist()
+    return _Digest(math.sqrt(square) if math.isfinite(square) else math.inf, tuple(found))
+
+
+@functools.lru_cache(maxsize=1)
+def _signs(device: torch.device) -> Tensor:
+    drawn = torch.randint(2, (_PIECE,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return (2 * drawn - 1).to(device, torch.float64)
+
+
+def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | None]) -> tuple[list[str], bool]:
+    """Returns the names of what differs, the same on every rank, and whether everything has been seen."""
+    tp, compared = _compared(parameters)
+    between = None if tp is None else channel(tp.group)
+    if between is None:
+        return [], True
+    with _disable_current_modes(), torch.no_grad():
+        mine = {name: _digest(value(p)) for name, p in compared.items()}
+        every = between.gather(mine)  # if it is empty too: another rank may hold more
+    common = [name for name in every[0] if all(name in each for each in every)]
+    differing, seen = [], True
+    for name in common:
+        first, *others = (each[name] for each in every)
+        if first is None or None in others:
+            seen = False
+            if first is not None or any(other is not None for other in others):
+                differing.append(name)
+            continue
+        seen = seen and 0 < first.norm < math.inf
+        if not all(first.like(other) for other in others):
+            differing.append(name)
+    return differing, seen
+
+
+def _compared(parameters: dict[str, Tensor]) -> tuple[TensorParallel | None, dict[str, Tensor]]:
+    """Returns the ranks that these parameters are split over, and those parameters that should be the same on all."""
+    known, ours = wholes(), {p for module in living() if _is_ours(module) for p in module._parameters.values()}
+    tp = next((known[p].tp for p in parameters.values() if p in known and known[p].tp.size > 1), None)
+    if tp is None:
+        return None, {}
+    takes = lambda p: p.requires_grad and p not in ours and not (p in known and known[p].spec.dim is not None)
+    return tp, {name: p for name, p in parameters.items() if takes(p) and not _is_sharded(p, tp)}
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _is_sharded(p: Tensor, tp: TensorParallel) -> bool:
+    """Whether torch's own tensor parallelism has split a parameter over these ranks."""
+    if not isinstance(p, DTensor):
+        return False
+    names = (p.device_mesh.get_group(i).group_name for i in range(p.device_mesh.ndim))
+    return any(n == tp.group_name and not isinstance(s, Replicate) for n, s in zip(names, p.placements, strict=True))
+
+
+# ---- modules of parameters and layers ----
+
+
+def _modules() -> Iterator[nn.Module]:
+    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+
+
+def _named(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
+    if isinstance(of, nn.Module):
+        return dict(of.named_parameters())
+    return dict(of) if isinstance(of, Mapping) else {str(i): p for i, p in enumerate(of)}
+
+
+def _readable(name: str, p: Tensor) -> str:
+    """Returns the name that a module has for a parameter, where a call was given a number."""
+    if not name.isdecimal():
+        return name
+    owners = (f"{type(m).__name__}.{leaf}" for m in _modules() for leaf, own in m._parameters.items() if own is p)
+    return f"parameter {name} ({next(owners, 'of no module')} {tuple(p.shape)})"
+
+
+def _outermost(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the modules that hold these and are held by none: one pass over everything that is alive."""
+    parents: dict[int, list[nn.Module]] = {}
+    for module in _modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    waiting = list(layers)
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            above = parents.get(id(module), [])
+            waiting += above
+            if not above:
+                found[id(module)] = module
+    return list(found.values())
+
+
+# ---- when it is done ----
+
+
+class _Schedule:
+    """The 1st, 2nd, 4th, 8th, ... call of each model or optimizer, until it is settled."""
+
+    def __init__(self) -> None:
+        self.settled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def due(self, what: Any) -> bool:
+        if what in self.settled:
+            return False
+        calls = self._calls[what] = self._calls.get(what, 0) + 1
+        return calls & (calls - 1) == 0
+
+
+_backward, _steps = _Schedule(), _Schedule()
+_ending: list[nn.Module] = []  # layers of the backward pass that is under way
+_watching: list[Any] = []
+
+
+def check_when_due(what: Any, parameters: Callable[[], Any], name: str) -> None:
+    """Does :func:`check_gradients` of ``parameters()`` at the 1st, 2nd, 4th, ... call for ``what``, a model or an
+    optimizer, until it is settled.  Not in a graph that is compiled or captured."""
+    if not (torch.compiler.is_compiling() or _captures()) and _steps.due(what):
+        if check_gradients(parameters(), name):
+            _steps.settled.add(what)
+
+
+def watch(layer: ParallelModule) -> None:
+    """Makes the backward passes of the models that hold ``layer`` compare gradients, and the steps of optimizers."""
+    layer.register_forward_hook(_after_forward)
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    given = lambda: [p for group in optimizer.param_groups for p in group["params"]]
+    check_when_due(optimizer, given, f"{type(optimizer).__name__}.step")
+
+
+def _after_forward(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    _ending.clear()  # of a backward pass that failed
+    tensors = output if isinstance(output, tuple) else (output,)
+    first = next((x for x in tensors if isinstance(x, Tensor) and x.requires_grad), None)
+    if first is not None and not first.is_meta:
+        weak = weakref.ref(layer)
+        first.register_hook(lambda gradient: _in_backward(weak()))
+
+
+def _in_backward(layer: nn.Module | None) -> None:
+    if layer is not None and not torch.compiler.is_compiling():
+        if not _ending:  # twice: what others do at the end of a backward pass, such as DDP, comes before
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(_after_backward))
+        _ending.append(layer)
+
+
+def _after_backward() -> None:
+    layers = list(dict.fromkeys(_ending))
+    _ending.clear()
+    if _captures():
+        return
+    due = [layer for layer in layers if _backward.due(layer)]
+    if due:
+        models = _outermost(due)
+        named = {name: p for model in reversed(models) for name, p in model.named_parameters()}
+        if check_gradients(named, "backward"):
+            _settle(models)
+
+
+def _settle(models: list[nn.Module]) -> None:
+    """Takes the hooks off, so that later calls cost nothing."""
+    for part in (part for model in models for part in model.modules()):
+        _backward.settled.add(part)
+        for key in [key for key, hook in part._forward_hooks.items() if hook is _after_forward]:
+            del part._forward_hooks[key]
+
+
+def _captures() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,80 @@
+"""What lies below a model's blocks: rows of tokens, positions and token types, their dropout and their norm.
+
+One kernel behind the lookup's exchange; where a hook of torch waits for one of the modules, each of them by its call.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..kernels.norm import embed_finish
+from ..layers.block import Normed
+from ..layers.embedding import VocabParallelEmbedding
+from ..layers.hooks import served
+from ..layers.module import local, on_rows, replicated
+from ..layers.norm import LayerNorm
+from ..sequence_parallel.crossings import expanded
+from .head import Table
+
+
+class Lookup(NamedTuple):
+    """A replicated table and the row of it that each of this rank's rows has, int64 [m]."""
+
+    table: Table
+    rows: Tensor
+
+
+def embed(
+    tokens: VocabParallelEmbedding,
+    norm: LayerNorm,
+    *,
+    ids: Tensor | None = None,
+    rows: Tensor | None = None,
+    positions: Lookup | None = None,
+    types: Lookup | None = None,
+    post_norm: bool = False,
+    **drop: Any,
+) -> tuple[Tensor, Normed]:
+    """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block.
+
+    ``drop``: p, rng, first_row and batch of dropout.
+    """
+    lookups = {key: x for key, x in dict(position=positions, type=types).items() if x is not None}
+    if rows is not None:
+        rows = rows.to(tokens.weight.dtype)
+    if any(map(served, (tokens, norm, *(x.table for x in lookups.values())))):
+        return _by_parts(
+            tokens(ids) if rows is None else rows, norm, list(lookups.values()), post_norm=post_norm, **drop
+        )
+    if rows is not None:
+        parts = rows[None]
+    else:
+        assert ids is not None  # one of them is given
+        parts = tokens.parts(ids)
+    given: dict[str, Any] = {}
+    for key, (table, index) in lookups.items():
+        given |= {f"{key}_weight": on_rows(local(table.weight), tokens.tp), f"{key}s": index}
+    weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
+    h, n, recompute = embed_finish(
+        parts,
+        weight=weight,
+        norm_bias=bias,
+        eps=norm.eps,
+        norm=norm.kind,
+        post_norm=post_norm,
+        ranks=tokens.tp.row_shards,
+        **given,
+        **drop,
+    )
+    return h, Normed(n, recompute)
+
+
+def _by_parts(
+    x: Tensor, norm: LayerNorm, lookups: list[Lookup], *, post_norm: bool, **drop: Any
+) -> tuple[Tensor, Normed]:
+    for table, rows in lookups:
+        x = x + table(rows)
+    x = norm(x) if post_norm else x
+    h = embed_finish(x[None], **drop)[0]
+    n = h if post_norm else norm(h)
+    return h, Normed(expanded("embed", n, norm.tp))

@@ -1,0 +1,78 @@
+"""A model's blocks one after another, each kept whole for backward or recomputed from its input."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..kernels.norm import Recompute, norm_apply
+from ..kernels.runtime.errors import check
+from ..layers.block import SAVING, Normed
+
+SELECTIVE, FULL = RECOMPUTE = "selective", "full"
+
+
+def saving_of(name: str, saving: str | None, recompute: str | None) -> str:
+    """Returns what a model's blocks save; ValueError of ``name`` for options that are none or contradict each other."""
+    check(
+        recompute is None or recompute in RECOMPUTE,
+        f"{name}: recompute must be one of {', '.join(RECOMPUTE)} or None, got {recompute!r}",
+    )
+    check(saving is None or saving in SAVING, f"{name}: saving must be one of {', '.join(SAVING)}, got {saving!r}")
+    check(
+        not (recompute == SELECTIVE and saving == "fastest"),
+        f"{name}: recompute='selective' is saving='smallest', got saving='fastest' beside it",
+    )
+    return "smallest" if recompute == SELECTIVE else saving or "fastest"
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], h: Tensor, normed: Normed, *, states: list[Tensor] | None, full: bool, **call: Any
+) -> tuple[Tensor, Normed]:
+    """h [m, D] and n through the blocks; ``full``: of each only the input is kept for backward.
+
+    ``states`` gets the h that enters each.
+    """
+    for block in blocks:
+        if states is not None:
+            states.append(h)
+        h, normed = (
+            _recomputed(block, h, normed, call) if full and torch.is_grad_enabled() else block(h, normed, **call)
+        )
+    return h, normed
+
+
+def _recomputed(block: Any, h: Tensor, normed: Normed, call: dict[str, Any]) -> tuple[Tensor, Normed]:
+    """Runs a block by torch's checkpoint, whose input is h and what n is made of again; n alone where that is unknown.
+
+    No random state is kept: dropout's masks are functions of positions.
+    """
+    n, recipe = normed
+    options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
+    if torch.compiler.is_compiling():  # whose graphs return tensors
+        h, n = checkpoint(lambda h, n: _flat(block(h, Normed(n), **call))[:2], h, n, **options)
+        return h, Normed(n)
+    if recipe is None or block.post_norm:  # in post-norm n is h
+        return _normed(checkpoint(lambda h, n: _flat(block(h, Normed(n), **call)), h, n, **options))
+    first, shape, differentiated = [n], n.shape, n.requires_grad
+    (_, *tensors), constants = recipe.tensors, recipe.constants
+
+    def from_recipe(h: Tensor, *kept: Any) -> tuple[Any, ...]:
+        if first:  # in forward, where the graph goes on to what made n
+            return _flat(block(h, Normed(first.pop()), **call))
+        n = norm_apply(Recompute(h.detach(), *kept, *constants)).expand(shape).requires_grad_(differentiated)
+        return _flat(block(h, Normed(n), **call))
+
+    return _normed(checkpoint(from_recipe, h, *tensors, **options))
+
+
+def _flat(made: tuple[Tensor, Normed]) -> tuple[Any, ...]:
+    h, (n, recompute) = made
+    return h, n, recompute
+
+
+def _normed(made: tuple[Any, ...]) -> tuple[Tensor, Normed]:
+    h, *normed = made
+    return h, Normed(*normed)

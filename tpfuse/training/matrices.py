@@ -1,0 +1,80 @@
+"""Whole weight matrices for optimizers that need them, as Muon and Shampoo do."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..agreement import agreement_of, names
+from ..layers.module import Whole, named_specs
+from ..layers.spec import Spec
+from ..layers.state import as_whole, is_split
+
+
+class WholeMatrices:
+    """The weights of ``module`` as whole matrices [rows, columns], for an optimizer whose update is not by elements.
+
+    A weight of more dimensions is a matrix of all its rows: qkv [G, Q + 2, E, D] is [G (Q + 2) E, D], a gated fc1
+    [F, 2, D] is [2 F, D].  Where it is split the matrix is a DTensor over the tensor-parallel group, which shares the
+    shard's memory: an update of the one is an update of the other.  Gradients are gathered before a step, so that every
+    rank computes the whole update, of which it applies its slice; the optimizer's state is whole on every rank.
+
+        matrices = tpfuse.WholeMatrices(model.blocks)
+        muon = torch.optim.Muon(matrices.parameters(), lr=0.02)
+        muon.register_step_pre_hook(matrices.gather_gradients)
+        adamw = torch.optim.AdamW(matrices.others(model), lr=3e-4)
+
+    ValueError for kv heads that several ranks hold, and for parameters that are DTensors already.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
+        for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
+            if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
+                continue
+            if isinstance(p, DTensor):
+                raise ValueError(f"WholeMatrices: {name} is a DTensor; make it before as_dtensor and fully_shard")
+            if spec.copies > 1:
+                raise ValueError(
+                    f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"
+                    " rank's slice is one of whole rows; use a size up to the number of kv heads"
+                )
+            whole = Whole(_matrix_spec(spec), tp)
+            self._sources[name] = p, whole, nn.Parameter(_matrix(p.detach(), whole), requires_grad=p.requires_grad)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the matrices, for the optimizer."""
+        return [matrix for *_, matrix in self._sources.values()]
+
+    def others(self, module: nn.Module) -> list[nn.Parameter]:
+        """Returns the parameters of ``module`` that are not here, for another optimizer."""
+        mine = {p for p, *_ in self._sources.values()}
+        return [p for p in module.parameters() if p not in mine]
+
+    @torch.no_grad()
+    def gather_gradients(self, *_: Any) -> None:
+        """Gives every matrix its whole gradient.  A step pre-hook of the optimizer; every rank calls it.
+
+        ValueError on every rank where a parameter has a gradient on some ranks only.
+        """
+        group = next((whole.tp.group for _, whole, _ in self._sources.values() if whole.tp.size > 1), None)
+        if group is not None:
+            absent = names([name for name, (p, *_) in self._sources.items() if p.grad is None])
+            compare = agreement_of(group, "WholeMatrices.gather_gradients", every=True)
+            compare(group, {"parameters without a gradient": absent}, {}, dict)
+        for p, whole, matrix in self._sources.values():
+            grad = None if p.grad is None else _matrix(p.grad, whole)
+            matrix.grad = grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else grad
+
+
+def _matrix_spec(spec: Spec) -> Spec:
+    """Returns the spec of a weight seen as a matrix; a weight is split on its first or its last dimension."""
+    *rows, columns = spec.shape
+    return Spec((math.prod(rows), columns), None if spec.dim is None else int(spec.dim == len(rows)), spec.init)
+
+
+def _matrix(x: Tensor, whole: Whole) -> Tensor:
+    matrix = x.reshape(-1, x.shape[-1])
+    return as_whole(matrix, *whole) if is_split(*whole) else matrix
