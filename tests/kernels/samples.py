@@ -151,6 +151,7 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "cross_entropy_bwd": lambda m, V: (random(m, V), losses(m, V)[2], losses(m, V)[1]),
     "linear_cross_entropy_stats": lambda m, V: linear_loss(m, V, backward=False),
     "linear_cross_entropy_bwd": lambda m, V: linear_loss(m, V, backward=True),
+    "linear_cross_entropy_bwd_add": lambda m, V: [(*args, random(V, 6)) for args in linear_loss(m, V, backward=True)],
     "embedding_fwd": lambda m, D: (random(5, D), below(9, m), 2),
     "embedding_bwd": lambda m, D: (random(m, D), below(9, m), 2, 5, FP32),
 }

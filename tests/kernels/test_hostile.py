@@ -60,9 +60,17 @@ def transposed(t: Tensor) -> Tensor:
 FORMS = strided, sliced, offset, repeated_rows, repeated_columns, transposed
 
 
-def in_form(args: tuple[Any, ...], form: Callable[[Tensor], Tensor], only: int | None = None) -> list[Any]:
-    """Flat arguments with ``form`` on every tensor, or on argument ``only`` alone."""
-    return [form(arg) if isinstance(arg, Tensor) and only in (None, i) else arg for i, arg in enumerate(flatten(args))]
+def written(name: str) -> list[int]:
+    """The flat arguments that the op writes to, which its callers own: they are contiguous."""
+    arguments = OPS[name].overload._schema.arguments
+    return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def in_form(name: str, args: tuple[Any, ...], form: Callable[[Tensor], Tensor], only: int | None = None) -> list[Any]:
+    """Flat arguments with ``form`` on every tensor that is read, or on argument ``only`` alone."""
+    kept = written(name)
+    formed = lambda i, arg: isinstance(arg, Tensor) and only in (None, i) and i not in kept
+    return [form(arg) if formed(i, arg) else arg for i, arg in enumerate(flatten(args))]
 
 
 # ---- tests ----
@@ -87,6 +95,9 @@ def assert_launch(name: str, flat: list[Any]) -> None:
     truth = applied if name == "norm_apply" else op.reference
     copies = [arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, Tensor) else arg for arg in flat]
     assert_same(op.launch(*op.pack(tuple(flat))), truth(*op.pack(tuple(copies))))
+    for i in written(name):
+        if i < len(flat) and flat[i] is not None:
+            assert_same(flat[i], copies[i])
 
 
 SIZES = [(0, 5), (1, 1), (5, 13)]
@@ -111,7 +122,7 @@ def test_forms(monkeypatch, name, other, form):
     if other:
         take_other_paths(monkeypatch)
     for args in on_device(name, 5, 13):
-        assert_launch(name, in_form(args, form))
+        assert_launch(name, in_form(name, args, form))
 
 
 @pytest.mark.slow
@@ -123,4 +134,4 @@ def test_forms_one_by_one(monkeypatch, name, other, form):
     for args in on_device(name, 7, 19):
         for i, arg in enumerate(flatten(args)):
             if isinstance(arg, Tensor):
-                assert_launch(name, in_form(args, form, only=i))
+                assert_launch(name, in_form(name, args, form, only=i))

@@ -144,6 +144,10 @@ def test_state():
     assert state_bytes(model) == (2 * n, 2 * n, 4 * n, 0, 0)
     assert state_bytes(model, dp=2) == (2 * n, 2 * n, 4 * n, 2 * n, 0)
     assert state_bytes(model, optimizer="adamw-fp32").optimizer == 12 * n
+    assert state_bytes(model, dp=2, main_grad=True) == (2 * n, 4 * n, 12 * n, 0, 0)
+    assert state_bytes(model, optimizer="adamw-fp32", main_grad=True).optimizer == 12 * n
+    with pytest.raises(ValueError, match="main_grad is of a replicated model"):
+        state_bytes(model, sharded=True, main_grad=True)
     sharded = state_bytes(model, dp=4, sharded=True)
     assert sharded.parameters == pytest.approx(n / 2, rel=1e-3) and sharded.buckets == 0
     assert 0 < sharded.gathered < 2 * n

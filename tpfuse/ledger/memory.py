@@ -154,13 +154,18 @@ class State(NamedTuple):
         return sum(self)
 
 
-def state_bytes(model: nn.Module, *, dp: int = 1, sharded: bool = False, optimizer: str = "adamw") -> State:
+def state_bytes(
+    model: nn.Module, *, dp: int = 1, sharded: bool = False, optimizer: str = "adamw", main_grad: bool = False
+) -> State:
     """Returns the bytes of this rank's shard of a model.
 
     The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
     ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
-    copy).
+    copy).  ``main_grad``: under tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the
+    optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.
     """
+    if main_grad and sharded:
+        raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     parameters = list(model.parameters())
@@ -171,11 +176,13 @@ def state_bytes(model: nn.Module, *, dp: int = 1, sharded: bool = False, optimiz
     units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in getattr(model, "blocks", [])]
     ends = whole - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
+    wide = lambda size: max(size, 4) if main_grad else size
+    master = lambda size: 4 if main_grad and size < 4 else 0
     return State(
         parameters=weights,
-        gradients=weights,
-        optimizer=bytes_of(OPTIMIZERS[optimizer]),
-        buckets=whole if dp > 1 and not sharded else 0,
+        gradients=bytes_of(wide),
+        optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](wide(size)) + master(size)),
+        buckets=whole if dp > 1 and not sharded and not main_grad else 0,
         gathered=gathered,
     )
 

@@ -15,7 +15,11 @@ from tests.kernels.cross_entropy.test_op import OPTION, bind, double, labels_for
 from tests.kernels.cross_entropy.test_op import oracle as dense
 from tpfuse.kernels import cross_entropy, linear_cross_entropy
 from tpfuse.kernels.cross_entropy import linear_triton as K
-from tpfuse.kernels.cross_entropy.linear import linear_cross_entropy_bwd, linear_cross_entropy_stats
+from tpfuse.kernels.cross_entropy.linear import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_bwd_add,
+    linear_cross_entropy_stats,
+)
 from tpfuse.kernels.cross_entropy.options import Linear, Loss, Rows
 from tpfuse.kernels.runtime.op import acc_dtype
 
@@ -27,6 +31,8 @@ SAMPLES = [
     (linear_cross_entropy_stats, (LOW, Y, Loss(14, first_token=7))),
     (linear_cross_entropy_bwd, (LAYER, ROWS, Loss(14, label_smoothing=0.1, z_loss=1e-3))),
     (linear_cross_entropy_bwd, (LOW, ROWS, Loss(14, first_token=7))),
+    (linear_cross_entropy_bwd_add, (LAYER, ROWS, Loss(14, label_smoothing=0.1), torch.randn(LAYER.w.shape))),
+    (linear_cross_entropy_bwd_add, (LOW, ROWS, Loss(14, first_token=7), torch.randn(LOW.w.shape))),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 

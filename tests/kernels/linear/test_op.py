@@ -14,6 +14,7 @@ from tpfuse.kernels.linear.op import (
     linear_dgrad_act,
     linear_fwd,
     linear_wgrad,
+    linear_wgrad_add,
 )
 from tpfuse.kernels.runtime.op import acc_dtype
 
@@ -37,6 +38,8 @@ SAMPLES = [
     (linear_dgrad_act, (Z, W[:, :2].contiguous(), Z, "geglu", True, BF16)),
     (linear_wgrad, (Z, X, FP32, FP32)),
     (linear_wgrad, (Z.bfloat16(), X.bfloat16(), FP32, None)),
+    (linear_wgrad_add, (Z, X, torch.randn(4, 5), FP32)),
+    (linear_wgrad_add, (Z.bfloat16(), X.bfloat16(), torch.randn(4, 5), None)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
