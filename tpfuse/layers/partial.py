@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..agreement import CLOSE, channel
 from ..kernels.runtime.rules import some
 from ..parallel import TensorParallel
+from .hooks import onlooker
 from .module import ParallelModule, living, wholes
 
 _CURE = (
@@ -222,6 +223,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     check_when_due(optimizer, given, f"{type(optimizer).__name__}.step")
 
 
+@onlooker
 def _after_forward(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
