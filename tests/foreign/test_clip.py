@@ -32,20 +32,21 @@ CONFIG = GPTConfig(
 )
 
 
-def with_gradients(world, dtype=F64, dp=1, kind="plain", config=CONFIG):
+def with_gradients(world, dtype=F64, dp=1, kind="plain", mesh=None):
     """-> a model after one backward of a batch that is every replica's"""
-    mesh = world.mesh(dp, world.size // dp)
+    mesh = world.mesh(dp, world.size // dp) if mesh is None else mesh
+    replicas = mesh[mesh.mesh_dim_names[0]]
     with default_dtype(dtype):
-        model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=mesh["dp"])
-    replica = model
+        model = GPT(CONFIG, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=replicas)
+    replica: nn.Module = model
     if kind in ("dtensor", "fsdp"):
         as_dtensor(model, mesh)
     if kind in ("fsdp", "plain fsdp"):
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh["dp"])
+            fully_shard(module, mesh=replicas)
     if kind == "ddp":
-        replica = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    replica(**batch(config), first_sample=0).loss.backward()
+        replica = nn.parallel.DistributedDataParallel(model, process_group=replicas.get_group())
+    replica(**batch(CONFIG), first_sample=0).loss.backward()
     return model
 
 

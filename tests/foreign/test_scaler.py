@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -30,7 +31,9 @@ WAYS = {
 
 def trained(world, way, fused, kind, dp):
     """Four steps, in the second of which the last rank alone meets an infinity -> scales, and which steps were taken"""
-    model = with_gradients(world, F32, dp, kind)
+    # torch keeps the plan of a sum over a mesh, and so an equal mesh of an earlier world: this one has a name of its own
+    mesh = dist.init_device_mesh("cpu", (dp, world.size // dp), mesh_dim_names=("replicas of a scaler", "tp"))
+    model = with_gradients(world, F32, dp, kind, mesh)
     named = dict(model.named_parameters())
     optimizer = torch.optim.SGD(named.values(), lr=1e-3, fused=fused)
     amp = GradScaler("cpu", init_scale=4.0, growth_interval=2)
