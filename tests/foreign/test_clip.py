@@ -32,20 +32,19 @@ CONFIG = GPTConfig(
 )
 
 
-def with_gradients(world, dtype=F64, dp=1, kind="plain", mesh=None):
+def with_gradients(world, dtype=F64, dp=1, kind="plain"):
     """-> a model after one backward of a batch that is every replica's"""
-    mesh = world.mesh(dp, world.size // dp) if mesh is None else mesh
-    replicas = mesh[mesh.mesh_dim_names[0]]
+    mesh = world.mesh(dp, world.size // dp)
     with default_dtype(dtype):
-        model = GPT(CONFIG, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=replicas)
-    replica: nn.Module = model
+        model = GPT(CONFIG, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=mesh["dp"])
+    replica = model
     if kind in ("dtensor", "fsdp"):
         as_dtensor(model, mesh)
     if kind in ("fsdp", "plain fsdp"):
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=replicas)
+            fully_shard(module, mesh=mesh["dp"])
     if kind == "ddp":
-        replica = nn.parallel.DistributedDataParallel(model, process_group=replicas.get_group())
+        replica = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     replica(**batch(CONFIG), first_sample=0).loss.backward()
     return model
 
