@@ -72,7 +72,7 @@ def test_an_infinity_in_one_slice_is_one_on_every_rank(ranks, way, fused, R, dp,
 
 @pytest.mark.slow
 def test_under_fsdp2():
-    """In processes of their own: torch reduces over a mesh of DTensors by names of groups, which worlds use again."""
+    """In processes of their own: in a world formed anew torch does not always find a mesh's group."""
     exact = [(4.0, True), (2.0, False), (2.0, True), (4.0, True)]
     pool = Pool()
     try:
