@@ -32,11 +32,11 @@ CONFIG = GPTConfig(
 )
 
 
-def with_gradients(world, dtype=F64, dp=1, kind="plain", config=CONFIG):
+def with_gradients(world, dtype=F64, dp=1, kind="plain"):
     """-> a model after one backward of a batch that is every replica's"""
     mesh = world.mesh(dp, world.size // dp)
     with default_dtype(dtype):
-        model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=mesh["dp"])
+        model = GPT(CONFIG, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dp=mesh["dp"])
     replica = model
     if kind in ("dtensor", "fsdp"):
         as_dtensor(model, mesh)
@@ -45,7 +45,7 @@ def with_gradients(world, dtype=F64, dp=1, kind="plain", config=CONFIG):
             fully_shard(module, mesh=mesh["dp"])
     if kind == "ddp":
         replica = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    replica(**batch(config), first_sample=0).loss.backward()
+    replica(**batch(CONFIG), first_sample=0).loss.backward()
     return model
 
 

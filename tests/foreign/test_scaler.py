@@ -9,6 +9,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.common import make_tp
 from tests.foreign.test_clip import CONFIG, with_gradients
 from tests.no_sync import no_sync
+from tests.pool import Pool
 from tpfuse import TensorParallel
 from tpfuse.foreign import scaler
 from tpfuse.layers.module import local
@@ -58,7 +59,6 @@ def trained(world, way, fused, kind, dp):
         ("step", True, 2, 1, "plain"),
         ("clip", True, 2, 1, "plain"),
         ("step", False, 2, 1, "dtensor"),
-        ("clip", False, 4, 2, "fsdp"),
         ("step", False, 4, 2, "plain fsdp"),
     ],
 )
@@ -68,6 +68,17 @@ def test_an_infinity_in_one_slice_is_one_on_every_rank(ranks, way, fused, R, dp,
     every = ranks(R, trained, way, fused, kind, dp)
     tp = R // dp  # the last rank's group meets it; DDP or FSDP2 gives another replica's to all
     assert every[-tp:] == [exact] * tp and ("fsdp" not in kind or every == [exact] * R)
+
+
+@pytest.mark.slow
+def test_under_fsdp2():
+    """In processes of their own: in a world formed anew torch does not always find a mesh's group."""
+    exact = [(4.0, True), (2.0, False), (2.0, True), (4.0, True)]
+    pool = Pool()
+    try:
+        assert pool(4, trained, "clip", False, "fsdp", 2) == [exact] * 4
+    finally:
+        pool.close()
 
 
 def sharded(world):
