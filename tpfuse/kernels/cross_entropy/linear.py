@@ -27,15 +27,8 @@ from ..linear.op import check_linear, column_sum, linear_wgrad_add
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains, wanted
 from ..runtime.op import GEMM, acc_dtype, autocast, op
-from .linear_triton import (
-    bwd_add_cost,
-    bwd_add_launch,
-    bwd_cost,
-    bwd_launch,
-    stats_cost,
-    stats_launch,
-    vocabulary_chunks,
-)
+from .linear_cost import bwd_add_cost, bwd_cost, stats_cost
+from .linear_triton import bwd_add_launch, bwd_launch, stats_launch, vocabulary_chunks
 from .op import Reduction, checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, merge_stats, row_losses
 from .options import IGNORE, Linear, Loss, Rows
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..runtime.device import load, swizzle
 from ..runtime.launch import launch, target
-from ..runtime.op import Cost, moved
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import TensorDescriptor, tl, triton
 from ..runtime.tuning import tuned
@@ -176,7 +175,7 @@ def vocabulary_chunks(rows: int, vocab: int, elements: int) -> Iterator[tuple[in
     return ((start, min(start + columns, vocab)) for start in range(0, vocab, columns))
 
 
-def _config(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
+def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused"."""
     arch, default = target(x.device).arch, dict[str, Any]()
     if x.dtype == torch.float32:
@@ -225,7 +224,7 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
         return stats
     x, w = _aligned(x), _aligned(w)
     D = x.shape[1]
-    c = _config("stats", x, (M, V, D))
+    c = config_of("stats", x, (M, V, D))
     T = -(-V // c["BN"])
     partial = x.new_empty(4, T, M, dtype=torch.float32)
     launch(
@@ -300,7 +299,7 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
     """Fills a chunk's dz [M, V] and, where there is a bias, db [V]."""
     x, w, b = layer
     (M, D), V = x.shape, len(w)
-    c = _config("dlogits", x, (M, V, D))
+    c = config_of("dlogits", x, (M, V, D))
     partial = None if b is None else x.new_empty(-(-M // c["BM"]), V, dtype=torch.float32)
     launch(
         _dlogits_kernel, (_tiles(c, M, V),), x.device,
@@ -315,7 +314,7 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
 def _contract(kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | None = None) -> None:
     """out = dz b + add for kernel "dx", out = dz' b + add for "dw".  ``add`` is fp32, and may be overwritten."""
     (M, N), K, transposed = out.shape, len(b), kernel == "dw"
-    c = _config(kernel, b, (M, N, K))
+    c = config_of(kernel, b, (M, N, K))
     if c.pop("path") == "torch":
         total = out if add is None else add
         _multiply(dz.t() if transposed else dz, b, out=total, adding=add is not None)
@@ -341,38 +340,3 @@ def _multiply(a: Tensor, b: Tensor, *, out: Tensor, adding: bool) -> None:
         torch.addmm(out, a, b, out=out, **wider)
     else:
         torch.mm(a, b, out=out, **wider)
-
-
-# ---- costs ----
-
-
-def stats_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    layer, labels, loss = args
-    (M, D), V = layer.x.shape, len(layer.w)
-    sums = 4 if loss.label_smoothing > 0 else 3  # a row and tile
-    partial = sums * 4 * M * -(-V // _config("stats", layer.x, (M, V, D))["BN"]) if M else 0
-    return Cost(moved(*layer, labels) + partial, partial + moved(*outputs), 2 * M * V * D)
-
-
-def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (x, w, b), rows, _ = args
-    (M, D), V, read, written = x.shape, len(w), 0, moved(*outputs)
-    total = 4 * M * D  # dx in fp32
-    for start, stop in vocabulary_chunks(M, V, ELEMENTS) if M else ():
-        n = stop - start
-        dz = M * n * x.element_size()
-        read += moved(x, *rows) + dz + moved(x) + dz + total * (start > 0)  # all but W: by dlogits, by dW, by dx
-        written += dz + total * (stop < V)
-        if 0 < start and stop == V and x.element_size() < 4 and _config("dx", x, (M, D, n))["path"] == "torch":
-            read, written = read + total, written + total  # which is then rounded
-        if b is not None:
-            partial = 4 * n * -(-M // _config("dlogits", x, (M, n, D))["BM"])
-            read, written = read + partial, written + partial
-    return Cost(read + 2 * moved(w) * bool(M) + moved(b), written, 6 * M * V * D)
-
-
-def bwd_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """As ``bwd_cost``; the sum so far is read and written in place of dW."""
-    layer, rows, loss, out = args
-    cost = bwd_cost((layer, rows, loss), outputs)
-    return cost._replace(read=cost.read + moved(out), written=cost.written + moved(out))
