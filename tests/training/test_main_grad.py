@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from bench.main_grad import errors
 from tests.common import TOLERANCE, error
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, STEP_CONFIG, batch, default_dtype, scramble
 from tpfuse import (
     MainGrad,
     TensorParallel,
+    WholeMatrices,
     add_lora,
     as_dtensor,
     clip_grad_norm_,
@@ -190,25 +192,8 @@ def test_autocast_rounds_no_gradient_either(ranks, R):
 # ---- the error that it is for ----
 
 
-def accumulated(micro_batches, dtype=BF16):
-    """-> the errors of .grad and of main_grad against the sum, in fp64, of each micro-batch's gradient in fp32."""
-    with default_dtype(dtype):
-        plain, added = (GPT(replace(STEP_CONFIG, num_heads=4)) for _ in range(2))
-    main, exact = MainGrad(added), None
-    for i in range(micro_batches):
-        backward(added, i)
-        each = [p.main_grad.double() for p in added.parameters()]
-        exact = each if exact is None else [a + b for a, b in zip(exact, each, strict=True)]
-        main.zero()
-    for i in range(micro_batches):
-        backward(added, i), backward(plain, i)
-    norm = lambda tensors: torch.stack([t.double().norm() for t in tensors]).norm()
-    of = lambda got: (norm([g.double() - e for g, e in zip(got, exact, strict=True)]) / norm(exact)).item()
-    return of([p.grad for p in plain.parameters()]), of([p.main_grad for p in added.parameters()])
-
-
 def test_64_micro_batches_in_bf16_lose_what_fp32_keeps():
-    plain, added = accumulated(64)
+    plain, added = errors(64)
     assert plain > 1e-3
     assert added < 1e-6
 
@@ -465,6 +450,15 @@ def sharded(world):
 
 def test_dtensors_are_refused_whoever_comes_first(ranks):
     ranks(1, sharded)
+
+
+def test_whole_matrices_are_refused_whoever_comes_first():
+    model = GPT(STEP_CONFIG)
+    matrices = WholeMatrices(model.blocks)
+    MainGrad(model)
+    for call in (matrices.gather_gradients, lambda: WholeMatrices(model.blocks)):
+        with pytest.raises(ValueError, match="WholeMatrices: the gradients are in main_grad"):
+            call()
 
 
 def test_what_cannot_have_one_is_refused():

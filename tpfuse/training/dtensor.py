@@ -23,7 +23,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if "tp" not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"as_dtensor: a mesh of {mesh.ndim} dimensions must have one named 'tp', got {mesh}")
         mesh = mesh["tp"]
-    refuse(model, "as_dtensor: the model's gradients are in main_grad; make DTensors of a model without a MainGrad")
+    error = "as_dtensor: the model's gradients are in main_grad; make DTensors of a model without a MainGrad"
+    refuse(model.parameters(), error)
     specs = list(named_specs(model))
     for name, _, tp in specs:
         if mesh.size() != tp.size:

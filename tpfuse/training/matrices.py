@@ -11,6 +11,12 @@ from ..agreement import agreement_of, names
 from ..layers.module import Whole, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
+from .main_grad import refuse
+
+_MAIN_GRAD = (
+    "WholeMatrices: the gradients are in main_grad, and the optimizer would step on weights that the model does not"
+    " read; use it without a MainGrad"
+)
 
 
 class WholeMatrices:
@@ -26,10 +32,11 @@ class WholeMatrices:
         muon.register_step_pre_hook(matrices.gather_gradients)
         adamw = torch.optim.AdamW(matrices.others(model), lr=3e-4)
 
-    ValueError for kv heads that several ranks hold, and for parameters that are DTensors already.
+    ValueError for kv heads that several ranks hold, for parameters that are DTensors already, and under a MainGrad.
     """
 
     def __init__(self, module: nn.Module):
+        refuse(module.parameters(), _MAIN_GRAD)
         self._sources: dict[str, tuple[nn.Parameter, Whole, nn.Parameter]] = {}
         for (name, spec, tp), p in zip(named_specs(module), module.parameters(), strict=True):
             if len(spec.shape) < 2 or name.endswith("bias"):  # a fused bias has its weight's shape but for the columns
@@ -59,6 +66,7 @@ class WholeMatrices:
 
         ValueError on every rank where a parameter has a gradient on some ranks only.
         """
+        refuse((p for p, *_ in self._sources.values()), _MAIN_GRAD)
         group = next((whole.tp.group for _, whole, _ in self._sources.values() if whole.tp.size > 1), None)
         if group is not None:
             absent = names([name for name, (p, *_) in self._sources.items() if p.grad is None])

@@ -1,16 +1,17 @@
-"""What the ops of a linear layer's loss move and compute."""
+"""What the launchers of linear_cross_entropy move and compute."""
 
 from typing import Any
 
 from ..runtime.op import Cost, moved
-from .linear_triton import ELEMENTS, launch_config, vocabulary_chunks
+from . import linear_triton
+from .linear_triton import config_of, vocabulary_chunks
 
 
 def stats_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     layer, labels, loss = args
     (M, D), V = layer.x.shape, len(layer.w)
     sums = 4 if loss.label_smoothing > 0 else 3  # a row and tile
-    partial = sums * 4 * M * -(-V // launch_config("stats", layer.x, (M, V, D))["BN"]) if M else 0
+    partial = sums * 4 * M * -(-V // config_of("stats", layer.x, (M, V, D))["BN"]) if M else 0
     return Cost(moved(*layer, labels) + partial, partial + moved(*outputs), 2 * M * V * D)
 
 
@@ -18,15 +19,15 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     (x, w, b), rows, _ = args
     (M, D), V, read, written = x.shape, len(w), 0, moved(*outputs)
     total = 4 * M * D  # dx in fp32
-    for start, stop in vocabulary_chunks(M, V, ELEMENTS) if M else ():
+    for start, stop in vocabulary_chunks(M, V, linear_triton.ELEMENTS) if M else ():
         n = stop - start
         dz = M * n * x.element_size()
         read += moved(x, *rows) + dz + moved(x) + dz + total * (start > 0)  # all but W: by dlogits, by dW, by dx
         written += dz + total * (stop < V)
-        if 0 < start and stop == V and x.element_size() < 4 and launch_config("dx", x, (M, D, n))["path"] == "torch":
+        if 0 < start and stop == V and x.element_size() < 4 and config_of("dx", x, (M, D, n))["path"] == "torch":
             read, written = read + total, written + total  # which is then rounded
         if b is not None:
-            partial = 4 * n * -(-M // launch_config("dlogits", x, (M, n, D))["BM"])
+            partial = 4 * n * -(-M // config_of("dlogits", x, (M, n, D))["BM"])
             read, written = read + partial, written + partial
     return Cost(read + 2 * moved(w) * bool(M) + moved(b), written, 6 * M * V * D)
 

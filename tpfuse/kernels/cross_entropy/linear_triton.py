@@ -175,7 +175,7 @@ def vocabulary_chunks(rows: int, vocab: int, elements: int) -> Iterator[tuple[in
     return ((start, min(start + columns, vocab)) for start in range(0, vocab, columns))
 
 
-def launch_config(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
+def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused"."""
     arch, default = target(x.device).arch, dict[str, Any]()
     if x.dtype == torch.float32:
@@ -224,7 +224,7 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
         return stats
     x, w = _aligned(x), _aligned(w)
     D = x.shape[1]
-    c = launch_config("stats", x, (M, V, D))
+    c = config_of("stats", x, (M, V, D))
     T = -(-V // c["BN"])
     partial = x.new_empty(4, T, M, dtype=torch.float32)
     launch(
@@ -299,7 +299,7 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
     """Fills a chunk's dz [M, V] and, where there is a bias, db [V]."""
     x, w, b = layer
     (M, D), V = x.shape, len(w)
-    c = launch_config("dlogits", x, (M, V, D))
+    c = config_of("dlogits", x, (M, V, D))
     partial = None if b is None else x.new_empty(-(-M // c["BM"]), V, dtype=torch.float32)
     launch(
         _dlogits_kernel, (_tiles(c, M, V),), x.device,
@@ -314,7 +314,7 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
 def _contract(kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | None = None) -> None:
     """out = dz b + add for kernel "dx", out = dz' b + add for "dw".  ``add`` is fp32, and may be overwritten."""
     (M, N), K, transposed = out.shape, len(b), kernel == "dw"
-    c = launch_config(kernel, b, (M, N, K))
+    c = config_of(kernel, b, (M, N, K))
     if c.pop("path") == "torch":
         total = out if add is None else add
         _multiply(dz.t() if transposed else dz, b, out=total, adding=add is not None)
