@@ -2,8 +2,8 @@
 
     python -m bench.main_grad
 
-A GPT of one layer with bf16 weights, the parameters of all of it as one vector.  The exact sum is that, in fp64, of each
-micro-batch's own gradient in fp32; the error is the norm of the difference over the norm of the sum.
+A GPT of one layer with bf16 weights, the parameters of all of it as one vector.  The exact sum is that, in fp64, of
+each micro-batch's own gradient in fp32; the error is the norm of the difference over the norm of the sum.
 """
 
 import torch
