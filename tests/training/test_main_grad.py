@@ -618,3 +618,12 @@ def test_a_resumed_run_is_the_same_bits(tmp_path, dtype):
         assert torch.equal(a, b)
     plain, _, _ = resumed(tmp_path, dtype, with_main=False)  # weights in fp32 are left behind
     backward(plain)
+
+
+# ---- torch's names ----
+
+
+def test_torch_has_the_names_that_are_not_public():
+    assert hasattr(torch._C, "_will_engine_execute_node")
+    assert hasattr(nn.parallel.DistributedDataParallel, "_active_ddp_module")
+    assert hasattr(nn.Parameter(torch.ones(2)), "_base") and hasattr(torch.ones(2), "_version")
