@@ -22,14 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tpfuse
 from tpfuse import TensorParallel
 from tpfuse.kernels import rope_table
-from tpfuse.layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    Rope,
-    TransformerBlock,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)
+from tpfuse.layers import LayerNorm, Rope, TransformerBlock, VocabParallelEmbedding, VocabParallelHead, cross_entropy
 
 VOCAB = 256
 
@@ -46,18 +39,18 @@ class ByteModel(nn.Module):
             TransformerBlock(width, heads, tp=tp, causal=True, layer=i, dropout=dropout) for i in range(layers)
         )
         self.norm = LayerNorm(width, tp=tp)
-        self.head = ColumnParallelLinear(width, VOCAB, bias=False, tp=tp)
+        self.head = VocabParallelHead(width, VOCAB, tp=tp)
 
     def forward(self, ids: Tensor, rng: Tensor) -> Tensor:
         """ids int64 [S + 1, B], the same on every tensor-parallel rank -> the mean loss of bytes 1 to S."""
         inputs, labels = ids[:-1], ids[1:].flatten()
         h = self.embedding(inputs)  # [S * B / R, width]: this rank's share of the rows s * B + b
         h = h + self.mix(h)
-        rope = Rope(*rope_table(self.head_width, len(inputs), device=ids.device))
+        rope = Rope(*rope_table(self.head_width, len(inputs), theta=1e4, device=ids.device))
         for block in self.blocks:
             h = block(h, batch=inputs.shape[1], rope=rope, rng=rng)
         logits = self.head(self.norm(h))  # [S * B, 256 / R]: all rows, this rank's share of the vocabulary
-        return vocab_parallel_cross_entropy(logits, labels, tp=self.tp, vocab_size=VOCAB)
+        return cross_entropy(logits, labels, tp=self.tp, vocab_size=VOCAB)
 
 
 def parse():

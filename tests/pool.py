@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.forking import forking
 
@@ -74,6 +73,8 @@ Failure = tuple[int, BaseException, str]  # rank, exception, its traceback as te
 
 
 def _leave_group() -> None:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports triton
+
     _mesh.cache_clear()
     _clear_sharding_prop_cache()  # DTensor's, which would give meshes of groups that are gone
     if dist.is_initialized():

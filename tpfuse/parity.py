@@ -14,6 +14,7 @@ from .interop.huggingface.write import full_tensor
 from .kernels.runtime.errors import check
 from .layers.hooks import onlooker
 from .layers.module import named_specs
+from .layers.partial import unchecked
 from .ledger.text import table
 from .parallel import TensorParallel
 
@@ -142,7 +143,8 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, wholes
         whole = x.detach() if wholes is None else None if like is None else _whole(x.detach(), like.shape, tp)
         if whole is not None:
             kept["output", name] = whole.clone()
-    _loss(dict(_tensors("", result)), kept, tp).backward()
+    with unchecked():
+        _loss(dict(_tensors("", result)), kept, tp).backward()
     kept |= {("input gradient", name): x.grad for name, x in floats.items() if x.grad is not None}
     kept |= {("gradient", name): g for name, g in _parameters(model, lambda p: p.grad) if g is not None}
     return kept

@@ -1,29 +1,30 @@
 """What the tensors that torch's tools are given are slices of."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..layers.module import Whole, local, wholes
+from ..layers.module import ParallelModule, Whole, living, local, wholes
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_kept: "weakref.WeakKeyDictionary[ParallelModule, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
 
 
 def split_parameters() -> dict[Tensor, Whole]:
     """Returns the living parameters of which ranks hold different slices."""
-    kept: Iterable[tuple[Tensor, Whole]] = _kept.items()
+    kept = [item for known in _kept.values() for item in known.items()]
     return {p: whole for p, whole in (*kept, *wholes().items()) if _is_split(whole)}
 
 
 def keep() -> None:
-    """Remembers what is known now, as long as the parameters live.
+    """Remembers what is known now, as long as its layers live.
 
-    A layer under FSDP2 shows other parameters between forward and backward than those that an optimizer holds.
+    A layer under FSDP2 shows other parameters between forward and backward than those that an optimizer holds.  The
+    layers are held weakly and not the parameters: torch swaps no tensor that has a weak reference.
     """
-    for p, whole in split_parameters().items():
-        _kept[p] = whole
+    for module in living():
+        _kept.setdefault(module, {}).update(wholes([module]))
 
 
 def _is_split(whole: Whole) -> bool:

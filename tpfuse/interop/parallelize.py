@@ -25,7 +25,8 @@ def parallelize(
     *,
     dp: dist.ProcessGroup | DeviceMesh | None = None,
     seed: int = 0,
-    saving: str = "fastest",
+    saving: str | None = None,
+    recompute: str | None = None,
 ) -> nn.Module:
     """Gives a model of transformers tpfuse's blocks, split over ``tp``, in place; returns the module.
 
@@ -38,9 +39,10 @@ def parallelize(
     ``forward`` takes and returns what it did: the loss, and whole logits [B, S, V], collected over the ranks (M V
     numbers; a loss made of them on every rank has its whole gradient after backward).  ``use_cache`` of the config is
     ignored; an argument that is not built (a cache, embeddings as inputs, hidden states, attentions) is a
-    NotImplementedError that names it.  ``step`` and ``first_sample`` may be given as to GPT; ``seed``, ``dp`` and
-    ``saving`` are GPT's: dropout is by position, its masks another stream than transformers'.  ``generate`` is GPT's,
-    with transformers' arguments and generation_config.  ``save_pretrained`` writes full tensors (all ranks call it).
+    NotImplementedError that names it.  ``step`` and ``first_sample`` may be given as to GPT; ``seed``, ``dp``,
+    ``saving`` and ``recompute`` are GPT's: dropout is by position, its masks another stream than transformers'.
+    ``generate`` is GPT's, with transformers' arguments and generation_config.  ``save_pretrained`` writes full tensors
+    (all ranks call it).
 
     ValueError for any other module, an option that is not built, heads that cannot be split, or weights that differ
     between ranks.
@@ -68,7 +70,7 @@ def parallelize(
     kind, hf_config, config = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
-        model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, **kind.options(module))
+        model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **kind.options(module))
     tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)

@@ -134,6 +134,7 @@ class CrossAttention(ParallelModule):
         _check_rows("memory", memory, self.memory_size)
         q, kv = self.q(x), self.kv(memory)
         seq, memory_seq = _positions("x", len(q), batch, seq), _positions("memory", len(kv), batch, memory_seq)
+        padding = len(q) - seq * batch
         seen = as_key_mask("CrossAttention: attention_mask", attention_mask)
         shape = batch, memory_seq
         fits = seen is None or seen.shape == shape
@@ -144,13 +145,12 @@ class CrossAttention(ParallelModule):
         k, v = split(kv, memory_seq, -1, 2).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
         k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
         p = self.dropout if self.training else 0.0
-        o = self._attend(
-            split(q, seq, self.heads).permute(1, 2, 0, 3), k, v, seen, active_rng("CrossAttention", p, rng)
-        )
+        q = split(q, seq, self.heads).permute(1, 2, 0, 3)
+        o = self._attend(q, k, v, seen=seen, rng=active_rng("CrossAttention", p, rng))
         o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
-        return self.out(o if len(o) == len(q) else F.pad(o, (0, 0, 0, len(q) - len(o))))
+        return self.out(F.pad(o, (0, 0, 0, padding)) if padding else o)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rng: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None, rng: Tensor | None) -> Tensor:
         """q [B, H, S, E], k and v [B, H, T, E], seen bool [B, T] -> [B, H, S, E]"""
         some = None if seen is None else seen.any(1)[:, None, None, None]
         if seen is not None and some is not None:

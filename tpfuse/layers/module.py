@@ -235,13 +235,13 @@ class Whole(NamedTuple):
     tp: TensorParallel
 
 
-def wholes() -> dict[Tensor, Whole]:
-    """Returns what is known of every parameter of the parallel modules that are alive.
+def wholes(modules: "list[ParallelModule] | None" = None) -> dict[Tensor, Whole]:
+    """Returns what is known of every parameter of these parallel modules; without them, of all that are alive.
 
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
     from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    return {p: Whole(spec, module.tp) for module in living() for _, p, spec in _owned(module)}
+    return {p: Whole(spec, module.tp) for module in modules or living() for _, p, spec in _owned(module)}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ them until each parameter has had a gradient; after that a call costs nothing an
 of the library are right by construction and not compared.
 """
 
+import contextlib
 import functools
 import gc
 import math
@@ -143,7 +144,8 @@ def _is_sharded(p: Tensor, tp: TensorParallel) -> bool:
 
 
 def _modules() -> Iterator[nn.Module]:
-    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+    """Yields the modules that are alive, but for those whose constructor failed before nn.Module's."""
+    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in x.__dict__)
 
 
 def _named(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor]) -> dict[str, Tensor]:
@@ -188,6 +190,7 @@ class _Schedule:
     """The 1st, 2nd, 4th, 8th, ... call of each model or optimizer, until it is settled."""
 
     def __init__(self) -> None:
+        self.paused = False
         self.settled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -243,10 +246,20 @@ def _in_backward(layer: nn.Module | None) -> None:
         _ending.append(layer)
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """In it, no backward pass compares gradients: for a caller that compares them itself."""
+    before, _backward.paused = _backward.paused, True
+    try:
+        yield
+    finally:
+        _backward.paused = before
+
+
 def _after_backward() -> None:
     layers = list(dict.fromkeys(_ending))
     _ending.clear()
-    if _captures():
+    if _captures() or _backward.paused:
         return
     due = [layer for layer in layers if _backward.due(layer)]
     if due:

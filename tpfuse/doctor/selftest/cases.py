@@ -10,6 +10,10 @@ from torch import Tensor
 from ... import kernels
 from ...kernels.attention.op import attention_decode
 from ...kernels.attention.options import DecodeOptions
+from ...kernels.cross_entropy.linear import linear_cross_entropy_bwd_add
+from ...kernels.cross_entropy.options import Linear, Loss, Rows
+from ...kernels.linear.op import linear_wgrad_add
+from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng
 
 M, D, V = 21, 40, 37  # rows, columns, tokens
@@ -60,6 +64,13 @@ def cases() -> list[Case]:
             dict(x=random(M, D), weight=random(V, D), bias=random(V)),
             dict(labels=labels, label_smoothing=0.1),
         ),
+        Case(
+            "linear_cross_entropy, added",
+            _loss_added,
+            dict(x=random(M, D), weight=random(V, D), bias=random(V), total=random(V, D)),
+            dict(labels=labels),
+            backward=False,
+        ),
         Case("embedding", kernels.embedding, dict(weight=random(V, D)), dict(ids=numbers(V, M))),
         Case("rope", kernels.rope, dict(x=random(M, 3, 10)), rotation(10)),
     ]
@@ -74,7 +85,23 @@ def _linears(random: Callable[..., Tensor]) -> list[Case]:
     x, weight, bias = random(M, D), random(34, D) / 6, random(34)
     activations = "none", "gelu_tanh", "swiglu"
     tensors = dict(x=x, weight=weight, bias=bias)
-    return [Case(f"linear, {a}", kernels.linear, tensors, dict(activation=a)) for a in activations]
+    added = dict(dy=random(M, 34), x=x, total=random(34, D))
+    plain = [Case(f"linear, {a}", kernels.linear, tensors, dict(activation=a)) for a in activations]
+    return [*plain, Case("linear, added", _wgrad_added, added, backward=False)]
+
+
+def _wgrad_added(dy: Tensor, x: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+    """A weight's gradient added to a sum in fp32, and the bias's, as MainGrad has them."""
+    out = total.to(acc_dtype(total), copy=True)
+    return linear_wgrad_add(dy, x, out, out.dtype), out
+
+
+def _loss_added(x: Tensor, weight: Tensor, bias: Tensor, total: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    out = total.to(acc_dtype(total), copy=True)
+    logits = torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias.to(out.dtype))
+    rows = Rows(labels, logits.logsumexp(-1), logits.new_full((len(x),), 1 / len(x)))
+    dx, db = linear_cross_entropy_bwd_add(Linear(x, weight, bias), rows, Loss(len(weight)), out)
+    return dx, db, out
 
 
 def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[Case]:
