@@ -627,3 +627,11 @@ def test_torch_has_the_names_that_are_not_public():
     assert hasattr(torch._C, "_will_engine_execute_node")
     assert hasattr(nn.parallel.DistributedDataParallel, "_active_ddp_module")
     assert hasattr(nn.Parameter(torch.ones(2)), "_base") and hasattr(torch.ones(2), "_version")
+
+
+def test_torchs_clipping_of_parameters_without_a_gradient_is_refused():
+    model = GPT(GPT_CONFIG)
+    main = MainGrad(model)
+    with pytest.raises(ValueError, match=r"in their main_grad; clip main.parameters\(\), or call tpfuse"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(main.parameters(), 1.0)

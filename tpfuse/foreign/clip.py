@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..agreement import agreement_of, names
+from ..kernels.runtime.main_grad import PLACES
 from ..layers.module import Whole, local
 from .behind import stand_behind_function
 from .known import any_split, wholes_of
@@ -78,6 +79,11 @@ def _clip_grads(
     foreach: bool | None = None,
 ) -> None:
     every = _listed(parameters)
+    if not torch.compiler.is_compiling() and PLACES and any(p in PLACES for p in every):
+        raise ValueError(
+            "torch.nn.utils.clip_grad_norm_: the gradients of these parameters are in their main_grad; clip"
+            " main.parameters(), or call tpfuse.clip_grad_norm_(model)"
+        )
     if not (any_split() and _scaled(every, float(max_norm), total_norm)):
         original(every, max_norm, total_norm, foreach)
 
