@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
 from tests.common import Recorder, make_tp, my_rows
+from tests.pool import Pool
 from tpfuse import TensorParallel
 from tpfuse.layers import ParallelModule, TransformerBlock, collect
 from tpfuse.layers import partial as checks
@@ -137,18 +138,39 @@ def test_an_optimizer_without_a_split_parameter_is_nobodys_business(ranks):
     assert ranks(2, step, False) == [(None, False)] * 2
 
 
+def stepped_beside_another(world):
+    """One pair of ranks has had a layer of its own before, across the pairs that train; the other pair has not."""
+    pairs = world.mesh(2, 2)
+    if world.rank in (0, 2):
+        Shard(TensorParallel(pairs["dp"]))
+    config = GPTConfig(vocab_size=17, max_positions=M, hidden_size=D, num_layers=1, num_heads=2)
+    model = GPT(config, tp=TensorParallel(pairs["tp"]), dp=pairs["dp"])
+    ids = torch.arange(M)[None]
+    model(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_step_waits_for_nobody_who_has_other_layers_in_the_process():
+    """In processes that have run nothing before."""
+    fresh = Pool()
+    try:
+        fresh(4, stepped_beside_another)
+    finally:
+        fresh.close()
+
+
 def asked(world):
     model = model_of(world, "linear")
     with pytest.raises(ValueError):
         loss_of(model).backward()
-    return words_of(lambda: check_gradients(model, "clip_grad_norm_")), words_of(
-        lambda: checks.check_when_due(model, lambda: model, "clip_grad_norm_")
-    )
+    before = model.plain.weight.grad.clone()
+    words = words_of(lambda: tpfuse.clip_grad_norm_(model, 1e-3))
+    return words, torch.equal(before, model.plain.weight.grad)
 
 
-def test_who_asks_is_named(ranks):
-    for both in ranks(2, asked):
-        assert all(words.startswith("clip_grad_norm_: not every tensor-parallel rank has") for words in both)
+def test_clipping_names_them_before_anything_is_changed(ranks):
+    for words, unchanged in ranks(2, asked):
+        assert words.startswith("clip_grad_norm_: not every tensor-parallel rank has") and unchanged
 
 
 # ---- complete ones pass ----

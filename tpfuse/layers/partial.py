@@ -203,22 +203,30 @@ class _Schedule:
 
 _backward, _steps = _Schedule(), _Schedule()
 _ending: list[nn.Module] = []  # layers of the backward pass that is under way
-_watching: list[Any] = []
+_watched: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
 
 
 def check_when_due(what: Any, parameters: Callable[[], Any], name: str) -> None:
     """Does :func:`check_gradients` of ``parameters()`` at the 1st, 2nd, 4th, ... call for ``what``, a model or an
-    optimizer, until it is settled.  Not in a graph that is compiled or captured."""
+    optimizer, until it is settled.  Not in a graph that is compiled or captured, and not without a parameter of a
+    watched layer: what else a rank has in its process must not make it wait for others."""
     if not (torch.compiler.is_compiling() or _captures()) and _steps.due(what):
-        if check_gradients(parameters(), name):
+        given = _named(parameters())
+        watched = {p for layer in _watched for p in layer.parameters()}
+        if not watched.isdisjoint(given.values()) and check_gradients(given, name):
             _steps.settled.add(what)
 
 
 def watch(layer: ParallelModule) -> None:
     """Makes the backward passes of the models that hold ``layer`` compare gradients, and the steps of optimizers."""
     layer.register_forward_hook(_after_forward)
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    _watched.add(layer)
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from ..foreign.norm import Part, over_groups, part_of, scale_, total_norm
 from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
+from ..layers.partial import check_when_due
 from .main_grad import gradient, stepped
 
 
@@ -47,10 +48,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 
     ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
-    negative.
+    negative, and for gradients that should be the same on every tensor-parallel rank and are not, with the cure.
     """
     check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
     _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
+    check_when_due(model, lambda: model, "clip_grad_norm_")
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     if not grads:
         return torch.zeros(())
