@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
 from ..models.config import ModelConfig
 from ..models.model import Model
+from ..models.stack import FULL
 from ..parallel import TensorParallel
 from ..together import together
 from .huggingface.read import Tensors, load
 from .parallelized import KINDS, Kind, Parallelized, class_of
+from .vocabulary import open_ends
 
 
 def parallelize(
@@ -52,22 +55,17 @@ def parallelize(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
-    def examine() -> tuple[Kind, dict[str, Any], ModelConfig]:
+    def examine() -> tuple[Kind, dict[str, Any], ModelConfig, str | None]:
         kind, hf_config = _kind(module), _config_of(module)
-        if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()):
-            raise NotImplementedError(
-                "parallelize: gradient checkpointing, which is enabled, is not built; call"
-                " gradient_checkpointing_disable() first, and saving='smallest' saves memory"
-            )
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
         config = kind.model.config_class.from_hf(hf_config)
         Tensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
-        return kind, hf_config, config
+        return kind, hf_config, config, _recompute(module, recompute)
 
-    kind, hf_config, config = together(examine, (tp.group,))
+    kind, hf_config, config, recompute = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
         model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **kind.options(module))
@@ -80,6 +78,7 @@ def parallelize(
         load(model, Tensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
     together(lambda: _freeze(model, parameters), (tp.group,))
     name = Path(getattr(module, "name_or_path", "") or "")
+    open_ends(model)
     model.source, model.hf_source = name if name.is_dir() else None, hf_config
     for child in list(module._modules):
         delattr(module, child)
@@ -105,6 +104,22 @@ def _kind(module: Any) -> Kind:
             f"{' not' * (not tied)} tied",
         )
     return KINDS[cls.__name__]
+
+
+def _recompute(module: nn.Module, asked: str | None) -> str | None:
+    """Returns what the model is to recompute: what is asked for, or what transformers' checkpointing does so far."""
+    layers = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+    enabled = [m for m in layers if m.gradient_checkpointing]
+    if not enabled:
+        return asked
+    plain = all(getattr(m._gradient_checkpointing_func, "func", None) is checkpoint for m in enabled)
+    if len(enabled) < len(layers) or not plain:
+        raise NotImplementedError(
+            "parallelize: gradient checkpointing of some layers only, or with offload, is not built; call"
+            " gradient_checkpointing_disable() first, or gradient_checkpointing_enable() without these"
+        )
+    check(asked in (None, FULL), f"parallelize: gradient checkpointing is enabled, got recompute={asked!r} beside it")
+    return FULL
 
 
 def _config_of(module: Any) -> dict[str, Any]:

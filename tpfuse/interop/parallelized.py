@@ -8,21 +8,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..collectives import collect
 from ..kernels.runtime.errors import check
+from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
 from ..models import GPT, Bert
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
+from ..models.stack import FULL
 from ..together import together
 from .adapter import load_adapter, save_adapter
 from .huggingface.disk import NewFiles
 from .huggingface.read import Tensors, restore
 from .huggingface.write import save
 from .peft import lora_arguments
+from .vocabulary import Vocabulary, whole_logits
 
 
 class Kind(NamedTuple):
@@ -37,12 +38,33 @@ def _kind_of(family: Family) -> Kind:
     return Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
 
 
-KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
-    "BertModel": Kind(
-        Bert, "BaseModelOutputWithPoolingAndCrossAttentions", lambda module: dict(pooler=module.pooler is not None)
-    ),
+def _base_of(family: Family) -> Kind:
+    """Returns the kind of the family's class without a head."""
+    if not family.causal:
+        return Kind(Bert, _BASE_OUTPUTS[family.output], lambda module: dict(pooler=module.pooler is not None))
+    return Kind(GPT, _BASE_OUTPUTS[family.output], lambda module: dict(lm_head=False))
+
+
+_BASE_OUTPUTS = {  # what a class with a head returns -> what its class without one does
+    "CausalLMOutputWithPast": "BaseModelOutputWithPast",
+    "CausalLMOutputWithCrossAttentions": "BaseModelOutputWithPastAndCrossAttentions",
+    "MaskedLMOutput": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
-_CALL = "input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "step", "first_sample"
+KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
+    family.base_architecture: _base_of(family) for family in FAMILIES.values()
+}
+_CALL = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "step",
+    "first_sample",
+)
+_LOSS = "label_smoothing", "z_loss", "reduction"  # of a model with a head
+_CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
 _GENERATE = (
     "do_sample",
     "temperature",
@@ -57,7 +79,7 @@ _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_forma
 _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
 
 
-class Parallelized(nn.Module):
+class Parallelized(Vocabulary, nn.Module):
     """Stands before the class of transformers in the module's new class; ``parallel`` is the tpfuse model."""
 
     parallel: Model
@@ -99,11 +121,17 @@ class Parallelized(nn.Module):
     def _forward(self, arguments: dict[str, Any]) -> Any:
         name, kind = self.tpfuse_original.__name__, KINDS[self.tpfuse_original.__name__]
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
-        call = {key: arguments.pop(key) for key in _CALL if key in arguments}
+        head = self.parallel.head is not None
+        call = {key: arguments.pop(key) for key in (*_CALL, *(_LOSS if head else ())) if key in arguments}
+        call["output_hidden_states"] = self._wants_states(arguments)
+        arguments.setdefault("output_attentions", getattr(self.config, "output_attentions", False))
         rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
         if rest:
             raise NotImplementedError(f"{name}, parallelized: {', '.join(rest)} is not built")
-        head = self.parallel.head is not None
+        ids = call.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and served(self.parallel.embedding):  # a hook gets [B, S, D]
+            check(call.get("inputs_embeds") is None, f"{name}: give input_ids or inputs_embeds, both came")
+            call |= dict(input_ids=None, inputs_embeds=self.parallel.embedding(ids))
         out = self.parallel(
             **{key: value for key, value in call.items() if value is not None},
             **(dict(return_logits=True) if head else {}),
@@ -111,10 +139,26 @@ class Parallelized(nn.Module):
         )
         outputs = out._asdict()
         if head:
-            outputs["logits"] = _whole(out.logits, self.parallel)
+            outputs["logits"] = whole_logits(out.logits, self.parallel.config.vocab_size, self.parallel.tp)
         outputs = {key: value for key, value in outputs.items() if value is not None}
         result = getattr(import_module("transformers.modeling_outputs"), kind.output)(**outputs)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def _wants_states(self, arguments: dict[str, Any]) -> bool:
+        """Takes output_hidden_states out of the arguments; where they have none, the config says it."""
+        key = "output_hidden_states"
+        asked = arguments.pop(key) if key in arguments else getattr(self.config, key, False)
+        if asked is not None and not isinstance(asked, bool):
+            raise NotImplementedError(
+                f"{type(self).__name__}, parallelized: {key}={asked!r}, a choice of layers, is not built; give True and"
+                " index hidden_states"
+            )
+        if asked and getattr(self.config, "tie_last_hidden_states", None) is False:
+            raise NotImplementedError(
+                f"{type(self).__name__}, parallelized: tie_last_hidden_states=False is not built; the last of"
+                " hidden_states is behind the final norm"
+            )
+        return bool(asked)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
         """Generates as GPT does, with transformers' arguments.
@@ -122,8 +166,8 @@ class Parallelized(nn.Module):
         ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
         NotImplementedError, which names it, for an argument that is not built.
         """
-        if not isinstance(self.parallel, GPT):
-            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model")
+        if not isinstance(self.parallel, GPT) or self.parallel.head is None:
+            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
         config = self.generation_config if generation_config is None else generation_config
@@ -172,32 +216,38 @@ class Parallelized(nn.Module):
                 self.generation_config.save_pretrained(folder)
                 new.publish()
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: the blocks have their own way to save memory."""
-        raise NotImplementedError(
-            f"gradient_checkpointing_enable of a parallelized {type(self).__name__}; saving='smallest' saves memory"
-        )
+    # ---- recompute, by transformers' own methods ----
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Raises NotImplementedError: no rank has the whole table."""
-        raise NotImplementedError(
-            f"get_input_embeddings of a parallelized {type(self).__name__}: no rank has the whole table; this rank's"
-            " rows are module.parallel.embedding.weight"
-        )
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether blocks run again in backward; transformers' is_gradient_checkpointing reads it."""
+        return self.parallel.recompute == FULL
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Raises NotImplementedError: no rank has the whole head."""
-        raise NotImplementedError(
-            f"get_output_embeddings of a parallelized {type(self).__name__}: no rank has the whole head; what this rank"
-            " has of it is in module.parallel.head"
-        )
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Switches to recompute="full": of each block the input is kept for backward, and the block runs again.
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Raises NotImplementedError: the vocabulary is split."""
-        raise NotImplementedError(
-            f"resize_token_embeddings of a parallelized {type(self).__name__}: resize it before tpfuse.parallelize, or"
-            " save_pretrained, resize what transformers loads, and parallelize that"
-        )
+        Gradients stay bitwise the same.  Every rank calls it.  ``use_reentrant`` and ``preserve_rng_state`` change
+        nothing here; NotImplementedError for another option of torch's checkpoint, for some layers only, and for
+        ``offload``.
+        """
+        options = gradient_checkpointing_kwargs or {}
+        asked = [key for key in options if key not in _CHECKPOINT_IGNORED]
+        asked += [f"every_n_layers={every_n_layers}"] * (every_n_layers != 1) + ["offload"] * bool(offload)
+        if asked:
+            raise NotImplementedError(
+                f"gradient_checkpointing_enable of a parallelized {type(self).__name__}: {', '.join(asked)} is not"
+                " built; without it each block's input is kept, and tpfuse.parallelize(saving='smallest') keeps more"
+            )
+        self.parallel.gradient_checkpointing_enable()
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Switches back to what ``saving`` of tpfuse.parallelize says.  Every rank calls it."""
+        self.parallel.gradient_checkpointing_disable()
 
     # ---- adapters, by transformers' own methods ----
 
@@ -239,16 +289,6 @@ def _bytes(size: int | str | None) -> int | None:
     check(found is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
     assert found is not None
     return int(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1)
-
-
-def _whole(logits: Tensor, model: Model) -> Tensor:
-    """[B, S, V/R], of which the last rank's may be narrower -> [B, S, V].
-
-    Every rank goes on to use them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather)
-    would count the loss R times.
-    """
-    vocab, size = model.config.vocab_size, model.tp.size
-    return collect(F.pad(logits, (0, -(-vocab // size) - logits.shape[-1])), model.tp, dim=-1)[..., :vocab]
 
 
 @functools.cache

@@ -224,7 +224,7 @@ class Model(PretrainedModule):
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
         if self.tp.size > 1:
-            modes = {"call": call, "training": self.training}
+            modes = {"call": call, "training": self.training, "recompute": self.recompute}
             self._agreement(self.tp.group, arguments, modes, lambda: module_state(self))
 
     def _run(self, inputs: Inputs) -> Output:

@@ -1,0 +1,257 @@
+"""Both ends of a parallelized model as callers of transformers know them: its embedding, its head, and their resizing.
+
+Each is the model's own layer, which holds this rank's rows of the table.  Called with whole tensors, [B, S] ids or
+[B, S, D] hidden states, it returns whole ones; the model's own calls are on this rank's rows.
+"""
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..agreement import Agreement, Asked, agree
+from ..collectives import collect
+from ..kernels.cross_entropy.op import check_ids
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.main_grad import PLACES
+from ..kernels.runtime.rules import COUNT, check_number
+from ..layers.block import Normed
+from ..layers.embedding import VocabParallelEmbedding
+from ..layers.module import ParallelModule, Spec, local
+from ..models.head import LMHead
+from ..models.model import Model
+from ..models.rows import Rows
+from ..parallel import TensorParallel
+from ..sequence_parallel.crossings import expanded
+from ..together import together
+from .huggingface.read import Tensors
+from .huggingface.write import full_tensor
+
+_CAUSE = "call torch.manual_seed with one seed on every rank before"
+
+
+class InputEmbeddings(VocabParallelEmbedding):
+    """What get_input_embeddings returns: the model's split embedding, which takes a batch too.
+
+    ``weight`` [V/R, D] is this rank's rows, ``num_embeddings`` is V.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [B, S], the same on every rank -> rows [B, S, D], whole on every rank, as inputs_embeds.
+
+        ids [M] -> this rank's rows [m, D].  ValueError for an id outside the vocabulary.
+        """
+        if ids.dim() != 2:
+            return super().forward(ids)
+        if self._agreement is not None:
+            self._agreement(self.tp.group, {"input_ids": ids}, {}, dict)
+        check_ids("get_input_embeddings(): input_ids", ids, self.num_embeddings)
+        rows = Rows(ids.shape, self.tp)
+        return rows.whole(super().forward(rows.all(ids, -1)))
+
+
+class OutputEmbeddings(LMHead):
+    """What get_output_embeddings returns: the model's split head, which takes whole hidden states too.
+
+    ``weight`` [V/R, D] is this rank's rows, the embedding's where they are tied.
+    """
+
+    embedding: tuple[VocabParallelEmbedding]  # in a tuple, so that it is no part of the head
+
+    def __getattr__(self, name: str) -> Any:
+        tied = name == "weight" and self._parameters.get(name) is None
+        return self.embedding[0].weight if tied else super().__getattr__(name)
+
+    def forward(self, hidden: Normed | Tensor, weight: Tensor | None = None) -> Tensor:
+        """hidden [B, S, D], whole and the same on every rank -> logits [B, S, V], whole on every rank.
+
+        The model's own call is on this rank's rows, as LMHead's.
+        """
+        if not isinstance(hidden, Tensor):
+            return super().forward(hidden, weight)
+        check(hidden.dim() == 3, f"get_output_embeddings(): hidden states must be [B, S, D], got {tuple(hidden.shape)}")
+        rows = Rows(hidden.shape[:2], self.tp)
+        normed = Normed(expanded("get_output_embeddings()", rows.share(hidden), self.tp))
+        return whole_logits(rows.back(super().forward(normed, local(self.weight))), self.vocab_size, self.tp)
+
+
+def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """[B, S, V/R], of which the last rank's may be narrower -> [B, S, V].
+
+    Every rank goes on to use them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather)
+    would count the loss R times.
+    """
+    return collect(F.pad(logits, (0, -(-vocab_size // tp.size) - logits.shape[-1])), tp, dim=-1)[..., :vocab_size]
+
+
+def open_ends(model: Model) -> None:
+    """Makes the embedding and the head of a model those of this file."""
+    model.embedding.__class__ = InputEmbeddings
+    model.embedding._agreement = Agreement(Asked("get_input_embeddings()"), every=True)
+    if isinstance(model.head, LMHead):
+        head: Any = model.head
+        head.__class__, head.embedding = OutputEmbeddings, (model.embedding,)
+
+
+class Vocabulary:
+    """The methods of transformers' models that are about their vocabulary."""
+
+    parallel: Model
+    tpfuse_original: type
+    config: Any
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Returns the embedding, ``module.parallel.embedding``: see :class:`InputEmbeddings`."""
+        return self.parallel.embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the head over the vocabulary, ``module.parallel.head``: see :class:`OutputEmbeddings`; else None."""
+        return self.parallel.head if isinstance(self.parallel.head, LMHead) else None
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Raises NotImplementedError unless ``value`` is the embedding that is there: another would not be split."""
+        self._keeps("set_input_embeddings", value, self.get_input_embeddings())
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Raises NotImplementedError unless it is the head that is there: another would not be split."""
+        self._keeps("set_output_embeddings", new_embeddings, self.get_output_embeddings())
+
+    def _keeps(self, method: str, value: nn.Module, there: nn.Module | None) -> None:
+        if value is not there:
+            raise NotImplementedError(
+                f"{method} of a parallelized {type(self).__name__}: the table is split over the ranks, and another"
+                " module would not be; set it before tpfuse.parallelize, give load_state_dict the whole tensors, or"
+                " call resize_token_embeddings"
+            )
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing, since what is tied is one parameter.  ValueError where the config now says something else."""
+        tied, declared = self.parallel.config.tie_embeddings, bool(self.config.tie_word_embeddings)
+        check(
+            tied == declared or self.parallel.head is None,
+            f"tie_weights of a parallelized {type(self).__name__}: config.tie_word_embeddings={declared}, and it was"
+            f" parallelized with {tied}; set it before tpfuse.parallelize",
+        )
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Gives the table ``new_num_tokens`` rows, or the next multiple of ``pad_to_multiple_of``; returns the layer.
+
+        The rows are those that transformers gives, drawn from torch's generator, bitwise the same at every split; what
+        is kept does not change.  Every rank calls it, after the same torch.manual_seed; for the time of the call each
+        holds the whole table.  Parameters stay the same objects, without gradients: an optimizer that has stepped holds
+        a state of the old shape, so make it afterwards.
+
+        ValueError, before anything changes, for a number that leaves a rank without rows, for a model on the meta
+        device or under DistributedDataParallel, fully_shard or MainGrad, and where the ranks would draw different rows.
+        """
+        model, groups, before = self.parallel, self.parallel.groups(), self.parallel.config.vocab_size
+        asked: dict[str, Any] = dict(new_num_tokens=new_num_tokens, pad_to_multiple_of=pad_to_multiple_of)
+        _agree(groups, asked | dict(mean_resizing=mean_resizing))
+        count = together(lambda: _count(before, new_num_tokens, pad_to_multiple_of), groups)
+        if count == before:
+            return model.embedding
+        config = together(lambda: self._resizable(count), groups)
+        values = self._resized(count, mean_resizing)
+        if count > before:
+            _agree(groups, {f"{name} ({_CAUSE})": _bits(value[before:]) for name, (value, _) in values.items()})
+        for name, (value, spec) in values.items():
+            path, _, leaf = name.rpartition(".")
+            layer: Any = model.get_submodule(path)
+            layer.specs[leaf], p = spec, layer.get_parameter(leaf)
+            p.data, p.grad = value[spec.local(layer.tp)].clone(), None
+        _resize_layers(model, count)
+        model.config = config
+        if model.hf_source is not None:
+            model.hf_source = {**model.hf_source, "vocab_size": count}
+        self.config.get_text_config().vocab_size = self.vocab_size = count
+        return model.embedding
+
+    def _resizable(self, count: int) -> Any:
+        """Returns the config of the resized model; ValueError where it cannot be made of this one."""
+        name, model = f"resize_token_embeddings of a parallelized {type(self).__name__}", self.parallel
+        check(not _under_ddp(model), f"{name}: it is under DistributedDataParallel; resize it before")
+        for parameter, p, spec, tp in _tables(model):
+            check(not p.is_meta, f"{name}: {parameter} is on the meta device; give it its values before")
+            check(p not in PLACES, f"{name}: {parameter} has a main_grad; resize before tpfuse.MainGrad is made")
+            here = tuple(s.stop - s.start for s in spec.local(tp))
+            check(
+                not isinstance(p, DTensor) and tuple(p.shape) == here,
+                f"{name}: {parameter} is held by fully_shard or as_dtensor; resize before",
+            )
+        model.tp.chunk(count, f"{name}: new_num_tokens")
+        return replace(model.config, vocab_size=count)
+
+    def _resized(self, count: int, mean_resizing: bool) -> dict[str, tuple[Tensor, Spec]]:
+        """Returns, by name, the whole tables of ``count`` rows as transformers makes them of these; a collective."""
+        model, sources = self.parallel, self.parallel.sources()
+        tables = {name: (spec, full_tensor(p, spec, tp)) for name, p, spec, tp in _tables(model)}
+        stored = {model.hf_name(key): x for name, (_, t) in tables.items() for key, x in sources[name].write(t)}
+
+        def made() -> dict[str, tuple[Tensor, Spec]]:
+            with torch.device("meta"):
+                theirs: Any = self.tpfuse_original(copy.deepcopy(self.config))
+            theirs.load_state_dict(stored, strict=False, assign=True)
+            theirs.tie_weights()
+            theirs.resize_token_embeddings(count, mean_resizing=mean_resizing)
+            found = Tensors("resize_token_embeddings", type(theirs).__name__, theirs.state_dict())
+            specs = {name: replace(spec, shape=(count, *spec.shape[1:])) for name, (spec, _) in tables.items()}
+            read = lambda name: sources[name].read(lambda key: found.tensor(model.hf_name(key)), specs[name], _ALONE)
+            return {name: (read(name), specs[name]) for name in tables}
+
+        return together(made, model.groups())
+
+
+_ALONE = TensorParallel()
+
+
+def _agree(groups: list[dist.ProcessGroup], values: dict[str, Any]) -> None:
+    for group in groups:
+        agree(group, Asked("resize_token_embeddings", axis="tensor- and data-parallel"), values)
+
+
+def _count(now: int, new: int | None, multiple: int | None) -> int:
+    """Returns how many rows transformers would make of ``now``."""
+    if multiple is not None:
+        check_number("resize_token_embeddings: pad_to_multiple_of", multiple, COUNT)
+    if new is not None:
+        check_number("resize_token_embeddings: new_num_tokens", new, COUNT)
+    return -(-(now if new is None else new) // (multiple or 1)) * (multiple or 1)
+
+
+def _tables(model: Model) -> list[tuple[str, nn.Parameter, Spec, TensorParallel]]:
+    """Returns (name, parameter, spec, tp) of what has a row for every word."""
+    ends: dict[str, ParallelModule] = {"embedding": model.embedding}
+    if isinstance(model.head, LMHead):
+        ends["head"] = model.head
+    return [
+        (f"{end}.{leaf}", layer.get_parameter(leaf), spec, layer.tp)
+        for end, layer in ends.items()
+        for leaf, spec in layer.specs.items()
+    ]
+
+
+def _resize_layers(model: Model, count: int) -> None:
+    model.embedding.num_embeddings, (model.embedding.first, _) = count, model.tp.chunk(count)
+    if isinstance(head := model.head, LMHead):
+        head.vocab_size, (head.first, head.last) = count, head.tp.chunk(count)
+        head.columns = -(-count // head.tp.size)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(torch.uint8)
+
+
+def _under_ddp(model: nn.Module) -> bool:
+    """Whether a living DistributedDataParallel holds the model: nothing of the model's says so."""
+    gc.collect()
+    wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return any(part is model for wrapper in wrappers for part in wrapper.modules())
