@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import assert_equal, error, make_tp
 from tests.interop.launched import launched
 from tests.models.common import batch
 from tests.models.theirs import make
-from tpfuse import MainGrad, TensorParallel, add_lora, as_dtensor, parallelize
+from tpfuse import MainGrad, TensorParallel, as_dtensor, parallelize
 from tpfuse.interop.huggingface.write import whole_tensors
 
 transformers.utils.logging.set_verbosity_error()
@@ -199,8 +200,15 @@ def test_nothing_to_do_and_what_stays():
     tokens = model.generate(batch(model.config)["input_ids"], max_new_tokens=3, do_sample=False)
     assert tokens.shape == (3, 10)
     assert copy.deepcopy(model)(tokens).logits.shape[-1] == 100
-    add_lora(model, rank=2, alpha=4)
-    model.resize_token_embeddings(98)
+
+
+def test_an_adapter_holds_no_rows(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = parallelize(make("llama"))
+    model.resize_token_embeddings(100)
+    model.add_adapter(peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="files hold no rows of the vocabulary, which was resized; to keep these"):
+        model.save_pretrained(tmp_path)
 
 
 def test_an_optimizer_that_has_stepped_is_stale_and_says_so():
@@ -251,24 +259,38 @@ def test_what_cannot_be_resized():
         parallelize(meta).resize_token_embeddings(100)
 
 
+def refusal(action):
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+
+
 def wrapped(world):
-    messages = []
+    """Under DDP, as DTensors, and under fully_shard, where hooks see what the model's own call does."""
     with launched(world):
         mesh = world.mesh(world.size, 1)
         model = parallelize(make("gpt2"), TensorParallel(mesh["tp"]), dp=mesh["dp"])
         ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-        for _ in range(2):
-            try:
-                model.resize_token_embeddings(100)
-            except ValueError as error:
-                messages.append(str(error))
-            if ddp is not None:
-                ddp = None
-                as_dtensor(model.parallel, mesh["tp"])
-    return messages
+        messages = [refusal(lambda: model.resize_token_embeddings(100))]
+        del ddp
+        as_dtensor(model.parallel, mesh["tp"])
+        messages.append(refusal(lambda: model.resize_token_embeddings(100)))
+        call, seen = batch(model.config), []
+        plain, rows = model(**call).logits, torch.ones(1, 2, 48, dtype=F64)
+        fully_shard(model.parallel, mesh=mesh["dp"])
+        handle = model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.shape))
+        assert error(model(**call).logits, plain) < 1e-10
+        handle.remove()
+        model.parallel.reshard()
+        messages.append(refusal(lambda: model.get_input_embeddings()(call["input_ids"])))
+        messages.append(refusal(lambda: model.get_output_embeddings()(rows)))
+        return messages, seen
 
 
-def test_wrapped_models_are_not_resized(ranks):
-    for first, second in ranks(2, wrapped):
-        assert "it is under DistributedDataParallel; resize it before" in first
-        assert "embedding.weight is held by fully_shard or as_dtensor; resize before" in second
+def test_wrapped_models(ranks):
+    for (ddp, dtensor, *ends), seen in ranks(2, wrapped):
+        assert "it is under DistributedDataParallel; resize it before" in ddp
+        assert "embedding.weight is held by fully_shard or as_dtensor; resize before" in dtensor
+        assert all("put_embeddings(): fully_shard holds a part of this rank's rows" in message for message in ends)
+        assert seen == [(21, 48)]

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from .huggingface.disk import NewFiles
 from .huggingface.read import Tensors, restore
 from .huggingface.write import save
 from .peft import lora_arguments
-from .vocabulary import Vocabulary, whole_logits
+from .vocabulary import Vocabulary, gathered, whole_logits
 
 
 class Kind(NamedTuple):
@@ -128,10 +129,10 @@ class Parallelized(Vocabulary, nn.Module):
         rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
         if rest:
             raise NotImplementedError(f"{name}, parallelized: {', '.join(rest)} is not built")
-        ids = call.get("input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2 and served(self.parallel.embedding):  # a hook gets [B, S, D]
+        ids, first = call.get("input_ids"), self.parallel.embedding
+        if isinstance(ids, Tensor) and ids.dim() == 2 and served(first) and gathered(first):  # its hook gets [B, S, D]
             check(call.get("inputs_embeds") is None, f"{name}: give input_ids or inputs_embeds, both came")
-            call |= dict(input_ids=None, inputs_embeds=self.parallel.embedding(ids))
+            call |= dict(input_ids=None, inputs_embeds=first(ids))
         out = self.parallel(
             **{key: value for key, value in call.items() if value is not None},
             **(dict(return_logits=True) if head else {}),
@@ -204,6 +205,12 @@ class Parallelized(Vocabulary, nn.Module):
         if asked:
             raise NotImplementedError(f"save_pretrained of {type(self).__name__}: {', '.join(asked)} is not built")
         if self.tpfuse_adapter and any(not lora.merged for *_, lora in adapted_layers(self)):
+            if self.tpfuse_resized:
+                warnings.warn(
+                    "save_pretrained: an adapter's files hold no rows of the vocabulary, which was resized; to keep"
+                    " these, save_pretrained before add_adapter, or after tpfuse.merge_lora",
+                    stacklevel=2,
+                )
             save_adapter(self, save_directory)
             return
         save(self.parallel, Path(save_directory), _bytes(max_shard_size))

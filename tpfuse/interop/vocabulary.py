@@ -50,6 +50,7 @@ class InputEmbeddings(VocabParallelEmbedding):
         """
         if ids.dim() != 2:
             return super().forward(ids)
+        _check_gathered("get_input_embeddings()", self)
         if self._agreement is not None:
             self._agreement(self.tp.group, {"input_ids": ids}, {}, dict)
         check_ids("get_input_embeddings(): input_ids", ids, self.num_embeddings)
@@ -76,10 +77,27 @@ class OutputEmbeddings(LMHead):
         """
         if not isinstance(hidden, Tensor):
             return super().forward(hidden, weight)
+        _check_gathered(
+            "get_output_embeddings()", self.embedding[0] if self._parameters.get("weight") is None else self
+        )
         check(hidden.dim() == 3, f"get_output_embeddings(): hidden states must be [B, S, D], got {tuple(hidden.shape)}")
         rows = Rows(hidden.shape[:2], self.tp)
         normed = Normed(expanded("get_output_embeddings()", rows.share(hidden), self.tp))
         return whole_logits(rows.back(super().forward(normed, local(self.weight))), self.vocab_size, self.tp)
+
+
+def gathered(layer: ParallelModule) -> bool:
+    """Whether this rank's rows are here, which fully_shard gathers for the forward of what it was given alone."""
+    wholes = ((local(layer.get_parameter(leaf)), spec) for leaf, spec in layer.specs.items())
+    return all(tuple(p.shape) == tuple(s.stop - s.start for s in spec.local(layer.tp)) for p, spec in wholes)
+
+
+def _check_gathered(name: str, layer: ParallelModule) -> None:
+    check(
+        gathered(layer),
+        f"{name}: fully_shard holds a part of this rank's rows, and gathers them for the model's forward alone; call it"
+        " before fully_shard, or from a hook on it, which the model's forward calls",
+    )
 
 
 def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
@@ -105,6 +123,7 @@ class Vocabulary:
 
     parallel: Model
     tpfuse_original: type
+    tpfuse_resized = False  # whether the vocabulary is another than that of the files that it came from
     config: Any
 
     def get_input_embeddings(self) -> nn.Module:
@@ -173,19 +192,18 @@ class Vocabulary:
         if model.hf_source is not None:
             model.hf_source = {**model.hf_source, "vocab_size": count}
         self.config.get_text_config().vocab_size = self.vocab_size = count
+        self.tpfuse_resized = True
         return model.embedding
 
     def _resizable(self, count: int) -> Any:
         """Returns the config of the resized model; ValueError where it cannot be made of this one."""
         name, model = f"resize_token_embeddings of a parallelized {type(self).__name__}", self.parallel
         check(not _under_ddp(model), f"{name}: it is under DistributedDataParallel; resize it before")
-        for parameter, p, spec, tp in _tables(model):
+        for parameter, p, *_ in _tables(model):
             check(not p.is_meta, f"{name}: {parameter} is on the meta device; give it its values before")
             check(p not in PLACES, f"{name}: {parameter} has a main_grad; resize before tpfuse.MainGrad is made")
-            here = tuple(s.stop - s.start for s in spec.local(tp))
             check(
-                not isinstance(p, DTensor) and tuple(p.shape) == here,
-                f"{name}: {parameter} is held by fully_shard or as_dtensor; resize before",
+                not isinstance(p, DTensor), f"{name}: {parameter} is held by fully_shard or as_dtensor; resize before"
             )
         model.tp.chunk(count, f"{name}: new_num_tokens")
         return replace(model.config, vocab_size=count)
