@@ -33,17 +33,18 @@ def parallelize(
 ) -> nn.Module:
     """Gives a model of transformers tpfuse's blocks, split over ``tp``, in place; returns the module.
 
-    The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, BertModel
-    or BertForMaskedLM.  Every rank calls it with the same weights, before the optimizer is made.  The module's own
-    parameters are dropped; its new ones are this rank's shards, in their dtype and on their device, under the names of
-    ``module.parallel``, a :class:`GPT` or :class:`Bert`.  On the meta device they stay there.  A frozen parameter
-    stays frozen.
+    The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM or
+    BertForMaskedLM, or the base of one (GPT2Model, LlamaModel, ..., BertModel).  Every rank calls it with the same
+    weights, before the optimizer is made.  The module's own parameters are dropped; its new ones are this rank's
+    shards, in their dtype and on their device, under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.
+    On the meta device they stay there.  A frozen parameter stays frozen, and gradient checkpointing that is enabled
+    stays so, as ``recompute="full"``.
 
-    ``forward`` takes and returns what it did: the loss, and whole logits [B, S, V], collected over the ranks (M V
-    numbers; a loss made of them on every rank has its whole gradient after backward).  ``use_cache`` of the config is
-    ignored; an argument that is not built (a cache, embeddings as inputs, hidden states, attentions) is a
-    NotImplementedError that names it.  ``step`` and ``first_sample`` may be given as to GPT; ``seed``, ``dp``,
-    ``saving`` and ``recompute`` are GPT's: dropout is by position, its masks another stream than transformers'.
+    ``forward`` takes and returns what it did: the loss, whole logits [B, S, V], collected over the ranks (M V numbers),
+    and whole hidden states; a loss made of them on every rank has its whole gradient after backward.  ``use_cache`` of
+    the config is ignored; an argument that is not built (a cache, attentions) is a NotImplementedError that names it.
+    ``step``, ``first_sample``, ``label_smoothing``, ``z_loss`` and ``reduction`` may be given as to GPT; ``seed``,
+    ``dp``, ``saving`` and ``recompute`` are GPT's: dropout is by position, its masks another stream than transformers'.
     ``generate`` is GPT's, with transformers' arguments and generation_config.  ``save_pretrained`` writes full tensors
     (all ranks call it).
 
