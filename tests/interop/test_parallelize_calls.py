@@ -241,10 +241,6 @@ def test_the_trainer_checkpoints(tmp_path):
 
 # ---- hooks ----
 
-# torch looks for a tensor in a module's result, and not in a tuple in it: of a block in a stack for h, which the last
-# block's caller has no use for
-LAST_OF_A_STACK = "parallel.blocks.1"
-
 
 def hooked(world, name, one_by_one):
     """How often each hook of a module fired in a call and its backward, and the first output."""
@@ -274,8 +270,6 @@ def hooked(world, name, one_by_one):
             handle.remove()
     if one_by_one:
         del fired["parallel"]
-    if not model.parallel.config.post_norm:
-        assert fired.pop(LAST_OF_A_STACK)[:2] == [1, 1]
     return fired, outputs
 
 

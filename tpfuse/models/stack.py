@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..layers.block import SAVING, Normed
+from ..layers.hooks import served
 
 SELECTIVE, FULL = RECOMPUTE = "selective", "full"
 
@@ -35,13 +37,30 @@ def run_blocks(
 
     ``states`` gets the h that enters each.
     """
-    for block in blocks:
+    last: Any = None
+    for last in blocks:
         if states is not None:
             states.append(h)
-        h, normed = (
-            _recomputed(block, h, normed, call) if full and torch.is_grad_enabled() else block(h, normed, **call)
-        )
+        h, normed = _recomputed(last, h, normed, call) if full and torch.is_grad_enabled() else last(h, normed, **call)
+    if last is not None and not last.post_norm and served(last):
+        normed = normed._replace(n=_BesideUnused.apply(normed.n, h))
     return h, normed
+
+
+class _BesideUnused(Function):
+    """n as it is, and zeros as h's gradient: torch's backward hook on the last block waits for that of h, of which the
+    model makes no use."""
+
+    @staticmethod
+    def forward(ctx: Any, n: Tensor, h: Tensor) -> Tensor:
+        ctx.kind = h.shape, h.dtype, h.device
+        return n.view_as(n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dn: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.kind
+        return dn, torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _recomputed(block: Any, h: Tensor, normed: Normed, call: dict[str, Any]) -> tuple[Tensor, Normed]:
