@@ -270,6 +270,9 @@ def _bits(x: Tensor) -> Tensor:
 
 def _under_ddp(model: nn.Module) -> bool:
     """Whether a living DistributedDataParallel holds the model: nothing of the model's says so."""
-    gc.collect()
-    wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-    return any(part is model for wrapper in wrappers for part in wrapper.modules())
+
+    def held() -> bool:
+        wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+        return any(part is model for wrapper in wrappers for part in wrapper.modules())
+
+    return held() and (gc.collect(), held())[1]  # without those that nobody holds any more
