@@ -239,6 +239,18 @@ def test_the_trainer_checkpoints(tmp_path):
     assert_equal(again, plain)
 
 
+@pytest.mark.slow
+def test_the_trainer_of_a_split_model_checkpoints(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    from tests.interop.test_trainer import DROPOUT, trained
+
+    options = {}, dict(gradient_checkpointing=True)
+    plain, again = (ranks(2, trained, (1, 2), str(tmp_path), DROPOUT, asked) for asked in options)
+    for a, b in zip(plain, again, strict=True):
+        assert a["logged"] == b["logged"]
+        assert_equal(b["weights"], a["weights"])
+
+
 # ---- hooks ----
 
 

@@ -275,4 +275,7 @@ def _under_ddp(model: nn.Module) -> bool:
         wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
         return any(part is model for wrapper in wrappers for part in wrapper.modules())
 
-    return held() and (gc.collect(), held())[1]  # without those that nobody holds any more
+    if not held():
+        return False
+    gc.collect()  # of those that nobody holds any more
+    return held()
