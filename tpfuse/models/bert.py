@@ -117,7 +117,7 @@ class Bert(Model):
                 self.transform = _Dense(c.hidden_size, tp, c.init_std, of_rows=True, activation=c.activation)
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
-                self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+                self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head)
         self._choose_recompute(recompute)
         self._materialize()
 

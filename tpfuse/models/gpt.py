@@ -103,7 +103,7 @@ class GPT(Model):
                 for layer, window in enumerate(c.windows)
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
-            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head) if lm_head else None
+            self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head else None
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
