@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..collectives import collect
 from ..kernels.runtime.errors import check
 from ..layers.lora import adapted_layers, add_lora
-from ..models import GPT, Bert
+from ..models import GPT, Bert, Classifier
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..together import together
@@ -37,10 +37,19 @@ def _kind_of(family: Family) -> Kind:
     return Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
 
 
+def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
+    return dict(classifier=Classifier.from_hf(module.config.to_dict(), family, per))
+
+
 KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
     "BertModel": Kind(
         Bert, "BaseModelOutputWithPoolingAndCrossAttentions", lambda module: dict(pooler=module.pooler is not None)
     ),
+}
+KINDS |= {
+    made.architecture: Kind(_kind_of(family).model, made.output, functools.partial(_classifier_of, family, per))
+    for family in FAMILIES.values()
+    for per, made in family.classes.items()
 }
 _CALL = "input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "step", "first_sample"
 _GENERATE = (

@@ -1,10 +1,13 @@
-"""What the models put below and above their blocks: tables of replicated rows, and the head over a split vocabulary."""
+"""What the models put below and above their blocks: tables of replicated rows, replicated linear layers, and the head
+over a split vocabulary."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy.op import cross_entropy
+from ..kernels.linear.op import linear
+from ..kernels.runtime.main_grad import derived
 from ..layers.block import Normed
 from ..layers.loss import VocabParallelHead, check_columns
 from ..layers.module import ParallelModule, local, on_rows
@@ -25,6 +28,40 @@ class Table(ParallelModule):
     def forward(self, index: Tensor) -> Tensor:
         """index int64 [m] of this rank's rows -> [m, D]"""
         return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
+
+
+class Dense(ParallelModule):
+    """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+        of_rows: bool,
+        activation: str = "none",
+        bias: bool = True,
+    ):
+        super().__init__(tp)
+        self.of_rows, self.activation = of_rows, activation
+        self.add_parameter("weight", (outputs, inputs), None, init_std)
+        if bias:
+            self.add_parameter("bias", (outputs,), None, "zeros")
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [m, K] -> act(W x + b) [m, N]"""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.of_rows:
+            weight = derived(lambda w: on_rows(w, self.tp), weight)
+            bias = None if bias is None else on_rows(bias, self.tp)
+        return linear(x, weight, bias, self.activation)
 
 
 class LMHead(VocabParallelHead):
