@@ -168,8 +168,7 @@ class Model(PretrainedModule):
             inputs_embeds: in their place, rows [B, S, D] as the embedding would give them, whole and the same on every
                 tensor-parallel rank; so is their gradient.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
-                document's bound), Bert does not.  Of a classifier [B, S], not shifted, or per sequence [B] (several
-                numbers each: [B, L]).
+                document's bound), Bert and classifiers do not; per sequence [B], or numbers [B, L].
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
             token_type_ids: int64 [B, S], Bert's alone; default 0.
@@ -291,24 +290,26 @@ class Model(PretrainedModule):
         """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
 
         ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold; "auto" is the
-        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ValueError on
-        every rank, before anything is read, for an unknown model_type, an option that is not built, or a missing,
-        extra, mis-shaped or truncated tensor.
+        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ``options`` are the
+        constructor's; a ``classifier`` that the directory does not hold starts from weights drawn by ``seed``.
+        ValueError on every rank, before anything is read, for an unknown model_type, an option that is not built, or a
+        missing, extra, mis-shaped or truncated tensor.
         """
-        asked = torch_dtype if dtype is None else dtype
+        asked, begins = torch_dtype if dtype is None else dtype, options.get("classifier") is not None
 
         def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
             files = Files(path)
             check(
                 torch_dtype in (None, asked), f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ"
             )
-            config, own = files.read_config(cls.config_class.from_hf), cls._options_from(files)
-            return files, config, own | options, files.dtype(asked)
+            config = files.read_config(cls.config_class.from_hf)
+            return files, config, ({} if begins else cls._options_from(files)) | options, files.dtype(asked)
 
         files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
+        model.fresh = ("classifier", "pooler") * begins
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()
@@ -317,6 +318,9 @@ class Model(PretrainedModule):
     def _options_from(cls, files: Files) -> dict[str, Any]:
         """Returns the constructor arguments that the tensors in a directory decide."""
         return {}
+
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        return {} if self.classifier is None else {self.classifier.hf_module: self.classifier}
 
     @property
     def base_prefix(self) -> str:
@@ -332,8 +336,8 @@ class Model(PretrainedModule):
     def hf_name(self, name: str) -> str:
         if self.head is None and self.classifier is None:
             return name
-        own = () if self.classifier is None else (f"{self.classifier.hf_module}.",)
-        return name if name.startswith((*self.config.hf.head_prefixes, *own)) else self.base_prefix + name
+        own = (*self.config.hf.head_prefixes, *(f"{module}." for module in self.beside_adapters()))
+        return name if name.startswith(own) else self.base_prefix + name
 
     def hf_config(self) -> dict[str, Any]:
         family = self.config.hf
