@@ -47,7 +47,9 @@ KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} 
     ),
 }
 KINDS |= {
-    made.architecture: Kind(_kind_of(family).model, made.output, functools.partial(_classifier_of, family, per))
+    made.architecture: Kind(
+        _kind_of(family).model, made.output, functools.partial(_classifier_of, family, per), normalized=True
+    )
     for family in FAMILIES.values()
     for per, made in family.classes.items()
 }
