@@ -29,12 +29,11 @@ class Kind(NamedTuple):
     model: type[Model]
     output: str  # transformers' class
     options: Callable[[nn.Module], dict[str, Any]]  # of the model's constructor
-    normalized: bool = False  # its loss divides by num_items_in_batch, where a call gives it
 
 
 def _kind_of(family: Family) -> Kind:
     model = GPT if family.causal else Bert
-    return Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
+    return Kind(model, family.output, lambda module: model.head_options)
 
 
 def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
@@ -47,9 +46,7 @@ KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} 
     ),
 }
 KINDS |= {
-    made.architecture: Kind(
-        _kind_of(family).model, made.output, functools.partial(_classifier_of, family, per), normalized=True
-    )
+    made.architecture: Kind(_kind_of(family).model, made.output, functools.partial(_classifier_of, family, per))
     for family in FAMILIES.values()
     for per, made in family.classes.items()
 }
@@ -118,7 +115,7 @@ class Parallelized(nn.Module):
         out = self.parallel(
             **{key: value for key, value in call.items() if value is not None},
             **(dict(return_logits=True) if head else {}),
-            **(dict(loss_normalizer=normalizer) if kind.normalized and normalizer is not None else {}),
+            **(dict(loss_normalizer=normalizer) if normalizer is not None else {}),
         )
         outputs = out._asdict()
         if head:
