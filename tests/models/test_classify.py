@@ -14,6 +14,8 @@ from tests.common import assert_equal, error, make_tp
 from tests.models import theirs
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
+from tpfuse.kernels.runtime.op import GEMM
+from tpfuse.ledger import Ledger, state_bytes
 from tpfuse.models import GPT, Bert, Classifier
 
 F64, L = torch.float64, 3
@@ -110,11 +112,11 @@ def close(got, exact):
 @pytest.mark.parametrize("name", [*NAMES, *MORE])
 def test_as_transformers(files, ranks, name, per):
     model, folder = files(name, per)
-    for pad in ("right", "left"):
+    for pad, splits in dict(right=[(2, False), (4, True)], left=[(2, True)]).items():
         call = batch(per, pad)
         exact = want(model, call)
         close(_split(None, folder, False, call), exact)
-        for R, sp in ((2, pad == "left"), (4, pad == "right")):
+        for R, sp in splits:
             for got in ranks(R, _split, folder, sp, call):
                 close(got, exact)
 
@@ -211,6 +213,27 @@ def test_a_model_made_here_is_what_transformers_loads(tmp_path):
         assert cls.from_pretrained(tmp_path).classifier.classifier == classifier
         names.append(type(again).__name__)
     assert names == ["GPT2ForSequenceClassification", "GPT2ForTokenClassification", "BertForSequenceClassification"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_the_meta_device(name):
+    """Its bytes, ops and initial weights are a model's like any other."""
+    cls, config, classifier = CONFIGS[name]
+    with torch.device("meta"):
+        model, bare = cls(config, classifier=classifier), cls(config, **({} if cls is Bert else dict(lm_head=False)))
+        call = {key: torch.empty_like(x) for key, x in batch(classifier.per).items()}
+    with Ledger() as ledger:
+        model(**call).loss.backward()
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    head = {f"classifier.{n}": p.numel() for n, p in model.classifier.named_parameters()}
+    assert sum(head.values()) == 48 * L + L and head.items() <= sizes.items() and ledger.total(kind=GEMM).flops > 0
+    beside = 0 if cls is GPT or classifier.per == "sequence" else 48 * 48 + 48  # the pooler
+    assert sum(sizes.values()) == sum(p.numel() for p in bare.parameters()) + sum(head.values()) - beside
+    assert state_bytes(model).parameters == 4 * sum(sizes.values())
+    direct = cls(config, classifier=classifier)
+    model.to_empty(device="cpu").init_weights()
+    assert_equal(model.state_dict(), direct.state_dict())
+    assert "num_labels=3" in repr(direct)
 
 
 # ---- a head that no file holds ----

@@ -124,6 +124,8 @@ class Classifier:
 class ClassifierHead(Dense):
     """The head of a :class:`Classifier`; its call is logits of rows."""
 
+    shown = "classifier", "in_features", "out_features"
+
     def __init__(self, name: str, classifier: Classifier, config: ModelConfig, tp: TensorParallel):
         sequences, causal = classifier.per == SEQUENCE, config.hf.causal
         drops, given = not (sequences and causal), classifier.dropout

@@ -33,6 +33,7 @@ class Table(ParallelModule):
 class Dense(ParallelModule):
     """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
 
+    shown = "in_features", "out_features", "activation"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -48,7 +49,7 @@ class Dense(ParallelModule):
         bias: bool = True,
     ):
         super().__init__(tp)
-        self.of_rows, self.activation = of_rows, activation
+        self.in_features, self.out_features, self.activation, self.of_rows = inputs, outputs, activation, of_rows
         self.add_parameter("weight", (outputs, inputs), None, init_std)
         if bias:
             self.add_parameter("bias", (outputs,), None, "zeros")
