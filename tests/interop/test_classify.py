@@ -59,6 +59,11 @@ def test_a_class_that_is_not_built():
         parallelize(transformers.GPT2ForQuestionAnswering(config))
 
 
+def test_it_generates_nothing():
+    with pytest.raises(NotImplementedError, match="generate: GPT2ForSequenceClassification is not a causal model with"):
+        parallelize(small()).generate(ids()[0], max_new_tokens=1)
+
+
 def test_a_module_on_the_meta_device():
     with torch.device("meta"):
         model = make("bert", "sequence")

@@ -130,8 +130,8 @@ class Parallelized(nn.Module):
         ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
         NotImplementedError, which names it, for an argument that is not built.
         """
-        if not isinstance(self.parallel, GPT):
-            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model")
+        if not isinstance(self.parallel, GPT) or self.parallel.head is None:
+            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
         config = self.generation_config if generation_config is None else generation_config
