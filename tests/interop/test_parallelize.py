@@ -138,6 +138,15 @@ def test_a_training_loop_at_one_rank_changes_by_one_line(name):
     assert before == pytest.approx(after, rel=1e-4) and before[0] != pytest.approx(before[-2], rel=1e-2)
 
 
+def test_every_loss_divides_by_the_trainers_count():
+    """Who gives it adds the micro-batches' losses up, and multiplies them by the replicas."""
+    model = parallelize(make("bert-mlm"))
+    call = batch(model.config, pad="right")
+    count = (call["labels"] != -100).sum()
+    mean, of_more = (model(**call, num_items_in_batch=items).loss for items in (count, 2 * count))
+    assert mean == model(**call).loss and error(2 * of_more, mean) < 1e-12
+
+
 def test_the_trainer_of_transformers(tmp_path):
     pytest.importorskip("accelerate")
     ids = torch.randint(1, 97, (8, 7), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 Full tensors stand under Hugging Face's module names:
 
 base_model.model.{module}.lora_A.weight  [r, K]        base_model.model.{module}.lora_B.weight  [N, r]
+base_model.model.{head}.weight           [L, D]        of a classification head, which is trained beside them
 """
 
 import json
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
 from ..layers.linear import Adaptable
-from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of
+from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
 from ..layers.module import Spec, local, named_specs, unwrapped_name
 from ..parallel import TensorParallel
 from ..together import raise_together, together
@@ -33,7 +34,6 @@ _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_[AB]\.weight")
 # PEFT's options, of which other values are errors; and those that must be empty.
 BUILT: dict[str, Any] = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
 EMPTY = (
-    "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
     "layer_replication",
@@ -43,6 +43,10 @@ EMPTY = (
 _RULES: dict[str, Rule] = dict(
     r=whole(), lora_alpha=number(0, 1e9), lora_dropout=optional(number(0, 1, "[)")), use_rslora=optional(boolean)
 )
+
+
+_HEADS = {"classifier", "score"}  # what PEFT's classes for sequences and tokens call one
+_TASKS = {"sequence": "SEQ_CLS", "token": "TOKEN_CLS"}
 
 
 class _Entry(NamedTuple):
@@ -65,7 +69,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     new = together(lambda: NewFiles(Path(path), "save_adapter") if base.writes else None, base.groups())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
-    for entry in _entries(base):
+    for entry in (*_entries(base), *_beside(base).values()):
         full = full_tensor(entry.p, entry.spec, entry.tp)
         if new is not None:
             tensors |= {name: t.cpu() for name, t in entry.source.write(full)}
@@ -83,41 +87,53 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:
     """Adds the adapters of a directory that PEFT or :func:`save_adapter` wrote to ``model``, and freezes the rest.
 
-    Returns the model.  Each rank reads its own slices only.  Adapters are frozen too unless ``trainable``.  ValueError,
+    Returns the model.  Each rank reads its own slices only.  Adapters, and a classification head that the directory may
+    hold beside them, are frozen too unless ``trainable``.  ValueError,
     on every rank and before anything changes, for an option that is not built, a value out of its range, a module that
     the model does not have, or a tensor that is missing or has another shape; OSError where the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
+    own = _beside(base)
 
-    def examine() -> tuple[dict[str, Any], Any, list[str]]:
+    def examine() -> tuple[dict[str, Any], Any, list[str], dict[str, _Entry]]:
         config, handle = _read(path)
+        check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
         if trainable and config.get("lora_dropout"):
             raise ValueError(
                 f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
             )
-        return config, handle, _check(path / WEIGHTS, handle, config["r"], hf_layers(base))
+        heads = {} if own.keys().isdisjoint(handle.keys()) else own
+        for name, entry in heads.items():
+            _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
+        names = set(handle.keys()) - heads.keys()
+        return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=hf_layers(base)), heads
 
-    config, handle, modules = together(examine, base.groups())
+    config, handle, modules, heads = together(examine, base.groups())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
     add_lora(model, rank=rank, alpha=alpha, targets=modules)
 
-    @torch.no_grad()
-    def read() -> None:
-        for p, spec, tp, source in _entries(base):
+    def read() -> list[tuple[nn.Parameter, Tensor]]:
+        values = []
+        for p, spec, tp, source in (*_entries(base), *heads.values()):
             with reading(f"load_adapter: {', '.join(source.names)} in {path / WEIGHTS}"):
-                local(p).copy_(source.read(handle.get_slice, spec, tp))
-            p.requires_grad_(trainable)
+                values.append((p, source.read(handle.get_slice, spec, tp)))
+        return values
 
     try:
-        together(read, base.groups())
+        values = together(read, base.groups())
     except Exception:
         for _, layer, _ in adapted_layers(base):
             layer.lora = None
         for p, flag in zip(model.parameters(), flags, strict=True):
             p.requires_grad_(flag)
         raise
+    with torch.no_grad():
+        for p, value in values:
+            local(p).copy_(value)
+    for p in (*(entry.p for entry in _entries(base)), *(entry.p for entry in own.values())):
+        p.requires_grad_(trainable)
     return model
 
 
@@ -146,6 +162,17 @@ def _entries(base: PretrainedModule) -> list[_Entry]:
     return entries
 
 
+def _beside(base: PretrainedModule) -> dict[str, _Entry]:
+    """Returns the parameters of a classification head, by their names in a file."""
+    sources, entries = base.sources(), {}
+    for name, p, spec, tp in base.stored_parameters():
+        own = sources[name].names[0]
+        if own.rpartition(".")[0] in beside(base):
+            full = _PREFIX + base.hf_name(own)
+            entries[full] = _Entry(p, spec, tp, Source.one(full, sources[name].pattern))
+    return entries
+
+
 def _pattern(source: Source) -> str:
     """Returns the pattern of B, from its weight's: "d (t h e) -> h t e d" -> "(t h e) r -> h t e r"."""
     *ours, width = source.ours
@@ -168,10 +195,24 @@ def _config(base: PretrainedModule) -> dict[str, Any]:
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
-        modules_to_save=None,
-        task_type="CAUSAL_LM" if hasattr(base, "generate") else None,
+        modules_to_save=list(beside(base)) or None,
+        task_type=_task(base),
         base_model_name_or_path=None if base.source is None else str(base.source),
     )
+
+
+def _task(base: Any) -> str | None:
+    head: Any = next(iter(beside(base).values()), None)
+    if head is not None:
+        return _TASKS[head.classifier.per]
+    return "CAUSAL_LM" if hasattr(base, "generate") else None
+
+
+def check_saved(stands: str, names: Any, base: PretrainedModule) -> None:
+    """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
+    heads = _HEADS if beside(base) else set()
+    if names and not (isinstance(names, list | tuple | set) and set(names) <= heads):
+        raise ValueError(f"{stands}: modules_to_save={shown(names)} is not built")
 
 
 def _targets(base: PretrainedModule) -> list[str]:
@@ -220,9 +261,8 @@ def hf_layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
     return layers
 
 
-def _check(file: Path, handle: Any, rank: int, layers: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the modules that a file adapts; ValueError where its tensors are not those of adapters of ``layers``."""
-    stored = set(handle.keys())
+def _check(file: Path, handle: Any, stored: set[str], rank: int, *, layers: dict[str, tuple[int, int]]) -> list[str]:
+    """Returns the modules that a file adapts; ValueError where ``stored`` are not adapters of ``layers``."""
     matches = {name: _TENSOR.fullmatch(name) for name in stored}
     for name in sorted(name for name, match in matches.items() if match is None):
         raise ValueError(f"load_adapter: {file} holds {brief(name)}, which is not an adapter of a linear layer")
@@ -233,13 +273,16 @@ def _check(file: Path, handle: Any, rank: int, layers: dict[str, tuple[int, int]
             raise ValueError(f"load_adapter: {file} adapts {brief(module)}, and no layer is called {brief(module)}")
         outputs, inputs = layers[module]
         for letter, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            name = f"{_PREFIX}{module}.lora_{letter}.weight"
-            tensor = handle.get_slice(name) if name in stored else None
-            got = None if tensor is None else tuple(tensor.get_shape())
-            if tensor is None or got != expected:
-                raise ValueError(
-                    f"load_adapter: {name} in {file} must be {expected}, got {'none' if got is None else shown(got)}"
-                )
-            if tensor.get_dtype() not in DTYPES:
-                raise ValueError(f"load_adapter: {name} in {file} must be one of {DTYPES}, got {tensor.get_dtype()}")
+            _check_tensor(file, handle, f"{_PREFIX}{module}.lora_{letter}.weight", expected)
     return modules
+
+
+def _check_tensor(file: Path, handle: Any, name: str, expected: tuple[int, ...]) -> None:
+    tensor = handle.get_slice(name) if name in handle.keys() else None  # noqa: SIM118
+    got = None if tensor is None else tuple(tensor.get_shape())
+    if tensor is None or got != expected:
+        raise ValueError(
+            f"load_adapter: {name} in {file} must be {expected}, got {'none' if got is None else shown(got)}"
+        )
+    if tensor.get_dtype() not in DTYPES:
+        raise ValueError(f"load_adapter: {name} in {file} must be one of {DTYPES}, got {tensor.get_dtype()}")

@@ -34,11 +34,12 @@ def parallelize(
     """Gives a model of transformers tpfuse's blocks, split over ``tp``, in place; returns the module.
 
     The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM or
-    BertForMaskedLM, or the base of one (GPT2Model, LlamaModel, ..., BertModel).  Every rank calls it with the same
-    weights, before the optimizer is made.  The module's own parameters are dropped; its new ones are this rank's
-    shards, in their dtype and on their device, under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.
-    On the meta device they stay there.  A frozen parameter stays frozen, and gradient checkpointing that is enabled
-    stays so, as ``recompute="full"``.
+    BertForMaskedLM, the base of one (GPT2Model, LlamaModel, ..., BertModel), or one of these families'
+    ForSequenceClassification and ForTokenClassification.  Every rank calls it with the same weights, before the
+    optimizer is made.  The module's own parameters are dropped; its new ones are this rank's shards, in their dtype and
+    on their device, under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.  On the meta device they
+    stay there.  A frozen parameter stays frozen, and gradient checkpointing that is enabled stays so, as
+    ``recompute="full"``.
 
     ``forward`` takes and returns what it did: the loss, whole logits [B, S, V], collected over the ranks (M V numbers),
     and whole hidden states; a loss made of them on every rank has its whole gradient after backward.  ``use_cache`` of
@@ -56,7 +57,7 @@ def parallelize(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
-    def examine() -> tuple[Kind, dict[str, Any], ModelConfig, str | None]:
+    def examine() -> tuple[Kind, dict[str, Any], ModelConfig, dict[str, Any]]:
         kind, hf_config = _kind(module), _config_of(module)
         check(
             len(kinds) == 1,
@@ -64,12 +65,12 @@ def parallelize(
         )
         config = kind.model.config_class.from_hf(hf_config)
         Tensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
-        return kind, hf_config, config, _recompute(module, recompute)
+        return kind, hf_config, config, kind.options(module) | dict(recompute=_recompute(module, recompute))
 
-    kind, hf_config, config, recompute = together(examine, (tp.group,))
+    kind, hf_config, config, options = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
-        model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **kind.options(module))
+        model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
     tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)

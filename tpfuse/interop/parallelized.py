@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
-from ..models import GPT, Bert
+from ..models import GPT, Bert, Classifier
 from ..models.families import FAMILIES, Family
 from ..models.model import Model
 from ..models.stack import FULL
@@ -31,12 +31,15 @@ class Kind(NamedTuple):
     model: type[Model]
     output: str  # transformers' class
     options: Callable[[nn.Module], dict[str, Any]]  # of the model's constructor
-    normalized: bool = False  # its loss divides by num_items_in_batch, where a call gives it
 
 
 def _kind_of(family: Family) -> Kind:
     model = GPT if family.causal else Bert
-    return Kind(model, family.output, lambda module: model.head_options, normalized=family.causal)
+    return Kind(model, family.output, lambda module: model.head_options)
+
+
+def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
+    return dict(classifier=Classifier.from_hf(module.config.to_dict(), family, per))
 
 
 def _base_of(family: Family) -> Kind:
@@ -51,8 +54,12 @@ _BASE_OUTPUTS = {  # what a class with a head returns -> what its class without 
     "CausalLMOutputWithCrossAttentions": "BaseModelOutputWithPastAndCrossAttentions",
     "MaskedLMOutput": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
-KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()} | {
-    family.base_architecture: _base_of(family) for family in FAMILIES.values()
+KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()}
+KINDS |= {family.base_architecture: _base_of(family) for family in FAMILIES.values()}
+KINDS |= {
+    made.architecture: Kind(_kind_of(family).model, made.output, functools.partial(_classifier_of, family, per))
+    for family in FAMILIES.values()
+    for per, made in family.classes.items()
 }
 _CALL = (
     "input_ids",
@@ -136,7 +143,7 @@ class Parallelized(Vocabulary, nn.Module):
         out = self.parallel(
             **{key: value for key, value in call.items() if value is not None},
             **(dict(return_logits=True) if head else {}),
-            **(dict(loss_normalizer=normalizer) if kind.normalized and normalizer is not None else {}),
+            **(dict(loss_normalizer=normalizer) if normalizer is not None else {}),
         )
         outputs = out._asdict()
         if head:
@@ -168,7 +175,7 @@ class Parallelized(Vocabulary, nn.Module):
         NotImplementedError, which names it, for an argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
-            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head")
+            raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
         config = self.generation_config if generation_config is None else generation_config

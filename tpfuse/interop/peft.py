@@ -7,7 +7,7 @@ from typing import Any
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import shown
 from ..layers.lora import TARGETS
-from .adapter import BUILT, EMPTY, hf_layers
+from .adapter import BUILT, EMPTY, check_saved, hf_layers
 from .huggingface.model import PretrainedModule
 
 _NONE = "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "loftq_config", "eva_config"
@@ -28,6 +28,7 @@ def lora_arguments(config: Any, base: PretrainedModule, model_type: str) -> dict
     for key in (*EMPTY, *_NONE):
         if values.get(key):
             raise ValueError(f"{stands}: {key}={shown(values[key])} is not built")
+    check_saved(stands, values.get("modules_to_save"), base)
     rank, alpha = values["r"], values["lora_alpha"]
     targets = _targets(values.get("target_modules"), base, model_type)
     scale = rank**0.5 if values.get("use_rslora") else 1

@@ -131,10 +131,11 @@ def add_lora(
 ) -> nn.Module:
     """Freezes ``model`` and adds adapters of ``rank`` to the linear layers that ``targets`` name, in place.
 
-    Returns the model.  A target is a layer's name here ("qkv", "out", "fc1", "fc2"; in another module its attribute's
-    name) or that of a module of the Hugging Face model ("q_proj", "attn.c_proj", or all of its path).  A is N(0, 1 /
-    3K), by Philox of (``seed``, name, global index), the same bits at every split; B is 0, so nothing changes until it
-    is trained.  Adapters are fp32 beside 16-bit weights.  Call it before the optimizer is made and before DDP.
+    Returns the model.  A classification head is left to be trained, as PEFT leaves it.  A target is a layer's name here
+    ("qkv", "out", "fc1", "fc2"; in another module its attribute's name) or that of a module of the Hugging Face model
+    ("q_proj", "attn.c_proj", or all of its path).  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
+    same bits at every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.
+    Call it before the optimizer is made and before DDP.
     ValueError for a target that does not exist, a second call, or ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
@@ -161,6 +162,8 @@ def add_lora(
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
+    for module in beside(base).values():
+        module.requires_grad_(True)
     for path, layer, parts, adapted in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
         factory = dict(dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
@@ -203,6 +206,12 @@ def _merge(model: nn.Module, sign: int) -> nn.Module:
 def base_of(model: nn.Module) -> Any:
     """Returns the tpfuse model inside a wrapper, which knows its Hugging Face names; else the module itself."""
     return next((m for m in model.modules() if hasattr(m, "sources")), model)
+
+
+def beside(base: Any) -> dict[str, nn.Module]:
+    """Returns what is trained beside adapters, and kept in their files, by its name in a Hugging Face file."""
+    modules: dict[str, nn.Module] = base.beside_adapters() if hasattr(base, "beside_adapters") else {}
+    return modules
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adaptable, Adapter]]:

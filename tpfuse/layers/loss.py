@@ -18,6 +18,7 @@ from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
+from .block import Normed
 from .module import ParallelModule, local
 
 
@@ -50,7 +51,7 @@ def cross_entropy(
     label outside 0 to V - 1.
     """
     tp = TensorParallel() if tp is None else tp
-    first = _first_token("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
+    first = check_columns("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
     options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
     _compare("cross_entropy", labels, tp, options)
@@ -77,7 +78,7 @@ def linear_cross_entropy(
     of the vocabulary, labels int64 [M] of all rows.  The rest is as there, ValueErrors too.
     """
     name, tp = "linear_cross_entropy", TensorParallel() if tp is None else tp
-    first = _first_token(f"{name}: weight", len(weight), vocab_size, tp)
+    first = check_columns(f"{name}: weight", len(weight), vocab_size, tp)
     check(x.dim() == 2, f"{name}: x must be rows [m, D], got {tuple(x.shape)}")
     options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
@@ -124,7 +125,8 @@ class VocabParallelHead(ParallelModule):
         **factory: Any,
     ):
         super().__init__(tp)
-        self.tp.chunk(vocab_size, "VocabParallelHead: vocab_size")
+        self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
+        self.columns = -(-vocab_size // self.tp.size)  # the last ranks may have fewer
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         if tied:
             self.register_parameter("weight", None)
@@ -138,10 +140,11 @@ class VocabParallelHead(ParallelModule):
         if tied:
             self._agreement = None  # calls are given a slice of the vocabulary, which ranks may have more or less of
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x [m, D] (without sequence parallelism [M, D]) -> logits [M, V/R]"""
-        columns = -(-self.vocab_size // self.tp.size)  # the last ranks may have fewer
-        return gather_linear(self._rows(x), self._weight(weight), local(self.bias), tp=self.tp, columns=columns)
+    def forward(self, x: Tensor | Normed, weight: Tensor | None = None) -> Tensor:
+        """x [m, D] (without sequence parallelism [M, D]), or a block's n -> logits [M, V/R]"""
+        n, recompute = x if isinstance(x, Normed) else Normed(self._rows(x))
+        options: dict[str, Any] = dict(tp=self.tp, recompute=recompute, columns=self.columns)
+        return gather_linear(n, self._weight(weight), local(self.bias), **options)
 
     def loss(self, x: Tensor, labels: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
         """x [m, D], labels int64 [M] -> :func:`linear_cross_entropy`, whose options these are; no logits are kept."""
@@ -163,7 +166,7 @@ class VocabParallelHead(ParallelModule):
         return local(weight)
 
 
-def _first_token(what: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
+def check_columns(what: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
     """Returns the global id of this rank's first token; ValueError where ``columns`` are not this rank's."""
     first, last = tp.chunk(vocab_size, f"{what.partition(':')[0]}: vocab_size")
     whole = " (they are gathered: give the slice)" if columns == vocab_size != last - first else ""

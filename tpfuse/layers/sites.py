@@ -6,6 +6,8 @@ format of masks and do not change.
 
 from typing import NamedTuple
 
+CLASSIFIER = 65534  # what a classification head reads; 65535 is sampling
+
 
 class Sites(NamedTuple):
     """The sites of one layer."""

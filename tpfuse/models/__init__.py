@@ -3,11 +3,12 @@
 from typing import Any
 
 from .bert import Bert
+from .classify import Classifier
 from .config import BertConfig, GPTConfig, ModelConfig
 from .gpt import GPT
 from .model import Model, Output
 
-__all__ = ["GPT", "Bert", "BertConfig", "GPTConfig", "Output", "config_from_hf", "with_head"]
+__all__ = ["GPT", "Bert", "BertConfig", "Classifier", "GPTConfig", "Output", "config_from_hf", "with_head"]
 
 _MODELS: tuple[type[Model], ...] = (GPT, Bert)
 

@@ -15,50 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..interop.huggingface.read import Files
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
-from ..kernels.linear.op import linear
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.main_grad import derived
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.block import Normed
 from ..layers.hooks import served
-from ..layers.module import ParallelModule, local, on_rows, replicated
+from ..layers.module import replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
+from .classify import Classifier, ClassifierHead, named_in
 from .config import BertConfig
 from .embed import Lookup, embed
-from .families import FAMILIES
-from .head import LMHead, Table
-from .inputs import Inputs
+from .families import FAMILIES, SEQUENCE
+from .head import Dense, LMHead, Table
+from .inputs import Inputs, check_asked
 from .model import Model, Output
 from .rows import Rows
-
-
-class _Dense(ParallelModule):
-    """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def __init__(self, width: int, tp: TensorParallel, init_std: float, *, of_rows: bool, activation: str = "none"):
-        super().__init__(tp)
-        self.of_rows, self.activation = of_rows, activation
-        self.add_parameter("weight", (width, width), None, init_std)
-        self.add_parameter("bias", (width,), None, "zeros")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [m, D] -> act(W x + b) [m, D]"""
-        weight, bias = local(self.weight), local(self.bias)
-        if self.of_rows:
-            weight, bias = derived(lambda w: on_rows(w, self.tp), weight), on_rows(bias, self.tp)
-        return linear(x, weight, bias, self.activation)
 
 
 class Bert(Model):
     """A BERT encoder.
 
-    ``masked_lm`` adds the head that predicts tokens, ``pooler`` the pooled output (default: where there is no head,
-    which has no use for it).  ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
+    ``masked_lm`` adds the head that predicts tokens, ``classifier`` that of a :class:`Classifier`, ``pooler`` the
+    pooled output (default: where a head per sequence reads it, or there is no head).  ``Bert.from_pretrained`` takes
+    the pooler or the head that the files hold, unless given.
     ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
     ``pooler_output``; with one, loss and logits.
     """
@@ -68,7 +48,7 @@ class Bert(Model):
     refused = {"cu_seqlens": _NOT_PACKED, "max_seqlen": _NOT_PACKED}
     head_options = {"masked_lm": True}
     config: BertConfig
-    transform: _Dense | None
+    transform: Dense | None
     transform_norm: LayerNorm | None
     head: LMHead | None
 
@@ -83,9 +63,14 @@ class Bert(Model):
         recompute: str | None = None,
         pooler: bool | None = None,
         masked_lm: bool = False,
+        classifier: Classifier | None = None,
     ):
-        pooler = not masked_lm if pooler is None else pooler
-        how = dict(saving=saving, recompute=recompute)
+        check(not (masked_lm and classifier is not None), "Bert: give masked_lm or classifier, both came")
+        needed = classifier is not None and classifier.per == SEQUENCE
+        if pooler is None:
+            pooler = needed or not (masked_lm or classifier is not None)
+        check(pooler or not needed, "Bert: Classifier(per='sequence') reads the pooler, got pooler=False")
+        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
@@ -111,21 +96,22 @@ class Bert(Model):
                 )
                 for layer in range(c.num_layers)
             )
-            self.pooler = _Dense(c.hidden_size, tp, c.init_std, of_rows=False) if pooler else None
+            dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
+            self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
             if masked_lm:
-                self.transform = _Dense(c.hidden_size, tp, c.init_std, of_rows=True, activation=c.activation)
+                dense |= dict(of_rows=True, activation=c.activation)
+                self.transform = Dense(c.hidden_size, c.hidden_size, **dense)
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
-                self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head)
+                self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head)
+            self.classifier = ClassifierHead("Bert", classifier, c, tp) if classifier is not None else None
         self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        check(
-            self.head is not None or not (inputs.labels is not None or inputs.return_logits),
-            "Bert: labels and return_logits need the masked-LM head; make the model with masked_lm=True",
-        )
+        cure = "the masked-LM head; make the model with masked_lm=True"
+        check_asked("Bert", inputs, (self.head, self.classifier), cure)
         self._check_inputs(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
@@ -133,6 +119,12 @@ class Bert(Model):
         states: list[Tensor] | None = [] if inputs.output_hidden_states else None
         h, _ = self._run_blocks(h, normed, states, **call)
         every = None if states is None else tuple(map(rows.whole, states))
+        if self.classifier is not None and self.classifier.of_rows:
+            return Output(*self.classifier.score_rows(h, rows, inputs, rng), hidden_states=every)
+        if self.classifier is not None:
+            pooled = self._pool(rows.whole(h))
+            assert pooled is not None  # the head has one
+            return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=every)
         if self.head is None:
             hidden = rows.whole(h)
             return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden), hidden_states=every)
@@ -191,16 +183,12 @@ class Bert(Model):
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
         names = files.names(FAMILIES["bert"].base_prefix)
+        if (classifier := named_in(files.config, FAMILIES["bert"])) is not None:
+            return dict(classifier=classifier)
         return dict(
             pooler=None if "pooler.dense.weight" in names else False,
             masked_lm="cls.predictions.transform.dense.weight" in names,
         )
-
-    def hf_config(self) -> dict[str, Any]:
-        return {"architectures": ["BertModel"]} if self.head is None else super().hf_config()
-
-    def hf_name(self, name: str) -> str:
-        return name if self.head is None else super().hf_name(name)
 
     def ignorable(self) -> tuple[str, ...]:
         """Returns buffers, the next-sentence head, heads that this model does not have, and copies."""

@@ -15,6 +15,18 @@ from ..interop.names import bert_sources, gpt2_sources, llama_sources
 NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed layers"
 
 
+# What a classification head classifies.
+SEQUENCE, TOKEN = PER = "sequence", "token"
+
+
+class Classes(NamedTuple):
+    """A class of transformers that classifies."""
+
+    architecture: str
+    output: str  # what it returns
+    module: str  # the head's name in it
+
+
 class Family(NamedTuple):
     """One model_type.
 
@@ -33,6 +45,7 @@ class Family(NamedTuple):
     fixed: dict[str, Any] = {}
     not_built: dict[str, Any] = {}
     ignorable: tuple[str, ...] = ()  # patterns of tensors that are no parameters
+    classifiers: dict[str, str] = {SEQUENCE: "score", TOKEN: "score"}  # the head of a class that classifies
     causal: bool = True
     rotary: bool = False
     windows: str = NO_WINDOW
@@ -42,7 +55,21 @@ class Family(NamedTuple):
     @property
     def base_architecture(self) -> str:
         """The class of transformers without a head."""
-        return re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "Model", self.architecture)
+        return f"{self._stem}Model"
+
+    @property
+    def classes(self) -> dict[str, Classes]:
+        """The classes of transformers that classify, by what they do."""
+        past = "WithPast" if self.causal else ""
+        outputs = {SEQUENCE: f"SequenceClassifierOutput{past}", TOKEN: "TokenClassifierOutput"}
+        return {
+            per: Classes(f"{self._stem}For{per.capitalize()}Classification", outputs[per], module)
+            for per, module in self.classifiers.items()
+        }
+
+    @property
+    def _stem(self) -> str:
+        return re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "", self.architecture)
 
 
 _BERT = Family(
@@ -71,6 +98,7 @@ _BERT = Family(
     hf_optional=dict(tie_embeddings=None, init_std=None, pad_token_id=None),
     not_built=dict(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
     ignorable=(r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
+    classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
     causal=False,
 )
 
@@ -104,6 +132,7 @@ _GPT2 = Family(
         add_cross_attention=False,
     ),
     ignorable=(r"h\.\d+\.attn\.(masked_)?bias",),
+    classifiers={SEQUENCE: "score", TOKEN: "classifier"},
     transposed=True,
     scaled_residuals=True,
 )

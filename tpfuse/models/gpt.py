@@ -19,7 +19,6 @@ from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.rope_table import rope_table
-from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
@@ -28,12 +27,13 @@ from ..layers.hooks import served
 from ..layers.module import named_specs
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
+from .classify import Classifier, ClassifierHead, named_in
 from .config import GPTConfig
 from .embed import Lookup, embed
 from .families import FAMILIES
 from .generate import generate
 from .head import LMHead, Table
-from .inputs import Inputs, check_packed
+from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
 
@@ -49,7 +49,8 @@ class GPT(Model):
 
     ``lm_head=False`` makes the base decoder, transformers' LlamaModel or GPT2Model, whose output is
     ``last_hidden_state``.  ``GPT.from_pretrained`` makes it too where config.json names that class and the head has a
-    weight of its own, unless ``lm_head`` is given.
+    weight of its own, unless ``lm_head`` is given.  ``classifier`` puts the head of a :class:`Classifier` in its place,
+    whose logits and labels those of a call then are; a directory of a class that classifies brings it.
     """
 
     config_class = GPTConfig
@@ -67,8 +68,11 @@ class GPT(Model):
         saving: str | None = None,
         recompute: str | None = None,
         lm_head: bool = True,
+        classifier: Classifier | None = None,
     ):
-        super().__init__(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, lm_head=lm_head)
+        lm_head = lm_head and classifier is None
+        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
+        super().__init__(config, tp=tp, dp=dp, seed=seed, **how, lm_head=lm_head)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
@@ -103,16 +107,15 @@ class GPT(Model):
                 for layer, window in enumerate(c.windows)
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
-            self.head = LMHead(c.vocab_size, c.hidden_size, tp=tp, **head) if lm_head else None
+            self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head else None
+            self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
         self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
-        check(
-            self.head is not None or not (inputs.labels is not None or inputs.return_logits),
-            "GPT: labels and return_logits need the language-model head; make the model with lm_head=True",
-        )
+        cure = "the language-model head; make the model with lm_head=True"
+        check_asked("GPT", inputs, (self.head, self.classifier), cure)
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
@@ -127,6 +130,8 @@ class GPT(Model):
         states: list[Tensor] | None = [] if inputs.output_hidden_states else None
         _, normed = self._run_blocks(h, normed, states, **call)
         hidden = None if states is None else tuple(map(rows.whole, states))
+        if self.classifier is not None:
+            return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=hidden)
         if self.head is None:
             return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=hidden)
         labels = None
@@ -212,13 +217,7 @@ class GPT(Model):
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
         own = "lm_head.weight" in files.raw_names() or cls.config_class.from_hf(files.config).tie_embeddings
-        return dict(lm_head=own or not base)
-
-    def hf_config(self) -> dict[str, Any]:
-        return {"architectures": [self.config.hf.base_architecture]} if self.head is None else super().hf_config()
-
-    def hf_name(self, name: str) -> str:
-        return name if self.head is None else super().hf_name(name)
+        return dict(lm_head=own or not base, classifier=named_in(files.config, family))
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,15 +1,18 @@
-"""What the models put below and above their blocks: tables of replicated rows, and the head over a split vocabulary."""
+"""What the models put below and above their blocks: tables of replicated rows, replicated linear layers, and the head
+over a split vocabulary."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy.op import cross_entropy
-from ..kernels.runtime.errors import check
+from ..kernels.linear.op import linear
+from ..kernels.runtime.main_grad import derived
 from ..layers.block import Normed
+from ..layers.loss import VocabParallelHead, check_columns
 from ..layers.module import ParallelModule, local, on_rows
 from ..parallel import TensorParallel
-from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
+from ..sequence_parallel import gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
 
 
@@ -27,43 +30,43 @@ class Table(ParallelModule):
         return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
 
 
-class LMHead(ParallelModule):
-    """logits = n W' (+ b), the vocabulary split over the ranks; W is its own, or the embedding's where it is tied."""
+class Dense(ParallelModule):
+    """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
 
-    weight: nn.Parameter  # where it is not tied
+    shown = "in_features", "out_features", "activation"
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, vocab_size: int, width: int, *, tp: TensorParallel, bias: bool, tied: bool, init_std: float):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+        of_rows: bool,
+        activation: str = "none",
+        bias: bool = True,
+    ):
         super().__init__(tp)
-        self.vocab_size = vocab_size
-        self.first, self.last = tp.chunk(vocab_size, "LMHead: vocab_size")
-        self.columns = -(-vocab_size // tp.size)  # the last rank may have fewer
-        if not tied:
-            self.add_parameter("weight", (vocab_size, width), 0, init_std)
+        self.in_features, self.out_features, self.activation, self.of_rows = inputs, outputs, activation, of_rows
+        self.add_parameter("weight", (outputs, inputs), None, init_std)
         if bias:
-            self.add_parameter("bias", (vocab_size,), 0, "zeros")
+            self.add_parameter("bias", (outputs,), None, "zeros")
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, normed: Normed, weight: Tensor | None = None) -> Tensor:
-        """n [R, m, D], the tied weight [V/R, D] or None -> logits [M, V/R]"""
-        options: dict[str, Any] = dict(tp=self.tp, recompute=normed.recompute, columns=self.columns)
-        return gather_linear(normed.n, self._weight(weight), local(self.bias), **options)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [m, K] -> act(W x + b) [m, N]"""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.of_rows:
+            weight = derived(lambda w: on_rows(w, self.tp), weight)
+            bias = None if bias is None else on_rows(bias, self.tp)
+        return linear(x, weight, bias, self.activation)
 
-    def loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
-        """Cross-entropy over the split vocabulary: logits [M, V/R], labels [M] global -> a scalar, or [M]."""
-        columns = self.last - self.first
-        check(
-            logits.shape[-1] == columns, f"LMHead: logits must be this rank's {columns} columns, got {logits.shape[-1]}"
-        )
-        return cross_entropy(
-            logits,
-            labels,
-            first_token=self.first,
-            vocab_size=self.vocab_size,
-            **options,
-            gather=lambda stats: gather_stats(stats, self.tp),
-        )
+
+class LMHead(VocabParallelHead):
+    """A model's head: its rows are normed ones, and its labels and options have been compared with the call's."""
 
     def loss_and_logits(
         self,
@@ -80,17 +83,13 @@ class LMHead(ParallelModule):
         ``weight`` [V/R, D] is the tied one, ``options`` are those of the loss.  ``small``: a loss alone is made from
         logits that exist in chunks only and are recomputed in backward, for one GEMM more.
         """
+        options = options | dict(first_token=self.first, vocab_size=self.vocab_size)
         if labels is None or keep or not small:
             logits = self(normed, weight)
-            return None if labels is None else self.loss(logits, labels, options), logits if keep else None
-        options = options | dict(
-            tp=self.tp,
-            first_token=self.first,
-            vocab_size=self.vocab_size,
-            recompute=normed.recompute,
-        )
-        loss = gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options)
-        return loss, None
+            return None if labels is None else self._loss(logits, labels, options), logits if keep else None
+        options |= dict(tp=self.tp, recompute=normed.recompute)
+        return gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options), None
 
-    def _weight(self, tied: Tensor | None) -> Tensor:
-        return local(self.weight) if tied is None else tied
+    def _loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        check_columns("LMHead: logits", logits.shape[-1], self.vocab_size, self.tp)  # a hook may have changed them
+        return cross_entropy(logits, labels, **options, gather=lambda stats: gather_stats(stats, self.tp))

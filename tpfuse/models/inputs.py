@@ -106,6 +106,13 @@ def check_tokens(name: str, ids: Any) -> None:
         raise ValueError(f"{name}: input_ids must be int64 [B, S], got {described(ids)}")
 
 
+def check_asked(name: str, inputs: Inputs, heads: tuple[Any, ...], cure: str) -> None:
+    """Raises the ValueError of ``name``, which has none of ``heads``, for what a model without a head cannot give."""
+    headless = all(head is None for head in heads)
+    asked = inputs.labels is not None or inputs.return_logits
+    check(not (headless and asked), f"{name}: labels and return_logits need {cure}")
+
+
 def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, device: torch.device) -> None:
     """Raises the ValueError of ``name`` for arguments that no model takes.
 

@@ -20,6 +20,7 @@ from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
 from ..together import together
+from .classify import ClassifierHead
 from .config import ModelConfig
 from .head import LMHead
 from .inputs import Inputs, check_given, check_inputs, check_tokens
@@ -33,7 +34,8 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
-    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary;
+    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary,
+    or a classifier's, [B, L] or [B, S, L], the same on every rank;
     ``last_hidden_state`` [B, S, D] and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers +
     1 of [B, S, D].
     """
@@ -58,6 +60,7 @@ class Model(PretrainedModule):
     embedding: VocabParallelEmbedding
     blocks: nn.ModuleList
     head: LMHead | None
+    classifier: ClassifierHead | None
 
     def __init__(
         self,
@@ -165,7 +168,7 @@ class Model(PretrainedModule):
             inputs_embeds: in their place, rows [B, S, D] as the embedding would give them, whole and the same on every
                 tensor-parallel rank; so is their gradient.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  GPT shifts them (never across a packed
-                document's bound), Bert does not.
+                document's bound), Bert and classifiers do not; per sequence [B], or numbers [B, L].
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
             token_type_ids: int64 [B, S], Bert's alone; default 0.
@@ -232,13 +235,17 @@ class Model(PretrainedModule):
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
-        most, device = self.config.max_positions, self.embedding.weight.device
-        check_inputs(type(self).__name__, inputs, most=most, longest=longest, device=device)
+        most, device, own = self.config.max_positions, self.embedding.weight.device, self.classifier
+        given = inputs if own is None else inputs._replace(labels=None)  # whose labels it knows itself
+        check_inputs(type(self).__name__, given, most=most, longest=longest, device=device)
+        if own is not None:
+            own.check_call(inputs)
 
     def _drops(self) -> bool:
         """Whether a call drops anything."""
         c = self.config
-        return self.training and max(c.dropout, c.attention_dropout, c.embedding_dropout) > 0
+        own = 0.0 if self.classifier is None else self.classifier.p
+        return self.training and max(c.dropout, c.attention_dropout, c.embedding_dropout, own) > 0
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
@@ -283,24 +290,26 @@ class Model(PretrainedModule):
         """Reads a model from a Hugging Face directory (config.json, safetensors), each rank its own slices only.
 
         ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold; "auto" is the
-        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ValueError on
-        every rank, before anything is read, for an unknown model_type, an option that is not built, or a missing,
-        extra, mis-shaped or truncated tensor.
+        directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ``options`` are the
+        constructor's; a ``classifier`` that the directory does not hold starts from weights drawn by ``seed``.
+        ValueError on every rank, before anything is read, for an unknown model_type, an option that is not built, or a
+        missing, extra, mis-shaped or truncated tensor.
         """
-        asked = torch_dtype if dtype is None else dtype
+        asked, begins = torch_dtype if dtype is None else dtype, options.get("classifier") is not None
 
         def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
             files = Files(path)
             check(
                 torch_dtype in (None, asked), f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ"
             )
-            config, own = files.read_config(cls.config_class.from_hf), cls._options_from(files)
-            return files, config, own | options, files.dtype(asked)
+            config = files.read_config(cls.config_class.from_hf)
+            return files, config, ({} if begins else cls._options_from(files)) | options, files.dtype(asked)
 
         files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
+        model.fresh = ("classifier", "pooler") * begins
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()
@@ -310,21 +319,31 @@ class Model(PretrainedModule):
         """Returns the constructor arguments that the tensors in a directory decide."""
         return {}
 
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        return {} if self.classifier is None else {self.classifier.hf_module: self.classifier}
+
     @property
     def base_prefix(self) -> str:
         return self.config.hf.base_prefix
 
     def sources(self) -> dict[str, Source]:
-        return self.config.hf.sources(self.config)
+        own = {} if self.classifier is None else self.classifier.sources()
+        return self.config.hf.sources(self.config) | own
 
     def ignorable(self) -> tuple[str, ...]:
         return self.config.hf.ignorable
 
     def hf_name(self, name: str) -> str:
-        return name if name.startswith(self.config.hf.head_prefixes) else self.base_prefix + name
+        if self.head is None and self.classifier is None:
+            return name
+        own = (*self.config.hf.head_prefixes, *(f"{module}." for module in self.beside_adapters()))
+        return name if name.startswith(own) else self.base_prefix + name
 
     def hf_config(self) -> dict[str, Any]:
-        return {"architectures": [self.config.hf.architecture]}
+        family = self.config.hf
+        if self.classifier is not None:
+            return self.classifier.classifier.to_hf(family, self.hf_source or {})
+        return {"architectures": [family.base_architecture if self.head is None else family.architecture]}
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes a directory that transformers loads: full tensors, config.json, the tokenizer the model came with."""

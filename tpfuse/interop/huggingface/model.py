@@ -21,9 +21,11 @@ class PretrainedModule(nn.Module):
 
     tp: TensorParallel
     dp_rank: int | None
+    seed: int
     config: Any
     source: Path | None
     hf_source: dict[str, Any] | None
+    fresh: tuple[str, ...] = ()  # modules whose weights are drawn where a file has none of them
 
     @property
     def base_prefix(self) -> str:
@@ -49,6 +51,10 @@ class PretrainedModule(nn.Module):
     def ignorable(self) -> tuple[str, ...]:
         """Returns patterns of tensors that a file may hold and this model has no use for."""
         raise NotImplementedError
+
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """Returns what is trained where adapters are, and kept in their files, by its name in a Hugging Face file."""
+        return {}
 
     @property
     def writes(self) -> bool:

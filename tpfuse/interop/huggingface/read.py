@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...kernels.runtime.rules import brief, shown, some
-from ...layers.module import Spec, local, named_specs
+from ...layers.module import Spec, initialize, local, named_specs
 from ...parallel import TensorParallel
 from ...together import together
 from .directory import is_weights_name, open_tensors, read_json
@@ -173,7 +173,22 @@ def load(model: PretrainedModule, tensors: Tensors, dtype: torch.dtype, device: 
         value = value.to(dtype=dtype, device=device, copy=True)
         setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
 
+    groups = model.groups()
+    model.fresh = together(lambda: _lacking(model, tensors), groups) if model.fresh else ()
     _read(model, tensors, put)
+    for path in model.fresh:
+        module = model.get_submodule(path).to(dtype)
+        module.to_empty(device=torch.get_default_device() if device is None else device)
+        initialize(module, model.seed, prefix=f"{path}.")
+    model.fresh = ()
+
+
+def _lacking(model: PretrainedModule, tensors: Tensors) -> tuple[str, ...]:
+    """Returns the modules, of those that need not be there, of which a file has no tensor."""
+    names, sources = tensors.names(model.base_prefix), model.sources()
+    needed = [(name.rpartition(".")[0], sources[name].names) for name, *_ in named_specs(model)]
+    there = {path for path, its in needed if any(name in names for name in its)}
+    return tuple(dict.fromkeys(path for path, _ in needed if path in model.fresh and path not in there))
 
 
 def restore(model: PretrainedModule, tensors: Tensors) -> None:
@@ -188,7 +203,8 @@ def restore(model: PretrainedModule, tensors: Tensors) -> None:
 
 def _read(model: PretrainedModule, tensors: Tensors, put: Callable[[str, Tensor], Any]) -> None:
     sources = model.sources()
-    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model) if ".lora." not in name]
+    read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in model.fresh
+    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model) if read_here(name)]
     names = together(lambda: _check(model, tensors, entries), model.groups())
 
     def read() -> None:

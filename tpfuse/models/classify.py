@@ -1,0 +1,259 @@
+"""Heads that classify sequences or tokens, as transformers' ForSequenceClassification and ForTokenClassification.
+
+    per token                  W dropout(n) + b on this rank's rows, collected -> [B, S, L]
+    per sequence, a decoder    of W n on this rank's rows, collected, the row of each last token -> [B, L]
+    per sequence, BERT         W dropout(pooled) + b -> [B, L]
+
+W [L, D] is replicated: L numbers a row travel in place of D, and logits, loss and gradients are whole on every rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..interop.huggingface.source import Source
+from ..kernels.cross_entropy.op import check_ids, cross_entropy
+from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.norm import dropout
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.op import acc_dtype, scalar
+from ..kernels.runtime.rules import (
+    Rule,
+    boolean,
+    check_rules,
+    described,
+    instance,
+    number,
+    one_of,
+    optional,
+    shown,
+    whole,
+)
+from ..layers.sites import CLASSIFIER
+from ..parallel import TensorParallel
+from .config import ModelConfig
+from .families import PER, SEQUENCE, TOKEN, Family
+from .head import Dense
+from .inputs import Inputs, readable
+from .rows import Rows
+
+REGRESSION, SINGLE, MULTI = PROBLEMS = "regression", "single_label_classification", "multi_label_classification"
+_FIELDS: dict[str, Rule] = dict(
+    num_labels=whole(),
+    per=one_of(PER),
+    problem_type=optional(one_of(PROBLEMS)),
+    dropout=optional(number(0, 1, "[)")),
+    pad_token_id=optional(whole(least=-1)),
+)
+_KEYS: dict[str, Rule] = dict(
+    num_labels=optional(whole()),
+    id2label=optional(instance("an object", Mapping)),
+    problem_type=optional(one_of(PROBLEMS)),
+    classifier_dropout=optional(number(0, 1, "[)")),
+    hidden_dropout=optional(number(0, 1, "[)")),
+    pad_token_id=optional(whole(least=-1)),
+    token_classification_bias=optional(boolean),
+)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A classification head: ``GPT(config, classifier=Classifier(3))``.
+
+    Args:
+        num_labels: L.
+        per: "sequence" or "token".
+        problem_type: the loss of a head per sequence, "regression" (squared error), "single_label_classification"
+            (cross-entropy) or "multi_label_classification" (binary cross-entropy).  None: by the labels of a call, as
+            in transformers: regression where there is one label, single-label where they are int64, else multi-label.
+        dropout: on what the head reads.  None: transformers' default, BERT's ``dropout``, and 0.1 in a decoder's head
+            per token; its head per sequence has none.
+        pad_token_id: in a decoder per sequence, the token that counts as padding behind or before a sequence, whose
+            last other token is read.  None: the last token that ``attention_mask`` shows.
+
+    ValueError for a value that breaks its rule, or that the model has no use for.
+    """
+
+    num_labels: int
+    per: str = SEQUENCE
+    problem_type: str | None = None
+    dropout: float | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_rules("Classifier", vars(self), _FIELDS)
+        single = self.problem_type in (None, SINGLE)
+        check(self.per == SEQUENCE or single, f"Classifier: per='token' is {SINGLE}, got {self.problem_type!r}")
+        several = self.num_labels > 1 or self.problem_type != SINGLE or self.per == TOKEN
+        check(several, f"Classifier: {SINGLE} has at least 2 labels, got num_labels={self.num_labels}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], family: Family, per: str) -> "Classifier":
+        """Returns the head that a config.json describes; ValueError for a value that is none, or not built."""
+        check_rules("Classifier", config, _KEYS)
+        check(
+            per == SEQUENCE or config.get("token_classification_bias") in (True, None),
+            "Classifier: token_classification_bias=False is not built; only True is",
+        )
+        names, count = config.get("id2label"), config.get("num_labels")
+        if names is not None and count not in (None, len(names)):
+            raise ValueError(f"Classifier: num_labels={shown(count)}, and id2label has {len(names)}")
+        values: dict[str, Any] = dict(num_labels=count or 2 if names is None else len(names), per=per)
+        if per == SEQUENCE:
+            values["problem_type"] = config.get("problem_type")
+        if per == TOKEN or not family.causal:
+            hidden = config.get("hidden_dropout") if family.causal else None
+            values["dropout"] = hidden if config.get("classifier_dropout") is None else config["classifier_dropout"]
+        else:
+            values["pad_token_id"] = config.get("pad_token_id")
+        return cls(**values)
+
+    def to_hf(self, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what config.json says of the head; the names of labels are those of ``before``, where it has them."""
+        config: dict[str, Any] = {"architectures": [family.classes[self.per].architecture]}
+        if len(before.get("id2label") or ()) != self.num_labels:
+            names = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
+            config |= dict(id2label=names, label2id={name: int(i) for i, name in names.items()})
+        own = dict(problem_type=self.problem_type, classifier_dropout=self.dropout, pad_token_id=self.pad_token_id)
+        return config | {key: value for key, value in own.items() if value is not None}
+
+
+class ClassifierHead(Dense):
+    """The head of a :class:`Classifier`; its call is logits of rows."""
+
+    shown = "classifier", "in_features", "out_features"
+
+    def __init__(self, name: str, classifier: Classifier, config: ModelConfig, tp: TensorParallel):
+        sequences, causal = classifier.per == SEQUENCE, config.hf.causal
+        drops, given = not (sequences and causal), classifier.dropout
+        check(drops or given is None, f"{name}: a decoder's Classifier(per='sequence') has no dropout, got {given}")
+        pads = sequences and causal
+        check(
+            pads or classifier.pad_token_id is None,
+            f"{name}: Classifier(pad_token_id={classifier.pad_token_id}) is for decoders, per='sequence'",
+        )
+        sizes = config.hidden_size, classifier.num_labels
+        super().__init__(*sizes, tp=tp, init_std=config.init_std, of_rows=causal or not sequences, bias=drops)
+        self.name, self.family, self.classifier = name, config.hf, classifier
+        self.p = (0.1 if causal else config.dropout) * drops if given is None else given
+
+    def forward(self, x: Tensor, rng: Tensor | None = None, first_row: int = 0, batch: int = 1) -> Tensor:
+        """x [m, D] -> [m, L]"""
+        if self.training and rng is not None:
+            x = dropout(x, self.p, rng=rng, site=CLASSIFIER, first_row=first_row, batch=batch)
+        return super().forward(x)
+
+    # ---- a call ----
+
+    def check_call(self, inputs: Inputs) -> None:
+        """Raises ValueError for labels that are not the head's, packed sequences, or padding of unknown place."""
+        c, tokens = self.classifier, inputs.tokens
+        if c.per == SEQUENCE:
+            check(
+                inputs.cu_seqlens is None,
+                f"{self.name}: cu_seqlens packs several sequences into a row, and Classifier(per='sequence') reads one"
+                " a row; give them padded, each a row of its own",
+            )
+            if self.family.causal and c.pad_token_id is None and inputs.attention_mask is None and len(tokens) > 1:
+                raise ValueError(
+                    f"{self.name}: where sequences end is not known; give attention_mask, or Classifier(pad_token_id=)"
+                )
+        if inputs.labels is not None:
+            self._check_labels(inputs.labels, inputs)
+
+    def _check_labels(self, labels: Any, inputs: Inputs) -> None:
+        c, (batch, seq), device = self.classifier, inputs.shape, inputs.tokens.device
+        problem = self.problem(labels)
+        shapes: list[tuple[int, ...]] = [(batch, seq)] if c.per == TOKEN else [(batch,), (batch, 1)]
+        if c.per == SEQUENCE and problem != SINGLE and c.num_labels > 1:
+            shapes = [(batch, c.num_labels)]
+        fits = isinstance(labels, Tensor) and tuple(labels.shape) in shapes and labels.device == device
+        kind = "int64" if problem == SINGLE else "numbers"
+        if not fits or (problem == SINGLE and labels.dtype != torch.int64) or labels.is_complex():
+            where = f" on {device}" * (device.type != "cpu")
+            raise ValueError(
+                f"{self.name}: labels of {problem} must be {kind} {' or '.join(map(str, shapes))}{where}, got"
+                f" {described(labels)}"
+            )
+        if problem == SINGLE:
+            if readable():
+                check_ids(f"{self.name}: labels", labels, c.num_labels, IGNORE)
+        else:
+            for key in ("label_smoothing", "z_loss"):
+                check(not getattr(inputs, key), f"{self.name}: {key} is of {SINGLE}, and the labels are of {problem}")
+
+    def problem(self, labels: Any) -> str:
+        """Returns the problem_type of a call."""
+        c = self.classifier
+        if c.per == TOKEN:
+            return SINGLE
+        if c.problem_type is not None:
+            return c.problem_type
+        if c.num_labels == 1:
+            return REGRESSION
+        return SINGLE if getattr(labels, "dtype", None) in (torch.int64, torch.int32) else MULTI
+
+    def score_rows(self, x: Tensor, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """This rank's x [m, D] -> the loss where there are labels, and logits [B, S, L] or [B, L]"""
+        logits = rows.whole(self(x, rng, rows.first, rows.batch))
+        if self.classifier.per == SEQUENCE:
+            samples = torch.arange(rows.batch, device=logits.device)
+            logits = logits[samples, last_tokens(inputs, self.classifier.pad_token_id)]
+        return self._loss(logits, inputs), logits
+
+    def score_pooled(self, x: Tensor, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """x [B, D], the same on every rank -> the loss where there are labels, and logits [B, L]"""
+        logits = self(x, rng, batch=len(x))
+        return self._loss(logits, inputs), logits
+
+    def _loss(self, logits: Tensor, inputs: Inputs) -> Tensor | None:
+        labels = inputs.labels
+        if labels is None:
+            return None
+        problem = self.problem(labels)
+        if problem == SINGLE:
+            return cross_entropy(logits, labels.view(logits.shape[:-1]), **inputs.loss_options)
+        logits = logits.to(acc_dtype(logits))
+        kind = nn.functional.mse_loss if problem == REGRESSION else nn.functional.binary_cross_entropy_with_logits
+        losses = kind(logits, labels.view(logits.shape).to(logits.dtype), reduction="none")
+        if inputs.reduction == "none":
+            return losses.view(labels.shape)
+        if inputs.reduction == "sum":
+            return losses.sum()
+        normalizer = inputs.loss_normalizer
+        return losses.mean() if normalizer is None else losses.sum() / scalar(normalizer, losses.dtype, losses.device)
+
+    # ---- files ----
+
+    def sources(self) -> dict[str, Source]:
+        """Returns the tensors of a Hugging Face file, by the names of parameters in the model."""
+        patterns = dict(weight="o i -> o i", bias="o -> o")
+        return {f"classifier.{leaf}": Source.one(f"{self.hf_module}.{leaf}", patterns[leaf]) for leaf in self.specs}
+
+    @property
+    def hf_module(self) -> str:
+        """The name of the module in transformers' class."""
+        return self.family.classes[self.classifier.per].module
+
+
+def last_tokens(inputs: Inputs, pad: int | None) -> Tensor:
+    """Returns int64 [B]: the last position that is no padding, by its token where ``pad`` says which, else by the mask.
+
+    Without either it is the last of all; where all is padding it is 0.
+    """
+    batch, seq = inputs.shape
+    positions = torch.arange(seq, device=inputs.tokens.device).expand(batch, seq)
+    by_token = pad is not None and inputs.input_ids is not None
+    real = inputs.input_ids != pad if by_token else inputs.key_mask
+    return (positions if real is None else positions * real).amax(-1)
+
+
+def named_in(config: Mapping[str, Any], family: Family) -> Classifier | None:
+    """Returns the head of the class that a config.json names; None where that class does not classify."""
+    for per, made in family.classes.items():
+        if config.get("architectures") == [made.architecture]:
+            return Classifier.from_hf(config, family, per)
+    return None
