@@ -91,11 +91,11 @@ class Packed(Plain):
 
     def _map(self, weight: Tensor, bias: Tensor | None, epilogue: str, kind: str) -> Map:
         kept, b, run = self.kept(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: run(x, kept, b, epilogue, [], kind)
+        return lambda x: run(x, kept, b, attr=epilogue, scalars=[], algorithm=kind)
 
     def _join(self, weight: Tensor, bias: Tensor | None, how: str) -> Join:
         kept, b, run = self.kept(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.binary
-        return lambda x, y: run(x, y, kept, b, how)
+        return lambda x, y: run(x, y, kept, b, attr=how)
 
 
 class Dense(Packed):
