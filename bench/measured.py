@@ -221,6 +221,17 @@ def train_step(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def generate(rows: list[dict]) -> str:
+    heads = "model", "dtype", "", "prompts", "", "wall time (quartiles)", "CPU time", "same tokens"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        low, mid, high = row["wall"]
+        what = f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
+        cells = row["model"], row["dtype"], what, str(row["batch"]), row["row"], f"{mid:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {' | '.join(cells)} | {row['cpu'][1]:.2f} | {100 * row['same_tokens']:.0f} % |")
+    return "\n".join(lines)
+
+
 def overlap(rows: list[dict]) -> str:
     """Milliseconds; within one machine there is no link whose share could be hidden."""
     times = "off", "on", "auto", "DTensor", "compute", "communication"
@@ -254,7 +265,12 @@ def host(rows: list[dict]) -> str:
 
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
-    made = {"train_step": train_step(results("train_step")), "gpu": gpu(reports()), "host": host(results("host"))}
+    made = {
+        "train_step": train_step(results("train_step")),
+        "generate": generate(results("generate")),
+        "gpu": gpu(reports()),
+        "host": host(results("host")),
+    }
     return made | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
 
 

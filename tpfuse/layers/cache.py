@@ -1,5 +1,7 @@
 """The keys and values of one attention layer during generation, this rank's heads only."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..kernels.attention.op import attention_decode
@@ -7,37 +9,43 @@ from ..kernels.attention.options import DecodeOptions
 
 
 class KVCache:
-    """Holds preallocated k and v [B, L, G/R, E].
+    """Holds keys and values in one tensor, ``kv`` [B, G/R, 2, L, E], written in place.
 
-    ``mask`` [B, L] says which positions may be seen, and is shared by all layers.  ``length`` positions are filled.
+    ``mask`` [B, L] says which positions may be seen, and is shared by all layers; ``padded=False``: all may.
+    ``length`` positions are filled.
     """
 
-    def __init__(self, mask: Tensor):
-        self.mask = mask
+    def __init__(self, mask: Tensor, *, padded: bool = True):
+        self.mask, self.padded = mask, padded
         self.length = 0
-        self.k = self.v = mask.new_empty(0)  # made by the first fill, which knows their shape
+        self.kv = mask.new_empty(0)  # made by the first positions, which know its shape
+
+    def store(self, kv: Tensor) -> None:
+        """Stores the next positions: kv [B, G/R, 2, n, E]."""
+        (batch, most), n = self.mask.shape, kv.shape[3]
+        if self.length == 0:
+            self.kv = kv.new_empty(batch, kv.shape[1], 2, most, kv.shape[-1])
+        self.kv.narrow(3, self.length, n).copy_(kv)
+        self.length += n
 
     def fill(self, qkv: Tensor, batch: int, seq: int) -> None:
         """Stores the prompt: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >= seq * batch."""
-        rows = qkv[: seq * batch].unflatten(0, (seq, batch))
-        shape = batch, self.mask.shape[1], *rows.shape[2:3], rows.shape[-1]
-        self.k, self.v = rows.new_zeros(shape), rows.new_zeros(shape)
-        self._store(rows, 0, seq)
+        self.store(qkv[: seq * batch, :, -2:].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4))
+
+    def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
+        """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
+        k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
+        mask = self.mask[:, : self.length] if self.padded else None
+        options = DecodeOptions(mask, lengths=None, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
+        return by(q, k, v, options)
 
     def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:
         """Stores one new position and attends from it: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E].
 
-        Rows of o beyond the batch are zero.  The last ``window`` keys are seen.
+        Rows of o beyond the batch are zero.
         """
-        self._store(qkv[:batch].unflatten(0, (1, batch)), self.length, 1)
-        k, v, mask = (t[:, : self.length] for t in (self.k, self.v, self.mask))
-        options = DecodeOptions(mask, lengths=None, window=window, scale=qkv.shape[-1] ** -0.5, softcap=None)
-        o = attention_decode(qkv[:batch, :, :-2], k, v, options)
+        self.store(qkv[:batch, :, -2:].unsqueeze(3))
+        o = self.see(qkv[:batch, :, :-2], window)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
         out[:batch] = o
         return out
-
-    def _store(self, rows: Tensor, start: int, seq: int) -> None:
-        self.k[:, start : start + seq] = rows[:, :, :, -2].transpose(0, 1)
-        self.v[:, start : start + seq] = rows[:, :, :, -1].transpose(0, 1)
-        self.length = start + seq

@@ -25,6 +25,7 @@ from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
 from ..layers.module import check_gathered
+from .direct import Direct, applies
 from .inputs import Inputs, check_tokens
 from .rows import Rows
 
@@ -130,12 +131,12 @@ def generate(
     model.eval()
     try:
         seen = torch.cat([mask, mask.new_ones(B, max_new_tokens)], 1)
-        caches = [KVCache(seen) for _ in model.blocks]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+        forward = _forward(model, ids, seen, padded=attention_mask is not None, new=max_new_tokens)
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
         for count in range(1, max_new_tokens + 1):
-            logits = _logits(model, tokens, positions, mask=mask, caches=caches)
+            logits = forward(tokens, positions)
             token = choose(logits, positions[:, -1] + 1).masked_fill(done, pad)
             if count % between == 0 and (ends or ids.is_cpu):  # a GPU is waited for below anyway
                 choose.check_scores()
@@ -183,16 +184,29 @@ def _until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor
     return tokens[:, : prompt + int((~ended.all(0)).sum()) + 1]
 
 
-def _logits(model: GPT, ids: Tensor, positions: Tensor, *, mask: Tensor, caches: list[KVCache]) -> Tensor:
-    """Runs one pass over ids [B, S]; returns this rank's logits of the last position [B, V/R]."""
-    rows = Rows(ids.shape, model.tp)
+Forward = Callable[[Tensor, Tensor], Tensor]  # ids and their positions [B, n] -> logits of the last ones [B, V/R]
+
+
+def _forward(model: GPT, ids: Tensor, seen: Tensor, *, padded: bool, new: int) -> Forward:
+    """Returns a model's forward pass with a KV cache for ``seen`` [B, L], of which each call goes on where the last one
+    ended: first the prompt ``ids`` [B, S], then ``new`` tokens one by one."""
+    if applies(model, ids):
+        return Direct(model, seen, padded=padded, prompt=ids.shape[1], new=new)
+    caches = [KVCache(seen, padded=padded) for _ in model.blocks]
+    return functools.partial(_by_layers, model, caches)
+
+
+def _by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
+    """One pass on the path of training, over every feature that a model's layers have."""
+    rows, first = Rows(ids.shape, model.tp), caches[0].length == 0
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
     h, normed = model._embed(rows, valid, positions, None)
-    rope = model._rope(rows, positions, ids.device, below=caches[0].mask.shape[1])
-    prompt = ids.shape[1] > 1 or caches[0].length == 0
-    seen = dict(batch=rows.batch, seq=rows.seq, attention_mask=mask if prompt else None, rope=rope)
+    seen = caches[0].mask
+    call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq)
+    call["rope"] = model._rope(rows, positions, ids.device, below=seen.shape[1])
+    call["attention_mask"] = seen[:, : rows.seq] if first and caches[0].padded else None
     for block, cache in zip(model.blocks, caches, strict=True):
-        h, normed = block(h, normed, cache=cache, **seen)
+        h, normed = block(h, normed, cache=cache, **call)
     assert model.head is not None  # checked
     return rows.back(model.head(normed, model._tied()))[:, -1]
 

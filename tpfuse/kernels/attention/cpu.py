@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
-from .options import INF, LOG2E, Options
-from .reference import angles, by_head, heads, keep_mask, rotate
+from .options import INF, LOG2E, DecodeOptions, Options
+from .reference import angles, attention_decode_ref, by_head, heads, keep_mask, rotate
 
 BLOCK = 128  # positions
 
@@ -235,3 +236,19 @@ def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -
         backward.attend(gradients, 0, options.seq)
         backward.finish(gradients)
     return backward.dqkv
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
+    """attention_decode on a CPU: torch's, with a group's query heads as its positions; one with a softcap, or lengths,
+    by the reference."""
+    key_mask, lengths, window, scale, softcap = options
+    if softcap is not None or lengths is not None:
+        return attention_decode_ref(q, k, v, options)
+    if window is not None:
+        k, v = k[:, -window:], v[:, -window:]
+        key_mask = None if key_mask is None else key_mask[:, -window:]
+    mask = None if key_mask is None else key_mask[:, None, None]
+    o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    if key_mask is not None:  # torch's is NaN where nothing is seen
+        o = o.masked_fill(~key_mask.any(1)[:, None, None, None], 0)
+    return o.flatten(1)

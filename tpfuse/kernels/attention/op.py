@@ -25,6 +25,7 @@ from torch import Tensor
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ATTENTION, Composed, acc_dtype, autocast, op
 from .cpu import bwd_cpu, fwd_cpu
+from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
 from .options import TENSORS, DecodeOptions, Options, checked_options
 from .reference import attention_bwd_ref, attention_decode_ref, attention_fwd_ref
@@ -50,7 +51,9 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Ten
 
 attention_fwd = op(attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, cost=fwd_cost)
 attention_bwd = op(attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, cost=bwd_cost)
-attention_decode = op(attention_decode_ref, kind=ATTENTION, launch=decode_launch, fake=_decode_fake, cost=decode_cost)
+attention_decode = op(
+    attention_decode_ref, kind=ATTENTION, launch=decode_launch, cpu=decode_cpu, fake=_decode_fake, cost=decode_cost
+)
 
 
 # ---- autograd ----

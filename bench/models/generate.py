@@ -1,0 +1,241 @@
+"""Generation on CPUs against transformers: decoding and prompts, batches, dtypes and families.
+
+    python -m bench.models.generate                                  every case: an hour on two cores
+    python -m bench.models.generate --model llama --dtype fp32 --case decode --batch 1 --rounds 5
+    python -m bench.models.generate --json bench/results/generate.json
+
+Each family is a model of 8 layers of width 512 with random weights, written by transformers and read by tpfuse.  All
+runs of a row follow each other, round by round, greedy, on one thread unless said, so that what slows the machine
+down slows all of them.  A row gives the median of the ratios of neighbouring runs and their quartiles, of wall time
+and of CPU time, of which other processes take nothing.  "decode" makes 64 tokens from a prompt of 16, "prefill" the
+first token of a longer prompt.
+
+"TP = 2" is one model over two processes of one thread each, against one process on one thread, and on two.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from bench.measured import generate
+from tpfuse import TensorParallel
+from tpfuse.models import GPT
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LLAMA = dict(
+    vocab_size=32000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=2176,
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | dict(head_dim=64)),
+    "gpt2": ("GPT2LMHeadModel", dict(vocab_size=32000, n_positions=2176, n_embd=512, n_layer=8, n_head=8)),
+}
+
+
+Run = Callable[[], Tensor]
+
+
+class Case(NamedTuple):
+    name: str
+    prompt: int
+    new: int
+
+
+CASES = {"decode": [Case("decode", 16, 64)], "prefill": [Case("prefill", 256, 1), Case("prefill", 2048, 1)]}
+LARGEST = 8 * 256  # rows of a prompt: more take minutes and say nothing else
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    several = dict(action="append", metavar="NAME")
+    parser.add_argument("--model", choices=MODELS, help="default: all", **several)
+    parser.add_argument("--dtype", choices=DTYPES, help="default: both", **several)
+    parser.add_argument("--case", choices=CASES, help="default: both", **several)
+    parser.add_argument("--batch", type=int, action="append", help="prompts (default: 1 and 8)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each (default 7)")
+    parser.add_argument("--tp", type=int, default=2, help="processes of the tensor-parallel rows (default 2; 1: none)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    args = parser.parse_args()
+    args.model, args.dtype, args.case = args.model or [*MODELS], args.dtype or [*DTYPES], args.case or [*CASES]
+    args.batch = args.batch or [1, 8]
+    return args
+
+
+# ---- models ----
+
+
+def made(name: str, dtype: torch.dtype, folder: str) -> Any:
+    """Returns transformers' model, whose files are then in ``folder``."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    head, sizes = MODELS[name]
+    model_class = getattr(transformers, head)
+    model = model_class(model_class.config_class(**sizes)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
+# ---- measurement ----
+
+
+class Timed(NamedTuple):
+    wall: float
+    cpu: float
+    tokens: Tensor | None
+
+
+def timed(run: Run | None, threads: int) -> Timed:
+    """Seconds from a common start until the slowest rank is done, and CPU seconds of all; None only waits."""
+    dist.barrier()
+    torch.set_num_threads(threads)
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = None if run is None else run()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    torch.set_num_threads(1)
+    slowest, spent = torch.tensor(wall if run is not None else 0.0), torch.tensor(cpu if run is not None else 0.0)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(spent)
+    return Timed(float(slowest), float(spent), tokens)
+
+
+def measure(rounds: int, runs: dict[str, tuple[Run | None, int]]) -> dict[str, list[Timed]]:
+    found: dict[str, list[Timed]] = {name: [] for name in runs}
+    for i in range(rounds + 1):
+        for name, (run, threads) in runs.items():
+            one = timed(run, threads)
+            if i:
+                found[name].append(one)
+    return found
+
+
+def ratio(over: list[Timed], under: list[Timed], field: str) -> list[float]:
+    values = [getattr(a, field) / getattr(b, field) for a, b in zip(over, under, strict=True)]
+    return statistics.quantiles(values, n=4)
+
+
+def rows_of(found: dict[str, list[Timed]], new: int, tp: int) -> list[dict[str, Any]]:
+    theirs, ours = found["transformers"], found["TP = 1"]
+    pairs = {"TP = 1 over transformers": (theirs, ours)}
+    if "TP" in found:
+        pairs |= {f"TP = {tp} over one thread": (ours, found["TP"])}
+        pairs |= {f"TP = {tp} over {tp} threads": (found["threads"], found["TP"])}
+    return [
+        dict(
+            row=name,
+            wall=ratio(over, under, "wall"),
+            cpu=ratio(over, under, "cpu"),
+            milliseconds=1e3 * statistics.median(one.wall for one in under),
+            same_tokens=float((over[0].tokens[:, -new:] == under[0].tokens[:, -new:]).float().mean()),
+        )
+        for name, (over, under) in pairs.items()
+    ]
+
+
+class Providers(NamedTuple):
+    """One model three times; None on ranks that only wait."""
+
+    theirs: Any
+    whole: GPT | None
+    split: GPT | None
+
+
+def runs_of(models: Providers, case: Case, batch: int, tp: int) -> dict[str, tuple[Run | None, int]]:
+    """The name of each run -> what it calls, and on how many threads."""
+    ids = torch.randint(32000, (batch, case.prompt), generator=torch.Generator().manual_seed(1))
+
+    def by(model: Any, **more: Any) -> Run | None:
+        greedy = dict(max_new_tokens=case.new, do_sample=False, **more)
+        return None if model is None else lambda: model.generate(ids, **greedy)
+
+    runs = {"transformers": (by(models.theirs, pad_token_id=0), 1), "TP = 1": (by(models.whole), 1)}
+    if models.split is not None and case.name == "decode":
+        runs |= {"TP": (by(models.split), 1), "threads": (by(models.whole), tp)}
+    return runs
+
+
+def providers(name: str, dtype: torch.dtype, folder: str) -> Providers:
+    first, group = dist.get_rank() == 0, dist.group.WORLD
+    theirs = made(name, dtype, folder) if first else None
+    dist.barrier()
+    whole = GPT.from_pretrained(folder, dtype=dtype) if first else None
+    alone = dist.get_world_size() == 1
+    return Providers(
+        theirs, whole, None if alone else GPT.from_pretrained(folder, dtype=dtype, tp=TensorParallel(group))
+    )
+
+
+def run(rank: int, args: argparse.Namespace, port: int, folder: str, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+    cases = [(case, n) for kind in args.case for case in CASES[kind] for n in args.batch if n * case.prompt <= LARGEST]
+    for name in args.model:
+        for dtype in args.dtype:
+            models = providers(name, DTYPES[dtype], str(Path(folder, f"{name}-{dtype}")))
+            for case, batch in cases:
+                found = measure(args.rounds, runs_of(models, case, batch, args.tp))
+                for row in rows_of(found, case.new, args.tp) if rank == 0 else []:
+                    results.put(dict(model=name, dtype=dtype, batch=batch, **case._asdict()) | row)
+    dist.barrier()
+    if rank == 0:
+        results.put(None)
+    dist.destroy_process_group()
+
+
+# ---- the command ----
+
+
+def main() -> None:
+    args = arguments()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    results, rows = context.SimpleQueue(), []
+    with tempfile.TemporaryDirectory() as folder:
+        started = mp.spawn(run, (args, port, folder, results), nprocs=args.tp, join=False)
+        while (row := _next(results, started)) is not None:
+            rows.append(row)
+            print(generate([row]).rpartition("\n")[2], file=sys.stderr, flush=True)
+        started.join()
+    print(generate(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(dict(rows=rows), indent=1) + "\n")
+
+
+def _next(results: Any, started: Any) -> dict[str, Any] | None:
+    """Returns the next row; raises where a process has failed."""
+    while results.empty():
+        started.join(timeout=0.5)
+    return results.get()
+
+
+if __name__ == "__main__":
+    main()
