@@ -81,8 +81,8 @@ def test_training_over_whole_matrices(ranks):
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Gupta et al. 2018, arXiv:1802.09568: L^(-1/4) G R^(-1/4), where L sums G G' and R sums G' G.  Written as for plain
-    tensors."""
+    """Gupta et al. 2018, arXiv:1802.09568: L^(-1/4) G R^(-1/4), where L sums G G' and R sums G' G; written as for
+    plain tensors."""
 
     def __init__(self, params, lr, eps=1e-4):
         super().__init__(params, dict(lr=lr, eps=eps))
