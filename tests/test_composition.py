@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ LLAMA = GPTConfig(
     rope={"rope_type": "default", "rope_theta": 10000.0},
 )  # fmt: skip
 BERT = BertConfig(**SIZES, **NO_DROPOUT)
-EVERYDAY = {"LoRA"}
+EVERYDAY = {"packed documents"}
 ONE_BLOCK = "one block"  # of compiled models: most of their time goes into tracing blocks
 SHARES, PER_SHARE, SEQ, STEPS = 2, 2, 12, 2  # a step's samples are in two shares: of two replicas, or one after another
 CHANGES = {
@@ -56,6 +57,7 @@ FP32, ROUNDINGS = 2e-6, 2.0  # under autocast: so many times what bf16 makes of 
 
 
 AUTOCAST = frozenset({"autocast"})
+WRONG = "wrong"  # a learning rate of several ranks that is not that of one
 
 
 class Job(NamedTuple):
@@ -165,6 +167,15 @@ def call_of(name: str, on: frozenset[str], step: int, share: int) -> dict[str, A
     return call
 
 
+def counter(seen: Tensor) -> Callable[..., None]:
+    """-> a hook that counts its calls."""
+
+    def hook(*_: Any) -> None:
+        seen.add_(1)
+
+    return hook
+
+
 class Run:
     """Two steps of training with what is ``on``, on a (dp, tp) mesh."""
 
@@ -185,13 +196,13 @@ class Run:
             block = next(m for m in self.model.modules() if isinstance(m, TransformerBlock))
             for part in block.attention, block.mlp, block.mlp.fc1, block.norm_attention:
                 seen = self.seen[type(part).__name__] = torch.zeros((), dtype=torch.int64)
-                part.register_forward_hook(lambda *_, seen=seen: seen.add_(1) and None)
+                part.register_forward_hook(counter(seen))
         self.main = tpfuse.MainGrad(self.model, self.mesh["dp"]) if "MainGrad" in on else None
         self.trained = self._wrapped()
         weights = (
             [p for p in self.model.parameters() if p.requires_grad] if self.main is None else self.main.parameters()
         )
-        self.optimizer = torch.optim.SGD(weights, lr=0.2, momentum=0.9)
+        self.optimizer = torch.optim.SGD(weights, lr=0.21 if WRONG in on else 0.2, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="GradScaler" in on)
 
     def _wrapped(self) -> nn.Module:
@@ -330,3 +341,15 @@ def test_everything_with(ranks, column, tmp_path, record_property):
                 record_property("composition", json.dumps([row, column, found]))
             wrong += [f"{column} with {', '.join(job.rows)}: {found}"] * found.startswith("failed")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_broken_cell_is_named_and_the_rest_is_run(ranks, tmp_path):
+    """One that raises on every rank, though it should not, and one whose numbers are others."""
+    good = Job(("good",), "GPT-2", frozenset({"MainGrad"}))
+    wrong = Job(("wrong",), "GPT-2", frozenset({WRONG}))
+    raises = Job(("raises",), "GPT-2", frozenset({"MainGrad"}), refused="what nobody says")
+    found = outcomes(ranks, [good, raises, wrong, good._replace(rows=("after",))], tmp_path)
+    by_row = {job.rows[0]: outcome for job, outcome in found.items()}
+    assert by_row["raises"].startswith("failed: Traceback") and "DID NOT RAISE" in by_row["raises"]
+    assert by_row["wrong"].startswith("failed: errors above 2e-06: ")
+    assert float(by_row["good"]) < FP32 and float(by_row["after"]) < FP32

@@ -193,7 +193,7 @@ class MainGrad:
     def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> _Buffer:
         buffer = _Buffer([p for _, p, _ in members], dtype)
         for (name, p, held), total in zip(members, buffer.totals, strict=True):
-            place = _Place(p, name, total, self._state, held)
+            place = _Place(p, name, total, self._state, held=held)
             buffer.places.append(place)
             PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
             p.register_post_accumulate_grad_hook(place.hook)
