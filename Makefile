@@ -17,7 +17,7 @@ SUITE := $(PYTEST) -n $(JOBS) --dist worksteal
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-versions test-gpu lint format docs wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ docs: $(STAMP)  ## the documents and the API reference as a site, in out/site
 support: $(STAMP)  ## the table of docs/supported.md, from the models' tests (slow ones too)
 	$(SUITE) tests/models -m "not gpu" -o junit_family=xunit1 --junitxml=out/support.xml
 	$(BIN)/python -m bench.support out/support.xml
+
+composition: $(STAMP)  ## the tables of docs/composition.md, from their tests
+	$(SUITE) tests/test_composition.py -m "not gpu" -o junit_family=xunit1 --junitxml=out/composition.xml
+	$(BIN)/python -m bench.composition out/composition.xml
 
 wheel: $(STAMP)  ## dist/tpfuse-*.whl
 	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .

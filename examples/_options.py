@@ -63,6 +63,11 @@ def parse() -> argparse.Namespace:
         default="fastest",
         help="for backward, keep what is fastest or what is smallest",
     )
+    add(
+        "--main-grad",
+        action="store_true",
+        help="add gradients in fp32 inside the GEMMs and average them in rank order (tpfuse.MainGrad, in DDP's place)",
+    )
     add("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
     add(
         "--timeout",

@@ -54,6 +54,7 @@ class Setup(NamedTuple):
     dp_rank: int
     model: GPT
     replica: torch.nn.Module
+    main: tpfuse.MainGrad | None  # with --main-grad, in DDP's place
     optimizer: torch.optim.Optimizer
     spans: np.ndarray | None  # of the documents, with --pack
 
@@ -108,12 +109,14 @@ def forward_backward(on: Setup, step: int) -> float:
     """Gradients of the mean loss over the step's global batch -> this replica's share of that mean, times dp."""
     total, parts = 0.0, micro_batches(on, step)
     for i, (call, normalizer) in enumerate(parts):
-        wait = on.args.dp > 1 and i < len(parts) - 1
+        wait = on.replica is not on.model and i < len(parts) - 1
         with on.replica.no_sync() if wait else nullcontext():
             with on.autocast():
                 loss = on.replica(**call, loss_normalizer=normalizer, step=step).loss
             loss.backward()
         total += loss.item()
+    if on.main is not None:
+        on.main.reduce()
     return total
 
 
@@ -180,7 +183,7 @@ def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
 def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
     """Steps ``first`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
     args = on.args
-    if args.dp > 2 and first < args.steps:
+    if args.dp > 2 and on.main is None and first < args.steps:
         # DDP fixes its order of summation in the first backward: for a bitwise resume, not in a step
         forward_backward(on, first)
         on.optimizer.zero_grad()
@@ -261,7 +264,11 @@ def main() -> None:
         config = GPTConfig(vocab_size=256, max_positions=args.seq, init_std=width**-0.5, **SIZES[args.size], **rates)
         with device:
             model = GPT(config, tp=tp, dp=mesh["dp"], seed=args.seed, saving=args.saving)
-        replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if args.dp > 1 else model
+        main, replica = None, model
+        if args.main_grad:
+            main = tpfuse.MainGrad(model, mesh["dp"])
+        elif args.dp > 1:
+            replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
         bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None
         on = Setup(
@@ -272,6 +279,7 @@ def main() -> None:
             dp_rank=mesh["dp"].get_local_rank(),
             model=model,
             replica=replica,
+            main=main,
             optimizer=optimizer,
             spans=spans,
         )

@@ -98,6 +98,19 @@ def test_killed_and_resumed(tmp_path, undisturbed, tp, dp, where, count, found):
     same_run(tmp_path, undisturbed(tp, dp)[0])
 
 
+MAIN_GRAD = "--main-grad", "--micro-batches", 3, "--bf16"
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_with_gradients_in_fp32(tmp_path):
+    reference, out = tmp_path / "reference", tmp_path / "killed"
+    ok(SCRIPT, *arguments(reference, 1, 2, *MAIN_GRAD), procs=2)
+    run(SCRIPT, *arguments(out, 1, 2, *MAIN_GRAD), procs=2, killed=("step", 5))
+    assert latest(out) == "step-00000003"
+    ok(SCRIPT, *arguments(out, 1, 2, *MAIN_GRAD, "--resume"), procs=2)
+    same_run(out, reference)
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path, undisturbed):
     """As a user types it: no process here was forked."""

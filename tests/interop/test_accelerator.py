@@ -1,7 +1,11 @@
 """accelerate's own loop on a model split over (dp, tp), against the same loop in one process."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from tests.interop.launched import launched, rows, split, weights
@@ -109,6 +113,61 @@ def test_without_its_sizes_it_is_refused(ranks):
         assert message == "accelerate: give parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1), got None"
     for message in ranks(2, refused, (1, 2), dict(dp_shard_size=2)):
         assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got {'tp_size': 1, 'dp_shard_size': 2}" in message
+
+
+def outside(world, folder):
+    """-> the errors of a bare Accelerator, by method."""
+    with launched(world):
+        model = split(world, 1, 2)
+        before, errors = weights(model), {}
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls = dict(
+            prepare=lambda: accelerator.prepare(optimizer, model.parallel),
+            prepare_model=lambda: accelerator.prepare_model(model=model, evaluation_mode=True),
+            save_model=lambda: accelerator.save_model(model, f"{folder}/model"),
+            save_state=lambda: accelerator.save_state(f"{folder}/state"),
+            load_state=lambda: accelerator.load_state(f"{folder}/state"),
+        )
+        accelerator._models.append(model)
+        for name, call in calls.items():
+            with pytest.raises(ValueError) as caught:
+                call()
+            errors[name] = str(caught.value)
+        accelerator._models.clear()
+        accelerator.prepare(torch.nn.Linear(2, 2))  # no split model
+        assert all(torch.equal(weights(model)[name], weight) for name, weight in before.items())
+        return errors
+
+
+def test_outside_the_mixin_is_refused(ranks, tmp_path):
+    for errors in ranks(2, outside, str(tmp_path)):
+        for name, message in errors.items():
+            assert f"accelerate.Accelerator.{name}: the model is split over tensor-parallel ranks" in message
+            assert "class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)" in message
+    assert not list(tmp_path.iterdir())
+
+
+def saved(world, layout, folder):
+    with launched(world):
+        model = split(world, *layout)
+        accelerator = Accelerator(cpu=True, parallelism_config=config(*layout))
+        accelerator.save_model(accelerator.prepare(model), folder)
+        return weights(model)
+
+
+def test_save_model_writes_the_whole(ranks, tmp_path):
+    (whole, _) = ranks(2, saved, (1, 2), str(tmp_path))
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() <= whole.keys()  # of tied tensors accelerate keeps one
+    assert all(torch.equal(written[name], whole[name]) for name in written)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ["import tpfuse, accelerate", "import accelerate, tpfuse"])
+def test_the_class_is_patched_whoever_comes_first(imports):
+    code = f"{imports}; assert accelerate.Accelerator.save_state.__wrapped__.__module__ == 'accelerate.accelerator'"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def bare(world):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import fully_shard
 
 from bench.main_grad import errors
@@ -434,6 +435,26 @@ def test_ddp_is_refused_whoever_comes_first(ranks):
         assert all("leave DistributedDataParallel off" in error for error in found)
 
 
+def wrapped(world):
+    """-> the errors of wrapping a model that has a MainGrad, without a forward."""
+    found = []
+    for sp in (None, TensorParallel(world.group)):
+        for wrap in (nn.parallel.DistributedDataParallel, replicate):
+            model = GPT(STEP_CONFIG, tp=sp)
+            main = MainGrad(model)
+            with pytest.raises(ValueError) as caught:
+                wrap(model)
+            found.append(str(caught.value))
+            backward(model)
+            main.reduce()
+    return found
+
+
+def test_ddp_is_refused_when_it_is_made(ranks):
+    for found in ranks(2, wrapped):
+        assert all("give MainGrad the data-parallel group: MainGrad(model, mesh['dp'])" in error for error in found)
+
+
 def sharded(world):
     mesh = world.mesh(1, 1)
     model = as_dtensor(GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"])), mesh["tp"])
@@ -546,6 +567,45 @@ def test_it_ends_with_the_model():
     gc.collect()
     assert len(PLACES) == places - count
     assert not any(weight() is not None for weight in weights)
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("convert", ["to", "load_state_dict", "swap_tensors"])
+def test_parameters_that_torch_swaps_are_named(swapping, convert):
+    """The object stays and what it holds is another's: the next reduce() says so, and a new MainGrad works."""
+    model = GPT(STEP_CONFIG)
+    main = MainGrad(model)
+    optimizer = torch.optim.AdamW(main.parameters(), lr=1e-3)
+    step(model, main, optimizer)
+    if convert == "to":
+        model.double()
+    elif convert == "load_state_dict":
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()})
+    else:
+        p = model.blocks[0].mlp.fc1.weight
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+    backward(model)
+    with pytest.raises(ValueError, match="parameters of the model were replaced since it was made: .*[.]weight"):
+        main.reduce()
+    del main, optimizer
+    if convert != "swap_tensors":
+        again = MainGrad(model)
+        step(model, again, torch.optim.AdamW(again.parameters(), lr=1e-3))
+
+
+def test_a_parameter_in_a_file_has_no_place(tmp_path):
+    layer = nn.Linear(2, 2)
+    main = MainGrad(layer)
+    torch.save(list(layer.parameters()), tmp_path / "file")
+    for p in torch.load(tmp_path / "file", weights_only=True):
+        assert p not in PLACES and stepped(p) is p
+    assert all(p in PLACES for p in layer.parameters()) and main is not None
 
 
 def test_recomputation_adds_once():

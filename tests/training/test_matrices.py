@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.common import assert_close, assert_equal, make_tp
+from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
 from tpfuse import WholeMatrices, as_dtensor
 from tpfuse.layers.module import named_specs
@@ -78,6 +78,53 @@ def test_training_over_whole_matrices(ranks):
     for R in (2, 4):
         for found in ranks(R, training, torch.float64):
             assert_close(found, exact, torch.float64)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Gupta et al. 2018, arXiv:1802.09568: L^(-1/4) G R^(-1/4), where L sums G G' and R sums G' G; written as for
+    plain tensors."""
+
+    def __init__(self, params, lr, eps=1e-4):
+        super().__init__(params, dict(lr=lr, eps=eps))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                g, state = p.grad, self.state[p]
+                for name, gram in (("L", g @ g.mT), ("R", g.mT @ g)):
+                    state[name] = state[name] + gram if name in state else gram
+                update = root(state["L"], group["eps"]) @ g @ root(state["R"], group["eps"])
+                p.add_(update, alpha=-group["lr"])
+
+
+def root(gram, eps):
+    """gram^(-1/4) by eigenvalues in fp64."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    return ((vectors * (values.clamp(min=0) + eps) ** -0.25) @ vectors.mT).to(gram.dtype)
+
+
+def shampoo(world, dtype):
+    with default_dtype(dtype):
+        model = GPT(GATED, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    first, second = Shampoo(matrices.parameters(), lr=0.01), torch.optim.SGD(matrices.others(model), lr=0.1)
+    first.register_step_pre_hook(matrices.gather_gradients)
+    for step in range(3):
+        model(**batch(GATED, seed=step), step=step).loss.backward()
+        first.step()
+        second.step()
+        model.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_shampoo(ranks, dtype, limit):
+    exact, start = ranks(1, shampoo, dtype)[0], whole(GPT(GATED))
+    assert error(exact["blocks.0.mlp.fc1.weight"], start["blocks.0.mlp.fc1.weight"]) > 0.01
+    for R in (2, 4):
+        for found in ranks(R, shampoo, dtype):
+            assert max(error(found[name], exact[name]) for name in exact) < limit
 
 
 def refused(world):

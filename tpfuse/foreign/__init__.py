@@ -4,7 +4,7 @@ They are given parameters, not layers, and know nothing of ranks that hold other
 up among the living parallel layers; a process without split parameters gets torch's own code and its bits.
 """
 
-from . import clip, groups, scaler
+from . import accelerate, clip, groups, scaler
 
 __all__ = ["install"]
 
@@ -15,6 +15,7 @@ def install() -> None:
     The package does so at its import: a layer may come to life as a copy or from a pickle, in whatever order modules
     are imported.
     """
+    accelerate.install()
     clip.install()
     groups.install()
     scaler.install()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ..kernels.runtime.main_grad import DDP, PLACES
 from ..kernels.runtime.rules import some
 from ..layers.module import Whole
 from .behind import stand_behind_function, stand_behind_method
@@ -37,6 +38,7 @@ class Tool(NamedTuple):
     ranks: Callable[[Arguments], list[int] | None]
     cure: str
     first: str = ""  # the cure of parameters that are no DTensors yet
+    main_grad: str = ""  # the error of parameters whose gradients a MainGrad holds
 
 
 def install() -> None:
@@ -62,7 +64,7 @@ def _refusing(
     """Returns what stands before a tool of this signature; ``undo`` runs before an error."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not any_split():
+        if not any_split() and not (tool.main_grad and PLACES):
             return original(*args, **kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -83,6 +85,8 @@ def _refusing(
 
 def _error(tool: Tool, given: Arguments) -> str | None:
     every = list(tool.parameters(given))
+    if tool.main_grad and PLACES and any(p in PLACES for _, p in every):
+        return tool.main_grad
     wholes = wholes_of([p for _, p in every])
     held = [
         (name or f"a parameter of shape {whole.spec.shape}", p, whole)
@@ -192,12 +196,13 @@ _FSDP1 = (
     "flattened, they would be slices of nothing that a norm or a checkpoint knows; use tpfuse.as_dtensor(model, mesh)"
     ' and fully_shard(..., mesh=mesh["dp"]), or DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
 )
+_WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
 _DISTRIBUTE = Tool(
     "distribute_tensor", _tensor, _one_dim_ranks, "tpfuse.as_dtensor(model, mesh) makes DTensors of them"
 )
 
 METHODS: list[tuple[type, str, Tool]] = [
-    (DistributedDataParallel, "__init__", Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP)),
+    (DistributedDataParallel, "__init__", _WRAPPED),
     (FullyShardedDataParallel, "__init__", Tool("FullyShardedDataParallel", _flattened, lambda given: None, _FSDP1)),
     (Shard, "_make_shard_tensor", _DISTRIBUTE),
     (Replicate, "_make_replicate_tensor", _DISTRIBUTE),
@@ -205,5 +210,5 @@ METHODS: list[tuple[type, str, Tool]] = [
 FUNCTIONS: list[tuple[Any, Tool]] = [
     (fully_shard, _FSDP),
     (replicate_fsdp, _FSDP._replace(name="replicate")),
-    (replicate_ddp, Tool("replicate", _unmanaged, _group_ranks, _REPLICATE)),
+    (replicate_ddp, Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP)),
 ]

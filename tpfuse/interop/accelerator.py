@@ -63,6 +63,7 @@ class AcceleratorMixin:
     tensor-parallel size; ``get_state_dict`` returns whole tensors by Hugging Face's names (all ranks call it).
     """
 
+    knows_split_models = True  # which tpfuse.foreign.accelerate asks
     state: Any
     device: Any
     parallelism_config: Any

@@ -7,9 +7,9 @@ wants to know the whole, a shard's :class:`~tpfuse.layers.module.Spec` says it.
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.runtime.main_grad import refuse
 from ..layers.module import named_specs
 from ..layers.state import to_dtensor
-from .main_grad import refuse
 
 
 def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -16,7 +16,7 @@ this, and what is added first then finds zeros.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from ..layers.module import ParallelModule, Spec, named_specs
 from ..parallel import TensorParallel
 
 T = TypeVar("T")
+Held = tuple["weakref.ref[nn.Module]", str]  # the module that holds a parameter, and its name there
 PIECE = 1 << 24  # elements of a message of ``reduce``
 ALIGNED = 64  # elements: where a gradient begins in its buffer
 
@@ -46,9 +47,8 @@ class _State:
 class _Place:
     """A parameter's sum of gradients, and the weight that the optimizer steps on."""
 
-    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: _State):
-        self.name, self.total, self.state = name, total, state
-        self._parameter = weakref.ref(p)
+    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: _State, held: Held):
+        self.name, self.total, self.state, self._held = name, total, state, held
         self.shares = p.dtype == total.dtype
         value = p.detach() if self.shares else p.detach().to(total.dtype)
         self.main = nn.Parameter(value)
@@ -58,7 +58,13 @@ class _Place:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        return self._parameter()
+        """The parameter, where its module still holds it."""
+        owner, name = self._held[0](), self._held[1]
+        p = None if owner is None else owner._parameters.get(name)
+        return p if p is not None and PLACES.get(p) is self else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()  # of a parameter in a file: no place; torch.load(weights_only=True) takes a set
 
     def add(self, write: Callable[[Tensor], T]) -> T:
         """Returns ``write(total)``.  RuntimeError between reduce() and zero()."""
@@ -173,9 +179,10 @@ class MainGrad:
         self._ranks = TensorParallel(dp)
         self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
         self._model, self._state = weakref.ref(model), _State()
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Held]]] = {}
         for n, _, _, p in trained:
-            kinds.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append((n, p))
+            kinds.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append((n, p, holders[p]))
         self._buffers = [self._make(members, dtype) for (_, dtype), members in kinds.items()]
         modules: dict[TensorParallel, _Weights] = {}
         for _, spec, tp, p in trained:
@@ -183,10 +190,10 @@ class MainGrad:
             PLACES[p].module.hold(spec, PLACES[p].main)
         _watch_optimizers()
 
-    def _make(self, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> _Buffer:
-        buffer = _Buffer([p for _, p in members], dtype)
-        for (name, p), total in zip(members, buffer.totals, strict=True):
-            place = _Place(p, name, total, self._state)
+    def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> _Buffer:
+        buffer = _Buffer([p for _, p, _ in members], dtype)
+        for (name, p, held), total in zip(members, buffer.totals, strict=True):
+            place = _Place(p, name, total, self._state, held=held)
             buffer.places.append(place)
             PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
             p.register_post_accumulate_grad_hook(place.hook)
@@ -230,15 +237,15 @@ class MainGrad:
         model = self._model()
         if model is None:
             raise ValueError("MainGrad: the model no longer exists")
-        known = {id(place.parameter): place for buffer in self._buffers for place in buffer.places}
-        own = dict(model.named_parameters())
-        new = [name for name, p in own.items() if p.requires_grad and id(p) not in known]
+        known = [(place, place.parameter) for buffer in self._buffers for place in buffer.places]
+        own, held = dict(model.named_parameters()), {id(p) for _, p in known}
+        new = [name for name, p in own.items() if p.requires_grad and id(p) not in held]
         here = {id(p) for p in own.values()}
-        gone = [place.name for key, place in known.items() if key not in here]
+        gone = [place.name for place, p in known if id(p) not in here]
         moved = [
             place.name
-            for place in known.values()
-            if (p := place.parameter) is not None
+            for place, p in known
+            if p is not None
             and (p.device != place.total.device or (place.shares and p.data_ptr() != place.main.data_ptr()))
         ]
         for what, found in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
@@ -273,12 +280,6 @@ def _checked(model: nn.Module) -> nn.Module:
 
 
 # ---- for optimizers, clipping and checkpoints ----
-
-
-def refuse(parameters: Iterable[nn.Parameter], error: str) -> None:
-    """Raises ValueError(error) if one of the parameters has a main_grad."""
-    if PLACES and any(p in PLACES for p in parameters):
-        raise ValueError(error)
 
 
 def stepped(p: nn.Parameter) -> nn.Parameter:

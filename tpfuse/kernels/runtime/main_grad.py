@@ -8,13 +8,13 @@ through :func:`derived`.  Any other tensor is not found, and its gradient takes 
 Compiled graphs find nothing: their gradients come through autograd.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
@@ -57,7 +57,33 @@ def wanted(found: tuple[Main | None, ...] | None) -> Main | None:
     return main if main is not None and main.wanted else None
 
 
-PLACES = WeakIdKeyDictionary()  # parameter -> Place
+class _Places:
+    """parameter -> Place.  Each is an attribute of its parameter, which torch then swaps (it swaps no tensor that has a
+    weak reference) and which takes the place with it when it goes."""
+
+    _NAME = "_tpfuse_place"
+
+    def __init__(self) -> None:
+        self._living: weakref.WeakSet[Any] = weakref.WeakSet()  # of places
+
+    def get(self, p: Tensor) -> Any:
+        return getattr(p, self._NAME, None) or None  # of an unpickled parameter it is an empty set
+
+    def __getitem__(self, p: Tensor) -> Any:
+        return getattr(p, self._NAME)
+
+    def __setitem__(self, p: Tensor, place: Place) -> None:
+        setattr(p, self._NAME, place)
+        self._living.add(place)
+
+    def __contains__(self, p: Tensor) -> bool:
+        return self.get(p) is not None
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+
+PLACES = _Places()
 _STANDS_FOR = "_tpfuse_stands_for"  # attribute of a tensor that is no view: (its leaf, None for itself; its place)
 
 
@@ -79,6 +105,12 @@ def _main(w: Tensor) -> Main | None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise ValueError(DDP)
     return Main(place, w.shape, torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def refuse(parameters: Iterable[Tensor], error: str) -> None:
+    """Raises ValueError(error) if one of the parameters has a main_grad."""
+    if PLACES and any(p in PLACES for p in parameters):
+        raise ValueError(error)
 
 
 DDP = (
