@@ -71,7 +71,7 @@ _CALL = (
     "step",
     "first_sample",
 )
-_LOSS = "label_smoothing", "z_loss", "reduction"  # of a model with a head
+_LOSS = "label_smoothing", "z_loss", "reduction"  # of a model that has one
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
 _GENERATE = (
     "do_sample",
@@ -130,7 +130,8 @@ class Parallelized(Vocabulary, nn.Module):
         name, kind = self.tpfuse_original.__name__, KINDS[self.tpfuse_original.__name__]
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
         head = self.parallel.head is not None
-        call = {key: arguments.pop(key) for key in (*_CALL, *(_LOSS if head else ())) if key in arguments}
+        known = _CALL + _LOSS * (head or self.parallel.classifier is not None)
+        call = {key: arguments.pop(key) for key in known if key in arguments}
         call["output_hidden_states"] = self._wants_states(arguments)
         arguments.setdefault("output_attentions", getattr(self.config, "output_attentions", False))
         rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]

@@ -38,6 +38,12 @@ def served(module: nn.Module) -> bool:
     return _waits(module) or hooked(module)
 
 
+def served_backward(module: nn.Module) -> bool:
+    """Whether a backward hook would be called if ``module`` were called."""
+    _, _, *everywhere = _EVERYWHERE
+    return any((*everywhere, module._backward_hooks, module._backward_pre_hooks))
+
+
 def _inside(module: nn.Module) -> bool:
     for part in module._modules.values():
         if part is None:

@@ -75,7 +75,7 @@ class Direct:
         self.norm = _norm(model.norm_in)
         self.form = form_for(dtype, rows=len(seen), times=new)
         tied = model._tied()
-        self.head = self.form.map(local(model.head.weight) if tied is None else tied, local(model.head.bias))
+        self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
         self.layers = [_Layer(block, self.tp, first) for block in model.blocks]

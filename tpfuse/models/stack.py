@@ -11,7 +11,7 @@ from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..layers.block import SAVING, Normed
-from ..layers.hooks import served
+from ..layers.hooks import served_backward
 
 SELECTIVE, FULL = RECOMPUTE = "selective", "full"
 
@@ -42,9 +42,16 @@ def run_blocks(
         if states is not None:
             states.append(h)
         h, normed = _recomputed(last, h, normed, call) if full and torch.is_grad_enabled() else last(h, normed, **call)
-    if last is not None and not last.post_norm and served(last):
-        normed = normed._replace(n=_BesideUnused.apply(normed.n, h))
+    if last is not None and not last.post_norm and served_backward(last):
+        normed = normed._replace(n=_beside_unused(normed.n, h))
     return h, normed
+
+
+def _beside_unused(n: Tensor, h: Tensor) -> Tensor:
+    """A frame of its own: torch.compile, which gives up that of the loop above at a graph break, cannot begin one at a
+    Function's apply."""
+    beside: Tensor = _BesideUnused.apply(n, h)
+    return beside
 
 
 class _BesideUnused(Function):
