@@ -20,6 +20,7 @@ ORDER = [
     "agreement",
     "parallel",
     "collectives",
+    "shared_memory",
     "sequence_parallel",
     "layers",
     "foreign",

@@ -1,10 +1,12 @@
 """Generation's own forward pass on a CPU against the model's: every feature, and what is left to the model's."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpfuse
 from tests.common import make_tp
@@ -15,6 +17,7 @@ from tpfuse.layers import KVCache
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, direct
 from tpfuse.models.generate import _by_layers
+from tpfuse.shared_memory import exchange
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
 LLAMA = replace(GPT_CONFIG, family="llama", norm="rms", gated=True, activation="silu", num_kv_heads=2, rope=ROPE)
@@ -60,7 +63,7 @@ def both(world, name, dtype, sp, mask):
     seen, padded = torch.cat([mask, mask.new_ones(len(mask), NEW)], 1), not bool(mask.all())
     with torch.no_grad():
         assert direct.applies(model, ids)
-        ours = direct.Direct(model, seen, padded=padded, prompt=mask.shape[1], new=NEW)
+        ours = direct.Direct(model, seen, exchange(model.tp, seen.device), padded=padded, prompt=mask.shape[1], new=NEW)
         caches = [KVCache(seen, padded=padded) for _ in model.blocks]
         return logits_of(ours, ids, mask), logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
 
@@ -103,7 +106,9 @@ def test_a_long_prompt_is_worked_on_in_pieces():
     ids = torch.randint(97, mask.shape)
     seen = torch.ones(2, 150 + NEW).bool()
     with torch.no_grad():
-        ours = logits_of(direct.Direct(model, seen, padded=False, prompt=150, new=NEW), ids, mask)
+        ours = logits_of(
+            direct.Direct(model, seen, exchange(model.tp, seen.device), padded=False, prompt=150, new=NEW), ids, mask
+        )
         caches = [KVCache(seen) for _ in model.blocks]
         want = logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
     assert 2 * 150 > direct.BLOCK
@@ -112,7 +117,8 @@ def test_a_long_prompt_is_worked_on_in_pieces():
 
 def prepared_forms(new):
     model = GPT(LLAMA)
-    made = direct.Direct(model, torch.ones(1, 7 + new).bool(), padded=False, prompt=7, new=new)
+    seen = torch.ones(1, 7 + new).bool()
+    made = direct.Direct(model, seen, exchange(model.tp, seen.device), padded=False, prompt=7, new=new)
     return type(made.form)
 
 
@@ -184,3 +190,39 @@ def test_the_weights_are_read_anew_by_each_generation():
     assert not torch.equal(first, second)
     hook(model)  # by the model's own pass
     assert torch.equal(model.generate(ids, max_new_tokens=20), second)
+
+
+class Onlooker(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def looked_at_on_one_rank(world):
+    model, ids = GPT(replace(LLAMA, init_std=0.3), tp=make_tp(world)).eval(), torch.ones(2, 3, dtype=torch.long)
+    plain = model.generate(ids, max_new_tokens=6)
+    with Onlooker() if world.rank == 1 else contextlib.nullcontext():
+        return torch.equal(model.generate(ids, max_new_tokens=6), plain)
+
+
+def test_what_one_rank_leaves_to_the_model_all_do(ranks):
+    """A profiler or a counter of flops on rank 0 is no error."""
+    assert ranks(2, looked_at_on_one_rank) == [True, True]
+
+
+def hooked_on_one_rank(world):
+    model, ids = GPT(LLAMA, tp=make_tp(world)), torch.ones(2, 3, dtype=torch.long)
+    on_block = model.blocks[0].register_forward_hook(lambda *args: None)  # what a block is made of runs as ever
+    model(ids)
+    on_block.remove()
+    handle = hook(model) if world.rank == 1 else None
+    for call in (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(ValueError, match="hooks inside its layers"):
+            call()
+    if handle is not None:
+        handle.remove()
+    model(ids)
+
+
+def test_a_hook_on_one_rank_is_named(ranks):
+    """Of a layer that runs as its parts the messages are others than of one that does not: the ranks would wait."""
+    ranks(2, hooked_on_one_rank)

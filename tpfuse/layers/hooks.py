@@ -38,6 +38,14 @@ def served(module: nn.Module) -> bool:
     return _waits(module) or hooked(module)
 
 
+def hooked_within(model: nn.Module) -> bool:
+    """Whether a hook makes a layer of ``model`` run as the composition of its parts, whose messages are others."""
+    lists = (part for part in model.children() if isinstance(part, nn.ModuleList))
+    return any(hooked(layer) for layers in lists for layer in layers) or any(
+        served(part) for part in model.children() if not isinstance(part, nn.ModuleList)
+    )
+
+
 def served_backward(module: nn.Module) -> bool:
     """Whether a backward hook would be called if ``module`` were called."""
     _, _, *everywhere = _EVERYWHERE

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ..collectives import all_reduce
 from ..kernels.attention.cpu import decode
 from ..kernels.attention.op import attention
 from ..kernels.embedding.op import embedding_fwd
@@ -28,7 +27,7 @@ from ..layers.hooks import hooked
 from ..layers.linear import RowParallelLinear
 from ..layers.module import local
 from ..layers.norm import LayerNorm
-from ..parallel import TensorParallel
+from ..shared_memory import Exchange
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -62,14 +61,16 @@ def _plain(block: nn.Module) -> bool:
 
 
 class Direct:
-    """A model with a KV cache of the columns of ``seen`` [B, L], for a prompt of ``prompt`` columns and ``new`` tokens.
+    """A model with a KV cache for ``seen`` [B, L], a prompt of ``prompt`` columns and ``new`` tokens.
+
+    ``exchange`` is that of its ranks.
 
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
 
-    def __init__(self, model: GPT, seen: Tensor, *, padded: bool, prompt: int, new: int):
+    def __init__(self, model: GPT, seen: Tensor, exchange: Exchange, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
-        self.model, self.tp, dtype = model, model.tp, model.embedding.weight.dtype
+        self.model, self.exchange, dtype = model, exchange, model.embedding.weight.dtype
         self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
         self.turning = None if model.config.rope is None else _Turning(model, seen.shape[1])
         self.norm = _norm(model.norm_in)
@@ -78,8 +79,8 @@ class Direct:
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
-        self.layers = [_Layer(block, self.tp, first) for block in model.blocks]
-        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], self.tp, first)]
+        self.layers = [_Layer(block, exchange, first) for block in model.blocks]
+        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], exchange, first)]
         if first is not self.form:
             self.layers = []
 
@@ -100,15 +101,15 @@ class Direct:
             layers, self.prompt = self.prompt, []
             return layers
         if not self.layers:
-            self.layers = [_Layer(block, self.tp, self.form) for block in self.model.blocks]
+            self.layers = [_Layer(block, self.exchange, self.form) for block in self.model.blocks]
         return self.layers
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         table, learned = local(self.model.embedding.weight), self.model.positions
-        if self.tp.size == 1:
+        if self.model.tp.size == 1:
             h = F.embedding(ids, table)
         else:
-            h = all_reduce(embedding_fwd(table, ids, self.model.embedding.first), self.tp)
+            h = self.exchange.sum(embedding_fwd(table, ids, self.model.embedding.first))
         return h if learned is None else h + F.embedding(positions, local(learned.weight))
 
 
@@ -118,16 +119,16 @@ class Direct:
 class _Layer:
     """(h, x = norm(h)) of the layer's input -> the same of its output; rows s * batch + b."""
 
-    def __init__(self, block: Any, tp: TensorParallel, form: Plain):
+    def __init__(self, block: Any, exchange: Exchange, form: Plain):
         a, m = block.attention, block.mlp
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
         self.norm_attention, self.norm_mlp = _norm(block.norm_attention), _norm(block.norm_mlp)
         self.head_norms = None if a.q_norm is None else (_norm(a.q_norm), _norm(a.k_norm))
         weight, bias = a.qkv.flat()
         self._project(weight, bias, form)
-        self.out = _joined(a.out, tp, form)
+        self.out = _joined(a.out, exchange, form)
         self.up = form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
-        self.down = _joined(m.fc2, tp, form)
+        self.down = _joined(m.fc2, exchange, form)
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
         self.qkv = form.map(weight, bias)
@@ -181,15 +182,15 @@ class _Last(_Layer):
         return cache.see(q, self.window, by=decode)
 
 
-def _joined(layer: RowParallelLinear, tp: TensorParallel, form: Plain) -> Join:
+def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain) -> Join:
     """Returns (x, h) -> h + the sum over ranks of x W' + b."""
     weight, bias = local(layer.weight), local(layer.bias)
-    if tp.size == 1:
+    if exchange.tp.size == 1:
         return form.add(weight, bias)
     alone = form.map(weight, None)
 
     def run(x: Tensor, h: Tensor) -> Tensor:
-        h = h + all_reduce(alone(x), tp)
+        h = h + exchange.sum(alone(x))
         return h if bias is None else h.add_(bias)
 
     return run

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ..agreement import any_rank
-from ..collectives import all_gather
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
 from ..layers.module import check_gathered
+from ..shared_memory import Exchange, exchange
 from .direct import Direct, applies
 from .inputs import Inputs, check_tokens
 from .rows import Rows
@@ -125,14 +125,15 @@ def generate(
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
     ids = ids.masked_fill(~mask, pad)
     between = 1 if on_token is not None else _tokens_between(ids.device)
-    choose = _Chooser(model, ids, mask, sampling)
+    messages = exchange(model.tp, ids.device)
+    choose = _Chooser(model, ids, mask, sampling, messages)
 
     training = model.training
     model.eval()
     try:
         seen = torch.cat([mask, mask.new_ones(B, max_new_tokens)], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        forward = _forward(model, ids, seen, padded=attention_mask is not None, new=max_new_tokens)
+        forward = _forward(model, ids, seen, messages, padded=attention_mask is not None, new=max_new_tokens)
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
         for count in range(1, max_new_tokens + 1):
@@ -187,11 +188,11 @@ def _until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor
 Forward = Callable[[Tensor, Tensor], Tensor]  # ids and their positions [B, n] -> logits of the last ones [B, V/R]
 
 
-def _forward(model: GPT, ids: Tensor, seen: Tensor, *, padded: bool, new: int) -> Forward:
+def _forward(model: GPT, ids: Tensor, seen: Tensor, messages: Exchange, *, padded: bool, new: int) -> Forward:
     """Returns a model's forward pass with a KV cache for ``seen`` [B, L], of which each call goes on where the last one
     ended: first the prompt ``ids`` [B, S], then ``new`` tokens one by one."""
-    if applies(model, ids):
-        return Direct(model, seen, padded=padded, prompt=ids.shape[1], new=new)
+    if not any_rank(model.tp.group, not applies(model, ids)):  # a hook on one rank is one on all
+        return Direct(model, seen, messages, padded=padded, prompt=ids.shape[1], new=new)
     caches = [KVCache(seen, padded=padded) for _ in model.blocks]
     return functools.partial(_by_layers, model, caches)
 
@@ -214,9 +215,9 @@ def _by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor
 class _Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
-    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
+    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling, messages: Exchange):
         assert model.head is not None  # checked
-        self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
+        self.gather, self.tp, self.head, self.vocab = messages.gather, model.tp, model.head, model.config.vocab_size
         self.sampling = sampling
         self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
         self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
@@ -249,14 +250,13 @@ class _Chooser:
             return logits
         width = -(-self.vocab // self.tp.size)  # the last rank may have fewer
         padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
-        every: Tensor = all_gather(padded, self.tp.size, self.tp.group_name)
-        return every.permute(1, 0, 2).flatten(1)[:, : self.vocab]
+        return self.gather(padded).permute(1, 0, 2).flatten(1)[:, : self.vocab]
 
     def _most_likely(self, logits: Tensor) -> Tensor:
         """Returns the most likely token; two numbers per prompt travel."""
         value, index = logits.max(-1)  # the first of equals
         best = torch.stack([value.double(), (index + self.head.first).double()])
-        every = best[None] if self.tp.size == 1 else all_gather(best, self.tp.size, self.tp.group_name)
+        every = best[None] if self.tp.size == 1 else self.gather(best)
         self.nan |= every[:, 0].isnan().any()  # a maximum is NaN where any logit is
         rank = every[:, 0].argmax(0)
         return every[:, 1].gather(0, rank[None])[0].long()

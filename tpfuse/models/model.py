@@ -17,6 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
+from ..layers.hooks import hooked_within
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
 from ..together import together
@@ -34,10 +35,9 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 class Output(NamedTuple):
     """What a model returns; what was not asked for is None.
 
-    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary,
-    or a classifier's, [B, L] or [B, S, L], the same on every rank;
-    ``last_hidden_state`` [B, S, D] and ``pooler_output`` [B, D], the same on every rank; ``hidden_states`` num_layers +
-    1 of [B, S, D].
+    ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary.
+    The same on every rank: a classifier's ``logits`` [B, L] or [B, S, L]; ``last_hidden_state`` [B, S, D],
+    ``pooler_output`` [B, D], and ``hidden_states``, num_layers + 1 of [B, S, D].
     """
 
     loss: Tensor | None = None
@@ -74,13 +74,12 @@ class Model(PretrainedModule):
         **options: Any,
     ):
         super().__init__()
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.source, self.hf_source = config, seed, None, None
         self.tp = TensorParallel() if tp is None else tp
         dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
         self.dp_rank = None if dp is None else dp.rank()
         self.dp_group_name: str | None = None if dp is None else dp.group_name
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.source, self.hf_source = None, None
         name = type(self).__name__
         self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute)
@@ -228,6 +227,7 @@ class Model(PretrainedModule):
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
         if self.tp.size > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
+            modes["hooks inside its layers"] = hooked_within(self)
             self._agreement(self.tp.group, arguments, modes, lambda: module_state(self))
 
     def _run(self, inputs: Inputs) -> Output:

@@ -1,0 +1,84 @@
+"""An all-gather of a few kilobytes over the ranks of one machine: through shared memory, and gloo's.
+
+    python -m bench.shared_memory
+    python -m bench.shared_memory --tp 4 --rounds 11
+
+Microseconds a call, the median and the quartiles of the rounds, which take the two in turn; each is of 200 calls.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tpfuse import TensorParallel
+from tpfuse.collectives import all_gather
+from tpfuse.shared_memory import shared_memory
+
+CALLS = 200
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.shared_memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tp", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="default 7")
+    parser.add_argument("--kilobytes", type=int, action="append", help="of a rank's part (default: 2, 32 and 512)")
+    return parser.parse_args()
+
+
+def seconds(call) -> float:
+    call()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS
+
+
+def run(rank: int, args: argparse.Namespace, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+    tp = TensorParallel(dist.group.WORLD)
+    memory = shared_memory(tp)
+    if memory is None:
+        raise SystemExit("bench.shared_memory: these ranks share no memory: it needs Linux on an x86 processor")
+    for kilobytes in args.kilobytes or [2, 32, 512]:
+        x = torch.randn(256 * kilobytes)
+        calls = {
+            "shared memory": partial(memory.gather, x),
+            "gloo": partial(all_gather, x, tp.size, tp.group_name),
+        }
+        found = {name: [] for name in calls}
+        for _ in range(args.rounds):
+            for name, call in calls.items():
+                found[name].append(1e6 * seconds(call))
+        if rank == 0:
+            for name, values in found.items():
+                low, mid, high = statistics.quantiles(values, n=4)
+                print(
+                    f"{kilobytes:4} kB, {tp.size} ranks, {name:13} {mid:6.0f} us ({low:.0f} to {high:.0f})", flush=True
+                )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    args = arguments()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(run, (args, port), nprocs=args.tp)
+
+
+if __name__ == "__main__":
+    main()
