@@ -17,7 +17,6 @@ from tpfuse.layers import KVCache
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, direct
 from tpfuse.models.generate import _by_layers
-from tpfuse.shared_memory import exchange
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
 LLAMA = replace(GPT_CONFIG, family="llama", norm="rms", gated=True, activation="silu", num_kv_heads=2, rope=ROPE)
@@ -63,7 +62,7 @@ def both(world, name, dtype, sp, mask):
     seen, padded = torch.cat([mask, mask.new_ones(len(mask), NEW)], 1), not bool(mask.all())
     with torch.no_grad():
         assert direct.applies(model, ids)
-        ours = direct.Direct(model, seen, exchange(model.tp, seen.device), padded=padded, prompt=mask.shape[1], new=NEW)
+        ours = direct.Direct(model, seen, padded=padded, prompt=mask.shape[1], new=NEW)
         caches = [KVCache(seen, padded=padded) for _ in model.blocks]
         return logits_of(ours, ids, mask), logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
 
@@ -106,9 +105,7 @@ def test_a_long_prompt_is_worked_on_in_pieces():
     ids = torch.randint(97, mask.shape)
     seen = torch.ones(2, 150 + NEW).bool()
     with torch.no_grad():
-        ours = logits_of(
-            direct.Direct(model, seen, exchange(model.tp, seen.device), padded=False, prompt=150, new=NEW), ids, mask
-        )
+        ours = logits_of(direct.Direct(model, seen, padded=False, prompt=150, new=NEW), ids, mask)
         caches = [KVCache(seen) for _ in model.blocks]
         want = logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
     assert 2 * 150 > direct.BLOCK
@@ -118,7 +115,7 @@ def test_a_long_prompt_is_worked_on_in_pieces():
 def prepared_forms(new):
     model = GPT(LLAMA)
     seen = torch.ones(1, 7 + new).bool()
-    made = direct.Direct(model, seen, exchange(model.tp, seen.device), padded=False, prompt=7, new=new)
+    made = direct.Direct(model, seen, padded=False, prompt=7, new=new)
     return type(made.form)
 
 

@@ -27,7 +27,7 @@ from ..layers.hooks import hooked
 from ..layers.linear import RowParallelLinear
 from ..layers.module import local
 from ..layers.norm import LayerNorm
-from ..shared_memory import Exchange
+from ..shared_memory import Exchange, exchange
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -61,16 +61,15 @@ def _plain(block: nn.Module) -> bool:
 
 
 class Direct:
-    """A model with a KV cache for ``seen`` [B, L], a prompt of ``prompt`` columns and ``new`` tokens.
-
-    ``exchange`` is that of its ranks.
+    """A model with a KV cache for ``seen`` [B, L], a prompt of ``prompt`` columns and ``new`` tokens: a collective.
 
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
 
-    def __init__(self, model: GPT, seen: Tensor, exchange: Exchange, *, padded: bool, prompt: int, new: int):
+    def __init__(self, model: GPT, seen: Tensor, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
-        self.model, self.exchange, dtype = model, exchange, model.embedding.weight.dtype
+        self.model, self.exchange = model, exchange(model.tp, seen.device)
+        dtype = model.embedding.weight.dtype
         self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
         self.turning = None if model.config.rope is None else _Turning(model, seen.shape[1])
         self.norm = _norm(model.norm_in)
@@ -79,8 +78,8 @@ class Direct:
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
-        self.layers = [_Layer(block, exchange, first) for block in model.blocks]
-        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], exchange, first)]
+        self.layers = [_Layer(block, self.exchange, first) for block in model.blocks]
+        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], self.exchange, first)]
         if first is not self.form:
             self.layers = []
 

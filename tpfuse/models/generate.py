@@ -24,7 +24,7 @@ from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import COUNT, INT64, SEED, WHOLE, check_number, check_numbers, described, limited
 from ..layers.cache import KVCache
 from ..layers.module import check_gathered
-from ..shared_memory import Exchange, exchange
+from ..shared_memory import exchange
 from .direct import Direct, applies
 from .inputs import Inputs, check_tokens
 from .rows import Rows
@@ -125,15 +125,14 @@ def generate(
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
     ids = ids.masked_fill(~mask, pad)
     between = 1 if on_token is not None else _tokens_between(ids.device)
-    messages = exchange(model.tp, ids.device)
-    choose = _Chooser(model, ids, mask, sampling, messages)
+    choose = _Chooser(model, ids, mask, sampling)
 
     training = model.training
     model.eval()
     try:
         seen = torch.cat([mask, mask.new_ones(B, max_new_tokens)], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        forward = _forward(model, ids, seen, messages, padded=attention_mask is not None, new=max_new_tokens)
+        forward = _forward(model, ids, seen, padded=attention_mask is not None, new=max_new_tokens)
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
         for count in range(1, max_new_tokens + 1):
@@ -188,11 +187,11 @@ def _until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor
 Forward = Callable[[Tensor, Tensor], Tensor]  # ids and their positions [B, n] -> logits of the last ones [B, V/R]
 
 
-def _forward(model: GPT, ids: Tensor, seen: Tensor, messages: Exchange, *, padded: bool, new: int) -> Forward:
+def _forward(model: GPT, ids: Tensor, seen: Tensor, *, padded: bool, new: int) -> Forward:
     """Returns a model's forward pass with a KV cache for ``seen`` [B, L], of which each call goes on where the last one
     ended: first the prompt ``ids`` [B, S], then ``new`` tokens one by one."""
     if not any_rank(model.tp.group, not applies(model, ids)):  # a hook on one rank is one on all
-        return Direct(model, seen, messages, padded=padded, prompt=ids.shape[1], new=new)
+        return Direct(model, seen, padded=padded, prompt=ids.shape[1], new=new)
     caches = [KVCache(seen, padded=padded) for _ in model.blocks]
     return functools.partial(_by_layers, model, caches)
 
@@ -215,9 +214,10 @@ def _by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor
 class _Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
-    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling, messages: Exchange):
+    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling):
         assert model.head is not None  # checked
-        self.gather, self.tp, self.head, self.vocab = messages.gather, model.tp, model.head, model.config.vocab_size
+        self.tp, self.head, self.vocab = model.tp, model.head, model.config.vocab_size
+        self.gather = exchange(model.tp, ids.device).gather
         self.sampling = sampling
         self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
         self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
