@@ -172,6 +172,19 @@ def test_state_that_cannot_be_resharded_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Quantized(torch.Tensor):
+    """As optimizers of few bits keep their states: a tensor of a class of its own."""
+
+
+def test_state_of_another_tensor_class_is_refused(tmp_path):
+    model, optimizer = made(steps=1)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].as_subclass(Quantized)
+    with pytest.raises(ValueError, match="save_checkpoint: the optimizer's exp_avg of .* is a Quantized.*torch.save"):
+        save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert not list(tmp_path.glob("step-*"))
+
+
 # ---- errors, before anything changes ----
 
 

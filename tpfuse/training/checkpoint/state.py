@@ -66,9 +66,15 @@ def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[str, P
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter") from None
+    if type(tensor) not in (Tensor, nn.Parameter, DTensor):
+        raise ValueError(
+            f"the optimizer's {key} of {name} is a {type(tensor).__name__}, which has no slices for other splits; keep"
+            " such an optimizer's state_dict() by torch.save on every rank"
+        )
+    return tensor
 
 
 def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]:
