@@ -178,8 +178,8 @@ class Quantized(torch.Tensor):
 
 def test_state_of_another_tensor_class_is_refused(tmp_path):
     model, optimizer = made(steps=1)
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].as_subclass(Quantized)
+    for values in optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"].as_subclass(Quantized)
     with pytest.raises(ValueError, match="save_checkpoint: the optimizer's exp_avg of .* is a Quantized.*torch.save"):
         save_checkpoint(tmp_path, model, optimizer, step=1)
     assert not list(tmp_path.glob("step-*"))
