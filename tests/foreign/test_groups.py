@@ -305,7 +305,7 @@ def accelerated(world):
         try:
             assert accelerator.num_processes == world.size
             model, _ = made(world, 1, CONFIG)
-            with pytest.raises(ValueError, match="DistributedDataParallel: .* different slices") as caught:
+            with pytest.raises(ValueError, match="accelerate.Accelerator.prepare: the model is split") as caught:
                 accelerator.prepare(model)
             model(**batch(CONFIG)).loss.backward()
             return str(caught.value), accelerator.clip_grad_norm_(model.parameters(), 1e9), clip_grad_norm_(model, 1e9)
@@ -316,4 +316,4 @@ def accelerated(world):
 @pytest.mark.slow
 def test_accelerate(ranks):
     for message, theirs, ours in ranks(2, accelerated):
-        assert 'process_group=mesh["dp"].get_group()' in message and torch.equal(theirs, ours)
+        assert "tpfuse.AcceleratorMixin" in message and torch.equal(theirs, ours)

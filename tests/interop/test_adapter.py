@@ -211,6 +211,7 @@ ERRORS = {
     "dora": (config(use_dora=True), "use_dora=True is not built"),
     "biases": (config(bias="all"), "bias='all' is not built"),
     "more modules": (config(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\] is not built"),
+    "nested modules": (config(modules_to_save=[["lm_head"]]), r"modules_to_save=\[\[.lm_head.\]\] is not built"),
     "ranks that differ": (config(rank_pattern={"q_proj": 4}), "rank_pattern={'q_proj': 4} is not built"),
     "dropout": (config(lora_dropout=0.1), "lora_dropout=0.1 in .* is not built, to train with"),
     "the rank": (config(r=4), r"q_proj.lora_A.weight in .* must be \(4, 48\), got \(3, 48\)"),

@@ -211,7 +211,7 @@ def _task(base: Any) -> str | None:
 def check_saved(stands: str, names: Any, base: PretrainedModule) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
     heads = _HEADS if beside(base) else set()
-    if names and not (isinstance(names, list | tuple | set) and set(names) <= heads):
+    if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
         raise ValueError(f"{stands}: modules_to_save={shown(names)} is not built")
 
 
