@@ -80,7 +80,7 @@ def same_run(out: Path, reference: Path) -> None:
 
 SIZES = [pytest.param(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
 KILLS = [  # (where, in the how-manieth, the checkpoint then found)
-    ("step", 5, 3),
+    pytest.param("step", 5, 3, marks=pytest.mark.slow),
     pytest.param("shards", 2, 3, marks=pytest.mark.slow),
     pytest.param("rename", 2, 3, marks=pytest.mark.slow),
     pytest.param("clean", 3, 8, marks=pytest.mark.slow),

@@ -96,11 +96,10 @@ CALLS = [
     "R, dp, kind",
     [
         (2, 1, "plain"),
-        (4, 1, "plain"),
         (4, 2, "fsdp"),
         *(
             pytest.param(4, dp, kind, marks=pytest.mark.slow)
-            for dp, kind in ((2, "ddp"), (1, "dtensor"), (2, "plain fsdp"))
+            for dp, kind in ((1, "plain"), (2, "ddp"), (1, "dtensor"), (2, "plain fsdp"))
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_sharded_is_whole_over_three(ranks, sp, case):
 
 
 @pytest.mark.parametrize("case", ["pre-norm", "post-norm", "stack"])
-@pytest.mark.parametrize("R", [1, 2, 4])
+@pytest.mark.parametrize("R", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_saving_less_changes_no_bit(ranks, R, case):
     for dtype in torch.float64, torch.bfloat16:
         x, dy = data(CASES[case], dtype)
@@ -454,11 +454,11 @@ def _compiled(world, case, backend):
 @pytest.mark.parametrize(
     "R, case",
     [
-        (2, "post-norm, smallest"),
+        (1, "post-norm, smallest"),
         *(
             pytest.param(R, case, marks=pytest.mark.slow)
             for R, case in product((1, 2), ("pre-norm", "post-norm, smallest", "stack, smallest"))
-            if (R, case) != (2, "post-norm, smallest")
+            if (R, case) != (1, "post-norm, smallest")
         ),
     ],
 )

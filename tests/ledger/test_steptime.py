@@ -136,6 +136,7 @@ def test_ranking_and_report():
     assert checked[0].error == pytest.approx(100 * (checked[0].prediction.seconds / 0.02 - 1))
 
 
+@pytest.mark.slow
 def test_a_machine_is_calibrated_and_steps_are_measured(monkeypatch):
     """Real processes and real collectives, at their smallest; how exact it is depends on how idle the machine is."""
     forking()  # the server, from which processes start at once

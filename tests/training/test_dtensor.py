@@ -203,7 +203,7 @@ DP_TP, HSDP = ("dp", "tp"), ("replicate", "shard", "tp")
     "sizes, names, options",
     [
         ((2, 2), DP_TP, {}),
-        ((2, 1, 2), HSDP, {}),
+        pytest.param((2, 1, 2), HSDP, {}, marks=pytest.mark.slow),
         pytest.param((2, 2, 1), HSDP, {}, marks=pytest.mark.slow),
         pytest.param((1, 2, 2), HSDP, {}, marks=pytest.mark.slow),
         pytest.param((2, 2), DP_TP, dict(reshard_after_forward=True), marks=pytest.mark.slow),

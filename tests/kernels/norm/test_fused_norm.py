@@ -31,7 +31,8 @@ LEFT_OUT = [
 # Several rows a program, the last program ragged; two tiles (768 = 512 + 256) and more rows than programs; a ragged
 # tile.
 SHAPES = [(1, 3, 5), (3, 35, 100), (2, 5, 768), (2, 2, 1000)]
-WIDE = [(2, 2, 9000), (2, 2, 17000)]  # two-pass backward; chunked forward
+# two-pass backward; chunked forward
+WIDE = [(2, 2, 9000), pytest.param((2, 2, 17000), marks=pytest.mark.slow)]
 PARTS = [{}, dict(rms=True, beta=False), dict(norm=False, beta=False)]
 MASK = Mask(make_rng(3, 2, 5, DEVICE), 0.3, site=7, first_row=11, batch=3)
 
