@@ -1,6 +1,6 @@
 """Generation on CPUs against transformers: decoding and prompts, batches, dtypes and families.
 
-    python -m bench.models.generate                                  every case: an hour on two cores
+    python -m bench.models.generate                                  every case: a quarter of an hour on two cores
     python -m bench.models.generate --model llama --dtype fp32 --case decode --batch 1 --rounds 5
     python -m bench.models.generate --json bench/results/generate.json
 
