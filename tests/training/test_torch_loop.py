@@ -1,5 +1,6 @@
-"""The training loop of torchtitan, by the calls it makes of torch: the model on the meta device, FSDP2 over the replicas,
-weights drawn afterwards, torch's own clipping, and checkpoints by Stateful wrappers of torch.distributed.checkpoint."""
+"""The training loop of torchtitan, by the calls it makes of torch: the model on the meta device, FSDP2 over the
+replicas, weights drawn afterwards, torch's own clipping, and checkpoints by Stateful wrappers of
+torch.distributed.checkpoint."""
 
 import functools
 
