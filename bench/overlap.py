@@ -17,7 +17,6 @@ Unshaped is one machine, where "auto" does not overlap; so it runs, and says so,
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from bench._link import End, namespaces, shape, unshaped
 from bench.models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
 from bench.models.train_step import DTYPES, OurStack, full_weights
+from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.tuning import TABLE, bucket
 from tpfuse.layers import ParallelAttention, ParallelMLP
@@ -276,10 +276,7 @@ def launch(args: argparse.Namespace, ends: list[End], gbit: float) -> Iterator[d
     """Rows as they are measured."""
     results = mp.get_context("spawn").Manager().Queue()
     os.environ.update(OMP_NUM_THREADS="1", **KEEP)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    running = mp.spawn(worker, (args, ends, port, gbit, results), nprocs=args.tp, join=False)
+    running = mp.spawn(worker, (args, ends, free_port(), gbit, results), nprocs=args.tp, join=False)
     ended = False
     while not ended:
         ended = running.join(timeout=0.2)

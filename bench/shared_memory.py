@@ -8,7 +8,6 @@ Microseconds a call, the median and the quartiles of the rounds, which take the 
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.collectives import all_gather
 from tpfuse.shared_memory import shared_memory
@@ -74,10 +74,7 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
 
 def main() -> None:
     args = arguments()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run, (args, port), nprocs=args.tp)
+    mp.spawn(run, (args, free_port()), nprocs=args.tp)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ first token of a longer prompt.
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench.measured import generate
+from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
 
@@ -214,13 +214,10 @@ def run(rank: int, args: argparse.Namespace, port: int, folder: str, results: An
 
 def main() -> None:
     args = arguments()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     context = mp.get_context("spawn")
     results, rows = context.SimpleQueue(), []
     with tempfile.TemporaryDirectory() as folder:
-        started = mp.spawn(run, (args, port, folder, results), nprocs=args.tp, join=False)
+        started = mp.spawn(run, (args, free_port(), folder, results), nprocs=args.tp, join=False)
         while (row := _next(results, started)) is not None:
             rows.append(row)
             print(generate([row]).rpartition("\n")[2], file=sys.stderr, flush=True)

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import re
-import socket
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
+from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.philox import make_rng
@@ -330,11 +330,8 @@ def table(result: dict) -> str:
 
 def main() -> None:
     args = arguments()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run, (args, port, results), nprocs=args.tp)
+    mp.spawn(run, (args, free_port(), results), nprocs=args.tp)
     result = results.get() | dict(torch=torch.__version__, arguments=vars(args))
     print(table(result))
     if args.json:

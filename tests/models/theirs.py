@@ -34,6 +34,11 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **options
         model = cls(config(**SIZES | sizes | options))
     else:
         model = transformers.AutoModelForCausalLM.from_config(their_config(name, 2, **options))
+    return exact(model, dtype)
+
+
+def exact(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Every parameter moved away from what it starts as, and every sum in ``dtype``."""
     model = model.to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():

@@ -58,12 +58,8 @@ def test_muon(ranks):
             assert_equal(found, exact)
 
 
-def training(world, dtype):
-    """Muon's kind of update for the blocks' weights, AdamW for the rest."""
-    with default_dtype(dtype):
-        model = GPT(GATED, tp=make_tp(world))
-    matrices = WholeMatrices(model.blocks)
-    first, second = Orthogonal(matrices.parameters(), lr=0.02), torch.optim.AdamW(matrices.others(model), lr=3e-4)
+def stepped(model, matrices, first, second):
+    """Three steps of the optimizers of whole matrices and of the rest -> the weights."""
     first.register_step_pre_hook(matrices.gather_gradients)
     for step in range(3):
         model(**batch(GATED, seed=step), step=step).loss.backward()
@@ -71,6 +67,15 @@ def training(world, dtype):
         second.step()
         model.zero_grad()
     return whole(model)
+
+
+def training(world, dtype):
+    """Muon's kind of update for the blocks' weights, AdamW for the rest."""
+    with default_dtype(dtype):
+        model = GPT(GATED, tp=make_tp(world))
+    matrices = WholeMatrices(model.blocks)
+    first, second = Orthogonal(matrices.parameters(), lr=0.02), torch.optim.AdamW(matrices.others(model), lr=3e-4)
+    return stepped(model, matrices, first, second)
 
 
 def test_training_over_whole_matrices(ranks):
@@ -109,13 +114,7 @@ def shampoo(world, dtype):
         model = GPT(GATED, tp=make_tp(world))
     matrices = WholeMatrices(model.blocks)
     first, second = Shampoo(matrices.parameters(), lr=0.01), torch.optim.SGD(matrices.others(model), lr=0.1)
-    first.register_step_pre_hook(matrices.gather_gradients)
-    for step in range(3):
-        model(**batch(GATED, seed=step), step=step).loss.backward()
-        first.step()
-        second.step()
-        model.zero_grad()
-    return whole(model)
+    return stepped(model, matrices, first, second)
 
 
 @pytest.mark.parametrize(
