@@ -25,7 +25,6 @@ ORDER = [
     "layers",
     "foreign",
     "interop.huggingface",
-    "interop.names",
     "models",
     "training",
     "interop",

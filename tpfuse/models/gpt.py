@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..interop.huggingface.read import Files
-from ..interop.huggingface.source import Source
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.rope_table import rope_table
@@ -24,7 +23,6 @@ from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope
 from ..layers.block import Normed
 from ..layers.hooks import served
-from ..layers.module import named_specs
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from .classify import Classifier, ClassifierHead, named_in
@@ -203,10 +201,6 @@ class GPT(Model):
         return Rope(*kept[1], positions)
 
     generate = generate
-
-    def sources(self) -> dict[str, Source]:
-        own = {name for name, *_ in named_specs(self)}
-        return {name: s for name, s in super().sources().items() if name in own}
 
     def ignorable(self) -> tuple[str, ...]:
         idle = self.config.tie_embeddings or self.head is None

@@ -18,7 +18,7 @@ from ..kernels.runtime.philox import make_rng
 from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
-from ..layers.module import initialize, local, module_state
+from ..layers.module import initialize, local, module_state, named_specs
 from ..parallel import TensorParallel, resolve, versions
 from ..together import together
 from .classify import ClassifierHead
@@ -327,8 +327,8 @@ class Model(PretrainedModule):
         return self.config.hf.base_prefix
 
     def sources(self) -> dict[str, Source]:
-        own = {} if self.classifier is None else self.classifier.sources()
-        return self.config.hf.sources(self.config) | own
+        every = self.config.hf.sources(self.config) | ({} if self.classifier is None else self.classifier.sources())
+        return {name: every[name] for name, *_ in named_specs(self) if name in every}
 
     def ignorable(self) -> tuple[str, ...]:
         return self.config.hf.ignorable

@@ -1,0 +1,22 @@
+"""The families of models: one table, an entry a file of this folder."""
+
+from .bert import BERT
+from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family
+from .gpt2 import GPT2
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen import QWEN2, QWEN3
+
+__all__ = [
+    "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family",
+]  # fmt: skip
+
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "bert": BERT,
+}
+CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)

@@ -1,0 +1,68 @@
+"""What is said of a family of models: what a model_type of transformers fixes, how its config.json names the rest, and
+where its parameters stand in a file."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...interop.huggingface.source import Source
+
+# Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some.
+NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed layers"
+
+
+# What a classification head classifies.
+SEQUENCE, TOKEN = PER = "sequence", "token"
+
+
+class Classes(NamedTuple):
+    """A class of transformers that classifies."""
+
+    architecture: str
+    output: str  # what it returns
+    module: str  # the head's name in it
+
+
+class Family(NamedTuple):
+    """One model_type.
+
+    ``hf_keys``: config field -> its keys in config.json, the first of which is written.  ``hf_optional``: fields that
+    config.json may omit, and the values that transformers then takes (None: the config's own default).  ``fixed``:
+    fields that the family decides.  ``not_built``: keys of config.json whose other values are errors.
+    """
+
+    architecture: str  # the class of transformers with a language-model head
+    output: str  # what that class returns
+    base_prefix: str  # precedes the base model's tensors in a file of that class
+    head_prefixes: tuple[str, ...]  # begin the names that it does not precede
+    sources: Callable[[Any], dict[str, Source]]
+    hf_keys: dict[str, tuple[str, ...]]
+    hf_optional: dict[str, Any]
+    fixed: dict[str, Any] = {}
+    not_built: dict[str, Any] = {}
+    ignorable: tuple[str, ...] = ()  # patterns of tensors that are no parameters
+    classifiers: dict[str, str] = {SEQUENCE: "score", TOKEN: "score"}  # the head of a class that classifies
+    causal: bool = True
+    rotary: bool = False
+    windows: str = NO_WINDOW
+    transposed: bool = False  # weights are Conv1D's
+    scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
+
+    @property
+    def base_architecture(self) -> str:
+        """The class of transformers without a head."""
+        return f"{self._stem}Model"
+
+    @property
+    def classes(self) -> dict[str, Classes]:
+        """The classes of transformers that classify, by what they do."""
+        past = "WithPast" if self.causal else ""
+        outputs = {SEQUENCE: f"SequenceClassifierOutput{past}", TOKEN: "TokenClassifierOutput"}
+        return {
+            per: Classes(f"{self._stem}For{per.capitalize()}Classification", outputs[per], module)
+            for per, module in self.classifiers.items()
+        }
+
+    @property
+    def _stem(self) -> str:
+        return re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "", self.architecture)

@@ -1,0 +1,67 @@
+"""GPT-2 (Radford et al. 2019)."""
+
+from ...interop.huggingface.source import Source
+from .family import SEQUENCE, TOKEN, Family
+from .names import Modules, Sizes, flat, linear, norm, table
+
+
+def gpt2_sources(config: Sizes) -> dict[str, Source]:
+    """GPT2LMHeadModel: Conv1D holds its weights transposed, and q, k and v in one."""
+    transposed = "i o -> o i"
+    modules: Modules = {
+        "embedding": table("wte"),
+        "positions": table("wpe"),
+        "norm_in": norm("h.0.ln_1"),
+        "head": table("lm_head"),
+    }
+    last = config.num_layers - 1
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"h.{i}"
+        modules |= {
+            f"{ours}.attention.qkv": {
+                "weight": Source.one(f"{theirs}.attn.c_attn.weight", "d (t h e) -> h t e d"),
+                "bias": Source.one(f"{theirs}.attn.c_attn.bias", "(t h e) -> h t e"),
+            },
+            f"{ours}.attention.out": linear(f"{theirs}.attn.c_proj", transposed),
+            f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.c_fc", transposed),
+            f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.c_proj", transposed),
+            f"{ours}.norm_attention": norm(f"{theirs}.ln_2"),
+            f"{ours}.norm_mlp": norm("ln_f" if i == last else f"h.{i + 1}.ln_1"),
+        }
+    return flat(modules)
+
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    output="CausalLMOutputWithCrossAttentions",
+    base_prefix="transformer.",
+    head_prefixes=("lm_head.",),
+    sources=gpt2_sources,
+    hf_keys=dict(
+        vocab_size=("vocab_size",),
+        max_positions=("n_positions", "max_position_embeddings", "n_ctx"),
+        hidden_size=("n_embd", "hidden_size"),
+        num_layers=("n_layer", "num_hidden_layers"),
+        num_heads=("n_head", "num_attention_heads"),
+        ffn_size=("n_inner", "intermediate_size"),
+        activation=("activation_function", "hidden_act"),
+        eps=("layer_norm_epsilon", "layer_norm_eps"),
+        dropout=("resid_pdrop",),
+        attention_dropout=("attn_pdrop",),
+        embedding_dropout=("embd_pdrop",),
+        init_std=("initializer_range",),
+        tie_embeddings=("tie_word_embeddings",),
+    ),
+    hf_optional=dict(ffn_size=None, tie_embeddings=None, init_std=None),
+    fixed=dict(norm="layer", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=False, rope=None),
+    not_built=dict(
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        reorder_and_upcast_attn=False,
+        add_cross_attention=False,
+    ),
+    ignorable=(r"h\.\d+\.attn\.(masked_)?bias",),
+    classifiers={SEQUENCE: "score", TOKEN: "classifier"},
+    transposed=True,
+    scaled_residuals=True,
+)

@@ -1,0 +1,89 @@
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), and what its many relatives share with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...interop.huggingface.source import Source
+from .family import NO_WINDOW, Family
+from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
+
+
+def llama_sources(config: Sizes) -> dict[str, Source]:
+    """LlamaForCausalLM: each norm stands before what it feeds."""
+    modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
+    last = config.num_layers - 1
+    for i in range(config.num_layers):
+        modules |= layer(config, i) | {
+            f"blocks.{i}.norm_attention": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.norm_mlp": norm("norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+        }
+    return flat(modules)
+
+
+def around() -> Modules:
+    """What stands around the layers, but for norms."""
+    return {"embedding": table("embed_tokens"), "head": table("lm_head")}
+
+
+def layer(config: Sizes, i: int) -> Modules:
+    """A layer without its norms: q, k and v apart, gate and up apart.  Norms of query and key heads are named, and a
+    model without them takes no notice."""
+    ours, attention, mlp = f"blocks.{i}", f"layers.{i}.self_attn", f"layers.{i}.mlp"
+    q, k, v = (f"{attention}.{name}_proj" for name in "qkv")
+    return {
+        f"{ours}.attention.qkv": qkv(q, k, v, config.num_heads // config.kv_heads),
+        f"{ours}.attention.q_norm": norm(f"{attention}.q_norm"),
+        f"{ours}.attention.k_norm": norm(f"{attention}.k_norm"),
+        f"{ours}.attention.out": linear(f"{attention}.o_proj"),
+        f"{ours}.mlp.fc1": gate_up(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        f"{ours}.mlp.fc2": linear(f"{mlp}.down_proj"),
+    }
+
+
+def llama_like(
+    architecture: str,
+    *,
+    keys: dict[str, tuple[str, ...]] | None = None,
+    optional: dict[str, Any] | None = None,
+    sources: Callable[[Any], dict[str, Source]] = llama_sources,
+    windows: str = NO_WINDOW,
+    **fixed: Any,
+) -> Family:
+    """Returns a family with Llama's keys; ``keys``, ``optional``, ``sources`` and ``fixed`` are what differs."""
+    shared: dict[str, tuple[str, ...]] = dict(
+        vocab_size=("vocab_size",),
+        max_positions=("max_position_embeddings",),
+        hidden_size=("hidden_size",),
+        num_layers=("num_hidden_layers",),
+        num_heads=("num_attention_heads",),
+        num_kv_heads=("num_key_value_heads",),
+        head_width=("head_dim",),
+        ffn_size=("intermediate_size",),
+        activation=("hidden_act",),
+        eps=("rms_norm_eps",),
+        attention_dropout=("attention_dropout",),
+        init_std=("initializer_range",),
+        tie_embeddings=("tie_word_embeddings",),
+    )
+    omitted = dict(num_kv_heads=None, head_width=None, tie_embeddings=False, init_std=None, attention_dropout=0.0)
+    return Family(
+        architecture=architecture,
+        output="CausalLMOutputWithPast",
+        base_prefix="model.",
+        head_prefixes=("lm_head.",),
+        sources=sources,
+        hf_keys=shared | (keys or {}),
+        hf_optional=omitted | (optional or {}),
+        fixed=dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed,
+        ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        rotary=True,
+        windows=windows,
+    )
+
+
+ATTENTION_BIAS: dict[str, tuple[str, ...]] = dict(qkv_bias=("attention_bias",), out_bias=("attention_bias",))
+LLAMA = llama_like(
+    "LlamaForCausalLM",
+    keys=ATTENTION_BIAS | dict(mlp_bias=("mlp_bias",)),
+    optional=dict(qkv_bias=False, out_bias=False, mlp_bias=False),
+)

@@ -1,0 +1,14 @@
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with one sliding window."""
+
+from .family import ONE_WINDOW
+from .llama import llama_like
+
+MISTRAL = llama_like(
+    "MistralForCausalLM",
+    keys=dict(window=("sliding_window",)),
+    optional=dict(window=None),
+    windows=ONE_WINDOW,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+)

@@ -1,0 +1,69 @@
+"""What the names of parameters in Hugging Face files are put together from.
+
+A family's ``sources`` returns, for every parameter of the whole model, the tensors that it is made of; names are those
+of the base model, without its prefix.
+"""
+
+from typing import Protocol
+
+from ...interop.huggingface.source import Source
+
+Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
+
+
+class Sizes(Protocol):
+    """What names depend on, of a model's config."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def table(name: str) -> dict[str, Source]:
+    """An embedding."""
+    return {"weight": Source.one(f"{name}.weight", "v d -> v d")}
+
+
+def linear(name: str, weight: str = "o i -> o i") -> dict[str, Source]:
+    """A linear layer, whose ``weight`` is held as nn.Linear holds it, or "i o -> o i"."""
+    return {"weight": Source.one(f"{name}.weight", weight), "bias": Source.one(f"{name}.bias", "o -> o")}
+
+
+def norm(name: str) -> dict[str, Source]:
+    """A norm."""
+    return {"weight": Source.one(f"{name}.weight", "d -> d"), "bias": Source.one(f"{name}.bias", "d -> d")}
+
+
+def qkv(q: str, k: str, v: str, heads: int = 1) -> dict[str, Source]:
+    """q, k and v apart, with ``heads`` query heads to each kv head.
+
+    Where kv heads are fewer than ranks, q and kv are parameters of their own.
+    """
+    weights, biases = ([f"{name}.{leaf}" for name in (q, k, v)] for leaf in ("weight", "bias"))
+    widths = heads, 1, 1
+    return {
+        "weight": Source.several(tuple(weights), "(h q e) d -> h q e d", widths),
+        "bias": Source.several(tuple(biases), "(h q e) -> h q e", widths),
+        "q": Source.one(weights[0], "(h e) d -> h e d"),
+        "q_bias": Source.one(biases[0], "(h e) -> h e"),
+        "kv": Source.several(tuple(weights[1:]), "(h e) d -> h 1 e d"),
+        "kv_bias": Source.several(tuple(biases[1:]), "(h e) -> h 1 e"),
+    }
+
+
+def gate_up(gate: str, up: str) -> dict[str, Source]:
+    """The two maps of a gated MLP, apart."""
+    return {
+        "weight": Source.several((f"{gate}.weight", f"{up}.weight"), "f d -> f 1 d"),
+        "bias": Source.several((f"{gate}.bias", f"{up}.bias"), "f -> f 1"),
+    }
+
+
+def flat(modules: Modules) -> dict[str, Source]:
+    """module -> parameter -> source, by the parameter's whole name."""
+    return {f"{module}.{leaf}": source for module, leaves in modules.items() for leaf, source in leaves.items()}
