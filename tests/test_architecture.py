@@ -30,6 +30,7 @@ ORDER = [
     "interop",
     "explain",
     "ledger",
+    "pipeline",
     "parity",
     "doctor",
     "bench",

@@ -10,7 +10,7 @@ from tests.ledger.test_steptime import built
 from tpfuse.__main__ import main, parser
 from tpfuse.ledger.presets import PRESETS
 
-COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict"
+COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline"
 
 
 def said(capsys, *argv) -> str:
@@ -49,6 +49,18 @@ def test_dryrun_of_a_local_config(capsys, tmp_path):
     argv = "dryrun", "--model", str(tmp_path), "--tp", "2", "--dp", "4", "--seq", "64"
     assert "tp 2 x dp 4 = 8 ranks" in said(capsys, *argv)
     assert json.loads(said(capsys, *argv, "--json"))["formulas"]["parameters"]["counted"] > 1e6
+
+
+def test_pipeline(capsys, tmp_path):
+    argv = "pipeline", "--stages", "4", "--micro-batches", "8", "--plot", str(tmp_path / "gantt.png")
+    rows = {line.split()[0]: line.split() for line in said(capsys, *argv).splitlines() if line}
+    assert rows["1f1b"][4] == "27.3" and rows["zbv"][4] == "5.9" and rows["chimera"][2] == "2"
+    assert (tmp_path / "gantt.png").read_bytes()[:4] == b"\x89PNG"
+    values = json.loads(said(capsys, "pipeline", "--stages", "3", "--schedule", "gpipe,zbv", "--json"))
+    assert values["gpipe"]["in_flight"] == [8, 8, 8] and values["zbv"]["actions"][0][0]["action"] == "0F0"
+    assert "left out: chimera needs even numbers" in said(capsys, "pipeline", "--stages", "3")
+    assert main(["pipeline", "--stages", "3", "--schedule", "chimera"]) == 2
+    assert "chimera needs even numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, whether the
-installation works, and how fast the kernels are."""
+"""``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
+pipeline waits, whether the installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -21,6 +21,8 @@ from .ledger.text import quantity, table
 from .models.config import ModelConfig
 from .models.stack import FULL, saving_of
 from .parallel import TensorParallel
+from .pipeline import command as pipeline
+from .pipeline import gantt
 
 OURS_FULL = "full recompute"
 
@@ -235,6 +237,14 @@ def run_predict(args: Namespace) -> None:
     drawn(args)
 
 
+def run_pipeline(args: Namespace) -> None:
+    compared = pipeline.compare(args, args.schedule.split(",") if args.schedule else None)
+    if args.plot:
+        gantt.draw(compared.timelines, args.plot)
+    show(args, compared.text(), compared.json())
+    drawn(args)
+
+
 def run_doctor(args: Namespace) -> int:
     """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
     with world(None) as group:
@@ -251,6 +261,7 @@ COMMANDS = {
     "mfu": run_mfu,
     "calibrate": run_calibrate,
     "predict": run_predict,
+    "pipeline": run_pipeline,
     "doctor": run_doctor,
     "bench": bench.run,
 }

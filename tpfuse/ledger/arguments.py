@@ -44,6 +44,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    """Returns a time of 1 ns to 1e9 s."""
+    value = float(text)
+    if not 1e-9 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 1e-9 to 1e9, got {text}")
+    return value
+
+
 def sizes(text: str) -> list[int]:
     """Returns the integers of "1,2,4"."""
     return [positive(part) for part in text.split(",")]
@@ -198,6 +206,21 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="what calibrate wrote")
     p.add_argument("--check", action="store_true", help="run the steps as well, and say how far off the prediction is")
     p.add_argument("--steps", type=positive, default=8, metavar="N", help="of --check: measured steps a choice")
+
+    p = command("pipeline", "What each rank of a pipeline does, how long a step takes and how much of it is waiting.")
+    p.add_argument("--stages", type=positive, default=4, metavar="N", help="ranks that the layers are spread over")
+    p.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="parts of a step's batch")
+    p.add_argument("--schedule", metavar="NAME,...", help="gpipe, 1f1b, ... (default: all, beside each other)")
+    p.add_argument("--chunks", type=positive, metavar="N", help="stages a rank, of those schedules that leave it open")
+    for name, what in (
+        ("forward", "a forward pass"),
+        ("input", "the gradient of inputs"),
+        ("weight", "the gradient of weights"),
+    ):
+        p.add_argument(
+            f"--{name}", type=seconds, default=1.0, metavar="X", help=f"seconds of {what} of all layers of a rank"
+        )
+    p.add_argument("--communication", type=float, default=0.0, metavar="X", help="seconds from a rank to the next")
 
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False

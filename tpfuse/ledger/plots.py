@@ -23,7 +23,11 @@ _MAX_WIDTH = 14.0  # points, of the widest edge
 Draw = Callable[[Any, Any], None]  # of a figure and its axes
 
 
-def _figure(path: Path, size: tuple[float, float], draw: Draw, columns: int = 1) -> None:
+def figure(path: Path, size: tuple[float, float], draw: Draw, *, columns: int = 1, rows: int = 1) -> None:
+    """Writes a picture of ``size`` in inches, of several drawings beside or below each other.
+
+    ValueError where matplotlib is missing.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -31,8 +35,8 @@ def _figure(path: Path, size: tuple[float, float], draw: Draw, columns: int = 1)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    draw(fig, axes[0])
+    fig, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    draw(fig, axes.ravel())
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
     plt.close(fig)
@@ -83,7 +87,7 @@ def layer_map(comparison: Comparison, path: Path) -> None:
         handles = [axes[0].plot([], [], "s", color=c, label=kind)[0] for kind, c in COLOURS.items()]
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
-    _figure(path, (7 * len(shown), max(6, 0.42 * tallest)), draw, len(shown))
+    figure(path, (7 * len(shown), max(6, 0.42 * tallest)), draw, columns=len(shown))
 
 
 def _without_crumbs(ledger: Ledger) -> list[Entry]:
@@ -171,7 +175,7 @@ def growth(points: Sequence[Point], path: Path) -> None:
         side(axes[1], over_ranks, lambda p: p.ranks, dict(xlabel="ranks", title=f"tp = {tp}"))
         axes[0].legend(fontsize=8)
 
-    _figure(path, (12, 5), draw, 2)
+    figure(path, (12, 5), draw, columns=2)
 
 
 def bars(rows: dict[str, dict[str, float]], unit: str, path: Path) -> None:
@@ -188,4 +192,4 @@ def bars(rows: dict[str, dict[str, float]], unit: str, path: Path) -> None:
         ax.set_xlabel(unit)
         ax.legend(fontsize=8)
 
-    _figure(path, (9, 1.2 + 0.45 * len(rows)), draw)
+    figure(path, (9, 1.2 + 0.45 * len(rows)), draw)

@@ -1,0 +1,137 @@
+"""Other work in a pipeline's bubbles (PipeFisher, Osawa et al. 2022, arXiv:2211.14133): what runs where, and after how
+many steps all of it is done.
+
+Second-order optimizers have such work: curvature after a pass that gives its inputs, inverses after all curvature.  It
+may take more than one step's bubbles, and is then refreshed once in as many steps.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import check_number, number
+from .action import Action
+from .simulator import Timeline
+
+_SECONDS = number(0, 1e9, "(]")
+
+
+class Work(NamedTuple):
+    """A piece of work for ``rank`` that cannot be cut, and takes ``seconds``.
+
+    ``after``: actions of the first step, and places of other work in the list, that must be over before.  ``run`` does
+    it.
+    """
+
+    rank: int
+    seconds: float
+    after: tuple[Action | int, ...] = ()
+    run: Callable[[], Any] | None = None
+
+
+class Placed(NamedTuple):
+    """Work number ``number`` runs from ``start`` to ``end``, in seconds from the beginning of step ``step``; ``before``
+    is the place in its rank's actions of that step before which it runs."""
+
+    number: int
+    step: int
+    before: int
+    start: float
+    end: float
+
+
+class Filling(NamedTuple):
+    """``placed[r]`` is the work of rank r, in its order; all of it is done within ``steps`` steps."""
+
+    timeline: Timeline
+    placed: tuple[tuple[Placed, ...], ...]
+    steps: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that is still waited, over all steps, in [0, 1]."""
+        worked = sum(p.end - p.start for placed in self.placed for p in placed)
+        total = self.steps * self.timeline.seconds * len(self.placed)
+        return 1 - (self.steps * sum(self.timeline.busy) + worked) / total
+
+
+def demand(timeline: Timeline, work: Sequence[Work]) -> float:
+    """Returns the seconds of ``work`` over those of a step's bubbles, of the rank where that is largest: no filling
+    takes fewer steps."""
+    every: list[float] = [0.0] * len(timeline.events)
+    for piece in work:
+        every[piece.rank] += piece.seconds
+    waits = (timeline.seconds - busy for busy in timeline.busy)
+    return max(0.0 if not x else x / wait if wait else float("inf") for x, wait in zip(every, waits, strict=True))
+
+
+def fill(timeline: Timeline, work: Sequence[Work]) -> Filling:
+    """Places every piece of ``work`` into the first bubble of its rank that is long enough, in the order of the list.
+
+    No action of the pipeline moves.  ValueError for work of a rank that does not exist, that is longer than each
+    bubble of its rank, or that comes before work which it needs.
+    """
+    ranks = [_Rank(_gaps(timeline, r), timeline.seconds) for r in range(len(timeline.events))]
+    ends: dict[Action | int, float] = {e.action: e.end for events in timeline.events for e in events}
+    for n, piece in enumerate(work):
+        _check(n, piece, ranks, ends)
+        ends[n] = ranks[piece.rank].place(n, piece.seconds, max((ends[a] for a in piece.after), default=0.0))
+    placed = tuple(tuple(rank.placed) for rank in ranks)
+    return Filling(timeline, placed, 1 + max((p.step for row in placed for p in row), default=0))
+
+
+class _Gap(NamedTuple):
+    """A bubble of every step, before the action at place ``before``."""
+
+    before: int
+    start: float
+    end: float
+
+
+def _gaps(timeline: Timeline, rank: int) -> list[_Gap]:
+    """Bubbles of a rank; the last lasts to the end of the step."""
+    gaps, at = [], 0.0
+    for i, event in enumerate(timeline.events[rank]):
+        gaps.append(_Gap(i, at, event.start))
+        at = event.end
+    gaps.append(_Gap(len(timeline.events[rank]), at, timeline.seconds))
+    return [gap for gap in gaps if gap.end > gap.start]
+
+
+class _Rank:
+    """The bubbles of a rank in every step of ``period`` seconds, and what stands in them."""
+
+    def __init__(self, gaps: Sequence[_Gap], period: float):
+        self.gaps, self.period, self.placed = gaps, period, list[Placed]()
+
+    @property
+    def longest(self) -> float:
+        return max((gap.end - gap.start for gap in self.gaps), default=0.0)
+
+    def place(self, number: int, seconds: float, ready: float) -> float:
+        """Takes the first room after ``ready``, and returns when it ends; both in seconds from step 0."""
+        step = int(ready // self.period)
+        while True:
+            for gap in self.gaps:
+                at = max(gap.start, ready - step * self.period)
+                for other in (p for p in self.placed if p.step == step and p.before == gap.before):
+                    if other.start < at + seconds and other.end > at:
+                        at = other.end
+                if at + seconds <= gap.end:
+                    made = Placed(number, step, gap.before, start=at, end=at + seconds)
+                    bisect.insort(self.placed, made, key=lambda p: (p.step, p.start))
+                    return step * self.period + made.end
+            step += 1
+
+
+def _check(n: int, piece: Work, ranks: Sequence[_Rank], ends: dict[Action | int, float]) -> None:
+    check(0 <= piece.rank < len(ranks), f"fill: work {n} is of rank {piece.rank}, and there are {len(ranks)}")
+    check_number(f"fill: seconds of work {n}", piece.seconds, _SECONDS)
+    longest = ranks[piece.rank].longest
+    check(
+        piece.seconds <= longest,
+        f"fill: work {n} takes {piece.seconds:g} s, and the longest bubble of rank {piece.rank} {longest:g} s: cut it",
+    )
+    for a in piece.after:
+        check(a in ends, f"fill: work {n} needs {a}, which is neither an action of the order nor work before it")

@@ -1,0 +1,151 @@
+"""What each rank of a pipeline does, one action after another, under every schedule."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import check_numbers, number, one_of, optional, shown, whole
+from . import chimera, theirs
+from .action import BACKWARD, FORWARD, Action
+
+
+class Order(NamedTuple):
+    """``actions[r]`` are those of rank r; ``ranks[c][i]`` is the rank that holds stage i of chain c."""
+
+    schedule: str
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """The number of stages that a model is cut into."""
+        return len(self.ranks[0])
+
+    @property
+    def chunks(self) -> int:
+        """The number of stages that a rank holds of each chain."""
+        return self.stages // len(self.actions)
+
+
+Actions = Sequence[Sequence[Action]]
+
+
+class Asked(NamedTuple):
+    """What :func:`order` is asked for, of a schedule."""
+
+    ranks: int
+    micro_batches: int
+    chunks: int
+    backward: float
+
+
+class Schedule(NamedTuple):
+    """``make(asked)`` returns each rank's actions.
+
+    ``chunks``: how many stages a rank may hold; the first is the default.  ``v``: stages go from the first rank to the
+    last and back.  ``split``: a backward pass is two actions, the second of which makes weight gradients.  ``chains``:
+    copies of the model, of which each trains on its share of the micro-batches.
+    """
+
+    make: Callable[[Asked], Actions]
+    chunks: range
+    v: bool = False
+    split: bool = False
+    chains: int = 1
+
+
+_NUMBERS = dict(ranks=whole(), micro_batches=whole(), chunks=optional(whole()), backward=number(1e-9, 1e9))
+_SEVERAL = range(2, 65)
+_ONE, _TWO = range(1, 2), range(2, 3)
+
+
+def _gpipe(asked: Asked) -> Actions:
+    """All forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)."""
+    every = range(asked.micro_batches)
+    return [[Action(r, kind, m) for kind in (FORWARD, BACKWARD) for m in every] for r in range(asked.ranks)]
+
+
+def _torch(name: str) -> Callable[[Asked], Actions]:
+    """The actions of one of torch's schedules."""
+    return lambda asked: theirs.actions(name, asked.ranks, asked.micro_batches, asked.chunks)
+
+
+def _chimera(asked: Asked) -> Actions:
+    return chimera.actions(asked.ranks, asked.micro_batches, backward=asked.backward)
+
+
+def _one_f_one_b(asked: Asked) -> Actions:
+    """Forward and backward in turn, with ranks - r micro-batches in flight (Narayanan et al. 2019, PipeDream)."""
+    (ranks, micro_batches, _, _), lists = asked, []
+    for r in range(ranks):
+        warm = min(ranks - 1 - r, micro_batches)
+        actions = [Action(r, FORWARD, m) for m in range(warm)]
+        for m in range(micro_batches):
+            if warm + m < micro_batches:
+                actions.append(Action(r, FORWARD, warm + m))
+            actions.append(Action(r, BACKWARD, m))
+        lists.append(actions)
+    return lists
+
+
+SCHEDULES = {
+    "gpipe": Schedule(_gpipe, _ONE),
+    "1f1b": Schedule(_one_f_one_b, _ONE),
+    "interleaved": Schedule(_torch("ScheduleInterleaved1F1B"), _SEVERAL),
+    "zero-bubble": Schedule(_torch("ScheduleInterleavedZeroBubble"), _SEVERAL, split=True),
+    "zbv": Schedule(_torch("ScheduleZBVZeroBubble"), _TWO, v=True, split=True),
+    "dualpipev": Schedule(_torch("ScheduleDualPipeV"), _TWO, v=True, split=True),
+    "chimera": Schedule(_chimera, _ONE, chains=2),
+}
+
+
+def order(schedule: str, ranks: int, micro_batches: int, *, chunks: int | None = None, backward: float = 2.0) -> Order:
+    """Returns the actions of ``schedule``, one of ``SCHEDULES``, over ``ranks`` ranks.
+
+    ``chunks``: stages that each rank holds, which only "interleaved" and "zero-bubble" leave open (default 2).
+    ``backward``: how many forward passes a backward pass takes as long as, by which "chimera" chooses its order.
+    ValueError for an unknown schedule, and for numbers that it cannot do: "interleaved" and "zero-bubble" need
+    micro-batches that fill their rounds of about ``ranks`` each, "dualpipev" as many as stages, "chimera" even numbers
+    of both.
+    """
+    known = one_of(SCHEDULES)(schedule)
+    check(known is None, f"pipeline: schedule must be one of {', '.join(SCHEDULES)}, got {shown(schedule)}")
+    given = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, backward=backward)
+    check_numbers("pipeline", given, _NUMBERS)
+    kind = SCHEDULES[schedule]
+    held = kind.chunks[0] if chunks is None else chunks
+    choices = f"{kind.chunks[0]}" if len(kind.chunks) == 1 else f"{kind.chunks[0]} to {kind.chunks[-1]}"
+    check(held in kind.chunks, f"pipeline: {schedule} has {choices} stages a rank, got {held}")
+    _check_numbers(schedule, ranks, micro_batches, held)
+    actions = tuple(map(tuple, kind.make(Asked(ranks, micro_batches, held, backward))))
+    return Order(schedule, micro_batches, actions, placement(schedule, ranks, held))
+
+
+def placement(schedule: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the rank of each stage, of every chain."""
+    kind, down = SCHEDULES[schedule], tuple(range(ranks))
+    if kind.chains == 2:
+        return down, down[::-1]
+    return (down + down[::-1] if kind.v else down * chunks,)
+
+
+def _check_numbers(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    if schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, micro_batches // ranks)
+        check(
+            micro_batches % rounds == 0,
+            f"pipeline: {schedule} over {ranks} ranks runs micro-batches in {rounds} rounds, which must divide their"
+            f" number, got micro_batches={micro_batches}",
+        )
+    if schedule == "dualpipev":
+        check(
+            micro_batches >= ranks * chunks,
+            f"pipeline: dualpipev needs as many micro-batches as stages, {ranks * chunks}, got"
+            f" micro_batches={micro_batches}",
+        )
+    if schedule == "chimera":
+        check(
+            ranks % 2 == 0 and micro_batches % 2 == 0,
+            f"pipeline: chimera needs even numbers, got ranks={ranks} and micro_batches={micro_batches}",
+        )
