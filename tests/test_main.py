@@ -52,7 +52,8 @@ def test_dryrun_of_a_local_config(capsys, tmp_path):
 
 
 def test_pipeline(capsys, tmp_path):
-    argv = "pipeline", "--stages", "4", "--micro-batches", "8", "--plot", str(tmp_path / "gantt.png")
+    said(capsys, "pipeline", "--stages", "2", "--schedule", "1f1b,zbv", "--plot", str(tmp_path / "gantt.png"))
+    argv = "pipeline", "--stages", "4", "--micro-batches", "8"
     rows = {line.split()[0]: line.split() for line in said(capsys, *argv).splitlines() if line}
     assert rows["1f1b"][4] == "27.3" and rows["zbv"][4] == "5.9" and rows["chimera"][2] == "2"
     assert (tmp_path / "gantt.png").read_bytes()[:4] == b"\x89PNG"

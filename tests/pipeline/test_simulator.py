@@ -19,8 +19,7 @@ def bubbles(name, ranks, micro_batches, F=1.0, I=1.0, W=1.0):  # noqa: E741
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (8, 16), (2, 8), (5, 10)])
 def test_bubbles_by_their_formulas(ranks, micro_batches):
-    """(p - 1) / (v m + p - 1) of plain and interleaved schedules; (p - 1) / (6 m + p - 1) of split ones with F = I = W and
-    two stages a rank."""
+    """(p - 1) / (v m + p - 1); of split schedules, with F = I = W and two stages a rank, (p - 1) / (6 m + p - 1)."""
     p, m = ranks, micro_batches
     for name in LIKE_1F1B:
         assert bubbles(name, p, m) == pytest.approx(100 * (p - 1) / (m + p - 1), abs=1e-9)
