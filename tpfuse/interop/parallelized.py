@@ -78,10 +78,22 @@ _GENERATE = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "repetition_penalty",
+    "num_return_sequences",
     "eos_token_id",
     "pad_token_id",
+    "stop_strings",
     "max_new_tokens",
+)
+_GENERATE_OBJECTS = (
+    "attention_mask",
+    "logits_processor",
+    "stopping_criteria",
+    "tokenizer",
+    "streamer",
+    "seed",
+    "on_token",
 )
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
@@ -172,13 +184,15 @@ class Parallelized(Vocabulary, nn.Module):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
         """Generates as GPT does, with transformers' arguments.
 
-        ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
-        NotImplementedError, which names it, for an argument that is not built.
+        ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p`` and
+        ``num_return_sequences`` are transformers'; ``seed`` and ``on_token`` are GPT's.  The number of new tokens must
+        be given, here or in the generation config.  NotImplementedError, which names it, for an argument that is
+        not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
-        ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
+        ours = {key: options.pop(key) for key in _GENERATE_OBJECTS if key in options}
         config = self.generation_config if generation_config is None else generation_config
         values = {key: value for key, value in (config.to_diff_dict() | options).items() if value is not None}
         known = _GENERATE + _GENERATE_IGNORED

@@ -32,6 +32,10 @@ class KVCache:
         """Stores the prompt: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >= seq * batch."""
         self.store(qkv[: seq * batch, :, -2:].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4))
 
+    def repeat(self, n: int, mask: Tensor) -> None:
+        """Makes ``n`` rows of each of the batch; ``mask`` [n B, L] is the one of them all."""
+        self.mask, self.kv = mask, self.kv.repeat_interleave(n, 0)
+
     def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
         """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
         k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
