@@ -325,7 +325,8 @@ def generated(model):
     text = tokenizer.decode(free[0, -2:])
     out = model.generate(ids, streamer=streamer, stopping_criteria=StoppingCriteriaList([criterion]), **options)
     stopped = model.generate(ids[:1], stop_strings=[text], tokenizer=tokenizer, max_new_tokens=9, do_sample=False)
-    return out, streamer.columns, stopped
+    beams = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=3, num_return_sequences=2)
+    return out, streamer.columns, stopped, beams
 
 
 def generated_by_ours(world):
@@ -338,6 +339,7 @@ def test_generate_takes_what_transformers_takes(ranks, R):
     assert want[2].shape[1] < 7 + 9
     for got in ranks(R, generated_by_ours):
         assert torch.equal(got[0], want[0]) and got[1] == want[1] and torch.equal(got[2], want[2])
+        assert torch.equal(got[3], want[3])
 
 
 def test_what_generate_does_not_do_is_named():

@@ -173,7 +173,7 @@ ERRORS = {
     "processor": (dict(logits_processor=lambda i, s: i), r"generate: a logits_processor must return scores \(2, 97\)"),
     "min_p": (dict(min_p=1.5), r"generate: min_p must lie in \[0, 1\], got 1.5"),
     "sequences": (dict(num_return_sequences=0), r"generate: num_return_sequences must lie in 1 to 65535, got 0"),
-    "greedy": (dict(num_return_sequences=2), r"generate: num_return_sequences=2 needs do_sample=True"),
+    "greedy": (dict(num_return_sequences=2), r"generate: num_return_sequences=2 is more than num_beams=1"),
 }
 
 

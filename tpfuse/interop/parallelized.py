@@ -81,6 +81,9 @@ _GENERATE = (
     "min_p",
     "repetition_penalty",
     "num_return_sequences",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
     "eos_token_id",
     "pad_token_id",
     "stop_strings",
@@ -184,10 +187,10 @@ class Parallelized(Vocabulary, nn.Module):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
         """Generates as GPT does, with transformers' arguments.
 
-        ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p`` and
-        ``num_return_sequences`` are transformers'; ``seed`` and ``on_token`` are GPT's.  The number of new tokens must
-        be given, here or in the generation config.  NotImplementedError, which names it, for an argument that is
-        not built.
+        ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p``,
+        ``num_return_sequences`` and beam search are transformers'; ``seed`` and ``on_token`` are GPT's.  The number of
+        new tokens must be given, here or in the generation config.  NotImplementedError, which names it, for an
+        argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")

@@ -36,6 +36,11 @@ class KVCache:
         """Makes ``n`` rows of each of the batch; ``mask`` [n B, L] is the one of them all."""
         self.mask, self.kv = mask, self.kv.repeat_interleave(n, 0)
 
+    def reorder(self, rows: Tensor, first: int) -> None:
+        """Row b goes on from what row ``rows[b]`` was, from the position ``first`` on; before it rows stay."""
+        changed = self.kv[:, :, :, first : self.length]
+        changed.copy_(changed.index_select(0, rows))
+
     def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
         """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
         k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..kernels.runtime.errors import check
 from ..layers.module import check_gathered
+from .beams import Beams, search
 from .listening import Listener
 from .passes import pass_of
 from .request import Request, checked
-from .sampling import Chooser, Processor, Sampling, callables
+from .sampling import Chooser, Processor, Sampling, Scores, callables
 from .step import Step
 from .stopping import Stopping, until_all_ended
 
@@ -43,6 +44,9 @@ def generate(
     repetition_penalty: float = 1.0,
     logits_processor: Sequence[Processor] | Processor | None = None,
     num_return_sequences: int = 1,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
     seed: int = 0,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
@@ -62,6 +66,12 @@ def generate(
     probability is at least ``top_p`` together, and of those whose probability is at least ``min_p`` of the highest; in
     that order, which is transformers'.  ``num_return_sequences`` continues each prompt so many times, by samples that
     depend on neither that number nor the batch: [B x num_return_sequences, S + new].
+
+    ``num_beams`` above 1 searches the sequence of the highest sum of log-probabilities / length **
+    ``length_penalty``, by transformers' rules, with ``early_stopping`` True, False or "never"; the
+    ``num_return_sequences`` best of each prompt, at most ``num_beams``, come best first.  The cache then holds
+    num_beams rows of each prompt, and with each token those of its new tokens are put in another order: a copy, which
+    needs the memory of one layer's beside it for that time.  Penalty and processors get log-probabilities.
 
     A sequence ends at an ``eos_token_id``, where ``stop_strings`` (with the ``tokenizer`` of transformers that made the
     prompt) occur in the text so far and end in its last token, or where one of ``stopping_criteria`` says so.  It goes
@@ -96,17 +106,29 @@ def generate(
     given: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
     asked = dict(given, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
     asked |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
-    asked |= dict(logits_processor=logits_processor)
+    beams = Beams(num_beams, length_penalty, early_stopping)
+    asked |= dict(beams._asdict(), logits_processor=logits_processor)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
     given |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
-    request = checked(model, input_ids, attention_mask, sampling=sampling, **given)
+    beams.check()
+    request = checked(model, (input_ids, attention_mask), sampling, num_beams, **given)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
     listener = Listener(model.tp.group, streamer, on_token)
+    check(
+        num_beams == 1 or listener.none,
+        f"generate: streamer and on_token hear one sequence as it comes, and num_beams={num_beams} search several",
+    )
+    check(
+        num_beams == 1 or stopping.none or request.pad is not None,
+        f"generate: with num_beams={num_beams}, stop_strings and stopping_criteria need pad_token_id or eos_token_id",
+    )
 
     training = model.training
     model.eval()
     try:
+        if num_beams > 1:
+            return _searched(model, request, beams, processors=processors, stopping=stopping)
         return _continued(model, request, processors, (stopping, listener))
     finally:
         model.train(training)
@@ -147,6 +169,17 @@ def _continued(
         return text
     choose.scores.check()
     return until_all_ended(text, request.ends, prompt=ids.shape[1]) if often > 1 else text
+
+
+def _searched(
+    model: GPT, request: Request, beams: Beams, *, processors: tuple[Processor, ...], stopping: Stopping
+) -> Tensor:
+    """Returns the prompts, and behind them the best sequences."""
+    ids = request.ids
+    scores = Scores(model, ids, request.mask, penalty=request.sampling.repetition_penalty, processors=processors)
+    often = _tokens_between(ids.device) if stopping.none else 1
+    forward = pass_of(model, request)
+    return search(model, request, beams, scores=scores, forward=forward, stopping=stopping, often=often)
 
 
 def _tokens_between(device: torch.device) -> int:

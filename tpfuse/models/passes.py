@@ -34,6 +34,11 @@ class Pass:
         for cache in self.caches:
             cache.repeat(n, mask)
 
+    def reorder(self, rows: Tensor, first: int) -> None:
+        """Lets row b go on from what row ``rows[b]`` was, from the position ``first`` on."""
+        for cache in self.caches:
+            cache.reorder(rows, first)
+
 
 def pass_of(model: GPT, request: Request) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""

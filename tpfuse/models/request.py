@@ -54,9 +54,13 @@ class Request(NamedTuple):
 
 
 def checked(
-    model: GPT, input_ids: Tensor | None, attention_mask: Tensor | None, *, sampling: Sampling, **given: Any
+    model: GPT, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, **given: Any
 ) -> Request:
-    """Returns what is asked for; ValueError, which names the argument, for what no model takes."""
+    """Returns what is asked for of ``prompt``, ids and their mask [B, S].
+
+    ValueError, which names the argument, for what no model takes.
+    """
+    input_ids, attention_mask = prompt
     if input_ids is None:
         raise ValueError("generate: give input_ids [B, S]")
     check_tokens(type(model).__name__, input_ids)
@@ -66,9 +70,11 @@ def checked(
     check_numbers("generate", sampling._asdict() | given, _NUMBERS)
     sample, new, sequences = sampling.do_sample, given["max_new_tokens"], given["num_return_sequences"]
     check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
+    check(not (sample and beams > 1), f"generate: do_sample with num_beams={beams}, beam sampling, is not built")
     check(
-        sequences == 1 or sample,
-        f"generate: num_return_sequences={sequences} needs do_sample=True; the likeliest tokens are one sequence",
+        sample or sequences <= beams,
+        f"generate: num_return_sequences={sequences} is more than num_beams={beams}; without beams it needs"
+        " do_sample=True",
     )
     S, most, vocab = input_ids.shape[1], model.config.max_positions, model.config.vocab_size
     check(S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}")
