@@ -2,26 +2,49 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..kernels.attention.op import attention_decode
 from ..kernels.attention.options import DecodeOptions
 
 
+class Place:
+    """Where the next position goes, held on the device: all caches of a model, whose rows have ``length`` positions,
+    share one, and the host need not know how far they are."""
+
+    def __init__(self, batch: int, length: int, device: torch.device):
+        self.index = torch.full((1,), length - 1, device=device)
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)  # with the next position
+
+    def advance(self) -> None:
+        self.index += 1
+        self.lengths += 1
+
+
 class KVCache:
     """Holds keys and values in one tensor, ``kv`` [B, G/R, 2, L, E], written in place.
 
     ``mask`` [B, L] says which positions may be seen, and is shared by all layers; ``padded=False``: all may.
-    ``length`` positions are filled.
+    ``length`` positions are filled, as far as the host knows; ``place`` says it where :meth:`fix` was called.
     """
 
     def __init__(self, mask: Tensor, *, padded: bool = True):
         self.mask, self.padded = mask, padded
         self.length = 0
+        self.place: Place | None = None
         self.kv = mask.new_empty(0)  # made by the first positions, which know its shape
+
+    def fix(self, place: Place) -> None:
+        """From now on a call stores one position where ``place`` says, with the same shapes and numbers each time."""
+        self.place = place
+        self.kv[:, :, :, self.length :].zero_()  # what is not seen is multiplied by 0
 
     def store(self, kv: Tensor) -> None:
         """Stores the next positions: kv [B, G/R, 2, n, E]."""
+        if self.place is not None:
+            self.kv.index_copy_(3, self.place.index, kv)
+            return
         (batch, most), n = self.mask.shape, kv.shape[3]
         if self.length == 0:
             self.kv = kv.new_empty(batch, kv.shape[1], 2, most, kv.shape[-1])
@@ -43,9 +66,11 @@ class KVCache:
 
     def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
         """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
-        k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
-        mask = self.mask[:, : self.length] if self.padded else None
-        options = DecodeOptions(mask, lengths=None, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
+        filled = self.length if self.place is None else self.mask.shape[1]
+        k, v = self.kv[:, :, :, :filled].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
+        mask = self.mask[:, :filled] if self.padded else None
+        lengths = None if self.place is None else self.place.lengths
+        options = DecodeOptions(mask, lengths=lengths, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
         return by(q, k, v, options)
 
     def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import described
 from ..layers.module import check_gathered
 from .beams import Beams, search
+from .graph import Replayed, may_capture
 from .listening import Listener
 from .passes import pass_of
 from .request import Request, checked
@@ -53,6 +55,7 @@ def generate(
     stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     streamer: Any = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
+    cuda_graph: bool = True,
 ) -> Tensor:
     """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
 
@@ -87,6 +90,9 @@ def generate(
     ``end()``.  It may be given on one rank alone.  ``on_token(tokens [B])`` is called with every new column; true on
     any rank stops.  An error of one rank's streamer or ``on_token`` is an error on every rank.
 
+    On a GPU the step of a token becomes a CUDA graph after the second one, unless ``cuda_graph`` is false, or hooks,
+    processors, autocast or beams stand against it.
+
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
     ``on_token``, stop strings or criteria a GPU is waited for at each token, else at every eighth.
@@ -107,10 +113,11 @@ def generate(
     asked = dict(given, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
     asked |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
     beams = Beams(num_beams, length_penalty, early_stopping)
-    asked |= dict(beams._asdict(), logits_processor=logits_processor)
+    asked |= dict(beams._asdict(), logits_processor=logits_processor, cuda_graph=cuda_graph)
     model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
     given |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     beams.check()
+    check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
     request = checked(model, (input_ids, attention_mask), sampling, num_beams, **given)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
@@ -129,45 +136,50 @@ def generate(
     try:
         if num_beams > 1:
             return _searched(model, request, beams, processors=processors, stopping=stopping)
-        return _continued(model, request, processors, (stopping, listener))
+        listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
+        step = _begun(model, request, processors)
+        run = Replayed(step) if cuda_graph and may_capture(model, step, request.new) else step
+        return _continued(step, run, request, told=(stopping, listener))
     finally:
         model.train(training)
 
 
-def _continued(
-    model: GPT, request: Request, processors: tuple[Processor, ...], told: tuple[Stopping, Listener]
-) -> Tensor:
-    """Returns the prompts, and behind them one token after the other."""
-    (stopping, listener), ids = told, request.ids
-    often = 1 if not (listener.none and stopping.none) else _tokens_between(ids.device)
-    choose = Chooser(model, ids, request.mask, request.sampling, processors=processors)
+def _begun(model: GPT, request: Request, processors: tuple[Processor, ...]) -> Step:
+    """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
+    choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
     forward = pass_of(model, request)
-    step = Step(request, forward, choose)
-    listener.prompt(step.text[:, : ids.shape[1]])
-    logits = forward(ids, request.positions)
-    if request.sequences > 1:
-        forward.repeat(request.sequences)
-        choose.repeat(request.sequences)
-        logits = logits.repeat_interleave(request.sequences, 0)
+    logits, n = forward(request.ids, request.positions), request.sequences
+    if n > 1:
+        forward.repeat(n)
+        choose.repeat(n)
+    forward.fix()
+    return Step(request, forward, choose, logits.repeat_interleave(n, 0))
+
+
+def _continued(step: Step, run: Callable[[], None], request: Request, told: tuple[Stopping, Listener]) -> Tensor:
+    """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
+    (stopping, listener), ids, scores = told, request.ids, step.choose.scores
+    often = 1 if not (listener.none and stopping.none) else _tokens_between(ids.device)
     for count in range(1, request.new + 1):
         columns = ids.shape[1] + count
-        if count > 1:
-            logits = step.logits()
-        step.take(logits, step.text[:, : columns - 1])
+        if count == 1 or scores.processors:
+            step.take(step.first if count == 1 else step.logits(), step.text[:, : columns - 1])
+        else:
+            run()
         asks = count % often == 0
         if asks and (request.ends or ids.is_cpu):  # a GPU is waited for below anyway
-            choose.scores.check()
+            scores.check()
         if listener.tokens(step.token[:, 0]):
             break
         if not stopping.none:
-            step.done |= stopping(step.text[:, :columns], model.tp)
+            step.done |= stopping(step.text[:, :columns], scores.tp)
         if asks and (request.ends or not stopping.none) and step.done.all():
             break
     listener.end()
     text = step.text[:, :columns]
     if not request.ends:
         return text
-    choose.scores.check()
+    scores.check()
     return until_all_ended(text, request.ends, prompt=ids.shape[1]) if often > 1 else text
 
 

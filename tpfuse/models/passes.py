@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..agreement import any_rank
-from ..layers.cache import KVCache
+from ..layers.cache import KVCache, Place
 from .direct import Direct, applies
 from .request import Request
 from .rows import Rows
@@ -19,14 +19,28 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """A model with a cache, of which each call goes on where the last one ended: first the prompts, then tokens."""
+    """A model with a cache, of which each call goes on where the last one ended: first the prompts, then tokens.
 
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache]):
-        self.run, self.caches = run, caches
+    ``direct``: the CPU's own, whose host knows the length of the cache.
+    """
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, direct: bool):
+        self.run, self.caches, self.direct = run, caches, direct
+        self.place: Place | None = None
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids and their positions [B, n] -> this rank's logits [B, V/R] of the last ones."""
+        if self.place is not None:
+            self.place.advance()
         return self.run(ids, positions)
+
+    def fix(self) -> None:
+        """Behind the prompts: from now on every call has one token, and is the same to the host."""
+        if not self.direct:
+            first = self.caches[0]
+            self.place = Place(len(first.mask), first.length, first.mask.device)
+            for cache in self.caches:
+                cache.fix(self.place)
 
     def repeat(self, n: int) -> None:
         """Makes ``n`` rows of each, behind the prompts: the next call has so many."""
@@ -45,9 +59,9 @@ def pass_of(model: GPT, request: Request) -> Pass:
     seen, padded = request.seen, request.padded
     if not any_rank(model.tp.group, not applies(model, request.ids)):  # a hook on one rank is one on all
         direct = Direct(model, seen, padded=padded, prompt=request.ids.shape[1], new=request.new)
-        return Pass(direct, direct.caches)
+        return Pass(direct, direct.caches, direct=True)
     caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-    return Pass(lambda ids, positions: by_layers(model, caches, ids, positions), caches)
+    return Pass(lambda ids, positions: by_layers(model, caches, ids, positions), caches, direct=False)
 
 
 def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:

@@ -12,14 +12,15 @@ from .stopping import among
 
 
 class Step:
-    """Goes on by one token; nothing of the host's changes from call to call.
+    """Goes on by one token; nothing of the host's changes from call to call, where the cache is fixed.
 
     ``text`` [B, S + new] holds the prompts and what has come, ``done`` [B] says whose sequences have ended, and
-    ``token`` [B, 1] is the last one's.
+    ``token`` [B, 1] is the last one's.  ``first`` [B, V/R] are the logits that the prompts give.
     """
 
-    def __init__(self, request: Request, forward: Pass, choose: Chooser):
-        self.forward, self.choose, self.pad, self.ends = forward, choose, request.pad, request.ends
+    def __init__(self, request: Request, forward: Pass, choose: Chooser, first: Tensor):
+        self.first, self.forward, self.choose = first, forward, choose
+        self.pad, self.ends = request.pad, request.ends
         ids, n = request.ids.repeat_interleave(request.sequences, 0), request.sequences
         rows, prompt = ids.shape
         self.text = torch.cat([ids, ids.new_zeros(rows, request.new)], 1)
