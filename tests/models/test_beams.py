@@ -121,7 +121,10 @@ ERRORS = {
     "early": (dict(num_beams=2, early_stopping="soon"), "generate: early_stopping must be True, False or 'never', got"),
     "many": (dict(num_beams=2, num_return_sequences=3), "num_return_sequences=3 is more than num_beams=2"),
     "sample": (dict(num_beams=2, do_sample=True), "do_sample with num_beams=2, beam sampling, is not built"),
-    "on_token": (dict(num_beams=2, on_token=print), "streamer and on_token hear one sequence .* num_beams=2"),
+    "on_token": (
+        dict(num_beams=2, on_token=print),
+        "streamer, on_token and on_prompt hear one sequence .* num_beams=2",
+    ),
     "padding": (dict(num_beams=2, stopping_criteria=print), "stop_strings and stopping_criteria need pad_token_id or"),
 }
 

@@ -77,7 +77,7 @@ _GENERATE: tuple[str, ...] = "do_sample", "temperature", "top_k", "top_p", "min_
 _GENERATE += "num_return_sequences", "num_beams", "length_penalty", "early_stopping"
 _GENERATE += "eos_token_id", "pad_token_id", "max_new_tokens"
 _OBJECTS: tuple[str, ...] = "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "streamer"
-_OBJECTS += "seed", "on_token", "cuda_graph"  # of generate, beside a generation config
+_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph"  # of generate, beside a generation config
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention.op import attention_decode
@@ -73,13 +74,34 @@ class KVCache:
         options = DecodeOptions(mask, lengths=lengths, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
         return by(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:
-        """Stores one new position and attends from it: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E].
+    def attend(self, qkv: Tensor, batch: int, window: int | None, seq: int = 1) -> Tensor:
+        """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
+        seq * batch -> o [M, H/R E].
 
-        Rows of o beyond the batch are zero.
+        Rows of o beyond seq * batch are zero.
         """
-        self.store(qkv[:batch, :, -2:].unsqueeze(3))
-        o = self.see(qkv[:batch, :, :-2], window)
+        rows, before = seq * batch, self.length
+        if seq == 1:
+            self.store(qkv[:batch, :, -2:].unsqueeze(3))
+            o = self.see(qkv[:batch, :, :-2], window)
+        else:
+            self.fill(qkv, batch, seq)
+            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), window)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
-        out[:batch] = o
+        out[:rows] = o
         return out
+
+    def _see_from(self, first: int, q: Tensor, window: int | None) -> Tensor:
+        """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see
+        nothing gives 0."""
+        filled, heads = self.length, q.shape[3]
+        k, v = (t.repeat_interleave(heads, 1) for t in self.kv[:, :, :, :filled].unbind(2))  # [B, H/R, length, E]
+        key = torch.arange(filled, device=q.device)
+        query = key[first:, None]
+        seen = key <= query if window is None else (key <= query) & (key > query - window)
+        if self.padded:
+            seen = seen & self.mask[:, None, None, :filled]
+        o = F.scaled_dot_product_attention(q.flatten(2, 3).permute(1, 2, 0, 3), k, v, attn_mask=seen)
+        if self.padded:
+            o = o.masked_fill(~seen.any(-1, keepdim=True), 0)
+        return o.permute(2, 0, 1, 3).reshape(q.shape[0] * q.shape[1], -1)

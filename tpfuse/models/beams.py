@@ -146,7 +146,7 @@ def search(
     """Returns the best sequences [B x sequences, S + new]; after every ``often`` tokens it is asked whether there can
     be better ones."""
     found, prompt = Search(request, beams, scores), request.ids.shape[1]
-    logits = forward(request.ids, request.positions).repeat_interleave(beams.num_beams, 0)
+    logits = forward.read(request, lambda *_: None).repeat_interleave(beams.num_beams, 0)
     forward.repeat(beams.num_beams)
     scores.repeat(beams.num_beams)
     position = request.positions[:, -1:].repeat_interleave(beams.num_beams, 0)

@@ -55,6 +55,7 @@ def generate(
     stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     streamer: Any = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
+    on_prompt: Callable[[int, int], None] | None = None,
     cuda_graph: bool = True,
 ) -> Tensor:
     """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
@@ -88,14 +89,16 @@ def generate(
 
     ``streamer`` has transformers' ``put(ids)``, which gets the prompts [B, S] and then each column [B], on the CPU, and
     ``end()``.  It may be given on one rank alone.  ``on_token(tokens [B])`` is called with every new column; true on
-    any rank stops.  An error of one rank's streamer or ``on_token`` is an error on every rank.
+    any rank stops.  Long prompts are read in pieces, so that a layer's rows need no memory for all of them;
+    ``on_prompt(columns, of)`` is called behind each, on the ranks that have it.  An error of one rank's streamer or
+    callable is an error on every rank.
 
     On a GPU the step of a token becomes a CUDA graph after the second one, unless ``cuda_graph`` is false, or hooks,
     processors, autocast or beams stand against it.
 
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
-    ``on_token``, stop strings or criteria a GPU is waited for at each token, else at every eighth.
+    a callable, stop strings or criteria a GPU is waited for at each token, else at every eighth.
     """
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
@@ -121,10 +124,10 @@ def generate(
     request = checked(model, (input_ids, attention_mask), sampling, num_beams, **given)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
-    listener = Listener(model.tp.group, streamer, on_token)
+    listener = Listener(model.tp.group, streamer, on_token, on_prompt)
     check(
         num_beams == 1 or listener.none,
-        f"generate: streamer and on_token hear one sequence as it comes, and num_beams={num_beams} search several",
+        f"generate: streamer, on_token and on_prompt hear one sequence as it comes; num_beams={num_beams} are several",
     )
     check(
         num_beams == 1 or stopping.none or request.pad is not None,
@@ -137,18 +140,20 @@ def generate(
         if num_beams > 1:
             return _searched(model, request, beams, processors=processors, stopping=stopping)
         listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
-        step = _begun(model, request, processors)
+        step = _begun(model, request, processors, told=listener.read)
         run = Replayed(step) if cuda_graph and may_capture(model, step, request.new) else step
         return _continued(step, run, request, told=(stopping, listener))
     finally:
         model.train(training)
 
 
-def _begun(model: GPT, request: Request, processors: tuple[Processor, ...]) -> Step:
+def _begun(
+    model: GPT, request: Request, processors: tuple[Processor, ...], told: Callable[[int, int], None] = lambda *_: None
+) -> Step:
     """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
     choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
     forward = pass_of(model, request)
-    logits, n = forward(request.ids, request.positions), request.sequences
+    logits, n = forward.read(request, told), request.sequences
     if n > 1:
         forward.repeat(n)
         choose.repeat(n)

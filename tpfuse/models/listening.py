@@ -1,4 +1,5 @@
-"""What a caller hears while tokens come, and how he stops them: a streamer, and ``on_token``."""
+"""What a caller hears while prompts are read and tokens come, and how he stops these: a streamer, ``on_prompt`` and
+``on_token``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +16,20 @@ _STOPS, _FAILED = 1, 2  # what a rank says of itself
 
 
 class Listener:
-    """A rank's streamer and ``on_token``.  Every rank makes one; only some may have a streamer.
+    """A rank's streamer and callables.  Every rank makes one; only some may have a streamer, or ``on_prompt``.
 
-    ``none``: no rank hears anything.  An error that one rank's raise is an error on every rank, and so is a streamer
+    ``none``: no rank hears anything.  An error that one rank's raises is an error on every rank, and so is a streamer
     that is none.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, streamer: Any, on_token: Callable[[Tensor], bool | None] | None
+        self,
+        group: dist.ProcessGroup | None,
+        streamer: Any,
+        on_token: Callable[[Tensor], bool | None] | None,
+        on_prompt: Callable[[int, int], None] | None,
     ):
-        self.group, self.streamer, self.on_token = group, streamer, on_token
+        self.group, self.streamer, self.on_token, self.on_prompt = group, streamer, on_token, on_prompt
         self.none = not self._together(self._has_any)
 
     def _has_any(self) -> bool:
@@ -33,14 +38,20 @@ class Listener:
             raise ValueError(
                 f"generate: streamer must have put(tokens) and end(), as transformers' have, got {described(s)}"
             )
-        if self.on_token is not None and not callable(self.on_token):
-            raise ValueError(f"generate: on_token must be callable with tokens [B], got {described(self.on_token)}")
-        return s is not None or self.on_token is not None
+        for name, given in (("on_token", self.on_token), ("on_prompt", self.on_prompt)):
+            if given is not None and not callable(given):
+                raise ValueError(f"generate: {name} must be callable, got {described(given)}")
+        return any(heard is not None for heard in (s, self.on_token, self.on_prompt))
 
     def prompt(self, ids: Tensor) -> None:
         """Hands the prompts [B, S] to the streamer."""
         if not self.none:
             self._together(lambda: self._put(ids))
+
+    def read(self, done: int, columns: int) -> None:
+        """Says how many of the prompts' columns have been read."""
+        if not self.none:
+            self._together(lambda: self.on_prompt is not None and self.on_prompt(done, columns))
 
     def tokens(self, token: Tensor) -> bool:
         """Hands the new tokens [B] on, and returns whether any rank stops."""

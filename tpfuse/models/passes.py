@@ -17,15 +17,17 @@ from .rows import Rows
 if TYPE_CHECKING:
     from .gpt import GPT
 
+PIECE = 2048  # rows
+
 
 class Pass:
     """A model with a cache, of which each call goes on where the last one ended: first the prompts, then tokens.
 
-    ``direct``: the CPU's own, whose host knows the length of the cache.
+    ``pieces``: in how many the prompts are read.  ``direct``: the CPU's own, whose host knows the length of the cache.
     """
 
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, direct: bool):
-        self.run, self.caches, self.direct = run, caches, direct
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
+        self.run, self.caches, self.pieces, self.direct = run, caches, pieces, direct
         self.place: Place | None = None
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -33,6 +35,15 @@ class Pass:
         if self.place is not None:
             self.place.advance()
         return self.run(ids, positions)
+
+    def read(self, request: Request, told: Callable[[int, int], None]) -> Tensor:
+        """The prompts' logits [B, V/R]; ``told`` hears behind each piece how many of how many columns were read."""
+        ids, done = request.ids, 0
+        for piece, positions in zip(*(t.tensor_split(self.pieces, 1) for t in (ids, request.positions)), strict=True):
+            logits = self(piece, positions)
+            done += piece.shape[1]
+            told(done, ids.shape[1])
+        return logits
 
     def fix(self) -> None:
         """Behind the prompts: from now on every call has one token, and is the same to the host."""
@@ -56,12 +67,18 @@ class Pass:
 
 def pass_of(model: GPT, request: Request) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
-    seen, padded = request.seen, request.padded
+    seen, padded, pieces = request.seen, request.padded, pieces_of(model, request.ids)
     if not any_rank(model.tp.group, not applies(model, request.ids)):  # a hook on one rank is one on all
-        direct = Direct(model, seen, padded=padded, prompt=request.ids.shape[1], new=request.new)
-        return Pass(direct, direct.caches, direct=True)
+        direct = Direct(model, seen, padded=padded, prompt=-(-request.ids.shape[1] // pieces), new=request.new)
+        return Pass(direct, direct.caches, pieces=pieces, direct=True)
     caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-    return Pass(lambda ids, positions: by_layers(model, caches, ids, positions), caches, direct=False)
+    return Pass(lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False)
+
+
+def pieces_of(model: GPT, ids: Tensor) -> int:
+    """Returns in how many pieces prompts [B, S] are read: what a layer computes of one is there at a time, and not of
+    all, which is many times the cache.  One where rotary positions stretch with the prompt's length."""
+    return 1 if model.config.stretched else min(-(-ids.numel() // PIECE), ids.shape[1])
 
 
 def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
