@@ -1,12 +1,14 @@
-"""A language model continues prompts, split over tensor-parallel ranks: greedy or sampled, with stop strings.
+"""A language model continues prompts, split over tensor-parallel ranks: greedy or sampled, with stop strings; or chats.
 
     python examples/generate.py "def main(" "class Error("            # what make demo-train trained, greedily
     torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama --temperature 0.8 --top-p 0.9 "Once upon"
     torchrun --nproc-per-node 2 examples/generate.py --compare        # tokens/s against transformers' generate
+    torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama-chat --chat
 
 --model is any local Hugging Face directory of a family that tpfuse.models.GPT knows, with a tokenizer.json; without
-one, a vocabulary of 256 is taken for bytes.  In fp32 the same seed gives the same text on any number of processes.
-Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16).
+one, a vocabulary of 256 is taken for bytes.  A long prompt shows a bar while it is read.  --chat answers line by line
+by the chat template of a tokenizer that transformers loads; Ctrl-C ends an answer, Ctrl-D the conversation.  In fp32
+the same seed gives the same text on any number of processes.  Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16).
 """
 
 import json
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import _chat
 import _common as common
 import torch
 import torch.distributed as dist
@@ -67,6 +70,13 @@ def parse():
     add = parser.add_argument_group("where it ends").add_argument
     add("--max-new-tokens", type=common.positive, default=48, metavar="N", help="tokens at most")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add = parser.add_argument_group("conversation").add_argument
+    add(
+        "--chat",
+        action="store_true",
+        help="answer lines of the terminal, or of a pipe, by the tokenizer's chat template; Ctrl-C ends an answer,"
+        " Ctrl-D the conversation",
+    )
     add = parser.add_argument_group("measuring").add_argument
     add(
         "--compare",
@@ -80,6 +90,8 @@ def parse():
     args.stop = args.stop or []
     if "" in args.stop or "" in args.prompts:
         parser.error("a prompt or a --stop text is empty")
+    if args.chat and (args.prompts or args.compare):
+        parser.error("--chat reads its prompts, and goes with neither PROMPT nor --compare")
     args.prompts = args.prompts or PROMPTS
     return args
 
@@ -256,18 +268,38 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (common.WORLD,), mesh_dim_names=("tp",))
     tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel)
     with common.one_line_errors():
+        tokenizer = _chat.tokenizer_of(args.model) if args.chat else None
         model = GPT.from_pretrained(args.model, tp=tp, dtype=dtype_of(args, device), device=device)
+        common.say(f"{args.model}: {model.config.family}, tp={common.WORLD} on {device.type}, {dtype_of(args, device)}")
+        if tokenizer is not None:
+            ends = ends_of(args.model, model.hf_source) or [tokenizer.eos_token_id] * (
+                tokenizer.eos_token_id is not None
+            )
+            _chat.chat(model, tokenizer, ends, chosen(args) | dict(stop_strings=args.stop or None))
+            return common.stop()
         text = codec(args.model, model.config.vocab_size, model.hf_source)
         rows = [text.encode(prompt) for prompt in args.prompts]
         if not all(rows):
             raise ValueError("a prompt has no tokens")
         ids, mask = (t.to(device) for t in padded(rows))
-        common.say(f"{args.model}: {model.config.family}, tp={common.WORLD} on {device.type}, {dtype_of(args, device)}")
         if args.compare:
             compare(args, model, ids, mask, args.runs)
         else:
             converse(args, model, text, rows, ids, mask)
     common.stop()
+
+
+def chosen(args) -> dict:
+    """How tokens are chosen, and how many: options of ``generate``."""
+    return dict(
+        max_new_tokens=args.max_new_tokens,
+        do_sample=any(x is not None for x in (args.temperature, args.top_k, args.top_p)),
+        temperature=1.0 if args.temperature is None else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
 
 
 def converse(args, model: GPT, text: Codec, rows: list[list[int]], ids: Tensor, mask: Tensor) -> None:
@@ -277,15 +309,10 @@ def converse(args, model: GPT, text: Codec, rows: list[list[int]], ids: Tensor, 
     model.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=args.max_new_tokens,
         eos_token_id=text.ends,
-        do_sample=any(x is not None for x in (args.temperature, args.top_k, args.top_p)),
-        temperature=1.0 if args.temperature is None else args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
         on_token=stream,
+        on_prompt=_chat.Progress() if common.RANK == 0 else None,
+        **chosen(args),
     )
     seconds = time.perf_counter() - began
     stream.finish()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tpfuse.kernels.runtime import launch
 from tpfuse.kernels.runtime.op import OPS
@@ -45,6 +45,11 @@ def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
     return "its result, or its shape, depends on values" if _CONTENT & set(func.tags) else None
 
 
+def _of_host(value: Any) -> Any:
+    """What a launch fixes of an argument: a number itself, of a tensor its kind and layout."""
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
+
+
 class _FromHost(TorchFunctionMode):
     """Sees what makes tensors of numbers on the host, which copies them without an op."""
 
@@ -61,6 +66,7 @@ class NoSync(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.started: Counter[str] = Counter()
+        self.calls: list[Any] = []  # of ops and kernels, with what the host gave them
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         reason = why_it_waits(func, args, kwargs or {})
@@ -73,11 +79,13 @@ class NoSync(TorchDispatchMode):
         if out is not NotImplemented:
             return out
         self.started[func.overloadpacket.__name__] += 1
+        self.calls.append((func, tree_map(_of_host, (args, kwargs))))
         return func(*args, **(kwargs or {}))
 
-    def start(self, kernel: Any, grid: tuple[int, ...], device: torch.device, **_: Any) -> None:
+    def start(self, kernel: Any, grid: tuple[int, ...], device: torch.device, **given: Any) -> None:
         assert device == GPU
         self.started[kernel.__name__] += 1
+        self.calls.append((kernel.__name__, grid, tree_map(_of_host, given)))
 
 
 @contextlib.contextmanager

@@ -218,6 +218,7 @@ def test_bert(ranks):
 
 
 GENERATE = dict(seed=1, max_new_tokens=4, do_sample=True, temperature=0.5, top_k=3, top_p=0.5, repetition_penalty=1.5)
+GENERATE |= dict(min_p=0.1, num_return_sequences=2, num_beams=2, length_penalty=0.5, early_stopping=True)
 GENERATE |= dict(eos_token_id=3, pad_token_id=4, attention_mask=SAME.clamp(max=1), on_token=lambda token: None)
 
 

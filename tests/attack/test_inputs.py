@@ -91,6 +91,10 @@ GENERATE = {
     "eos_token_id": INTEGERS | {"-1": -1, "inside": [1, 1.5], "tensor": T(1)},
     "pad_token_id": INTEGERS | {"2**63": 1 << 63},
     "seed": INTEGERS | {"2**64": 1 << 64},
+    "min_p": FLOATS | {"above 1": 1.1},
+    "num_return_sequences": INTEGERS | {"0": 0, "2**16": 1 << 16},
+    "num_beams": INTEGERS | {"0": 0, "sampled": 2},
+    "cuda_graph": {"1": 1, "text": "yes"},
     "do_sample": {"1": 1, "text": "yes"},
 }
 GENERATE["eos_token_id"].pop("list"), GENERATE["eos_token_id"].pop("array")

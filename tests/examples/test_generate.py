@@ -1,13 +1,20 @@
 """The generating example: text as it comes, stop strings over token borders, every split alike, and errors in one
 line."""
 
+import contextlib
+import io
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
 
-from tests.examples.launch import example, ok
+from tests.examples.launch import EXAMPLES, environment, example, ok
+from tests.models.tokenizers import byte_level
 
 generate = example("generate")
 SCRIPT = "generate.py"
@@ -121,6 +128,113 @@ def test_half_a_character_is_not_written():
 def test_an_end_token_ends_unseen():
     _, c = streamed(b"ab\0cd", [])
     assert c.text == "ab" and c.ended and c.tokens == 3
+
+
+# ---- a conversation
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory):
+    """A Llama with a tokenizer that has a chat template."""
+    torch.manual_seed(1)
+    tokenizer, path = byte_level(), tmp_path_factory.mktemp("talker")
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(max_position_embeddings=64, initializer_range=0.5, intermediate_size=64, pad_token_id=None)
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+LINES = "the quick\n\nand the lazy dog\n"
+
+
+def conversation(path, lines: list[str], **options) -> list[str]:
+    """What transformers answers."""
+    model, messages, answers = transformers.AutoModelForCausalLM.from_pretrained(path), [], []
+    tokenizer = byte_level()
+    for line in lines:
+        messages.append(dict(role="user", content=line))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        out = model.generate(ids, do_sample=False, pad_token_id=0, **options)[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(out, skip_special_tokens=True))
+        messages.append(dict(role="assistant", content=answers[-1]))
+    return answers
+
+
+def answers(out: str) -> list[str]:
+    return [answer.rstrip("\n") for answer in out.split("\n", 1)[1].split("> ")[1:-1]]
+
+
+def test_a_conversation(talker, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(LINES))
+    out = said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 6, "--chat")
+    want = conversation(talker, LINES.split("\n")[::2], max_new_tokens=6)
+    assert [a for a in answers(out) if a] == [a.strip("\n") for a in want] and len(set(want)) == 2
+
+
+def test_a_conversation_that_grows_too_long(talker, capsys, monkeypatch):
+    """Old turns are forgotten; a line that is too long by itself is said to be."""
+    lines = ["the end", "the fox", "x" * 80, "the dog", "the end"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    out = said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 40, "--chat")
+    assert out.count("more than the model's 64 positions") == 1 and len(out.split("> ")) == 7
+
+
+def test_a_stop_string_ends_an_answer(talker, capsys, monkeypatch):
+    (whole,) = conversation(talker, ["the quick"], max_new_tokens=12)
+    stop = whole[4:6]
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick\n"))
+    out = said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 12, "--chat", "--stop", stop)
+    (answer,) = answers(out)
+    assert stop in answer and len(answer) < len(whole) and whole.startswith(answer[: answer.index(stop)])
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(talker, capsys, monkeypatch):
+    chat = sys.modules["_chat"]
+    heard, plain = [], chat.interrupts
+
+    @contextlib.contextmanager
+    def interrupts():
+        with plain() as interrupted:
+
+            def interrupted_at_third():
+                heard.append(0)
+                if len(heard) == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return interrupted()
+
+            yield interrupted_at_third
+
+    monkeypatch.setattr(chat, "interrupts", interrupts)
+    monkeypatch.setattr("sys.stdin", io.StringIO(LINES))
+    said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 6, "--chat")
+    assert len(heard) > 3 + 6  # three tokens, then all of the next answer
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_a_conversation_of_two_processes(talker, capsys, monkeypatch):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / SCRIPT), "--model", str(talker), "--max-new-tokens", "6", "--chat"]
+    done = subprocess.run(command, input=LINES, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    want = conversation(talker, LINES.split("\n")[::2], max_new_tokens=6)
+    assert [a for a in answers(done.stdout) if a] == [a.strip("\n") for a in want]
+
+
+def test_chat_needs_a_template(trained, monkeypatch, capsys):
+    assert "has no chat template" in refused(monkeypatch, capsys, "--model", trained[1], "--chat")
+    assert "--chat reads its prompts" in refused(monkeypatch, capsys, "--model", trained[1], "--chat", "x")
+
+
+def test_a_long_prompt_shows_a_bar(trained, capsys, monkeypatch):
+    monkeypatch.setattr("tpfuse.models.passes.PIECE", 8)
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--model", str(trained[0]), "--max-new-tokens", "2", "x" * 30])
+    generate.main()
+    err = capsys.readouterr().err
+    assert "reading the prompt" in err and "0/30" in err
 
 
 # ---- flags and guards

@@ -352,8 +352,8 @@ def test_what_a_call_asks_for_is_named(asked):
 def test_what_else_is_named():
     model, bert = parallelize(make("llama")), parallelize(make("bert"))
     ids = batch(model.config)["input_ids"]
-    with pytest.raises(NotImplementedError, match="num_beams is not built"):
-        model.generate(ids, max_new_tokens=2, num_beams=2)
+    with pytest.raises(NotImplementedError, match="penalty_alpha is not built"):
+        model.generate(ids, max_new_tokens=2, penalty_alpha=0.5)
     with pytest.raises(ValueError, match="give max_new_tokens or max_length"):
         model.generate(ids)
     with pytest.raises(NotImplementedError, match="BertModel is not a causal model"):

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch
 from tests.models.theirs import NAMES, make
+from tests.models.tokenizers import byte_level
 from tpfuse import parallelize
 from tpfuse.models import GPT, Bert
 
@@ -297,3 +299,53 @@ def test_a_hook_on_one_part_fires_once(ranks, name):
     for fired, outputs in ranks(2, hooked, name, True):
         assert set(map(tuple, fired.values())) == {(1, 1, 1)}, fired
         assert all(error(x, outputs[0]) < 1e-10 for x in outputs)
+
+
+# ---- generate ----
+
+
+class Heard:
+    def __init__(self):
+        self.columns = []
+
+    def put(self, value):
+        self.columns.append(value.tolist())
+
+    def end(self):
+        self.columns.append("end")
+
+
+def generated(model):
+    """By transformers' arguments: a streamer, a criterion, a processor and stop strings."""
+    tokenizer, streamer, ids = byte_level(), Heard(), batch(model.config)["input_ids"]
+    free = model.generate(ids, max_new_tokens=6, do_sample=False)
+    criterion = lambda ids, scores, **_: ids[:, -1] == free[0, -3]
+    bans = lambda ids, scores: scores.index_fill(1, free[1, -1:], -torch.inf)
+    options = dict(max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([bans]))
+    text = tokenizer.decode(free[0, -2:])
+    out = model.generate(ids, streamer=streamer, stopping_criteria=StoppingCriteriaList([criterion]), **options)
+    stopped = model.generate(ids[:1], stop_strings=[text], tokenizer=tokenizer, max_new_tokens=9, do_sample=False)
+    beams = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=3, num_return_sequences=2)
+    return out, streamer.columns, stopped, beams
+
+
+def generated_by_ours(world):
+    return generated(parallelize(make("llama", torch.float32), make_tp(world)))
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_generate_takes_what_transformers_takes(ranks, R):
+    want = generated(make("llama", torch.float32))
+    assert want[2].shape[1] < 7 + 9
+    for got in ranks(R, generated_by_ours):
+        assert torch.equal(got[0], want[0]) and got[1] == want[1] and torch.equal(got[2], want[2])
+        assert torch.equal(got[3], want[3])
+
+
+def test_what_generate_does_not_do_is_named():
+    model = parallelize(make("llama", torch.float32))
+    ids = batch(model.config)["input_ids"]
+    for option in (dict(return_dict_in_generate=True), dict(output_scores=True), dict(penalty_alpha=0.5)):
+        (name,) = option
+        with pytest.raises(NotImplementedError, match=f"{name} is not built"):
+            model.generate(ids, max_new_tokens=2, **option)

@@ -16,7 +16,7 @@ from tpfuse.kernels.linear.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, direct
-from tpfuse.models.generate import _by_layers
+from tpfuse.models.passes import by_layers
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
 LLAMA = replace(GPT_CONFIG, family="llama", norm="rms", gated=True, activation="silu", num_kv_heads=2, rope=ROPE)
@@ -64,7 +64,7 @@ def both(world, name, dtype, sp, mask):
         assert direct.applies(model, ids)
         ours = direct.Direct(model, seen, padded=padded, prompt=mask.shape[1], new=NEW)
         caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-        return logits_of(ours, ids, mask), logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
+        return logits_of(ours, ids, mask), logits_of(lambda *args: by_layers(model, caches, *args), ids, mask)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -107,7 +107,7 @@ def test_a_long_prompt_is_worked_on_in_pieces():
     with torch.no_grad():
         ours = logits_of(direct.Direct(model, seen, padded=False, prompt=150, new=NEW), ids, mask)
         caches = [KVCache(seen) for _ in model.blocks]
-        want = logits_of(lambda *args: _by_layers(model, caches, *args), ids, mask)
+        want = logits_of(lambda *args: by_layers(model, caches, *args), ids, mask)
     assert 2 * 150 > direct.BLOCK
     torch.testing.assert_close(ours, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 

@@ -73,16 +73,11 @@ _CALL = (
 )
 _LOSS = "label_smoothing", "z_loss", "reduction"  # of a model that has one
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
-_GENERATE = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "eos_token_id",
-    "pad_token_id",
-    "max_new_tokens",
-)
+_GENERATE: tuple[str, ...] = "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings"
+_GENERATE += "num_return_sequences", "num_beams", "length_penalty", "early_stopping"
+_GENERATE += "eos_token_id", "pad_token_id", "max_new_tokens"
+_OBJECTS: tuple[str, ...] = "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "streamer"
+_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph"  # of generate, beside a generation config
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
 
@@ -172,13 +167,15 @@ class Parallelized(Vocabulary, nn.Module):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
         """Generates as GPT does, with transformers' arguments.
 
-        ``seed`` and ``on_token`` are GPT's.  The number of new tokens must be given, here or in the generation config.
-        NotImplementedError, which names it, for an argument that is not built.
+        ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p``,
+        ``num_return_sequences`` and beam search are transformers'; ``seed``, ``on_token`` and ``cuda_graph`` are GPT's.
+        The number of new tokens must be given, here or in the generation config.  NotImplementedError, which names it,
+        for an argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
-        ours = {key: options.pop(key) for key in ("attention_mask", "seed", "on_token") if key in options}
+        ours = {key: options.pop(key) for key in _OBJECTS if key in options}
         config = self.generation_config if generation_config is None else generation_config
         values = {key: value for key, value in (config.to_diff_dict() | options).items() if value is not None}
         known = _GENERATE + _GENERATE_IGNORED

@@ -222,7 +222,7 @@ class ParallelAttention(ParallelModule):
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
             qkv, rope = _rotated(qkv, rope, rope.positions), None
         if cache is not None and cache.length > 0:
-            o = cache.attend(qkv, batch, self.window)
+            o = cache.attend(qkv, batch, self.window, len(qkv) // batch if seq is None else seq)
         else:
             if cache is not None:
                 cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)

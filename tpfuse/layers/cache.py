@@ -2,26 +2,50 @@
 
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention.op import attention_decode
 from ..kernels.attention.options import DecodeOptions
 
 
+class Place:
+    """Where the next position goes, held on the device: all caches of a model, whose rows have ``length`` positions,
+    share one, and the host need not know how far they are."""
+
+    def __init__(self, batch: int, length: int, device: torch.device):
+        self.index = torch.full((1,), length - 1, device=device)
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)  # with the next position
+
+    def advance(self) -> None:
+        self.index += 1
+        self.lengths += 1
+
+
 class KVCache:
     """Holds keys and values in one tensor, ``kv`` [B, G/R, 2, L, E], written in place.
 
     ``mask`` [B, L] says which positions may be seen, and is shared by all layers; ``padded=False``: all may.
-    ``length`` positions are filled.
+    ``length`` positions are filled, as far as the host knows; ``place`` says it where :meth:`fix` was called.
     """
 
     def __init__(self, mask: Tensor, *, padded: bool = True):
         self.mask, self.padded = mask, padded
         self.length = 0
+        self.place: Place | None = None
         self.kv = mask.new_empty(0)  # made by the first positions, which know its shape
+
+    def fix(self, place: Place) -> None:
+        """From now on a call stores one position where ``place`` says, with the same shapes and numbers each time."""
+        self.place = place
+        self.kv[:, :, :, self.length :].zero_()  # what is not seen is multiplied by 0
 
     def store(self, kv: Tensor) -> None:
         """Stores the next positions: kv [B, G/R, 2, n, E]."""
+        if self.place is not None:
+            self.kv.index_copy_(3, self.place.index, kv)
+            return
         (batch, most), n = self.mask.shape, kv.shape[3]
         if self.length == 0:
             self.kv = kv.new_empty(batch, kv.shape[1], 2, most, kv.shape[-1])
@@ -32,20 +56,52 @@ class KVCache:
         """Stores the prompt: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >= seq * batch."""
         self.store(qkv[: seq * batch, :, -2:].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4))
 
+    def repeat(self, n: int, mask: Tensor) -> None:
+        """Makes ``n`` rows of each of the batch; ``mask`` [n B, L] is the one of them all."""
+        self.mask, self.kv = mask, self.kv.repeat_interleave(n, 0)
+
+    def reorder(self, rows: Tensor, first: int) -> None:
+        """Row b goes on from what row ``rows[b]`` was, from the position ``first`` on; before it rows stay."""
+        changed = self.kv[:, :, :, first : self.length]
+        changed.copy_(changed.index_select(0, rows))
+
     def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
         """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
-        k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
-        mask = self.mask[:, : self.length] if self.padded else None
-        options = DecodeOptions(mask, lengths=None, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
+        filled = self.length if self.place is None else self.mask.shape[1]
+        k, v = self.kv[:, :, :, :filled].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
+        mask = self.mask[:, :filled] if self.padded else None
+        lengths = None if self.place is None else self.place.lengths
+        options = DecodeOptions(mask, lengths=lengths, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
         return by(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:
-        """Stores one new position and attends from it: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E].
+    def attend(self, qkv: Tensor, batch: int, window: int | None, seq: int = 1) -> Tensor:
+        """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
+        seq * batch -> o [M, H/R E].
 
-        Rows of o beyond the batch are zero.
+        Rows of o beyond seq * batch are zero.
         """
-        self.store(qkv[:batch, :, -2:].unsqueeze(3))
-        o = self.see(qkv[:batch, :, :-2], window)
+        rows, before = seq * batch, self.length
+        if seq == 1:
+            self.store(qkv[:batch, :, -2:].unsqueeze(3))
+            o = self.see(qkv[:batch, :, :-2], window)
+        else:
+            self.fill(qkv, batch, seq)
+            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), window)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
-        out[:batch] = o
+        out[:rows] = o
         return out
+
+    def _see_from(self, first: int, q: Tensor, window: int | None) -> Tensor:
+        """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see
+        nothing gives 0."""
+        filled, heads = self.length, q.shape[3]
+        k, v = (t.repeat_interleave(heads, 1) for t in self.kv[:, :, :, :filled].unbind(2))  # [B, H/R, length, E]
+        key = torch.arange(filled, device=q.device)
+        query = key[first:, None]
+        seen = key <= query if window is None else (key <= query) & (key > query - window)
+        if self.padded:
+            seen = seen & self.mask[:, None, None, :filled]
+        o = F.scaled_dot_product_attention(q.flatten(2, 3).permute(1, 2, 0, 3), k, v, attn_mask=seen)
+        if self.padded:
+            o = o.masked_fill(~seen.any(-1, keepdim=True), 0)
+        return o.permute(2, 0, 1, 3).reshape(q.shape[0] * q.shape[1], -1)

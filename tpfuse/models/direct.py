@@ -61,7 +61,8 @@ def _plain(block: nn.Module) -> bool:
 
 
 class Direct:
-    """A model with a KV cache for ``seen`` [B, L], a prompt of ``prompt`` columns and ``new`` tokens: a collective.
+    """A model with a KV cache for ``seen`` [B, L], a prompt that is read ``prompt`` columns at a time, and ``new``
+    tokens: a collective.
 
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
@@ -91,14 +92,15 @@ class Direct:
         h = self._embedded(known, rows)
         turn = None if self.turning is None else self.turning(positions, rows)
         x = self.norm(h)
-        for layer, cache in zip(self._stack(), self.caches, strict=True):
+        reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
+        for layer, cache in zip(self._stack(reads), self.caches, strict=True):
             h, x = layer(h, x, cache, turn)
         return self.head(x)
 
-    def _stack(self) -> list[_Layer]:
-        if self.prompt:
-            layers, self.prompt = self.prompt, []
-            return layers
+    def _stack(self, reads: bool) -> list[_Layer]:
+        if reads:
+            return self.prompt
+        self.prompt = []
         if not self.layers:
             self.layers = [_Layer(block, self.exchange, self.form) for block in self.model.blocks]
         return self.layers
@@ -145,6 +147,8 @@ class _Layer:
             cache.store(qkv[:, :, -2:].unsqueeze(3))
             return cache.see(qkv[:, :, :-2], self.window, by=decode)
         n = len(x) // batch
+        if cache.length > 0:
+            return cache.attend(qkv, batch, self.window, n)
         cache.fill(qkv, batch, n)
         if cache.padded or (self.window is not None and self.window < n):
             mask = cache.mask[:, :n] if cache.padded else None

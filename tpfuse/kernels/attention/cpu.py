@@ -239,12 +239,16 @@ def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
-    """attention_decode on a CPU: torch's, with a group's query heads as its positions; one with a softcap, or lengths,
-    by the reference."""
+    """attention_decode on a CPU: torch's, with a group's query heads as its positions; one with a softcap by the
+    reference."""
     key_mask, lengths, window, scale, softcap = options
-    if softcap is not None or lengths is not None:
+    if softcap is not None:
         return attention_decode_ref(q, k, v, options)
-    if window is not None:
+    if lengths is not None:
+        key, end = torch.arange(k.shape[1], device=k.device), lengths[:, None]
+        seen = key < end if window is None else (key < end) & (key >= end - window)
+        key_mask = seen if key_mask is None else seen & key_mask
+    elif window is not None:
         k, v = k[:, -window:], v[:, -window:]
         key_mask = None if key_mask is None else key_mask[:, -window:]
     mask = None if key_mask is None else key_mask[:, None, None]

@@ -5,7 +5,7 @@ element's place in the whole tensor.
     key     (k0, k1) = first two words of philox(step lo, step hi, 0, 0) under (seed lo, seed hi)
     mask    c = (position, site << 16 | head, column // 8, sample);  column is 16-bit lane column % 8 of the four words,
             low half first; kept where the unsigned lane >= T = floor(65536 p + 1/2), scaled by 65536 / (65536 - T)
-    sample  c = (position, 65535 << 16, token id // 4, sample);  word id % 4, as (word + 1/2) / 2^32
+    sample  c = (position, 65535 << 16 | draw, token id // 4, sample);  word id % 4, as (word + 1/2) / 2^32
     weight  c = (flat // 2 lo, flat // 2 hi, crc32(name), 0), step -1;  Box-Muller in fp64, even index cos, odd sin
 
 Three twins, bit-equal: torch (masks on any device), numpy (weights, on the host), Triton (device functions).  Row and
@@ -209,14 +209,15 @@ def keep_rows(mask: Mask, rows: int, columns: int, dtype: torch.dtype) -> Tensor
 SAMPLING_SITE = 65535
 
 
-def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int) -> Tensor:
+def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int, *, draw: Tensor | None = None) -> Tensor:
     """Returns fp64 [B, vocab] in (0, 1), for sampling: the 32 bits of global token id v are word v % 4 of counter
-    (position, site << 16, v // 4, sample).  position and sample are int64 [B]; rng is read, so a
-    caller who must not wait for a GPU keeps it on the CPU.
+    (position, site << 16 | draw, v // 4, sample).  position, sample and draw (default 0; below 2^16: which of a
+    sample's sequences this is) are int64 [B]; rng is read, so a caller who must not wait for a GPU keeps it on the CPU.
     """
     k0, k1, first_sample = mask_key(rng)
     block = torch.arange(-(-vocab // 4), device=position.device)
     site = scalar(SAMPLING_SITE << 16, torch.int64, position.device)
+    site = site if draw is None else site | draw[:, None]
     counter = position[:, None] & _LO, site, block, (first_sample + sample)[:, None] & _LO
     words = [word.expand(len(position), len(block)) for word in philox(counter, (k0, k1))]
     drawn = torch.stack(words, -1).flatten(1)[:, :vocab]

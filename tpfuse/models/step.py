@@ -1,0 +1,49 @@
+"""One token of every sequence: what a step reads and writes are tensors that stay where they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .passes import Pass
+from .request import Request
+from .sampling import Chooser
+from .stopping import among
+
+
+class Step:
+    """Goes on by one token; nothing of the host's changes from call to call, where the cache is fixed.
+
+    ``text`` [B, S + new] holds the prompts and what has come, ``done`` [B] says whose sequences have ended, and
+    ``token`` [B, 1] is the last one's.  ``first`` [B, V/R] are the logits that the prompts give.
+    """
+
+    def __init__(self, request: Request, forward: Pass, choose: Chooser, first: Tensor):
+        self.first, self.forward, self.choose = first, forward, choose
+        self.pad, self.ends = request.pad, request.ends
+        ids, n = request.ids.repeat_interleave(request.sequences, 0), request.sequences
+        rows, prompt = ids.shape
+        self.text = torch.cat([ids, ids.new_zeros(rows, request.new)], 1)
+        self.done = torch.zeros(rows, dtype=torch.bool, device=ids.device)
+        self.token = ids[:, -1:].clone()
+        self.position = request.positions[:, -1:].repeat_interleave(n, 0)  # of the last token
+        self.column = torch.full((1,), prompt, device=ids.device)  # of the next one
+
+    def __call__(self) -> None:
+        self.take(self.logits())
+
+    def logits(self) -> Tensor:
+        """Runs the last token through the model."""
+        return self.forward(self.token, self.position)
+
+    def take(self, logits: Tensor, ids: Tensor | None = None) -> None:
+        """Chooses the next token by logits [B, V/R]; ``ids`` [B, S] before it are for processors."""
+        self.position += 1
+        token = self.choose(logits, self.position[:, 0], ids)
+        if self.pad is not None:
+            token = token.masked_fill(self.done, self.pad)
+        self.token.copy_(token[:, None])
+        self.text.index_copy_(1, self.column, self.token)
+        self.column += 1
+        if self.ends:
+            self.done |= among(token, self.ends)
