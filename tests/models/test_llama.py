@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Starcoder2Config
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
@@ -40,6 +40,11 @@ FAMILIES = {
         dict(rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=10),
     ),
     "mistral": (MistralConfig, dict(rope_parameters=ROPE, sliding_window=4, head_dim=10)),
+    "starcoder2": (Starcoder2Config, dict(rope_parameters=ROPE, sliding_window=4)),
+    "starcoder2-unbiased": (
+        Starcoder2Config,
+        dict(rope_parameters=LLAMA3, use_bias=False, tie_word_embeddings=False, head_dim=10),
+    ),
     "qwen2": (Qwen2Config, dict(rope_parameters=ROPE, use_sliding_window=True, sliding_window=3, max_window_layers=1)),
     "qwen3": (
         Qwen3Config,

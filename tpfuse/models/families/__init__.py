@@ -6,6 +6,7 @@ from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .qwen import QWEN2, QWEN3
+from .starcoder2 import STARCODER2
 
 __all__ = [
     "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family",
@@ -15,6 +16,7 @@ FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "starcoder2": STARCODER2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT,

@@ -65,6 +65,8 @@ def llama_like(
         init_std=("initializer_range",),
         tie_embeddings=("tie_word_embeddings",),
     )
+    hf_keys = shared | (keys or {})
+    decided = dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed
     omitted = dict(num_kv_heads=None, head_width=None, tie_embeddings=False, init_std=None, attention_dropout=0.0)
     return Family(
         architecture=architecture,
@@ -72,9 +74,9 @@ def llama_like(
         base_prefix="model.",
         head_prefixes=("lm_head.",),
         sources=sources,
-        hf_keys=shared | (keys or {}),
+        hf_keys=hf_keys,
         hf_optional=omitted | (optional or {}),
-        fixed=dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed,
+        fixed={key: value for key, value in decided.items() if key not in hf_keys},
         ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         rotary=True,
         windows=windows,
