@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Starcoder2Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Starcoder2Config
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
 from tpfuse import TensorParallel
+from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()
@@ -33,6 +34,7 @@ ROPE = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
+LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.5], long_factor=[3.0, 5.0])
 FAMILIES = {
     "llama": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biased": (
@@ -40,6 +42,11 @@ FAMILIES = {
         dict(rope_parameters=YARN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=10),
     ),
     "mistral": (MistralConfig, dict(rope_parameters=ROPE, sliding_window=4, head_dim=10)),
+    "phi3": (
+        Phi3Config,
+        dict(rope_parameters=dict(LONG, partial_rotary_factor=0.7), original_max_position_embeddings=5),
+    ),
+    "phi3-windowed": (Phi3Config, dict(rope_parameters=ROPE, sliding_window=4, tie_word_embeddings=True)),
     "starcoder2": (Starcoder2Config, dict(rope_parameters=ROPE, sliding_window=4)),
     "starcoder2-unbiased": (
         Starcoder2Config,
@@ -100,10 +107,8 @@ def their_results(model, call):
 def ours(world, path, call, sp):
     model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
     found, sources = results(model, call), model.sources()
-    for key in [key for key in found if key.startswith("d ")]:
-        for name, grad in sources[key[2:]].write(found.pop(key)):
-            found[f"d {model.hf_name(name)}"] = grad
-    return found
+    grads = [(sources[key[2:]], found.pop(key)) for key in [key for key in found if key.startswith("d ")]]
+    return found | {f"d {model.hf_name(name)}": grad for name, grad in written(grads)}
 
 
 def comparable(found, call):

@@ -89,7 +89,7 @@ class Direct:
         rows = positions.t().reshape(-1)
         known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(known, rows)
-        turn = None if self.turning is None else self.turning(positions, rows)
+        turn = None if self.turning is None else self.turning(positions)
         x = self.norm(h)
         for layer, cache in zip(self._stack(), self.caches, strict=True):
             h, x = layer(h, x, cache, turn)
@@ -260,14 +260,14 @@ class _Turning:
         self.slots, self.width = first.attention.heads_per_group, model.config.head_size
         self.made_of: Tensor | None = None
 
-    def __call__(self, positions: Tensor, rows: Tensor) -> _Turn:
-        """positions [B, n], and the same as rows [n B]"""
+    def __call__(self, positions: Tensor) -> _Turn:
+        """positions [B, n] -> the turns of rows [n B]"""
         rope = self.model._rope(Rows(positions.shape, self.model.tp), positions, positions.device, self.columns)
-        assert rope is not None
+        assert rope is not None and rope.positions is not None
         if self.made_of is not rope.cos:
             self.made_of = rope.cos
             self.cos, self.sin, self.pairs = self._laid_out(rope.cos, rope.sin)
-        return _Turn(self.cos[rows], self.sin[rows], self.pairs)
+        return _Turn(self.cos[rope.positions], self.sin[rope.positions], self.pairs)
 
     def _laid_out(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         half, E = cos.shape[1], self.width

@@ -132,7 +132,9 @@ def generate(
     try:
         seen = torch.cat([mask, mask.new_ones(B, max_new_tokens)], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        forward = _forward(model, ids, seen, padded=attention_mask is not None, new=max_new_tokens)
+        make = functools.partial(_forward, model, seen=seen, padded=attention_mask is not None)
+        switch = model.config.switches_at
+        forward = make(ids, new=max_new_tokens) if switch is None else _Switching(make, switch, max_new_tokens)
         done = torch.zeros(B, dtype=torch.bool, device=ids.device)
         tokens, out = ids, [ids]
         for count in range(1, max_new_tokens + 1):
@@ -187,7 +189,35 @@ def _until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor
 Forward = Callable[[Tensor, Tensor], Tensor]  # ids and their positions [B, n] -> logits of the last ones [B, V/R]
 
 
-def _forward(model: GPT, ids: Tensor, seen: Tensor, *, padded: bool, new: int) -> Forward:
+class _Switching:
+    """The forward pass of a model whose rotary positions are others in calls of more than ``at`` positions.
+
+    The keys in a cache are rotated by the tables of their time, so what has been seen goes once more through the model,
+    with a new cache, when the first sequence passes that length.
+    """
+
+    def __init__(self, make: Callable[..., Forward], at: int, new: int):
+        self.make, self.at, self.left = make, at, new
+        self.forward: Forward | None = None
+        self.passed, self.longest = False, 0
+        self.ids: list[Tensor] = []
+        self.positions: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self.passed and self.forward is not None:
+            return self.forward(ids, positions)
+        self.longest = self.longest + 1 if self.ids else int(positions.max()) + 1
+        self.ids.append(ids)
+        self.positions.append(positions)
+        self.passed = self.longest > self.at
+        if self.passed or self.forward is None:
+            ids, positions = torch.cat(self.ids, 1), torch.cat(self.positions, 1)
+            self.forward = self.make(ids, new=self.left)
+        self.left -= 1
+        return self.forward(ids, positions)
+
+
+def _forward(model: GPT, ids: Tensor, *, seen: Tensor, padded: bool, new: int) -> Forward:
     """Returns a model's forward pass with a KV cache for ``seen`` [B, L], of which each call goes on where the last one
     ended: first the prompt ``ids`` [B, S], then ``new`` tokens one by one."""
     if not any_rank(model.tp.group, not applies(model, ids)):  # a hook on one rank is one on all

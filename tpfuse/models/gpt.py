@@ -191,13 +191,20 @@ class GPT(Model):
         stretch: int | None = None
         if c.stretched:
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
+        switch = None if position_ids is None else c.switches_at
+        stretches = (stretch,) if switch is None else (switch, switch + 1)  # the table of short calls, that of long ones
         # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
         kept = self._tables.get(kind)
-        if kept is None or kept[0] != key or len(kept[1][0]) < length:
-            tables = rope_table(c.head_size, length, **c.rope_arguments, seq_len=stretch, device=device)
-            self._tables[kind] = kept = key, tables
-        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        if kept is None or kept[0] != key or len(kept[1][0]) < length * len(stretches):
+            some = [rope_table(c.head_size, length, **c.rope_arguments, seq_len=n, device=device) for n in stretches]
+            cos, sin = some[0] if switch is None else map(torch.cat, zip(*some, strict=True))
+            self._tables[kind] = kept = key, (cos, sin)
+        if position_ids is None:
+            return Rope(*kept[1])
+        positions = rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        if switch is not None:  # found on the device, so that the host need not wait for the longest position
+            positions = positions + len(kept[1][0]) // 2 * (position_ids.max() >= switch)
         return Rope(*kept[1], positions)
 
     generate = generate

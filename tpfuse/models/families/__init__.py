@@ -5,6 +5,7 @@ from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .starcoder2 import STARCODER2
 
@@ -16,6 +17,7 @@ FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "phi3": PHI3,
     "starcoder2": STARCODER2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...interop.huggingface.source import Source
-from .family import NO_WINDOW, Family
+from .family import NO_WINDOW, Family, RotaryKeys
 from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
 
 
@@ -47,9 +47,10 @@ def llama_like(
     optional: dict[str, Any] | None = None,
     sources: Callable[[Any], dict[str, Source]] = llama_sources,
     windows: str = NO_WINDOW,
+    rotary_keys: RotaryKeys = RotaryKeys(),
     **fixed: Any,
 ) -> Family:
-    """Returns a family with Llama's keys; ``keys``, ``optional``, ``sources`` and ``fixed`` are what differs."""
+    """Returns a family with Llama's keys; what is given is what differs."""
     shared: dict[str, tuple[str, ...]] = dict(
         vocab_size=("vocab_size",),
         max_positions=("max_position_embeddings",),
@@ -80,6 +81,7 @@ def llama_like(
         ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         rotary=True,
         windows=windows,
+        rotary_keys=rotary_keys,
     )
 
 
