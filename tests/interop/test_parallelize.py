@@ -17,6 +17,7 @@ from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather
 from tpfuse.interop import vocabulary
+from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT
 
 transformers.utils.logging.set_verbosity_error()
@@ -62,8 +63,8 @@ def ours(world, name, sp):
     found, loss, kind = outputs(name, model, call, "bert" not in name)
     loss.backward()
     sources = model.parallel.sources()
-    for key, g in whole(model.parallel, grad=True).items():
-        found |= {f"d {model.parallel.hf_name(n)}": t for n, t in sources[key].write(g)}
+    grads = ((sources[key], g) for key, g in whole(model.parallel, grad=True).items())
+    found |= {f"d {model.parallel.hf_name(n)}": t for n, t in written(grads)}
     return {key: x.detach() for key, x in found.items()}, kind
 
 

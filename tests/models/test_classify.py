@@ -12,6 +12,7 @@ import transformers
 
 from tests.common import assert_equal, error, make_tp
 from tests.models import theirs
+from tests.models import test_base
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
 from tpfuse.kernels.runtime.op import GEMM
@@ -20,7 +21,7 @@ from tpfuse.models import GPT, Bert, Classifier
 
 F64, L = torch.float64, 3
 NAMES = "gpt2", "llama", "bert"
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3")]
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in test_base.MORE]
 PERS = "sequence", "token"
 PROBLEMS = {"regression": L, "one": 1, "single_label_classification": L, "multi_label_classification": L}
 

@@ -19,6 +19,7 @@ CONFIGS = {
     "mistral": replace(config_of("mistral", 2), attention_dropout=0.0),
     "qwen2": replace(config_of("qwen2", 4), attention_dropout=0.0),
     "qwen3": replace(config_of("qwen3", 2), attention_dropout=0.0),
+    "gpt_neox": replace(config_of("gpt_neox", 8), attention_dropout=0.0),
 }
 LENGTHS = (5, 1, 9, 3)  # one of a single token; 18 and three tokens of padding, which 2 and 4 ranks do not share evenly
 IDS = torch.randint(1, 97, (1, 21), generator=torch.Generator().manual_seed(3))

@@ -46,6 +46,7 @@ class ModelConfig:
     out_bias: bool = field(default=True, init=False)
     mlp_bias: bool = field(default=True, init=False)
     qk_norm: bool = field(default=False, init=False)
+    parallel_residual: bool = field(default=False, init=False)
     type_vocab_size: int = field(default=0, init=False)  # token types
     families: ClassVar[tuple[str, ...]]
     rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
@@ -165,6 +166,7 @@ class GPTConfig(ModelConfig):
     rope: Mapping[str, Any] | None = field(default=None, hash=False)
     window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    parallel_residual: bool = False  # attention and MLP read the same rows
     families: ClassVar[tuple[str, ...]] = CAUSAL
     rules: ClassVar[Mapping[str, Rule]] = GPT_FIELDS
 
@@ -236,7 +238,8 @@ class GPTConfig(ModelConfig):
                 raise ValueError(
                     f"GPTConfig: a {self.family} model of transformers has rotary positions, got rope=None"
                 )
-            config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
+            if "num_kv_heads" in family.hf_keys:
+                config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
             config |= written_rope(self.rope, family.rotary_keys, self.max_positions)
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]

@@ -121,6 +121,7 @@ class _Layer:
     def __init__(self, block: Any, exchange: Exchange, form: Plain):
         a, m = block.attention, block.mlp
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
+        self.parallel = block.parallel
         self.norm_attention, self.norm_mlp = _norm(block.norm_attention), _norm(block.norm_mlp)
         self.head_norms = None if a.q_norm is None else (_norm(a.q_norm), _norm(a.k_norm))
         weight, bias = a.qkv.flat()
@@ -133,8 +134,8 @@ class _Layer:
         self.qkv = form.map(weight, bias)
 
     def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
-        h = self.out(self._attend(x, cache, turn), h)
-        h = self.down(self.up(self.norm_attention(h)), h)
+        attended = self.out(self._attend(x, cache, turn), h)
+        h = self.down(self.up(self.norm_attention(h if self.parallel else attended)), attended)
         return h, self.norm_mlp(h)
 
     def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:

@@ -7,6 +7,7 @@ The first norm belongs to the embedding, and each block owns the norm after its 
 final norm.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..parallel import TensorParallel
 from .classify import Classifier, ClassifierHead, named_in
 from .config import GPTConfig
 from .embed import Lookup, embed
-from .families import FAMILIES
+from .families import FAMILIES, Family
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
@@ -98,6 +99,7 @@ class GPT(Model):
                     out_bias=c.out_bias,
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
+                    parallel=c.parallel_residual,
                     saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
@@ -211,14 +213,19 @@ class GPT(Model):
 
     def ignorable(self) -> tuple[str, ...]:
         idle = self.config.tie_embeddings or self.head is None
-        return (*super().ignorable(), *((r"lm_head\.weight",) if idle else ()))
+        return (*super().ignorable(), *(map(re.escape, _heads(self.config.hf)) if idle else ()))
 
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
-        own = "lm_head.weight" in files.raw_names() or cls.config_class.from_hf(files.config).tie_embeddings
+        own = not _heads(family).isdisjoint(files.raw_names()) or cls.config_class.from_hf(files.config).tie_embeddings
         return dict(lm_head=own or not base, classifier=named_in(files.config, family))
+
+
+def _heads(family: Family) -> set[str]:
+    """Returns what the head's weight may be called in a file."""
+    return {f"{prefix}weight" for prefix in family.head_prefixes}
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

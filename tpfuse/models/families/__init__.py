@@ -3,6 +3,7 @@
 from .bert import BERT
 from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family
 from .gpt2 import GPT2
+from .gpt_neox import GPT_NEOX
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi3 import PHI3
@@ -16,6 +17,7 @@ __all__ = [
 FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
+    "gpt_neox": GPT_NEOX,
     "mistral": MISTRAL,
     "phi3": PHI3,
     "starcoder2": STARCODER2,
