@@ -5,16 +5,14 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config
 
 from tests.common import error, make_tp
-from tests.models.common import batch, whole_logits
+from tests.models.common import batch
 from tests.models.test_llama import LLAMA3, LONG, ROPE, SIZES, oracle, their_config
 from tpfuse.models import GPT, GPTConfig
 
 F64, TRAINED = torch.float64, 5
-NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,8 @@ def test_a_calls_longest_position_chooses_the_factors(phi3, given, length):
     ids, mask = padded((length, 2, 4))
     if given == "length":
         got, want = ours(ids).logits, model(ids).logits
-    elif given == "positions":  # all of them less than the call is long
-        where = torch.arange(length).expand(3, -1) // 2 + (length - 1 - (length - 1) // 2)
-        assert where.max() == length - 1
+    elif given == "positions":  # the call is shorter than the trained length
+        ids, where = ids[:, :3], torch.arange(length - 3, length).expand(3, -1)
         got, want = ours(ids, position_ids=where).logits, model(ids, position_ids=where, use_cache=False).logits
     elif given == "padding":
         call = dict(attention_mask=mask, position_ids=positions_of(mask))
@@ -69,6 +66,7 @@ def test_short_and_long_factors_differ(phi3):
     assert error(ours(ids, position_ids=far).logits, ours(ids).logits) > 1e-4
 
 
+@pytest.mark.slow
 def test_under_torch_compile(phi3):
     ours, (ids, mask) = GPT.from_pretrained(phi3[1], dtype=F64), padded((TRAINED + 1, 3))
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
@@ -97,7 +95,7 @@ def test_generation_past_the_trained_length(ranks, phi3, reached, lengths, R, la
     model, path = phi3
     ids, mask = padded(lengths)
     want = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert len(want[:, -8:].unique()) > 3
+    assert len(want[:, -8:].unique()) > 2
     for got in ranks(R, continued, str(path), ids, mask, layers):
         assert torch.equal(got[:, -8:], want[:, -8:])
     reached(GPTConfig.from_hf(model.config.to_dict()), R, {"generated tokens": 0.0})
@@ -132,6 +130,7 @@ def rope_of(cls, **values):
     return GPTConfig.from_hf(cls(**SIZES).to_dict() | dict(rope_parameters=None, model_type=cls.model_type) | values).rope
 
 
+PARTIAL = dict(LONG, partial_rotary_factor=0.7)
 FACTORS = {k: v for k, v in LONG.items() if k.endswith("factor")}
 
 
@@ -139,13 +138,12 @@ FACTORS = {k: v for k, v in LONG.items() if k.endswith("factor")}
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_longrope_of_older_files(key, name):
     old = dict(rope_scaling={key: name} | FACTORS, rope_theta=10000.0, original_max_position_embeddings=TRAINED)
-    new = their_config("phi3", 2, rope_parameters=dict(LONG)).to_dict()["rope_parameters"]
-    assert rope_of(Phi3Config, **old) == {k: v for k, v in new.items() if k != "type"}
+    assert rope_of(Phi3Config, partial_rotary_factor=0.7, **old) == their_config("phi3", 2).rope_parameters
 
 
 def test_the_trained_length_beside_rope_parameters_goes_first():
     """As in transformers, whose class has 4096 where a file has none."""
-    inner = dict(LONG, original_max_position_embeddings=7)
+    inner = dict(PARTIAL, original_max_position_embeddings=7)
     for outer, trained in (({}, 4096), (dict(original_max_position_embeddings=9), 9)):
         theirs = Phi3Config(rope_parameters=dict(inner), **SIZES, **outer).rope_parameters
         values = dict(rope_parameters=dict(inner), original_max_position_embeddings=None) | outer
@@ -172,7 +170,7 @@ def test_a_part_of_each_head_in_older_files(share):
     ],
 )
 def test_errors(change, message):
-    rope = dict(LONG, partial_rotary_factor=0.7) | change
+    rope = PARTIAL | change
     config = their_config("phi3", 2).to_dict() | dict(rope_parameters=rope)
     with pytest.raises(ValueError, match=message):
         GPTConfig.from_hf(config)

@@ -86,12 +86,11 @@ def rope_table(
 
 def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
     """Returns scaling[key], or else what may stand in for it."""
-    values = [scaling[k] for k in (key, *instead) if k in scaling]
-    check(
-        bool(values),
-        f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {shown(scaling)}",
-    )
-    return values[0]
+    for k in (key, *instead):
+        if k in scaling:
+            return scaling[k]
+    kind = scaling["rope_type"]  # the words are made here alone: torch.compile cannot make them
+    raise ValueError(f"rope_table: rope type {kind!r} needs {key}, which has no safe default; got {shown(scaling)}")
 
 
 def _original(scaling: dict[str, Any]) -> int:
@@ -148,8 +147,8 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     factor, original = _factor(scaling), _original(scaling)
     name = "long_factor" if seq_len > original else "short_factor"
     factors = _need(scaling, name)
-    valid = isinstance(factors, list | tuple) and all(_FACTOR(x) is None for x in factors)
-    check(valid, f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
+    if not isinstance(factors, list | tuple) or not all(_FACTOR(x) is None for x in factors):
+        raise ValueError(f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
     check(original > 1, f"rope_table: rope type 'longrope' needs a trained length of more than 1, got {original}")
     each = torch.tensor(factors, dtype=torch.float32, device="cpu")
     check(
