@@ -15,6 +15,7 @@ from tests.models import theirs
 from tests.models import test_base
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
+from tpfuse.interop.huggingface.source import written
 from tpfuse.kernels.runtime.op import GEMM
 from tpfuse.ledger import Ledger, state_bytes
 from tpfuse.models import GPT, Bert, Classifier
@@ -63,7 +64,7 @@ def step(model, call):
     out = model(**call)
     out.loss.backward()
     gradients, sources = whole(model, grad=True), model.sources()
-    named = {model.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    named = {model.hf_name(n): g for n, g in written((sources[name], grad) for name, grad in gradients.items())}
     return dict(loss=out.loss.detach(), logits=out.logits.detach()) | named
 
 

@@ -121,7 +121,8 @@ class ModelConfig:
         for key, value in family.fixed.items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
-        values["activation"] = ACTIVATIONS[self.activation].huggingface[0]
+        spelling = ACTIVATIONS[self.activation].huggingface[0]
+        values["activation"] = family.spelled.get(self.activation, spelling)
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():
             if config.setdefault(key, values[name]) != values[name]:

@@ -40,4 +40,4 @@ STARCODER2 = llama_like(
     windows=ONE_WINDOW,
     norm="layer",
     gated=False,
-)
+)._replace(spelled={"gelu_tanh": "gelu_pytorch_tanh"})
