@@ -403,3 +403,5 @@ def test_the_dtype_of_a_directory(tmp_path, name):
         GPT.from_pretrained(tmp_path, **{name: "int8"})
     with pytest.raises(ValueError, match="dtype=torch.float32 and torch_dtype=torch.float16 differ"):
         GPT.from_pretrained(tmp_path, dtype=torch.float32, torch_dtype=torch.float16)
+    both = GPT.from_pretrained(tmp_path, dtype="auto", torch_dtype="bfloat16")  # the same by another word
+    assert both.embedding.weight.dtype == torch.bfloat16

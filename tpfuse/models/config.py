@@ -121,8 +121,8 @@ class ModelConfig:
         for key, value in family.fixed.items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
-        spelling = ACTIVATIONS[self.activation].huggingface[0]
-        values["activation"] = family.spelled.get(self.activation, spelling)
+        names, usual = ACTIVATIONS[self.activation].huggingface, family.hf_optional.get("activation")
+        values["activation"] = usual if usual in names else names[0]
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():
             if config.setdefault(key, values[name]) != values[name]:
@@ -231,6 +231,8 @@ class GPTConfig(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         family, config = self.hf, super().to_hf()
+        if "parallel_residual" not in family.hf_keys:
+            self._check_fixed("parallel_residual", False)
         if "num_kv_heads" not in family.hf_keys:
             self._check_fixed("kv_heads", self.num_heads)
             self._check_fixed("head_size", self.hidden_size // self.num_heads)

@@ -58,7 +58,6 @@ class Family(NamedTuple):
     windows: str = NO_WINDOW
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
-    spelled: dict[str, str] = {}  # activations that its files call by another name than GPT-2's do
     rotary_keys: RotaryKeys = RotaryKeys()
     filed: dict[str, str] = {}  # tensors whose name in a file is not that in the class -> the name there
 

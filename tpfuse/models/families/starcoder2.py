@@ -28,6 +28,7 @@ STARCODER2 = llama_like(
         window=("sliding_window",),
     ),
     optional=dict(
+        activation="gelu_pytorch_tanh",
         tie_embeddings=True,
         qkv_bias=True,
         out_bias=True,
@@ -40,4 +41,4 @@ STARCODER2 = llama_like(
     windows=ONE_WINDOW,
     norm="layer",
     gated=False,
-)._replace(spelled={"gelu_tanh": "gelu_pytorch_tanh"})
+)
