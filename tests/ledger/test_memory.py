@@ -82,9 +82,7 @@ def test_our_block(ranks, sequence_parallel, saving):
 def test_a_block_with_its_mlp_beside_attention(ranks, sequence_parallel, saving):
     """One residual stream less: what attention gives is added, and not kept."""
     seq, on = 512, config(parallel_residual=True)
-    form, serial = (
-        activation_bytes(c, ranks, sequence_parallel, saving, seq=seq, batch=BATCH) for c in (on, config())
-    )
+    form, serial = (activation_bytes(c, ranks, sequence_parallel, saving, seq=seq, batch=BATCH) for c in (on, config()))
     with fake_world(ranks) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
         measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving=saving)

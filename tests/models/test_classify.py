@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import transformers
 
 from tests.common import assert_equal, error, make_tp
-from tests.models import theirs
-from tests.models import test_base
+from tests.models import test_base, theirs
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
 from tpfuse.interop.huggingface.source import written

@@ -93,9 +93,7 @@ LLAMAS = {name: (name, {}) for name in FAMILIES if name != "phi3"} | {
 SLOW = "gpt_neox-serial", "phi3-windowed", "starcoder2", "starcoder2-unbiased"
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LLAMAS]
-)
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LLAMAS])
 def llama(request, tmp_path_factory):
     """A model of transformers in fp64, and its directory."""
     name, options = LLAMAS[request.param]

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Starcoder2Config
+from transformers import (
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
@@ -138,7 +146,9 @@ CASES = [  # kv heads, ranks, sequence parallel, padding: kv heads more than, as
 LATER = "gpt_neox", "phi3", "starcoder2"  # of which one configuration runs every day, at R = 1 and 2
 MARKED = [
     pytest.param(
-        name, *case, marks=[pytest.mark.slow] * (name.startswith(LATER) and (name not in LATER or case not in CASES[1:3]))
+        name,
+        *case,
+        marks=[pytest.mark.slow] * (name.startswith(LATER) and (name not in LATER or case not in CASES[1:3])),
     )
     for name in FAMILIES
     for case in CASES

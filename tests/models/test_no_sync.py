@@ -25,7 +25,9 @@ CONFIGS = {
     "llama": config_of("llama", 2),
     "qwen3": config_of("qwen3", 2),
     "gpt_neox": config_of("gpt_neox", 8),
-    "longrope": replace(config_of("phi3", 2), rope=config_of("phi3", 2).rope | dict(original_max_position_embeddings=9)),
+    "longrope": replace(
+        config_of("phi3", 2), rope=config_of("phi3", 2).rope | dict(original_max_position_embeddings=9)
+    ),
     "dynamic": replace(config_of("llama", 2), rope=DYNAMIC),
     "bert": BERT_CONFIG,
 }

@@ -112,7 +112,9 @@ def test_llama3_past_the_original_length(tmp_path, generation):
     if generation == "old":
         config = json.loads((tmp_path / "config.json").read_text())
         del config["rope_parameters"]
-        config |= dict(rope_theta=LLAMA3["rope_theta"], rope_scaling={k: v for k, v in LLAMA3.items() if "theta" not in k})
+        config |= dict(
+            rope_theta=LLAMA3["rope_theta"], rope_scaling={k: v for k, v in LLAMA3.items() if "theta" not in k}
+        )
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert LlamaConfig.from_dict(config).rope_parameters == model.config.rope_parameters
     ids = batch(model.config, size=2, seq=24)["input_ids"]
@@ -127,7 +129,9 @@ def test_llama3_past_the_original_length(tmp_path, generation):
 
 
 def rope_of(cls, **values):
-    return GPTConfig.from_hf(cls(**SIZES).to_dict() | dict(rope_parameters=None, model_type=cls.model_type) | values).rope
+    return GPTConfig.from_hf(
+        cls(**SIZES).to_dict() | dict(rope_parameters=None, model_type=cls.model_type) | values
+    ).rope
 
 
 PARTIAL = dict(LONG, partial_rotary_factor=0.7)

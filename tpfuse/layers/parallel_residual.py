@@ -31,10 +31,7 @@ def parallel_residual(
         vectors += [None, None] if norm is None else [norm.weight, norm.bias]
     out_bias, fc2_bias, *norms = replicated(tp, *vectors)
     enter: dict[str, Any] = dict(eps=own.eps, norm=own.kind, ranks=tp.row_shards)
-    if given is None:
-        h, n, recompute = norm_in(h, *norms[4:], **enter)
-    else:
-        n, recompute = given
+    h, n, recompute = norm_in(h, *norms[4:], **enter) if given is None else (h, *given)
     h, beside, how = norm_in(h, *norms[:2], **enter)
     drop: dict[str, Any] = dict(p=block.dropout if block.training else 0.0, rng=rng, batch=attending["batch"])
     drop["first_row"] = tp.row_rank * len(h)

@@ -1,4 +1,4 @@
-"""GPT-2 and the Llama family (Llama, Mistral, Qwen2, Qwen3) under tensor, sequence and data parallelism.
+"""GPT-2, the Llama family and GPT-NeoX under tensor, sequence and data parallelism.
 
     ids [B, S] -> rows [M] -> lookup, exchange -> embed_finish: h, n -> blocks (h, n) -> n [R, m, D]
     -> head [M, V/R] -> loss
@@ -194,7 +194,7 @@ class GPT(Model):
         if c.stretched:
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
         switch = None if position_ids is None else c.switches_at
-        stretches = (stretch,) if switch is None else (switch, switch + 1)  # the table of short calls, that of long ones
+        stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
         # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
         kept = self._tables.get(kind)

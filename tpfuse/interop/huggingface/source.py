@@ -24,16 +24,16 @@ from ...parallel import TensorParallel
 
 
 class Place(NamedTuple):
-    """Rows of a tensor in the file, which is ``of`` blocks of equal size: ``count`` of them from ``first`` on."""
+    """Rows of a tensor in the file, which is ``of`` blocks of equal size: ``blocks`` of them from ``first`` on."""
 
     first: int = 0
-    count: int = 1
+    blocks: int = 1
     of: int = 1
 
     def rows(self, rows: int) -> slice:
         """Returns which rows of the tensor these ``rows`` are."""
-        block = rows // self.count
-        return slice(self.first * block, self.first * block + rows)
+        size = rows // self.blocks
+        return slice(self.first * size, self.first * size + rows)
 
 
 WHOLE = Place()
@@ -96,7 +96,7 @@ class Source:
         """Returns the shape of a tensor in the file, for that in our layout of what stands at its ``place``."""
         sizes = self.sizes(shape)
         rows, *rest = (math.prod(sizes[letter] for letter in group) for group in self.theirs)
-        return (rows // place.count * place.of, *rest)
+        return (rows // place.blocks * place.of, *rest)
 
     def their_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the shape in the file of each tensor, for the parameter's ``shape``."""
@@ -145,7 +145,7 @@ def written(parameters: Iterable[tuple[Source, Tensor]]) -> Iterator[tuple[str, 
                 continue
             own = parts.setdefault(name, {})
             own[place.first] = place, tensor
-            if sum(p.count for p, _ in own.values()) == place.of:
+            if sum(p.blocks for p, _ in own.values()) == place.of:
                 del parts[name]
                 yield name, torch.cat([own[first][1] for first in sorted(own)])
     if parts:

@@ -26,6 +26,9 @@ class RotaryKeys(NamedTuple):
     omitted: dict[str, Any] = {}  # what transformers takes for a key that is missing
 
 
+USUAL = RotaryKeys()
+
+
 class Classes(NamedTuple):
     """A class of transformers that classifies."""
 
@@ -58,7 +61,7 @@ class Family(NamedTuple):
     windows: str = NO_WINDOW
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
-    rotary_keys: RotaryKeys = RotaryKeys()
+    rotary_keys: RotaryKeys = USUAL
     filed: dict[str, str] = {}  # tensors whose name in a file is not that in the class -> the name there
 
     @property

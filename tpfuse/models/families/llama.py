@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...interop.huggingface.source import Source
-from .family import NO_WINDOW, Family, RotaryKeys
+from .family import NO_WINDOW, USUAL, Family, RotaryKeys
 from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
 
 
@@ -47,7 +47,7 @@ def llama_like(
     optional: dict[str, Any] | None = None,
     sources: Callable[[Any], dict[str, Source]] = llama_sources,
     windows: str = NO_WINDOW,
-    rotary_keys: RotaryKeys = RotaryKeys(),
+    rotary_keys: RotaryKeys = USUAL,
     **fixed: Any,
 ) -> Family:
     """Returns a family with Llama's keys; what is given is what differs."""
