@@ -62,7 +62,7 @@ class TransformerBlock(ParallelModule):
     (parallel_residual.py); pre-norm only.
     """
 
-    shown = "dropout", "post_norm", "saving"
+    shown = "dropout", "post_norm", "parallel", "saving"
     norm_in: LayerNorm | None
     norm_mlp: LayerNorm | None
 
