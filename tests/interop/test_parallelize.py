@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
+from tests.models.test_llama import LATER
 from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather
@@ -76,6 +77,7 @@ LAYOUTS = [
 ]  # llama takes all; another family one, by turns: what is split is the block's
 CASES = [(name, *LAYOUTS[i % 4]) for i, name in enumerate(NAMES, 1)]
 CASES += [("llama", *layout) for layout in LAYOUTS if ("llama", *layout) not in CASES]
+CASES = [pytest.param(*c, marks=[pytest.mark.slow] * (c[0].startswith(LATER) and c[0] != "phi3")) for c in CASES]
 
 
 @pytest.mark.parametrize("name, R, sp", CASES)

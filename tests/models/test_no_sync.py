@@ -53,7 +53,19 @@ def placed(name):
 
 
 CALLS = {"padded": padded, "packed": packed, "placed": placed}
-STEPS = [(name, call) for name in CONFIGS for call in CALLS if (name, call) != ("bert", "packed")]
+SLOW = (
+    ("gpt_neox", "padded"),
+    ("gpt_neox", "packed"),
+    ("gpt_neox", "placed"),
+    ("longrope", "padded"),
+    ("longrope", "packed"),
+)
+STEPS = [
+    pytest.param(name, call, marks=[pytest.mark.slow] * ((name, call) in SLOW))
+    for name in CONFIGS
+    for call in CALLS
+    if (name, call) != ("bert", "packed")
+]
 
 
 def make(name, **options):

@@ -55,7 +55,7 @@ def one_by_one(config):
 
 
 @pytest.mark.parametrize("R, sp", [(1, False), (2, True), (4, True), (4, False)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpt_neox" else n for n in CONFIGS])
 def test_packed_is_one_by_one(ranks, reached, name, R, sp):
     exact = one_by_one(CONFIGS[name])
     for got in ranks(R, packed, CONFIGS[name], sp):
