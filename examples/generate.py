@@ -48,7 +48,7 @@ def parse():
         type=Path,
         default=DEMO,
         metavar="DIR",
-        help="a Hugging Face directory: GPT-2, Llama, Mistral, Qwen2 or Qwen3",
+        help="a Hugging Face directory: GPT-2, Llama, Mistral, Qwen, GPT-NeoX, Phi-3 or StarCoder2",
     )
     add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32, on a GPU bfloat16)")
     add("--no-sequence-parallel", action="store_true", help="every rank holds all rows between GEMMs")

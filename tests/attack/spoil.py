@@ -15,6 +15,8 @@ from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 
 SIZES = dict(vocab_size=11, max_positions=16, hidden_size=8, num_layers=2, num_heads=2, ffn_size=12)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
+LONG = dict(ROPE, rope_type="longrope", short_factor=[1.0, 2.0], long_factor=[3.0, 4.0])
+LONG |= dict(original_max_position_embeddings=4)
 LLAMA = dict(norm="rms", gated=True, out_bias=False, mlp_bias=False, dropout=0.0, embedding_dropout=0.0, rope=ROPE)
 CONFIGS: dict[str, Any] = {
     "gpt2": GPTConfig(**SIZES),
@@ -22,6 +24,11 @@ CONFIGS: dict[str, Any] = {
     "mistral": GPTConfig(family="mistral", qkv_bias=False, window=4, **LLAMA, **SIZES),
     "qwen2": GPTConfig(family="qwen2", **LLAMA, **SIZES),
     "qwen3": GPTConfig(family="qwen3", qkv_bias=False, qk_norm=True, head_width=6, **LLAMA, **SIZES),
+    "starcoder2": GPTConfig(family="starcoder2", rope=ROPE, **SIZES),
+    "phi3": GPTConfig(family="phi3", qkv_bias=False, num_kv_heads=1, **LLAMA | dict(rope=LONG), **SIZES),
+    "gpt_neox": GPTConfig(
+        family="gpt_neox", parallel_residual=True, rope=ROPE | dict(partial_rotary_factor=0.5), **SIZES
+    ),
     "bert": BertConfig(**SIZES),
 }
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,6 +12,7 @@ from tests.models.common import batch, body_loss
 from tests.models.theirs import loss_of, make
 from tpfuse import add_lora, load_adapter, merge_lora, parallelize, save_adapter
 from tpfuse.interop import adapter
+from tpfuse.interop.huggingface.source import written
 from tpfuse.layers.lora import base_of
 from tpfuse.models import GPT, Bert
 
@@ -24,6 +25,8 @@ TARGETS = {  # by PEFT's own rule, endings of names; a fused weight with some of
     "llama": ["q_proj", "v_proj"],
     "mistral": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "qwen3": ["k_proj", "up_proj"],
+    "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
+    "gpt_neox": ["query_key_value", "dense_h_to_4h"],
 }
 CLASSES = {"bert": Bert, "bert-mlm": Bert}
 
@@ -96,9 +99,8 @@ def ours(world, name, path, out, sp, saving):
     loss.backward()
     save_adapter(model, out)
     base, found = base_of(model), dict(loss=loss.detach(), out=output)
-    for p, spec, tp, source in adapter._entries(base):
-        found |= dict(source.write(adapter.full_tensor(p.grad, spec, tp).clone()))
-    return found
+    grads = ((source, adapter.full_tensor(p.grad, spec, tp).clone()) for p, spec, tp, source in adapter._entries(base))
+    return found | dict(written(grads))
 
 
 LAYOUTS = {  # ranks, sequence parallel, saving; Llama's 2 kv heads over 4 ranks are parameters of their own
@@ -108,6 +110,8 @@ LAYOUTS = {  # ranks, sequence parallel, saving; Llama's 2 kv heads over 4 ranks
     "llama": [(4, False, "fastest"), (2, True, "smallest")],
     "mistral": [(1, False, "fastest"), (2, True, "fastest"), (4, True, "smallest")],
     "qwen3": [(4, True, "fastest")],
+    "phi3": [(4, True, "fastest"), (2, False, "smallest")],
+    "gpt_neox": [(2, True, "smallest")],
 }
 
 

@@ -13,10 +13,12 @@ from torch import nn
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
+from tests.models.test_llama import LATER
 from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather
 from tpfuse.interop import vocabulary
+from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT
 
 transformers.utils.logging.set_verbosity_error()
@@ -62,8 +64,8 @@ def ours(world, name, sp):
     found, loss, kind = outputs(name, model, call, "bert" not in name)
     loss.backward()
     sources = model.parallel.sources()
-    for key, g in whole(model.parallel, grad=True).items():
-        found |= {f"d {model.parallel.hf_name(n)}": t for n, t in sources[key].write(g)}
+    grads = ((sources[key], g) for key, g in whole(model.parallel, grad=True).items())
+    found |= {f"d {model.parallel.hf_name(n)}": t for n, t in written(grads)}
     return {key: x.detach() for key, x in found.items()}, kind
 
 
@@ -75,6 +77,7 @@ LAYOUTS = [
 ]  # llama takes all; another family one, by turns: what is split is the block's
 CASES = [(name, *LAYOUTS[i % 4]) for i, name in enumerate(NAMES, 1)]
 CASES += [("llama", *layout) for layout in LAYOUTS if ("llama", *layout) not in CASES]
+CASES = [pytest.param(*c, marks=[pytest.mark.slow] * (c[0].startswith(LATER) and c[0] != "phi3")) for c in CASES]
 
 
 @pytest.mark.parametrize("name, R, sp", CASES)
@@ -402,3 +405,5 @@ def test_the_dtype_of_a_directory(tmp_path, name):
         GPT.from_pretrained(tmp_path, **{name: "int8"})
     with pytest.raises(ValueError, match="dtype=torch.float32 and torch_dtype=torch.float16 differ"):
         GPT.from_pretrained(tmp_path, dtype=torch.float32, torch_dtype=torch.float16)
+    both = GPT.from_pretrained(tmp_path, dtype="auto", torch_dtype="bfloat16")  # the same by another word
+    assert both.embedding.weight.dtype == torch.bfloat16

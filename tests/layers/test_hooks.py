@@ -16,6 +16,7 @@ D, HEADS, BATCH, SEQ, TOLERANCE = 16, 4, 2, 6, 1e-12
 KINDS = {
     "pre-norm": dict(),
     "smallest": dict(saving="smallest"),
+    "side by side": dict(parallel=True, norm_in=False),
     "post-norm": dict(post_norm=True, causal=False, activation="gelu"),
     "stack": dict(norm_in=False),
     "stack, post-norm": dict(norm_in=False, post_norm=True, causal=False),

@@ -76,6 +76,20 @@ def test_our_block(ranks, sequence_parallel, saving):
         assert measured / sbh(seq) == pytest.approx(OURS[saving, True] / ranks, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_block_with_its_mlp_beside_attention(ranks, sequence_parallel, saving):
+    """One residual stream less: what attention gives is added, and not kept."""
+    seq, on = 512, config(parallel_residual=True)
+    form, serial = (activation_bytes(c, ranks, sequence_parallel, saving, seq=seq, batch=BATCH) for c in (on, config()))
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving=saving)
+    assert measured == pytest.approx(form, rel=0.01)
+    assert serial - form == 2 * sbh(seq) / (ranks if sequence_parallel else 1)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "rms", "post"])

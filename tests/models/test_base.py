@@ -9,7 +9,9 @@ from tests.models import theirs
 from tests.models.test_embeds import IDS
 from tpfuse.models import GPT
 
-NAMES = "gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3"))
+MORE = "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "starcoder2"
+NAMES = "gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)
+LAST = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}  # the last norm, where it is not called norm
 
 
 def _run(world, folder, sp, saved, given):
@@ -31,7 +33,7 @@ def files(tmp_path_factory):
 
     def of(name):
         if name not in made:
-            base = getattr(theirs.make(name), "transformer" if name == "gpt2" else "model")
+            base = theirs.make(name).base_model
             base.save_pretrained(folder := tmp_path_factory.mktemp(name))
             made[name] = folder, base
         return made[name]
@@ -46,7 +48,7 @@ def test_as_transformers(files, ranks, tmp_path, name):
     theirs_out = base(IDS).last_hidden_state
     base.zero_grad()
     theirs_out.sin().sum().backward()
-    gain = (base.ln_f if name == "gpt2" else base.norm).weight.grad
+    gain = getattr(base, LAST.get(name, "norm")).weight.grad
     saved = tmp_path / "saved"
     for got in (_run(None, folder, False, None, given), *ranks(2, _run, folder, True, saved, given)):
         assert error(got[0], theirs_out.detach()) < 1e-10 and error(got[1], gain) < 1e-10

@@ -11,16 +11,17 @@ import torch.nn.functional as F
 import transformers
 
 from tests.common import assert_equal, error, make_tp
-from tests.models import theirs
+from tests.models import test_base, theirs
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
+from tpfuse.interop.huggingface.source import written
 from tpfuse.kernels.runtime.op import GEMM
 from tpfuse.ledger import Ledger, state_bytes
 from tpfuse.models import GPT, Bert, Classifier
 
 F64, L = torch.float64, 3
 NAMES = "gpt2", "llama", "bert"
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3")]
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in test_base.MORE]
 PERS = "sequence", "token"
 PROBLEMS = {"regression": L, "one": 1, "single_label_classification": L, "multi_label_classification": L}
 
@@ -62,7 +63,7 @@ def step(model, call):
     out = model(**call)
     out.loss.backward()
     gradients, sources = whole(model, grad=True), model.sources()
-    named = {model.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    named = {model.hf_name(n): g for n, g in written((sources[name], grad) for name, grad in gradients.items())}
     return dict(loss=out.loss.detach(), logits=out.logits.detach()) | named
 
 

@@ -84,6 +84,16 @@ def test_what_transformers_cannot_hold_is_not_written():
         replace(BERT_CONFIG, embedding_dropout=0.2).to_hf()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_family_whose_files_know_no_parallel_residual_does_not_write_it(family):
+    rope = dict(rope_type="default", rope_theta=1e4) if family == "llama" else None
+    config = replace(GPT_CONFIG, family=family, rope=rope, parallel_residual=True)
+    if family == "llama":
+        config = replace(config, norm="rms", gated=True, activation="silu", dropout=0.0, embedding_dropout=0.0)
+    with pytest.raises(ValueError, match=f"a {family} model of transformers has parallel_residual=False, got True"):
+        config.to_hf()
+
+
 def test_it_is_a_value():
     assert replace(GPT_CONFIG) == GPT_CONFIG and hash(replace(GPT_CONFIG)) == hash(GPT_CONFIG)
     with pytest.raises(FrozenInstanceError):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpfuse
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG
+from tests.models.test_llama import config_of
 from tpfuse.kernels.linear import prepared
 from tpfuse.kernels.linear.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
@@ -27,6 +28,8 @@ CONFIGS = {
     "norms on heads, wide heads": replace(LLAMA, qk_norm=True, head_width=8, qkv_bias=False),
     "windows": replace(LLAMA, window=5, layer_types=("full_attention", "sliding_attention")),
     "gemma's norm and gate": replace(LLAMA, norm="gemma_rms", activation="gelu_tanh", num_kv_heads=4),
+    "side by side, a part of each head": config_of("gpt_neox", 12),
+    "longrope": config_of("phi3", 2),
     "relu2": replace(GPT_CONFIG, activation="relu2"),
     "dynamic rope": replace(LLAMA, rope=ROPE | dict(rope_type="dynamic", factor=2.0, max_position_embeddings=8)),
 }

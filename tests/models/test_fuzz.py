@@ -23,7 +23,9 @@ from tpfuse.training.packing import packed_batch
 
 F64 = torch.float64
 MAX, NEW = 24, 5
-FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3"
+DAILY = "gpt2", "llama", "mistral", "qwen2", "qwen3"
+LATER = "gpt_neox", "phi3", "starcoder2"
+FAMILIES = DAILY + LATER
 ROWS = "left", "right", "packed"
 SIZES = 1, 2, 4
 ROPES = [ROPE, LLAMA3, YARN, dict(ROPE, rope_type="linear", factor=2.0), dict(ROPE, rope_type="dynamic", factor=2.0)]
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     vocab: int
     layers: int
     window: int | None
+    share: float  # of a head that is rotated
     full_layers: int  # of qwen2 and qwen3, before those with a window
     rope: dict[str, Any]
     biased: bool
@@ -56,10 +59,10 @@ def cases(draw, family: str, R: int) -> Case:
     heads = pick(4, 8, 12, 4, 8, 12, 6)
     kv_heads = (
         heads
-        if family == "gpt2"
+        if family in ("gpt2", "gpt_neox")
         else pick(*(g for g in (1, 2, 4, 6, 8, 3) if heads % g == 0), pick(heads, heads, heads, 5))
     )
-    own_width = family not in ("gpt2", "qwen2")  # qwen2 has no key for it
+    own_width = family not in ("gpt2", "gpt_neox", "phi3", "qwen2")  # which have no key for it
     hidden = heads * pick(4, 6, 10)  # of 2, transformers' dynamic scaling divides by zero
     if family in ("mistral", "qwen3"):  # transformers' llama insists on a multiple
         hidden = pick(hidden, 20, 33)
@@ -72,9 +75,10 @@ def cases(draw, family: str, R: int) -> Case:
         ffn=pick(4, 12, 28, 28, 28, 27),
         vocab=pick(16, 33, 97),
         layers=pick(1, 2, 3),
-        window=None if family in ("gpt2", "llama") else pick(None, 1, 3, 7, 30),
+        window=None if family in ("gpt2", "gpt_neox", "llama") else pick(None, 1, 3, 7, 30),
+        share=pick(0.75, 1.0) if family in ("gpt_neox", "phi3") else 1.0,
         full_layers=pick(0, 1, 3),
-        rope=pick(*ROPES),
+        rope=pick(*ROPES[: 1 if family == "phi3" else None]),  # its longrope goes by the longest text of a batch
         biased=pick(False, True),
         tied=pick(False, True),
         lengths=tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))),
@@ -93,14 +97,22 @@ def their_config(c: Case):
         sizes = dict(
             max_position_embeddings=MAX, hidden_size=c.hidden, num_hidden_layers=c.layers, intermediate_size=c.ffn
         )
-        rest = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, rope_parameters=dict(c.rope))
+        rest = dict(num_attention_heads=c.heads, rope_parameters=dict(c.rope))
+        if c.family != "gpt_neox":
+            rest |= dict(num_key_value_heads=c.kv_heads)
+        if c.family in ("gpt_neox", "phi3"):
+            rest["rope_parameters"]["partial_rotary_factor"] = c.share
         if c.head_width is not None:
             rest |= dict(head_dim=c.head_width)
+        if c.family == "gpt_neox":
+            rest |= dict(attention_bias=c.biased, use_parallel_residual=c.full_layers > 0)
+        if c.family == "starcoder2":
+            rest |= dict(use_bias=c.biased)
         if c.family in ("llama", "qwen3"):
             rest |= dict(attention_bias=c.biased)
         if c.family == "llama":
             rest |= dict(mlp_bias=c.biased)
-        if c.family == "mistral":
+        if c.family in ("mistral", "phi3", "starcoder2"):
             rest |= dict(sliding_window=c.window)
         if c.family in ("qwen2", "qwen3") and c.window is not None:
             rest |= dict(
@@ -227,9 +239,11 @@ def every(count: int, family: str, R: int, look) -> None:
     settings(max_examples=count, **HOW)(given(c=cases(family, R))(lambda c: look(c)))()
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
+COUNTS = [(family, count) for family in DAILY for count in (2, 30)] + [(family, 6) for family in LATER]
+
+
 @pytest.mark.parametrize("R", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, count", [pytest.param(*c, marks=[pytest.mark.slow] * (c[1] > 2)) for c in COUNTS])
 def test_exact_or_refused(ranks, reached, family, R, count):
     every(count, family, R, lambda c: check(ranks, reached, c))
 
@@ -248,4 +262,4 @@ def test_most_cases_can_be_built_and_every_refusal_comes():
     }  # "": the ffn has no one name
     for pair in ("family", "R"), ("R", "rows"), ("family", "rows"):
         came, could = ({tuple(getattr(c, key) for key in pair) for c in cases} for cases in (built, drawn))
-        assert came == could and len(came) in (15, 9)
+        assert came == could and len(came) in (3 * len(FAMILIES), 9)

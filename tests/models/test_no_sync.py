@@ -24,6 +24,10 @@ CONFIGS = {
     "gpt2": GPT_CONFIG,
     "llama": config_of("llama", 2),
     "qwen3": config_of("qwen3", 2),
+    "gpt_neox": config_of("gpt_neox", 8),
+    "longrope": replace(
+        config_of("phi3", 2), rope=config_of("phi3", 2).rope | dict(original_max_position_embeddings=9)
+    ),
     "dynamic": replace(config_of("llama", 2), rope=DYNAMIC),
     "bert": BERT_CONFIG,
 }
@@ -49,7 +53,19 @@ def placed(name):
 
 
 CALLS = {"padded": padded, "packed": packed, "placed": placed}
-STEPS = [(name, call) for name in CONFIGS for call in CALLS if (name, call) != ("bert", "packed")]
+SLOW = (
+    ("gpt_neox", "padded"),
+    ("gpt_neox", "packed"),
+    ("gpt_neox", "placed"),
+    ("longrope", "padded"),
+    ("longrope", "packed"),
+)
+STEPS = [
+    pytest.param(name, call, marks=[pytest.mark.slow] * ((name, call) in SLOW))
+    for name in CONFIGS
+    for call in CALLS
+    if (name, call) != ("bert", "packed")
+]
 
 
 def make(name, **options):

@@ -19,6 +19,7 @@ CONFIGS = {
     "mistral": replace(config_of("mistral", 2), attention_dropout=0.0),
     "qwen2": replace(config_of("qwen2", 4), attention_dropout=0.0),
     "qwen3": replace(config_of("qwen3", 2), attention_dropout=0.0),
+    "gpt_neox": replace(config_of("gpt_neox", 8), attention_dropout=0.0),
 }
 LENGTHS = (5, 1, 9, 3)  # one of a single token; 18 and three tokens of padding, which 2 and 4 ranks do not share evenly
 IDS = torch.randint(1, 97, (1, 21), generator=torch.Generator().manual_seed(3))
@@ -54,7 +55,7 @@ def one_by_one(config):
 
 
 @pytest.mark.parametrize("R, sp", [(1, False), (2, True), (4, True), (4, False)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpt_neox" else n for n in CONFIGS])
 def test_packed_is_one_by_one(ranks, reached, name, R, sp):
     exact = one_by_one(CONFIGS[name])
     for got in ranks(R, packed, CONFIGS[name], sp):

@@ -15,9 +15,11 @@ from tpfuse.models import GPT, Bert
 
 LLAMA = dict(norm="rms", gated=True, activation="silu", qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA |= dict(rope=dict(rope_theta=1e4), num_kv_heads=6, family="llama", embedding_dropout=0.0)
+NEOX = dict(family="gpt_neox", rope=dict(rope_theta=1e4, partial_rotary_factor=0.5), parallel_residual=True)
 MODELS = {
     "gpt2": (GPT, GPT_CONFIG, {}),
     "llama": (GPT, replace(GPT_CONFIG, **LLAMA), {}),
+    "neox": (GPT, replace(GPT_CONFIG, **NEOX), {}),
     "bert": (Bert, BERT_CONFIG, dict(masked_lm=True)),
     "bert body": (Bert, BERT_CONFIG, {}),
 }
@@ -52,6 +54,7 @@ SPLITS = [
     ("gpt2", True, "pairwise"),
     ("bert", True, "off"),
     ("llama", True, "pairwise"),
+    pytest.param("neox", True, "pairwise", marks=pytest.mark.slow),
 ]
 
 
@@ -78,9 +81,9 @@ def test_under_ddp(ranks):
         assert_equal(full, plain)
 
 
-def _sharded(world, recompute):
+def _sharded(world, name, recompute):
     mesh = world.mesh(2, 1)
-    model = make("gpt2", dp=mesh["dp"], recompute=recompute)
+    model = make(name, dp=mesh["dp"], recompute=recompute)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["dp"])
     call = batch(GPT_CONFIG, seed=world.rank)
@@ -89,13 +92,14 @@ def _sharded(world, recompute):
     return {name: p.grad.to_local() for name, p in model.named_parameters()}
 
 
-def test_under_fsdp(ranks):
-    for full, plain in zip(*(ranks(2, _sharded, recompute) for recompute in ("full", None)), strict=True):
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("neox", marks=pytest.mark.slow)])
+def test_under_fsdp(ranks, name):
+    for full, plain in zip(*(ranks(2, _sharded, name, recompute) for recompute in ("full", None)), strict=True):
         assert_equal(full, plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "neox"])
 def test_under_torch_compile(name):
     def compiled(recompute):
         torch._dynamo.reset()

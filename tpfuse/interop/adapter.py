@@ -25,7 +25,7 @@ from .huggingface.directory import open_tensors, read_json
 from .huggingface.disk import NewFiles, save_file
 from .huggingface.model import PretrainedModule
 from .huggingface.read import DTYPES, reading
-from .huggingface.source import Source
+from .huggingface.source import Source, written
 from .huggingface.write import full_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,10 +69,10 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     new = together(lambda: NewFiles(Path(path), "save_adapter") if base.writes else None, base.groups())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
-    for entry in (*_entries(base), *_beside(base).values()):
-        full = full_tensor(entry.p, entry.spec, entry.tp)
+    entries = *_entries(base), *_beside(base).values()
+    for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
         if new is not None:
-            tensors |= {name: t.cpu() for name, t in entry.source.write(full)}
+            tensors[name] = tensor.cpu()
     if new is not None:
         try:
             with new as folder:
@@ -153,11 +153,12 @@ def _entries(base: PretrainedModule) -> list[_Entry]:
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
-            adapted = [(n, m) for n, m in parts if m in lora.adapted]
+            own = sources[f"{path}.{leaf}"]
+            adapted = [(n, m, place) for (n, m), (_, place) in zip(parts, own.each, strict=True) if m in lora.adapted]
             if adapted:
-                names, widths = named("B", [m for _, m in adapted]), tuple(n for n, _ in adapted)
+                widths, modules, places = zip(*adapted, strict=True)
                 name = "B" if leaf == "weight" else f"B_{leaf}"
-                source = Source.several(names, _pattern(sources[f"{path}.{leaf}"]), widths)
+                source = Source.several(named("B", modules), _pattern(own), widths).within(*places)
                 entries.append(_Entry(*specs[f"{path}.lora.{name}"], source))
     return entries
 
@@ -254,8 +255,7 @@ def hf_layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
-            for n, shape in zip(sources[name].names, sources[name].shapes(spec.shape), strict=True):
-                first, second = sources[name].their_shape(shape)
+            for n, (first, second) in zip(sources[name].names, sources[name].their_shapes(spec.shape), strict=True):
                 sizes = (second, first) if base.config.hf.transposed else (first, second)
                 layers[base.hf_name(n).removesuffix(".weight")] = sizes
     return layers

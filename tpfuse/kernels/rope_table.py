@@ -68,8 +68,8 @@ def rope_table(
     if theta is not None:
         scaling.setdefault("rope_theta", theta)
     kind = scaling["rope_type"]
-    known = isinstance(kind, str) and kind in _FREQUENCIES
-    check(known, f"rope_table: rope type {shown(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
+    if not isinstance(kind, str) or kind not in _FREQUENCIES:  # torch.compile cannot make the words, so not before
+        raise ValueError(f"rope_table: rope type {shown(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
     check_rules("rope_table", dict(partial_rotary_factor=partial_rotary_factor) | scaling, _SCALING)
     rotary = int(head_width * scaling.get("partial_rotary_factor", partial_rotary_factor))
     enough = 1 <= rotary and rotary + rotary % 2 <= head_width
@@ -86,12 +86,11 @@ def rope_table(
 
 def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
     """Returns scaling[key], or else what may stand in for it."""
-    values = [scaling[k] for k in (key, *instead) if k in scaling]
-    check(
-        bool(values),
-        f"rope_table: rope type {scaling['rope_type']!r} needs {key}, which has no safe default; got {shown(scaling)}",
-    )
-    return values[0]
+    for k in (key, *instead):
+        if k in scaling:
+            return scaling[k]
+    kind = scaling["rope_type"]
+    raise ValueError(f"rope_table: rope type {kind!r} needs {key}, which has no safe default; got {shown(scaling)}")
 
 
 def _original(scaling: dict[str, Any]) -> int:
@@ -100,7 +99,8 @@ def _original(scaling: dict[str, Any]) -> int:
 
 def _factor(scaling: dict[str, Any]) -> float:
     """Returns factor, or the ratio of the two lengths where it is missing and both are there."""
-    if "factor" not in scaling and {"original_max_position_embeddings", "max_position_embeddings"} <= scaling.keys():
+    lengths = "original_max_position_embeddings", "max_position_embeddings"
+    if "factor" not in scaling and all(key in scaling for key in lengths):
         return scaling["max_position_embeddings"] / scaling["original_max_position_embeddings"]
     return _need(scaling, "factor")
 
@@ -148,8 +148,8 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     factor, original = _factor(scaling), _original(scaling)
     name = "long_factor" if seq_len > original else "short_factor"
     factors = _need(scaling, name)
-    valid = isinstance(factors, list | tuple) and all(_FACTOR(x) is None for x in factors)
-    check(valid, f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
+    if not isinstance(factors, list | tuple) or not all(_FACTOR(x) is None for x in factors):
+        raise ValueError(f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
     check(original > 1, f"rope_table: rope type 'longrope' needs a trained length of more than 1, got {original}")
     each = torch.tensor(factors, dtype=torch.float32, device="cpu")
     check(

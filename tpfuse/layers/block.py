@@ -34,6 +34,7 @@ from .mlp import ParallelMLP
 from .module import ParallelModule, check_rows, local, replicated
 from .norm import LayerNorm, norm_layer
 from .one_node import Constants, Layer, Parameters, block
+from .parallel_residual import parallel_residual
 from .sites import sites
 
 SAVING = "fastest", "smallest"
@@ -57,10 +58,11 @@ class TransformerBlock(ParallelModule):
     With ``norm_in=True`` it maps x to x and can stand in any model; without, it maps (h, n) to (h, n) in a stack of
     blocks.  ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
-    MLP, ``attention_dropout`` on the probabilities.
+    MLP, ``attention_dropout`` on the probabilities.  ``parallel``: the MLP reads what attention does, not its result
+    (parallel_residual.py); pre-norm only.
     """
 
-    shown = "dropout", "post_norm", "saving"
+    shown = "dropout", "post_norm", "parallel", "saving"
     norm_in: LayerNorm | None
     norm_mlp: LayerNorm | None
 
@@ -89,6 +91,7 @@ class TransformerBlock(ParallelModule):
         mlp_bias: bool | None = None,
         norm_in: bool = True,
         post_norm: bool = False,
+        parallel: bool = False,
         saving: str = "fastest",
         init_std: float = 0.02,
         out_init_std: float | None = None,
@@ -97,9 +100,11 @@ class TransformerBlock(ParallelModule):
         super().__init__(tp)
         check(saving in SAVING, f"TransformerBlock: saving must be one of {', '.join(SAVING)}, got {saving!r}")
         check_kind("TransformerBlock", norm, eps)
+        check(not (parallel and post_norm), "TransformerBlock: parallel and post_norm are two forms, got both")
         threshold(dropout)
         self.width = hidden_size
         self.dropout, self.saving, self.post_norm, self.sites = dropout, saving, post_norm, sites(layer)
+        self.parallel = parallel
         shared: dict[str, Any] = dict(tp=self.tp, init_std=init_std, out_init_std=out_init_std, **factory)
         self.attention = ParallelAttention(
             hidden_size,
@@ -164,6 +169,9 @@ class TransformerBlock(ParallelModule):
             return self._by_parts(h, normed, cache=cache, **attending)
         if cache is None and self._is_one_node(h, normed):
             return self._one_node(h, normed, **attending)
+        if self.parallel:
+            h, n, recompute = parallel_residual(self, h, normed, cache=cache, **attending)
+            return h if alone else (h, Normed(n, self._keep(recompute)))
         a, m = self.norm_attention, self.norm_mlp
         vectors = [self.attention.out.bias, a.weight, a.bias, self.mlp.fc2.bias]
         vectors += [None, None] if m is None else [m.weight, m.bias]
@@ -209,8 +217,8 @@ class TransformerBlock(ParallelModule):
         else:
             n = h if self.norm_in is None else self.norm_in(h)
         x = self.attention(n, attention_mask=key_mask, **attending)
-        h = add(x, self.sites.after_attention)
-        n = self.norm_attention(h).to(x.dtype)
+        before, h = h, add(x, self.sites.after_attention)
+        n = self.norm_attention(before if self.parallel else h).to(x.dtype)
         h = n if self.post_norm else h
         x = self.mlp(n)
         h = add(x, self.sites.after_mlp)
@@ -223,6 +231,7 @@ class TransformerBlock(ParallelModule):
         return (
             self.tp.size == 1
             and self.saving == "fastest"
+            and not self.parallel
             and (normed is None or normed.recompute is None)
             and not torch.compiler.is_compiling()
             and not autocasts(h)

@@ -269,13 +269,14 @@ def compare(
 ) -> Comparison:
     """Counts every way to run one layer.
 
-    Grouped heads and gated MLPs have no row in the table of 2020, so for them there are tpfuse's columns alone.
+    Grouped heads, gated MLPs and those beside attention have no row in the table of 2020, so for them there are
+    tpfuse's columns alone.
     """
     s, element_size = Shape.of(config), dtype.itemsize
     columns: list[Column] = []
     traces: dict[str, Ledger] = {}
     one_process = tp is None or tp.size == 1
-    if one_process and not s.gated and s.G == s.H and s.H * s.E == s.D:
+    if one_process and not (s.gated or s.parallel) and s.G == s.H and s.H * s.E == s.D:
         traces[PLAIN] = trace(plain_layer(config, batch=batch, seq=seq, dtype=dtype, activation_dropout=config.dropout))
         scores = batch * s.H * seq * seq * element_size
         columns.append(Column(PLAIN, [(_part(e, scores), e) for e in traces[PLAIN].entries]))

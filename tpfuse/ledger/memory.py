@@ -60,7 +60,8 @@ def activation_bytes(
         norm = 8 if KINDS[config.norm].centred else 4  # its statistics
         if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
             return rows * (e * s.D + (0 if config.post_norm else norm)) / shards
-        between = 2 * streams * e * s.D + 2 * norm
+        rows_kept = 2 * streams - s.parallel  # side by side attention and MLP have one residual stream in front of them
+        between = rows_kept * e * s.D + 2 * norm
         inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H
         return rows * (between / shards + inside / t)
     between = 2 * (2 * e + 1) * s.D  # each norm's input and output, and the masks of dropout

@@ -8,7 +8,7 @@ from ..models.config import ModelConfig
 class Shape(NamedTuple):
     """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions.
 
-    ``gated``: the MLP has two matrices in and one out.
+    ``gated``: the MLP has two matrices in and one out.  ``parallel``: it stands beside attention.
     """
 
     D: int
@@ -20,6 +20,7 @@ class Shape(NamedTuple):
     V: int
     P: int
     gated: bool
+    parallel: bool
 
     @classmethod
     def of(cls, c: ModelConfig) -> "Shape":
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
             V=c.vocab_size,
             P=c.learned_positions,
             gated=c.gated,
+            parallel=c.parallel_residual,
         )
 
     @property

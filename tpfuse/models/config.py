@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.linear.activation import ACTIVATIONS
-from ..kernels.rope_table import rope_table
-from ..kernels.runtime.rules import Rule, check_rules, instance, one_of, shown
+from ..kernels.runtime.rules import Rule, check_rules, one_of, shown
 from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS, Family
 from .fields import BERT_FIELDS, FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .rotary import check_rope, read_rope, stretched, switches_at, written_rope
 
-ROPE_TYPES = "default", "linear", "dynamic", "llama3", "yarn"
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
 Config = TypeVar("Config", bound="ModelConfig")
 
@@ -47,6 +46,7 @@ class ModelConfig:
     out_bias: bool = field(default=True, init=False)
     mlp_bias: bool = field(default=True, init=False)
     qk_norm: bool = field(default=False, init=False)
+    parallel_residual: bool = field(default=False, init=False)
     type_vocab_size: int = field(default=0, init=False)  # token types
     families: ClassVar[tuple[str, ...]]
     rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
@@ -121,7 +121,8 @@ class ModelConfig:
         for key, value in family.fixed.items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
-        values["activation"] = ACTIVATIONS[self.activation].huggingface[0]
+        names, usual = ACTIVATIONS[self.activation].huggingface, family.hf_optional.get("activation")
+        values["activation"] = usual if usual in names else names[0]
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():
             if config.setdefault(key, values[name]) != values[name]:
@@ -149,8 +150,9 @@ class GPTConfig(ModelConfig):
 
     GPT-2 (Radford et al. 2019) has learned positions and LayerNorm; Llama (Touvron et al. 2023, arXiv:2302.13971)
     rotary positions, RMSNorm and a gated MLP.  ``rope`` is transformers' rope_parameters: {"rope_type": "default" |
-    "linear" | "dynamic" | "llama3" | "yarn", "rope_theta": ..., ...}; None: learned positions.  ``window``: keys a
-    query sees, itself included, in the layers that ``layer_types`` calls sliding (None: all).
+    "linear" | "dynamic" | "llama3" | "yarn" | "longrope", "rope_theta": ..., ...}, of which a family may have some
+    only; None: learned positions.  ``window``: keys a query sees, itself included, in the layers that ``layer_types``
+    calls sliding (None: all).
     """
 
     family: str = "gpt2"
@@ -165,6 +167,7 @@ class GPTConfig(ModelConfig):
     rope: Mapping[str, Any] | None = field(default=None, hash=False)
     window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    parallel_residual: bool = False  # attention and MLP read the same rows
     families: ClassVar[tuple[str, ...]] = CAUSAL
     rules: ClassVar[Mapping[str, Rule]] = GPT_FIELDS
 
@@ -182,12 +185,8 @@ class GPTConfig(ModelConfig):
         if self.num_heads % self.kv_heads:
             raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
-            kind, share = self.rope.get("rope_type", "default"), self.rope.get("partial_rotary_factor")
-            if kind not in ROPE_TYPES:
-                raise ValueError(f"GPTConfig: rope_type={shown(kind)} is not built; one of {', '.join(ROPE_TYPES)} is")
-            if share not in (None, 1):  # which transformers' classes of these families treat differently
-                raise ValueError(f"GPTConfig: partial_rotary_factor={shown(share)} is not built; only 1 is")
-            rope_table(self.head_size, 1, **self.rope_arguments)  # names what is missing, wrong or not built
+            sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
+            check_rope("GPTConfig", self.rope, self.hf.rotary_keys, **sizes)
 
     @property
     def kv_heads(self) -> int:
@@ -208,11 +207,13 @@ class GPTConfig(ModelConfig):
 
     @property
     def stretched(self) -> bool:
-        """Whether the tables of rotary positions depend on the length of a call: dynamic ones do past the length that
-        the model was trained for, which no file of transformers lets a call reach."""
-        rope = self.rope or {}
-        trained: int = rope.get("max_position_embeddings") or self.max_positions
-        return rope.get("rope_type") == "dynamic" and trained < self.max_positions
+        """Whether the tables of rotary positions depend on the length of a call."""
+        return stretched(self.rope or {}, self.max_positions)
+
+    @property
+    def switches_at(self) -> int | None:
+        """The length past which a call has other tables of rotary positions; None: all have the same."""
+        return switches_at(self.rope or {}, self.max_positions)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -223,13 +224,15 @@ class GPTConfig(ModelConfig):
     def _values(cls, read: "_Reader", family: Family) -> dict[str, Any]:
         values = super()._values(read, family)
         if family.rotary:
-            values["rope"] = read.rope()
+            values["rope"] = read_rope(read.name, read.config, family.rotary_keys)
         if family.windows == WINDOWED_LAYERS:
             values |= read.windows(values["num_layers"])
         return values
 
     def to_hf(self) -> dict[str, Any]:
         family, config = self.hf, super().to_hf()
+        if "parallel_residual" not in family.hf_keys:
+            self._check_fixed("parallel_residual", False)
         if "num_kv_heads" not in family.hf_keys:
             self._check_fixed("kv_heads", self.num_heads)
             self._check_fixed("head_size", self.hidden_size // self.num_heads)
@@ -238,10 +241,9 @@ class GPTConfig(ModelConfig):
                 raise ValueError(
                     f"GPTConfig: a {self.family} model of transformers has rotary positions, got rope=None"
                 )
-            config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
-            config |= dict(rope_parameters=dict(self.rope), rope_theta=self.rope["rope_theta"])
-            if self.rope.get("rope_type", "default") != "default":
-                config["rope_scaling"] = {k: v for k, v in self.rope.items() if k != "rope_theta"}
+            if "num_kv_heads" in family.hf_keys:
+                config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
+            config |= written_rope(self.rope, family.rotary_keys, self.max_positions)
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]
             config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window, layer_types=types)
@@ -297,24 +299,6 @@ class _Reader:
         values = {name: value for name, value in values.items() if value is not None}
         check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
         return values | family.fixed
-
-    def rope(self) -> dict[str, Any]:
-        """Returns rope_parameters, or what older files have: rope_theta, and rope_scaling with "type"."""
-        key = self.key_of("rope_parameters", "rope_scaling")
-        given = self.config.get(key) or {}
-        check_rules(self.name, {key: given}, {key: instance("an object", Mapping)})
-        rope = dict(given)
-        if "type" in rope:
-            rope.setdefault("rope_type", rope.pop("type"))
-        rope.setdefault("rope_type", "default")
-        if "rope_theta" not in rope:
-            if self.optional("rope_theta") is None:
-                raise ValueError(f"{self.name}: config.json has neither rope_parameters.rope_theta nor rope_theta")
-            rope["rope_theta"] = self.config["rope_theta"]
-        for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-            if self.optional(key) is not None:
-                rope.setdefault(key, self.config[key])
-        return rope
 
     def windows(self, layers: int) -> dict[str, Any]:
         """Returns the window, and which layers have it."""

@@ -90,7 +90,7 @@ class Direct:
         rows = positions.t().reshape(-1)
         known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(known, rows)
-        turn = None if self.turning is None else self.turning(positions, rows)
+        turn = None if self.turning is None else self.turning(positions)
         x = self.norm(h)
         reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
         for layer, cache in zip(self._stack(reads), self.caches, strict=True):
@@ -123,6 +123,7 @@ class _Layer:
     def __init__(self, block: Any, exchange: Exchange, form: Plain):
         a, m = block.attention, block.mlp
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
+        self.parallel = block.parallel
         self.norm_attention, self.norm_mlp = _norm(block.norm_attention), _norm(block.norm_mlp)
         self.head_norms = None if a.q_norm is None else (_norm(a.q_norm), _norm(a.k_norm))
         weight, bias = a.qkv.flat()
@@ -135,8 +136,8 @@ class _Layer:
         self.qkv = form.map(weight, bias)
 
     def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
-        h = self.out(self._attend(x, cache, turn), h)
-        h = self.down(self.up(self.norm_attention(h)), h)
+        attended = self.out(self._attend(x, cache, turn), h)
+        h = self.down(self.up(self.norm_attention(h if self.parallel else attended)), attended)
         return h, self.norm_mlp(h)
 
     def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
@@ -264,14 +265,14 @@ class _Turning:
         self.slots, self.width = first.attention.heads_per_group, model.config.head_size
         self.made_of: Tensor | None = None
 
-    def __call__(self, positions: Tensor, rows: Tensor) -> _Turn:
-        """positions [B, n], and the same as rows [n B]"""
+    def __call__(self, positions: Tensor) -> _Turn:
+        """positions [B, n] -> the turns of rows [n B]"""
         rope = self.model._rope(Rows(positions.shape, self.model.tp), positions, positions.device, self.columns)
-        assert rope is not None
+        assert rope is not None and rope.positions is not None
         if self.made_of is not rope.cos:
             self.made_of = rope.cos
             self.cos, self.sin, self.pairs = self._laid_out(rope.cos, rope.sin)
-        return _Turn(self.cos[rows], self.sin[rows], self.pairs)
+        return _Turn(self.cos[rope.positions], self.sin[rope.positions], self.pairs)
 
     def _laid_out(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         half, E = cos.shape[1], self.width

@@ -38,6 +38,7 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     rope=optional(instance("a mapping", Mapping)),
     window=optional(whole()),
     layer_types=optional(instance("a list", list, tuple)),
+    parallel_residual=boolean,
 )
 BERT_FIELDS = MODEL_FIELDS | dict(type_vocab_size=whole(), pad_token_id=optional(whole(least=-1)))
 # Keys of config.json that are no field.

@@ -1,4 +1,4 @@
-"""GPT-2 and the Llama family (Llama, Mistral, Qwen2, Qwen3) under tensor, sequence and data parallelism.
+"""GPT-2, the Llama family and GPT-NeoX under tensor, sequence and data parallelism.
 
     ids [B, S] -> rows [M] -> lookup, exchange -> embed_finish: h, n -> blocks (h, n) -> n [R, m, D]
     -> head [M, V/R] -> loss
@@ -7,6 +7,7 @@ The first norm belongs to the embedding, and each block owns the norm after its 
 final norm.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..parallel import TensorParallel
 from .classify import Classifier, ClassifierHead, named_in
 from .config import GPTConfig
 from .embed import Lookup, embed
-from .families import FAMILIES
+from .families import FAMILIES, Family
 from .generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
@@ -98,6 +99,7 @@ class GPT(Model):
                     out_bias=c.out_bias,
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
+                    parallel=c.parallel_residual,
                     saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
@@ -191,27 +193,39 @@ class GPT(Model):
         stretch: int | None = None
         if c.stretched:
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
+        switch = None if position_ids is None else c.switches_at
+        stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
         # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
         kept = self._tables.get(kind)
-        if kept is None or kept[0] != key or len(kept[1][0]) < length:
-            tables = rope_table(c.head_size, length, **c.rope_arguments, seq_len=stretch, device=device)
-            self._tables[kind] = kept = key, tables
-        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        if kept is None or kept[0] != key or len(kept[1][0]) < length * len(stretches):
+            some = [rope_table(c.head_size, length, **c.rope_arguments, seq_len=n, device=device) for n in stretches]
+            cos, sin = some[0] if switch is None else map(torch.cat, zip(*some, strict=True))
+            self._tables[kind] = kept = key, (cos, sin)
+        if position_ids is None:
+            return Rope(*kept[1])
+        positions = rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        if switch is not None:  # found on the device, so that the host need not wait for the longest position
+            positions = positions + len(kept[1][0]) // 2 * (position_ids.max() >= switch)
         return Rope(*kept[1], positions)
 
     generate = generate
 
     def ignorable(self) -> tuple[str, ...]:
         idle = self.config.tie_embeddings or self.head is None
-        return (*super().ignorable(), *((r"lm_head\.weight",) if idle else ()))
+        return (*super().ignorable(), *(map(re.escape, _heads(self.config.hf)) if idle else ()))
 
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
-        own = "lm_head.weight" in files.raw_names() or cls.config_class.from_hf(files.config).tie_embeddings
+        own = not _heads(family).isdisjoint(files.raw_names()) or cls.config_class.from_hf(files.config).tie_embeddings
         return dict(lm_head=own or not base, classifier=named_in(files.config, family))
+
+
+def _heads(family: Family) -> set[str]:
+    """Returns what the head's weight may be called in a file."""
+    return {f"{prefix}weight" for prefix in family.head_prefixes}
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ def may_capture(model: GPT, step: Step, new: int) -> bool:
     """Whether ``new`` tokens may be made by replaying one step.
 
     Hooks and processors are Python that a replay does not call; autocast keeps copies of weights that a graph must not;
-    of messages NCCL's alone can be captured; and the tables of a rope that stretches change with the length.
+    of messages NCCL's alone can be captured; and rotary positions that depend on the length are the host's choice.
     """
     tp = model.tp
     return (
@@ -37,6 +37,7 @@ def may_capture(model: GPT, step: Step, new: int) -> bool:
         and not served(model)
         and not torch.is_autocast_enabled("cuda")
         and not model.config.stretched
+        and not step.forward.direct
         and (tp.size == 1 or "nccl" in dist.get_backend_config(tp.group))
     )
 

@@ -299,9 +299,8 @@ class Model(PretrainedModule):
 
         def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
             files = Files(path)
-            check(
-                torch_dtype in (None, asked), f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ"
-            )
+            same = torch_dtype is None or files.dtype(torch_dtype) == files.dtype(asked)
+            check(same, f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ")
             config = files.read_config(cls.config_class.from_hf)
             return files, config, ({} if begins else cls._options_from(files)) | options, files.dtype(asked)
 

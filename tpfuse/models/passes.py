@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..agreement import any_rank
@@ -65,20 +66,67 @@ class Pass:
             cache.reorder(rows, first)
 
 
+class _Switching(Pass):
+    """The pass of a model whose rotary positions are others in calls of more than ``at`` positions.
+
+    The keys in a cache are rotated by the tables of their time, so what has been seen goes once more through the model,
+    with a new cache, when the first sequence passes that length.
+    """
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, at: int):
+        super().__init__(self._go_on, [], pieces=1, direct=True)
+        self.make, self.at, self.seen = make, at, request.seen
+        self.now: Pass | None = None
+        self.switched, self.longest = False, 0
+        self.ids = self.positions = request.ids[:, :0]
+
+    def _go_on(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self.now is not None and self.switched:
+            return self.now(ids, positions)
+        self.longest = int(positions.max()) + 1 if self.now is None else self.longest + 1
+        self.switched = self.longest > self.at
+        self.ids, self.positions = torch.cat([self.ids, ids], 1), torch.cat([self.positions, positions], 1)
+        if self.now is None or self.switched:
+            self.now, ids, positions = self.make(self.seen, self.ids), self.ids, self.positions
+        return self.now(ids, positions)
+
+    def repeat(self, n: int) -> None:
+        assert self.now is not None  # the prompts have been read
+        self.now.repeat(n)
+        self.seen, self.ids, self.positions = (x.repeat_interleave(n, 0) for x in (self.seen, self.ids, self.positions))
+
+    def reorder(self, rows: Tensor, first: int) -> None:
+        assert self.now is not None
+        self.now.reorder(rows, first)
+        self.ids, self.positions = self.ids[rows], self.positions[rows]
+
+
 def pass_of(model: GPT, request: Request) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
-    seen, padded, pieces = request.seen, request.padded, pieces_of(model, request.ids)
-    if not any_rank(model.tp.group, not applies(model, request.ids)):  # a hook on one rank is one on all
-        direct = Direct(model, seen, padded=padded, prompt=-(-request.ids.shape[1] // pieces), new=request.new)
-        return Pass(direct, direct.caches, pieces=pieces, direct=True)
-    caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-    return Pass(lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False)
+    direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
+    pieces, switch = pieces_of(model, request.ids), model.config.switches_at
+
+    def make(seen: Tensor, ids: Tensor) -> Pass:
+        kept: dict[str, Any] = dict(padded=request.padded)
+        if direct:
+            sizes: dict[str, Any] = dict(prompt=-(-ids.shape[1] // pieces), new=seen.shape[1] - ids.shape[1])
+            run = Direct(model, seen, **kept, **sizes)
+            return Pass(run, run.caches, pieces=pieces, direct=True)
+        caches = [KVCache(seen, **kept) for _ in model.blocks]
+        return Pass(
+            lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False
+        )
+
+    if switch is None or request.seen.shape[1] <= switch:
+        return make(request.seen, request.ids)
+    return _Switching(make, request, switch)
 
 
 def pieces_of(model: GPT, ids: Tensor) -> int:
     """Returns in how many pieces prompts [B, S] are read: what a layer computes of one is there at a time, and not of
-    all, which is many times the cache.  One where rotary positions stretch with the prompt's length."""
-    return 1 if model.config.stretched else min(-(-ids.numel() // PIECE), ids.shape[1])
+    all, which is many times the cache.  One where rotary positions depend on the prompt's length."""
+    changing = model.config.stretched or model.config.switches_at is not None
+    return 1 if changing else min(-(-ids.numel() // PIECE), ids.shape[1])
 
 
 def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:

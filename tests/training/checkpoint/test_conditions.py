@@ -4,6 +4,7 @@ import dataclasses
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.models.common import STEP_CONFIG, Training
 from tests.training.checkpoint.common import made, state
 from tpfuse import load_checkpoint, param_groups, save_checkpoint
 from tpfuse.models import GPT
-from tpfuse.training.checkpoint.conditions import config_of
+from tpfuse.training.checkpoint.conditions import check_config, config_of
 from tpfuse.training.checkpoint.meta import sealed
 
 
@@ -70,6 +71,7 @@ CHANGES = [dict(activation="relu"), dict(eps=1e-6), dict(window=4)]
 ROPE = replace(STEP_CONFIG, rope={"rope_theta": 10000.0})
 CASES = [(STEP_CONFIG, replace(STEP_CONFIG, **c), next(iter(c))) for c in CHANGES]
 CASES += [(ROPE, replace(ROPE, rope={"rope_theta": 20000.0}), "rope")]
+CASES += [(ROPE, replace(ROPE, parallel_residual=True), "parallel_residual")]
 CASES += [(replace(ROPE, norm="rms"), replace(ROPE, norm="gemma_rms"), "norm")]
 
 
@@ -88,6 +90,14 @@ def test_what_does_not_enter_the_function_may_differ(tmp_path):
     rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.25)
     model, optimizer = made(replace(STEP_CONFIG, init_std=0.5, **rates))
     assert load_checkpoint(tmp_path, model, optimizer) == (1, None)
+
+
+def test_a_field_that_an_older_checkpoint_does_not_know_had_its_default():
+    model, _ = made(replace(STEP_CONFIG, parallel_residual=True))
+    then = {key: value for key, value in config_of(model).items() if key != "parallel_residual"}
+    with pytest.raises(ValueError, match="parallel_residual=True, x was written with 'False'"):
+        check_config(Path("x"), then, model)
+    check_config(Path("x"), then, made(STEP_CONFIG)[0])
 
 
 def test_any_config_that_is_a_dataclass():

@@ -231,14 +231,17 @@ def reading(stands: str) -> Iterator[None]:
 def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
     """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
     names = tensors.names(model.base_prefix)
+    for name, filed in model.config.hf.filed.items():
+        if filed in names and name not in names:
+            names[name] = names.pop(filed)
     for *_, source in entries:
         if source.also is not None and source.also in names:
             names.setdefault(source.names[0], names[source.also])
     _check_names(model, tensors, names, [n for *_, source in entries for n in source.names])
     for name, spec, _, source in entries:
-        for n, shape in zip(source.names, source.shapes(spec.shape), strict=True):
+        for n, expected in zip(source.names, source.their_shapes(spec.shape), strict=True):
             stored = tensors.tensor(names[n])
-            got, expected = tuple(stored.get_shape()), source.their_shape(shape)
+            got = tuple(stored.get_shape())
             stands = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
             if got != expected:
                 raise ValueError(f"{stands} must be {expected} for {name} of this config, got {shown(got)}")

@@ -4,13 +4,16 @@
 
 A file holds full tensors in Hugging Face's layout; a parameter here is a slice of a full tensor in ours.  A rank reads
 its own slices only: the sharded letter of the pattern says which ranges of the file's tensor those are.
+
+A tensor of the file may hold what is several here, one after another in dimension 0 (Phi-3's q, k and v): a
+:class:`Place` says which rows of it are meant, and :func:`written` puts it together again.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -20,18 +23,36 @@ from ...layers.module import Spec
 from ...parallel import TensorParallel
 
 
+class Place(NamedTuple):
+    """Rows of a tensor in the file, which is ``of`` blocks of equal size: ``blocks`` of them from ``first`` on."""
+
+    first: int = 0
+    blocks: int = 1
+    of: int = 1
+
+    def rows(self, rows: int) -> slice:
+        """Returns which rows of the tensor these ``rows`` are."""
+        size = rows // self.blocks
+        return slice(self.first * size, self.first * size + rows)
+
+
+WHOLE = Place()
+
+
 @dataclass(frozen=True)
 class Source:
     """The tensors a parameter is made of: each is rearranged by ``pattern``, several are concatenated on dimension 1.
 
     ``widths``: how many indices of dimension 1 each takes.  ``also``: a second name that a single tensor is written
-    under, and is read by where the first does not exist.
+    under, and is read by where the first does not exist.  ``places``: where in its tensor each stands; all are whole
+    tensors unless given.
     """
 
     names: tuple[str, ...]
     pattern: str
     widths: tuple[int, ...]
     also: str | None = None
+    places: tuple[Place, ...] = ()
 
     @classmethod
     def one(cls, name: str, pattern: str, also: str | None = None) -> "Source":
@@ -42,6 +63,15 @@ class Source:
     def several(cls, names: tuple[str, ...], pattern: str, widths: tuple[int, ...] | None = None) -> "Source":
         """Returns the source of a parameter that is several tensors of the file, of one index each by default."""
         return cls(names, pattern, (1,) * len(names) if widths is None else widths)
+
+    def within(self, *places: Place) -> "Source":
+        """Returns the same source, of tensors of which these places are meant."""
+        return replace(self, places=places)
+
+    @property
+    def each(self) -> tuple[tuple[str, Place], ...]:
+        """The name and the place of each tensor."""
+        return tuple(zip(self.names, self.places or (WHOLE,) * len(self.names), strict=True))
 
     @property
     def theirs(self) -> list[list[str]]:
@@ -62,32 +92,78 @@ class Source:
         """Returns the size of each letter for our ``shape``; "1" stands for itself."""
         return {letter: n for letter, n in zip(self.ours, shape, strict=True) if letter != "1"}
 
-    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape in the file of a tensor whose shape in our layout is ``shape``."""
+    def their_shape(self, shape: tuple[int, ...], place: Place = WHOLE) -> tuple[int, ...]:
+        """Returns the shape of a tensor in the file, for that in our layout of what stands at its ``place``."""
         sizes = self.sizes(shape)
-        return tuple(math.prod(sizes[letter] for letter in group) for group in self.theirs)
+        rows, *rest = (math.prod(sizes[letter] for letter in group) for group in self.theirs)
+        return (rows // place.blocks * place.of, *rest)
+
+    def their_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the shape in the file of each tensor, for the parameter's ``shape``."""
+        return [self.their_shape(part, place) for part, (_, place) in zip(self.shapes(shape), self.each, strict=True)]
 
     def read(self, stored: Callable[[str], Any], spec: Spec, tp: TensorParallel) -> Tensor:
         """Returns this rank's slice in our layout, from lazily read tensors."""
         shard = None if spec.dim is None else Shard(self.ours[spec.dim], spec.local(tp)[spec.dim])
         parts = []
-        for name, shape in zip(self.names, self.shapes(spec.shape), strict=True):
+        for (name, place), shape in zip(self.each, self.shapes(spec.shape), strict=True):
             sizes = self.sizes(shape)
-            x = read_slice(stored(name), self.theirs, sizes, shard)
+            tensor = stored(name)
+            if place.of > 1:
+                tensor = _Rows(tensor, place.rows(self.their_shape(shape)[0]))
+            x = read_slice(tensor, self.theirs, sizes, shard)
             if shard is not None:
                 sizes[shard.letter] = shard.range.stop - shard.range.start
             parts.append(rearrange(x, self.pattern, **sizes))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def write(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the file's tensors, by name, of our full tensor."""
+        """Yields the file's tensors, by name, of our full tensor; ValueError where it is a part of one only."""
+        yield from written([(self, full)])
+
+    def pieces(self, full: Tensor) -> Iterator[tuple[str, Place, Tensor]]:
+        """Yields what stands at each place of the file's tensors."""
         left, right = self.pattern.split("->")
         parts = [full] if len(self.names) == 1 else full.split(self.widths, 1)
-        for name, part in zip(self.names, parts, strict=True):
+        for (name, place), part in zip(self.each, parts, strict=True):
             stored = rearrange(part, f"{right} -> {left}", **self.sizes(part.shape)).contiguous()
-            yield name, stored
+            yield name, place, stored
             if self.also is not None:
-                yield self.also, stored.clone()
+                yield self.also, place, stored.clone()
+
+
+def written(parameters: Iterable[tuple[Source, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Takes parameters, as (source, full tensor) -> yields the file's tensors, by name, each as soon as it is whole.
+
+    ValueError where a tensor of the file is still lacking rows in the end.
+    """
+    parts: dict[str, dict[int, tuple[Place, Tensor]]] = {}
+    for source, full in parameters:
+        for name, place, tensor in source.pieces(full):
+            if place.of == 1:
+                yield name, tensor
+                continue
+            own = parts.setdefault(name, {})
+            own[place.first] = place, tensor
+            if sum(p.blocks for p, _ in own.values()) == place.of:
+                del parts[name]
+                yield name, torch.cat([own[first][1] for first in sorted(own)])
+    if parts:
+        raise ValueError(f"written: {', '.join(parts)} is not all there")
+
+
+class _Rows:
+    """Rows of a lazily read tensor, as a tensor to read lazily."""
+
+    def __init__(self, stored: Any, rows: slice):
+        self.stored, self.rows = stored, rows
+
+    def __getitem__(self, index: Any) -> Any:
+        own, *rest = index if isinstance(index, tuple) else (index,)
+        if own is Ellipsis:
+            own = slice(None)
+        start, stop, _ = own.indices(self.rows.stop - self.rows.start)
+        return self.stored[(slice(self.rows.start + start, self.rows.start + stop), *rest)]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .directory import own_file
 from .disk import NewFiles, save_file
 from .model import PretrainedModule
 from .read import CONFIG, INDEX, SINGLE
+from .source import written
 
 MAX_SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (
@@ -58,9 +59,9 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
 def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
     sources = model.sources()
-    for name, p, spec, tp in model.stored_parameters():
-        for hf_name, tensor in sources[name].write(full_tensor(p, spec, tp)):
-            yield model.hf_name(hf_name), tensor
+    every = ((sources[name], full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
+    for hf_name, tensor in written(every):
+        yield model.hf_name(hf_name), tensor
 
 
 def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) -> None:
@@ -132,11 +133,10 @@ def _write_shards(
         shards.append(list(pending))
         pending.clear()
 
-    for name, full in tensors:
-        for hf_name, tensor in sources[name].write(full):
-            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
-                flush()
-            pending[model.hf_name(hf_name)] = tensor.cpu()
+    for hf_name, tensor in written((sources[name], full) for name, full in tensors):
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        pending[model.hf_name(model.config.hf.filed.get(hf_name, hf_name))] = tensor.cpu()
     flush()
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

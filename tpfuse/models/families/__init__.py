@@ -3,9 +3,12 @@
 from .bert import BERT
 from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family
 from .gpt2 import GPT2
+from .gpt_neox import GPT_NEOX
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
+from .starcoder2 import STARCODER2
 
 __all__ = [
     "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family",
@@ -14,7 +17,10 @@ __all__ = [
 FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
+    "gpt_neox": GPT_NEOX,
     "mistral": MISTRAL,
+    "phi3": PHI3,
+    "starcoder2": STARCODER2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT,

@@ -15,6 +15,20 @@ NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed la
 SEQUENCE, TOKEN = PER = "sequence", "token"
 
 
+class RotaryKeys(NamedTuple):
+    """What a family makes of rotary positions, and how its config.json tells them."""
+
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")  # the rope_type that it may have
+    partial: bool = False  # whether a part of each head may be left as it is
+    aliases: dict[str, str] = {}  # other spellings of a rope_type
+    names: dict[str, str] = {}  # keys of rope_parameters -> those of older files, beside it
+    outer: tuple[str, ...] = ()  # keys whose value beside rope_parameters goes before that in it
+    omitted: dict[str, Any] = {}  # what transformers takes for a key that is missing
+
+
+USUAL = RotaryKeys()
+
+
 class Classes(NamedTuple):
     """A class of transformers that classifies."""
 
@@ -47,6 +61,8 @@ class Family(NamedTuple):
     windows: str = NO_WINDOW
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
+    rotary_keys: RotaryKeys = USUAL
+    filed: dict[str, str] = {}  # tensors whose name in a file is not that in the class -> the name there
 
     @property
     def base_architecture(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...interop.huggingface.source import Source
-from .family import NO_WINDOW, Family
+from .family import NO_WINDOW, USUAL, Family, RotaryKeys
 from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
 
 
@@ -47,9 +47,10 @@ def llama_like(
     optional: dict[str, Any] | None = None,
     sources: Callable[[Any], dict[str, Source]] = llama_sources,
     windows: str = NO_WINDOW,
+    rotary_keys: RotaryKeys = USUAL,
     **fixed: Any,
 ) -> Family:
-    """Returns a family with Llama's keys; ``keys``, ``optional``, ``sources`` and ``fixed`` are what differs."""
+    """Returns a family with Llama's keys; what is given is what differs."""
     shared: dict[str, tuple[str, ...]] = dict(
         vocab_size=("vocab_size",),
         max_positions=("max_position_embeddings",),
@@ -65,6 +66,8 @@ def llama_like(
         init_std=("initializer_range",),
         tie_embeddings=("tie_word_embeddings",),
     )
+    hf_keys = shared | (keys or {})
+    decided = dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed
     omitted = dict(num_kv_heads=None, head_width=None, tie_embeddings=False, init_std=None, attention_dropout=0.0)
     return Family(
         architecture=architecture,
@@ -72,12 +75,13 @@ def llama_like(
         base_prefix="model.",
         head_prefixes=("lm_head.",),
         sources=sources,
-        hf_keys=shared | (keys or {}),
+        hf_keys=hf_keys,
         hf_optional=omitted | (optional or {}),
-        fixed=dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed,
+        fixed={key: value for key, value in decided.items() if key not in hf_keys},
         ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         rotary=True,
         windows=windows,
+        rotary_keys=rotary_keys,
     )
 
 

@@ -6,7 +6,7 @@ of the base model, without its prefix.
 
 from typing import Protocol
 
-from ...interop.huggingface.source import Source
+from ...interop.huggingface.source import Place, Source
 
 Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
 
@@ -53,6 +53,17 @@ def qkv(q: str, k: str, v: str, heads: int = 1) -> dict[str, Source]:
         "q_bias": Source.one(biases[0], "(h e) -> h e"),
         "kv": Source.several(tuple(weights[1:]), "(h e) d -> h 1 e d"),
         "kv_bias": Source.several(tuple(biases[1:]), "(h e) -> h 1 e"),
+    }
+
+
+def joined_qkv(name: str, heads: int) -> dict[str, Source]:
+    """q, k and v one after another in one tensor without a bias, with ``heads`` query heads to each kv head."""
+    q, k, v = Place(0, heads, heads + 2), Place(heads, 1, heads + 2), Place(heads + 1, 1, heads + 2)
+    weight = f"{name}.weight"
+    return {
+        "weight": Source.several((weight,) * 3, "(h q e) d -> h q e d", (heads, 1, 1)).within(q, k, v),
+        "q": Source.one(weight, "(h e) d -> h e d").within(q),
+        "kv": Source.several((weight,) * 2, "(h e) d -> h 1 e d").within(k, v),
     }
 
 

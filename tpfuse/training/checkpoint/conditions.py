@@ -53,7 +53,16 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
     config = getattr(model, "config", None)
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         return None
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return _as_json({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def _defaults_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = model.config
+    every = dataclasses.fields(config)
+    return _as_json({field.name: field.default for field in every if field.default is not dataclasses.MISSING})
+
+
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(fields, default=_json))
     return found
 
@@ -62,8 +71,15 @@ def _json(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, Iterable) else repr(value)
 
 
-def check_config(path: Path, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
-    """ValueError where the model computes another function than the one that was saved."""
-    for key, value in (now or {}).items():
-        if then is not None and key in then and key not in _FREE and then[key] != value:
+def check_config(path: Path, then: Mapping[str, Any] | None, model: nn.Module) -> None:
+    """ValueError where the model computes another function than the one that was saved.
+
+    A field that the checkpoint does not know is younger, and had what is its default now.
+    """
+    now = config_of(model)
+    if then is None or now is None:
+        return
+    then = _defaults_of(model) | dict(then)
+    for key, value in now.items():
+        if key in then and key not in _FREE and then[key] != value:
             raise ValueError(f"the model's config has {key}={value!r}, {path} was written with {str(then[key])[:60]!r}")

@@ -10,7 +10,7 @@ from torch import nn
 from ...parallel import host
 from . import background as thread
 from . import state, version1
-from .conditions import check_config, conditions, config_of, warn_of_differences
+from .conditions import check_config, conditions, warn_of_differences
 from .errors import named
 from .folder import META, read_latest, warn_of_newer
 from .meta import Meta, files_of, opened, read_text
@@ -100,7 +100,7 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
     path, meta = checkpoint.path, checkpoint.meta
     state.check_model(path, wanted.entries, stock)
     if meta["version"] != 1:
-        check_config(path, meta["config"], config_of(wanted.model))
+        check_config(path, meta["config"], wanted.model)
     if wanted.optimizer is not None:
         kind = type(wanted.optimizer).__qualname__
         if meta.get("optimizer", kind) != kind:

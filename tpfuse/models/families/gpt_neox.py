@@ -1,0 +1,70 @@
+"""GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373): attention and MLP
+side by side, LayerNorm, and rotary positions on a part of each head."""
+
+from ...interop.huggingface.source import Source
+from .family import SEQUENCE, TOKEN, Family, RotaryKeys
+from .names import Modules, Sizes, flat, linear, norm, table
+
+
+def gpt_neox_sources(config: Sizes) -> dict[str, Source]:
+    """GPTNeoXForCausalLM: q, k and v in one, head by head; a block's two norms read the same rows."""
+    modules: Modules = {
+        "embedding": table("embed_in"),
+        "norm_in": norm("layers.0.input_layernorm"),
+        "head": table("lm_head"),
+    }
+    last = config.num_layers - 1
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"layers.{i}"
+        fused = f"{theirs}.attention.query_key_value"
+        modules |= {
+            f"{ours}.attention.qkv": {
+                "weight": Source.one(f"{fused}.weight", "(h t e) d -> h t e d"),
+                "bias": Source.one(f"{fused}.bias", "(h t e) -> h t e"),
+            },
+            f"{ours}.attention.out": linear(f"{theirs}.attention.dense"),
+            f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.dense_h_to_4h"),
+            f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.dense_4h_to_h"),
+            f"{ours}.norm_attention": norm(f"{theirs}.post_attention_layernorm"),
+            f"{ours}.norm_mlp": norm("final_layer_norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+        }
+    return flat(modules)
+
+
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    output="CausalLMOutputWithPast",
+    base_prefix="gpt_neox.",
+    head_prefixes=("lm_head.", "embed_out."),
+    sources=gpt_neox_sources,
+    hf_keys=dict(
+        vocab_size=("vocab_size",),
+        max_positions=("max_position_embeddings",),
+        hidden_size=("hidden_size",),
+        num_layers=("num_hidden_layers",),
+        num_heads=("num_attention_heads",),
+        ffn_size=("intermediate_size",),
+        activation=("hidden_act",),
+        eps=("layer_norm_eps",),
+        dropout=("hidden_dropout",),
+        embedding_dropout=("hidden_dropout",),
+        attention_dropout=("attention_dropout",),
+        qkv_bias=("attention_bias",),
+        out_bias=("attention_bias",),
+        init_std=("initializer_range",),
+        tie_embeddings=("tie_word_embeddings",),
+        parallel_residual=("use_parallel_residual",),
+    ),
+    hf_optional=dict(dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, qkv_bias=True, out_bias=True)
+    | dict(init_std=None, tie_embeddings=False, parallel_residual=True),
+    fixed=dict(norm="layer", gated=False, mlp_bias=True, qk_norm=False),
+    ignorable=(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
+    classifiers={SEQUENCE: "score", TOKEN: "classifier"},
+    rotary=True,
+    rotary_keys=RotaryKeys(
+        partial=True,
+        names=dict(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
+        omitted=dict(rope_theta=10000.0, partial_rotary_factor=0.25),
+    ),
+    filed={"lm_head.weight": "embed_out.weight"},
+)

@@ -1,0 +1,38 @@
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024, arXiv:2404.14219): Llama with q, k and v in one tensor of a file and gate
+and up in another, no biases, one sliding window, longrope, and rotary positions on a part of each head."""
+
+from ...interop.huggingface.source import Source
+from .family import ONE_WINDOW, RotaryKeys
+from .llama import llama_like, llama_sources
+from .names import Modules, Sizes, flat, joined_qkv
+
+
+def phi3_sources(config: Sizes) -> dict[str, Source]:
+    """Phi3ForCausalLM: Llama's names, but for the two joined projections."""
+    joined: Modules = {}
+    for i in range(config.num_layers):
+        heads = config.num_heads // config.kv_heads
+        joined[f"blocks.{i}.attention.qkv"] = joined_qkv(f"layers.{i}.self_attn.qkv_proj", heads)
+        gate_up = Source.one(f"layers.{i}.mlp.gate_up_proj.weight", "(t f) d -> f t d")
+        joined[f"blocks.{i}.mlp.fc1"] = {"weight": gate_up}
+    return llama_sources(config) | flat(joined)
+
+
+PHI3 = llama_like(
+    "Phi3ForCausalLM",
+    keys=dict(dropout=("resid_pdrop",), embedding_dropout=("embd_pdrop",), window=("sliding_window",)),
+    optional=dict(dropout=0.0, embedding_dropout=0.0, window=None),
+    sources=phi3_sources,
+    windows=ONE_WINDOW,
+    rotary_keys=RotaryKeys(
+        kinds=("default", "longrope"),
+        partial=True,
+        aliases=dict(su="longrope", yarn="longrope"),
+        names=dict(partial_rotary_factor="partial_rotary_factor"),
+        outer=("original_max_position_embeddings",),
+        omitted=dict(partial_rotary_factor=1.0, original_max_position_embeddings=4096),
+    ),
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+)

@@ -1,0 +1,44 @@
+"""StarCoder2 (Lozhkov et al. 2024, arXiv:2402.19173): Llama's attention under LayerNorm and an MLP without a gate, with
+biases everywhere or nowhere, one sliding window, and dropout after the embedding, attention and the MLP."""
+
+from ...interop.huggingface.source import Source
+from .family import ONE_WINDOW
+from .llama import llama_like, llama_sources
+from .names import Modules, Sizes, flat, linear
+
+
+def starcoder2_sources(config: Sizes) -> dict[str, Source]:
+    """Starcoder2ForCausalLM: Llama's names, but for the MLP's."""
+    mlps: Modules = {}
+    for i in range(config.num_layers):
+        mlps[f"blocks.{i}.mlp.fc1"] = linear(f"layers.{i}.mlp.c_fc")
+        mlps[f"blocks.{i}.mlp.fc2"] = linear(f"layers.{i}.mlp.c_proj")
+    return llama_sources(config) | flat(mlps)
+
+
+STARCODER2 = llama_like(
+    "Starcoder2ForCausalLM",
+    keys=dict(
+        eps=("norm_epsilon",),
+        qkv_bias=("use_bias",),
+        out_bias=("use_bias",),
+        mlp_bias=("use_bias",),
+        dropout=("residual_dropout",),
+        embedding_dropout=("embedding_dropout",),
+        window=("sliding_window",),
+    ),
+    optional=dict(
+        activation="gelu_pytorch_tanh",
+        tie_embeddings=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        dropout=0.0,
+        embedding_dropout=0.0,
+        window=None,
+    ),
+    sources=starcoder2_sources,
+    windows=ONE_WINDOW,
+    norm="layer",
+    gated=False,
+)
