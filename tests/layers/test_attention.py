@@ -19,6 +19,8 @@ CASES = {
     "both ways": CASE,
     "causal, dropout": replace(CASE(causal=True, dropout=0.3), rng=True),
     "grouped, no bias": CASE(num_kv_heads=4, bias=False, causal=True),
+    "norms over all heads": CASE(num_kv_heads=4, qk_norm=True, qk_norm_all=True, causal=True),
+    "scale, soft cap": CASE(scale=0.3, softcap=1.5, qk_norm=True, qk_norm_kind="gemma_rms"),
     "key mask": replace(CASE, call=dict(batch=B, attention_mask=MASK)),
     "padded": replace(CASE(causal=True), call=dict(batch=3, seq=3), valid=9),
 }

@@ -32,20 +32,32 @@ class KVCache:
         """Stores the prompt: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >= seq * batch."""
         self.store(qkv[: seq * batch, :, -2:].unflatten(0, (seq, batch)).permute(1, 2, 3, 0, 4))
 
-    def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
-        """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
+    def see(
+        self,
+        q: Tensor,
+        window: int | None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        by: Callable[..., Tensor] = attention_decode,
+    ) -> Tensor:
+        """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E].
+
+        ``scale`` (E ** -0.5) and ``softcap`` are attention's.
+        """
         k, v = self.kv[:, :, :, : self.length].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
         mask = self.mask[:, : self.length] if self.padded else None
-        options = DecodeOptions(mask, lengths=None, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        options = DecodeOptions(mask, lengths=None, window=window, scale=scale, softcap=softcap)
         return by(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, window: int | None) -> Tensor:
+    def attend(self, qkv: Tensor, batch: int, window: int | None, **scores: float | None) -> Tensor:
         """Stores one new position and attends from it: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E].
 
-        Rows of o beyond the batch are zero.
+        ``scores``: scale and softcap, as to :meth:`see`.  Rows of o beyond the batch are zero.
         """
         self.store(qkv[:batch, :, -2:].unsqueeze(3))
-        o = self.see(qkv[:batch, :, :-2], window)
+        o = self.see(qkv[:batch, :, :-2], window, **scores)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
         out[:batch] = o
         return out
