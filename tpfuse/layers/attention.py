@@ -189,7 +189,7 @@ class ParallelAttention(ParallelModule):
 
     def _attending(self, **given: Any) -> dict[str, Any]:
         """Returns the arguments of attention: those of a call, and this layer's own."""
-        own = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
+        own: dict[str, Any] = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
         own |= dict(scale=self.scale, softcap=self.softcap)
         return given | own | dict(p=self.dropout if self.training else 0.0)
 

@@ -51,13 +51,21 @@ class KVCache:
         options = DecodeOptions(mask, lengths=None, window=window, scale=scale, softcap=softcap)
         return by(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, window: int | None, **scores: float | None) -> Tensor:
+    def attend(
+        self,
+        qkv: Tensor,
+        batch: int,
+        window: int | None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Stores one new position and attends from it: qkv [M >= batch, G/R, Q + 2, E] -> o [M, H/R E].
 
-        ``scores``: scale and softcap, as to :meth:`see`.  Rows of o beyond the batch are zero.
+        ``scale`` and ``softcap`` as to :meth:`see`.  Rows of o beyond the batch are zero.
         """
         self.store(qkv[:batch, :, -2:].unsqueeze(3))
-        o = self.see(qkv[:batch, :, :-2], window, **scores)
+        o = self.see(qkv[:batch, :, :-2], window, scale=scale, softcap=softcap)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
         out[:batch] = o
         return out
