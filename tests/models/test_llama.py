@@ -9,10 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
+from tests.models.exact import EXACT, make_exact
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, GPTConfig
 
@@ -33,6 +42,7 @@ ROPE = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
+LOCAL = dict(full_attention=dict(ROPE, rope_type="linear", factor=2.0), sliding_attention=dict(ROPE, rope_theta=100.0))
 FAMILIES = {
     "llama": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biased": (
@@ -45,12 +55,22 @@ FAMILIES = {
         Qwen3Config,
         dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True),
     ),
+    "gemma2": (
+        Gemma2Config,
+        dict(rope_parameters=ROPE, head_dim=10, sliding_window=3, query_pre_attn_scalar=7, attn_implementation=EXACT)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "olmo2": (Olmo2Config, dict(rope_parameters=LLAMA3)),
+    "gemma3": (
+        Gemma3TextConfig,
+        dict(head_dim=10, sliding_window=3, query_pre_attn_scalar=7, sliding_window_pattern=2, rope_parameters=LOCAL),
+    ),
 }
 
 
 def their_config(name, kv_heads, **options):
     cls, own = FAMILIES[name]
-    return cls(num_key_value_heads=kv_heads, attn_implementation="sdpa", **SIZES | own | options)
+    return cls(num_key_value_heads=kv_heads, **SIZES | dict(attn_implementation="sdpa") | own | options)
 
 
 def oracle(config):
@@ -61,10 +81,7 @@ def oracle(config):
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
-    for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):
-        norm.forward = functools.partial(
-            F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon
-        )
+    make_exact(model)
     return model
 
 
