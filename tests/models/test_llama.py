@@ -147,12 +147,20 @@ def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, 
 
 
 def test_what_is_not_trivial_shows(theirs):
-    """The window, the scaling of the rotation and the norms of the heads all matter at these sizes."""
+    """The window, the scaling of the rotation and the norms of the heads all matter at these sizes, and so does what
+    Gemma has of its own."""
     for name, change in (
         ("mistral", dict(window=None)),
         ("llama", dict(rope=ROPE)),
         ("qwen2", dict(layer_types=("full_attention", "full_attention"))),
         ("qwen3", dict(rope=ROPE)),
+        ("gemma2", dict(attention_scalar=None)),
+        ("gemma2", dict(attention_softcap=None)),
+        ("gemma2", dict(logit_softcap=None)),
+        ("gemma2", dict(scaled_embedding=False)),
+        ("gemma2", dict(layer_types=None, window=None)),
+        ("gemma3", dict(local_rope=None)),
+        ("gemma3", dict(qk_norm_kind="rms")),
     ):
         model, path = theirs(name)
         call = batch(model.config)
@@ -167,7 +175,10 @@ def saved_again(world, path, out, sp):
     GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64).save_pretrained(out)
 
 
-@pytest.mark.parametrize("name, R", [("llama-biased", 4), ("mistral", 2), ("qwen2", 1), ("qwen3", 4)])
+SAVED = [("llama-biased", 4), ("mistral", 2), ("qwen2", 1), ("qwen3", 4), ("gemma2", 2), ("gemma3", 1), ("olmo2", 4)]
+
+
+@pytest.mark.parametrize("name, R", SAVED)
 def test_a_saved_directory_is_transformers_own(ranks, theirs, reached, tmp_path, name, R):
     model, path = theirs(name)
     ranks(R, saved_again, str(path), str(tmp_path), True)
@@ -183,7 +194,7 @@ def test_a_saved_directory_is_transformers_own(ranks, theirs, reached, tmp_path,
 OLD = dict(rope_theta=500.0, rope_scaling=dict(type="linear", factor=2.0))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3"])  # which has two: test_gemma.py
 def test_both_generations_of_rope_keys(name):
     config = their_config(name, 2, rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=2.0)).to_dict()
     new = GPTConfig.from_hf(config)
@@ -209,7 +220,7 @@ def config_of(name, kv_heads, **options):
     return replace(GPTConfig.from_hf(their_config(name, kv_heads).to_dict()), attention_dropout=0.1, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_the_split_does_not_show(ranks, name):
     """Initial weights, dropout masks and gradients: bitwise or 1e-10, kv heads copied or not."""
     config = config_of(name, 2)

@@ -55,6 +55,4 @@ FILE_KEYS: dict[str, Rule] = dict(
     use_sliding_window=optional(boolean),
     max_window_layers=optional(whole(least=0)),
     sliding_window_pattern=optional(whole()),
-    rope_theta=optional(number(0, 1e12, "(]")),
-    rope_local_base_freq=optional(number(0, 1e12, "(]")),
 )
