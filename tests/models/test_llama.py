@@ -63,7 +63,8 @@ FAMILIES = {
     "olmo2": (Olmo2Config, dict(rope_parameters=LLAMA3)),
     "gemma3": (
         Gemma3TextConfig,
-        dict(head_dim=10, sliding_window=3, query_pre_attn_scalar=7, sliding_window_pattern=2, rope_parameters=LOCAL),
+        dict(head_dim=10, sliding_window=3, query_pre_attn_scalar=7, sliding_window_pattern=2, rope_parameters=LOCAL)
+        | dict(tie_word_embeddings=False),
     ),
 }
 
