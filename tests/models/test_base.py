@@ -9,7 +9,8 @@ from tests.models import theirs
 from tests.models.test_embeds import IDS
 from tpfuse.models import GPT
 
-NAMES = "gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3"))
+SLOW = "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2"
+NAMES = "gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)
 
 
 def _run(world, folder, sp, saved, given):

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.common import make_tp
+from tests.models.exact import EXACT
 from tests.models.test_llama import LLAMA3, ROPE, YARN, oracle, ours
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.training.packing import packed_batch
 
 F64 = torch.float64
 MAX, NEW = 24, 5
-FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3"
+GEMMA = "gemma2", "gemma3_text"
+FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3", *GEMMA, "olmo2"
 ROWS = "left", "right", "packed"
 SIZES = 1, 2, 4
 ROPES = [ROPE, LLAMA3, YARN, dict(ROPE, rope_type="linear", factor=2.0), dict(ROPE, rope_type="dynamic", factor=2.0)]
@@ -72,7 +74,7 @@ def cases(draw, family: str, R: int) -> Case:
         ffn=pick(4, 12, 28, 28, 28, 27),
         vocab=pick(16, 33, 97),
         layers=pick(1, 2, 3),
-        window=None if family in ("gpt2", "llama") else pick(None, 1, 3, 7, 30),
+        window=None if family in ("gpt2", "llama", "olmo2") else pick(None, 1, 3, 7, 30),
         full_layers=pick(0, 1, 3),
         rope=pick(*ROPES),
         biased=pick(False, True),
@@ -96,19 +98,35 @@ def their_config(c: Case):
         rest = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, rope_parameters=dict(c.rope))
         if c.head_width is not None:
             rest |= dict(head_dim=c.head_width)
-        if c.family in ("llama", "qwen3"):
+        if c.family in ("llama", "qwen3", "olmo2", *GEMMA):
             rest |= dict(attention_bias=c.biased)
         if c.family == "llama":
             rest |= dict(mlp_bias=c.biased)
         if c.family == "mistral":
             rest |= dict(sliding_window=c.window)
+        if c.family in GEMMA:
+            rest |= of_gemma(c)
         if c.family in ("qwen2", "qwen3") and c.window is not None:
             rest |= dict(
                 use_sliding_window=True, sliding_window=c.window, max_window_layers=min(c.full_layers, c.layers)
             )
     shared = dict(vocab_size=c.vocab, tie_word_embeddings=c.tied, initializer_range=0.3)
-    shared |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, attn_implementation="sdpa")
+    shared |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    shared |= dict(attn_implementation=EXACT if c.family == "gemma2" else "sdpa")
     return transformers.AutoConfig.for_model(c.family, **sizes, **rest, **shared)
+
+
+def of_gemma(c: Case) -> dict[str, Any]:
+    """What Gemma has of its own, drawn from the case's other numbers."""
+    types = [
+        "full_attention" if c.window is None or i < c.full_layers else "sliding_attention" for i in range(c.layers)
+    ]
+    own: dict[str, Any] = dict(layer_types=types, sliding_window=c.window or 4, query_pre_attn_scalar=c.ffn)
+    own |= dict(final_logit_softcapping=2.0 if c.biased else None)
+    if c.family == "gemma2":
+        return own | dict(attn_logit_softcapping=1.0 if c.tied else None)
+    rope = ROPE if c.rope["rope_type"] == "dynamic" else c.rope  # which is not built where there are two
+    return own | dict(rope_parameters=dict(full_attention=dict(rope), sliding_attention=dict(ROPE, rope_theta=50.0)))
 
 
 def reason(c: Case) -> str | None:
@@ -227,9 +245,12 @@ def every(count: int, family: str, R: int, look) -> None:
     settings(max_examples=count, **HOW)(given(c=cases(family, R))(lambda c: look(c)))()
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("R", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+EVERYDAY = [(family, R) for family in FAMILIES for R in SIZES if R == 2 or family not in (*GEMMA, "olmo2")]
+COUNTS = [(2, *pair) for pair in EVERYDAY]
+COUNTS += [pytest.param(30, family, R, marks=pytest.mark.slow) for family in FAMILIES for R in SIZES]
+
+
+@pytest.mark.parametrize("count, family, R", COUNTS)
 def test_exact_or_refused(ranks, reached, family, R, count):
     every(count, family, R, lambda c: check(ranks, reached, c))
 
@@ -248,4 +269,4 @@ def test_most_cases_can_be_built_and_every_refusal_comes():
     }  # "": the ffn has no one name
     for pair in ("family", "R"), ("R", "rows"), ("family", "rows"):
         came, could = ({tuple(getattr(c, key) for key in pair) for c in cases} for cases in (built, drawn))
-        assert came == could and len(came) in (15, 9)
+        assert came == could and len(came) in (3 * len(FAMILIES), 9)

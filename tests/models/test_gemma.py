@@ -42,6 +42,13 @@ def test_null_is_no_soft_cap_and_no_key_is_the_usual_one():
     assert (usual.attention_softcap, usual.logit_softcap) == (50.0, 30.0)
 
 
+def test_no_window_is_written_as_one_that_no_layer_has():
+    config = replace(GPTConfig.from_hf(their_config("gemma3", 2).to_dict()), window=None, layer_types=None)
+    again = GPTConfig.from_hf(Gemma3TextConfig(**config.to_hf()).to_dict())
+    assert again.windows == config.windows == (None, None)
+    assert replace(again, window=None, layer_types=None) == config
+
+
 def test_the_older_keys_of_both_rotations():
     new = GPTConfig.from_hf(their_config("gemma3", 2).to_dict())
     assert [new.rope, new.local_rope] == [LOCAL["full_attention"], LOCAL["sliding_attention"]]

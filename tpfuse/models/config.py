@@ -300,6 +300,7 @@ class GPTConfig(ModelConfig):
             config[key] = int(scalar) if scalar == int(scalar) else scalar  # transformers takes integers
         if family.windows == PATTERNED_LAYERS:
             config["layer_types"] = [FULL if w is None else SLIDING for w in self.windows]
+            config["sliding_window"] = self.window or self.max_positions  # transformers takes no null, used or not
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]
             config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window, layer_types=types)
