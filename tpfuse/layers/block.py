@@ -226,7 +226,8 @@ class TransformerBlock(ParallelModule):
         if self.branch_norm:
             parts, out_bias = _normed(parts, out_bias, *rest[-4:-2], **kind), None
         h, n, recompute = reduce_bias_dropout_add_norm(parts, out_bias, h, wa, norm_bias=ba, site=site, **add)
-        parts, site = self.mlp.parts(n, self._keep(recompute)), self.sites.after_mlp
+        keep = self.saving == "fastest"
+        parts, site = self.mlp.parts(n, self._keep(recompute), keep=keep), self.sites.after_mlp
         if self.branch_norm:
             parts, fc2_bias = _normed(parts, fc2_bias, *rest[-2:], **kind), None
         h, n, recompute = reduce_bias_dropout_add_norm(parts, fc2_bias, h, wm, norm_bias=bm, site=site, **add)
