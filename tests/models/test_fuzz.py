@@ -247,7 +247,8 @@ def every(count: int, family: str, R: int, look) -> None:
 
 EVERYDAY = [(family, R) for family in FAMILIES for R in SIZES if R == 2 or family not in (*GEMMA, "olmo2")]
 COUNTS = [(2, *pair) for pair in EVERYDAY]
-COUNTS += [pytest.param(30, family, R, marks=pytest.mark.slow) for family in FAMILIES for R in SIZES]
+MANY = {family: 8 if family in (*GEMMA, "olmo2") else 30 for family in FAMILIES}
+COUNTS += [pytest.param(MANY[family], family, R, marks=pytest.mark.slow) for family in FAMILIES for R in SIZES]
 
 
 @pytest.mark.parametrize("count, family, R", COUNTS)

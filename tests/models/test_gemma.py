@@ -1,17 +1,23 @@
 """What Gemma 2, Gemma 3 and OLMo 2 have of their own: defaults of their config.json, two kinds of rotary positions,
 what is refused; and a model of all of it under everything that a model runs under."""
 
+import copy
 import json
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config
 
+from tests.common import assert_equal, error
+from tests.models import test_classify
 from tests.models.test_direct import GEMMA
 from tests.models.test_llama import LOCAL, SIZES, config_of, their_config
-from tpfuse.models import GPTConfig
+from tpfuse import parallelize
+from tpfuse.models import GPT, Classifier, GPTConfig
 from tpfuse.models.families import FAMILIES
 
+CLASSIFIERS = [("gemma2", "sequence"), ("gemma2", "token"), ("gemma3", "sequence"), ("olmo2", "sequence")]
 THEIRS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "olmo2": Olmo2Config}
 
 
@@ -58,6 +64,29 @@ def test_the_older_keys_of_both_rotations():
     old = keys | dict(rope_theta=1e4, rope_scaling=scaling, rope_local_base_freq=100.0, sliding_window_pattern=2)
     assert GPTConfig.from_hf(old) == new == GPTConfig.from_hf(Gemma3TextConfig(**old).to_dict())
     assert GPTConfig.from_hf(json.loads(json.dumps(new.to_hf()))) == new
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, per", CLASSIFIERS)
+def test_classifiers_as_transformers(ranks, tmp_path, name, per):
+    model = test_classify.make(name, per)
+    model.save_pretrained(folder := tmp_path / name)
+    call = test_classify.batch(per, "left")
+    want = test_classify.want(model, call)
+    for got in ranks(2, test_classify._split, folder, True, call):
+        test_classify.close(got, want)
+    GPT.from_pretrained(folder, dtype=torch.float64).save_pretrained(again := tmp_path / "again")
+    assert_equal(dict(type(model).from_pretrained(again, dtype=torch.float64).state_dict()), dict(model.state_dict()))
+    ours = parallelize(copy.deepcopy(model))
+    assert error(ours(**{k: v for k, v in call.items() if k != "labels"}).logits, want["logits"]) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo2"])
+def test_a_classifier_that_transformers_has_not_is_named(tmp_path, name):
+    given = THEIRS[name](**SIZES | dict(rope_parameters=None)).to_dict() | dict(rope_theta=1e4)
+    config = GPTConfig.from_hf({key: value for key, value in given.items() if key != "rope_parameters"})
+    with pytest.raises(ValueError, match=f"a {name} model of transformers has no class that classifies per token"):
+        GPT(config, classifier=Classifier(3, per="token"))
 
 
 @pytest.mark.parametrize(
