@@ -72,13 +72,16 @@ def test_classifiers_as_transformers(ranks, tmp_path, name, per):
     model = test_classify.make(name, per)
     model.save_pretrained(folder := tmp_path / name)
     call = test_classify.batch(per, "left")
-    want = test_classify.want(model, call)
+    seen = call["attention_mask"].bool() if per == "token" else slice(None)
+    cut = lambda found: found | dict(logits=found["logits"][seen])  # padding that sees nothing is 0 here, a mean there
+    want = cut(test_classify.want(model, call))
     for got in ranks(2, test_classify._split, folder, True, call):
-        test_classify.close(got, want)
+        test_classify.close(cut(got), want)
     GPT.from_pretrained(folder, dtype=torch.float64).save_pretrained(again := tmp_path / "again")
     assert_equal(dict(type(model).from_pretrained(again, dtype=torch.float64).state_dict()), dict(model.state_dict()))
     ours = parallelize(copy.deepcopy(model))
-    assert error(ours(**{k: v for k, v in call.items() if k != "labels"}).logits, want["logits"]) < 1e-10
+    got = ours(**{k: v for k, v in call.items() if k != "labels"})
+    assert error(got.logits[seen], want["logits"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo2"])
