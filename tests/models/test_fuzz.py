@@ -24,8 +24,9 @@ from tpfuse.training.packing import packed_batch
 
 F64 = torch.float64
 MAX, NEW = 24, 5
+FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3"
 GEMMA = "gemma2", "gemma3_text"
-FAMILIES = "gpt2", "llama", "mistral", "qwen2", "qwen3", *GEMMA, "olmo2"
+FAMILIES = *FAMILIES, *GEMMA, "olmo2"
 ROWS = "left", "right", "packed"
 SIZES = 1, 2, 4
 ROPES = [ROPE, LLAMA3, YARN, dict(ROPE, rope_type="linear", factor=2.0), dict(ROPE, rope_type="dynamic", factor=2.0)]

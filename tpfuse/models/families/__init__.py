@@ -28,11 +28,11 @@ FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "olmo2": OLMO2,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
     "bert": BERT,
 }
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
