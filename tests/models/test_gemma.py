@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config
 
-from tests.common import assert_equal, error
+from tests.common import assert_equal, error, make_tp
 from tests.models import test_classify
 from tests.models.test_direct import GEMMA
 from tests.models.test_llama import LOCAL, SIZES, config_of, their_config
@@ -36,6 +37,23 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(name, cls):
         assert replace(got, head_width=got.head_size, num_kv_heads=got.kv_heads) == replace(
             want, head_width=want.head_size, num_kv_heads=want.kv_heads
         ), less
+
+
+def embedded(world, path, ids, sp):
+    model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=torch.bfloat16)
+    with torch.no_grad():
+        return model.input_embeddings(ids), model(ids, output_hidden_states=True).hidden_states[0]
+
+
+def test_the_scale_of_an_embedding_is_rounded_as_its_rows_are(ranks, tmp_path):
+    """In bf16 the root of 40 is 6.3125."""
+    config = their_config("gemma2", 2, hidden_size=40, head_dim=8)
+    model, ids = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), torch.arange(8).view(2, 4)
+    model.save_pretrained(tmp_path)
+    want = model.get_input_embeddings()(ids)
+    assert not torch.equal(want, (model.get_input_embeddings().weight[ids] * 40**0.5))
+    for R, sp in (1, False), (2, True):
+        assert all(torch.equal(got, want) for both in ranks(R, embedded, str(tmp_path), ids, sp) for got in both)
 
 
 def test_null_is_no_soft_cap_and_no_key_is_the_usual_one():

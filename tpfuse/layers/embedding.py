@@ -15,6 +15,8 @@ from ..parallel import TensorParallel
 from ..sequence_parallel import leave_parts
 from .module import ParallelModule, local
 
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
 
 class VocabParallelEmbedding(ParallelModule):
     """torch.nn.Embedding with its rows split over the ranks.
@@ -38,6 +40,7 @@ class VocabParallelEmbedding(ParallelModule):
     ):
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim, self.scale = num_embeddings, embedding_dim, scale
+        self._rounded = {} if scale is None else {d: torch.tensor(scale, dtype=d, device="cpu").item() for d in _DTYPES}
         self.first, _ = self.tp.chunk(num_embeddings, "VocabParallelEmbedding: num_embeddings")
         self.add_parameter("weight", (num_embeddings, embedding_dim), 0, init_std, **factory)
         self.initialize_alone()
@@ -51,7 +54,7 @@ class VocabParallelEmbedding(ParallelModule):
         """Returns rows of the table times ``scale``."""
         if self.scale is None:
             return rows
-        return rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
+        return rows * self._rounded[rows.dtype]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns rows [m, D]; ValueError for an id beyond the vocabulary."""
