@@ -19,6 +19,7 @@ from bench import documents
 PAGE, RESULTS = documents.DOCS / "supported.md", pathlib.Path(__file__).with_name("results") / "support.json"
 COMMAND, PART = "bench.support", "support"
 FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
+FAMILIES |= {"gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "olmo2": "OLMo 2"}
 FEATURES = [
     "logits",
     "loss",
@@ -40,6 +41,7 @@ GROUPED = ["kv heads > R", "kv heads = R", "kv heads < R"]
 NO_PART_OF = {  # a family
     "gpt2": {*GROUPED, "sliding window"},
     "llama": {"sliding window"},
+    "olmo2": {"sliding window"},
     "bert": {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"},
 }
 
