@@ -20,6 +20,7 @@ PAGE, RESULTS = documents.DOCS / "supported.md", pathlib.Path(__file__).with_nam
 COMMAND, PART = "bench.support", "support"
 FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
 FAMILIES |= {"gpt_neox": "GPT-NeoX", "phi3": "Phi-3", "starcoder2": "StarCoder2"}
+FAMILIES |= {"gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "olmo2": "OLMo 2"}
 FEATURES = [
     "logits",
     "loss",
@@ -42,6 +43,7 @@ NO_PART_OF = {  # a family
     "gpt2": {*GROUPED, "sliding window"},
     "llama": {"sliding window"},
     "gpt_neox": {*GROUPED, "sliding window"},
+    "olmo2": {"sliding window"},
     "bert": {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"},
 }
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tpfuse
 from bench.composition import AT_ONCE, AT_ONCE_COMPILED, COLUMNS, MODELS, NOT_APPLICABLE, REFUSED, ROWS
 from tests.common import error
-from tests.models.common import whole
+from tests.models.common import default_dtype, whole
 from tpfuse import TensorParallel, as_dtensor, make_rng
 from tpfuse.layers import LayerNorm, TransformerBlock, VocabParallelEmbedding, VocabParallelHead, cross_entropy
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
@@ -40,6 +40,25 @@ LLAMA = GPTConfig(
     qkv_bias=False, out_bias=False, mlp_bias=False, tie_embeddings=False,
     rope={"rope_type": "default", "rope_theta": 10000.0},
 )  # fmt: skip
+OTHERS = {
+    "Gemma 2 and 3": replace(
+        LLAMA,
+        norm="gemma_rms",
+        activation="gelu_tanh",
+        branch_norm=True,
+        scaled_embedding=True,
+        tie_embeddings=True,
+        window=3,
+        layer_types=("sliding_attention", "full_attention"),
+        local_rope={"rope_theta": 100.0},
+        attention_scalar=5,
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        qk_norm=True,
+        qk_norm_kind="gemma_rms",
+    ),  # fmt: skip
+    "OLMo 2": replace(LLAMA, pre_norm=False, branch_norm=True, qk_norm=True, qk_norm_all=True),
+}
 BERT = BertConfig(**SIZES, **NO_DROPOUT)
 EVERYDAY = {"packed documents"}
 ONE_BLOCK = "one block"  # of compiled models: most of their time goes into tracing blocks
@@ -148,7 +167,11 @@ def make(name: str, on: frozenset[str], tp: TensorParallel, dp: Any) -> nn.Modul
         return parallelized(tp, dp, layers, options)
     if name == "BERT":
         return Bert(replace(BERT, num_layers=layers, **drops), tp=tp, dp=dp, masked_lm=True, **options)
-    return GPT(replace(LLAMA if name == "Llama" else GPT2, num_layers=layers, **drops), tp=tp, dp=dp, **options)
+    config = {"Llama": LLAMA, **OTHERS}.get(name, GPT2)
+    types = {} if config.layer_types is None else dict(layer_types=config.layer_types[-layers:])
+    exact = name in OTHERS and "autocast" not in on  # roundings of fp32 grow with the root of the width
+    with default_dtype(torch.float64 if exact else torch.float32):
+        return GPT(replace(config, num_layers=layers, **types, **drops), tp=tp, dp=dp, **options)
 
 
 def call_of(name: str, on: frozenset[str], step: int, share: int) -> dict[str, Any]:
@@ -194,7 +217,8 @@ class Run:
         self.seen: dict[str, Tensor] = {}  # calls of a hook; numbers of Python would be constants of a graph
         if "hooks on submodules" in on:
             block = next(m for m in self.model.modules() if isinstance(m, TransformerBlock))
-            for part in block.attention, block.mlp, block.mlp.fc1, block.norm_attention:
+            norm = block.norm_attention or block.branch_attention
+            for part in block.attention, block.mlp, block.mlp.fc1, norm:
                 seen = self.seen[type(part).__name__] = torch.zeros((), dtype=torch.int64)
                 part.register_forward_hook(counter(seen))
         self.main = tpfuse.MainGrad(self.model, self.mesh["dp"]) if "MainGrad" in on else None
@@ -340,6 +364,32 @@ def test_everything_with(ranks, column, tmp_path, record_property):
             for row in job.rows:
                 record_property("composition", json.dumps([row, column, found]))
             wrong += [f"{column} with {', '.join(job.rows)}: {found}"] * found.startswith("failed")
+    assert not wrong, "\n".join(wrong)
+
+
+TOGETHER = [
+    {"FSDP2", "recompute"},
+    {"DDP", "saving smallest", "sequence parallelism", "dropout"},
+    {"LoRA", "packed documents", "sequence parallelism"},
+    {"MainGrad", "recompute"},
+    {"autocast"},
+    {"overlap", "GradScaler", "clipping by torch", "label smoothing and z-loss"},
+    {"sequence parallelism", "hooks on submodules", "deepcopy", "save_checkpoint", "state_dict in torch's checkpoints"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_with_much(ranks, name, tmp_path):
+    """Norms of branches, soft caps, norms over all heads, two rotations."""
+    compiled = frozenset({"torch.compile", "sequence parallelism", ONE_BLOCK})
+    jobs = [Job((name,), name, on) for on in (*map(frozenset, TOGETHER), compiled)]
+    wrong = []
+    for size in {job.ranks for job in jobs}:
+        (tmp_path / str(size)).mkdir()
+        found = outcomes(ranks, [job for job in jobs if job.ranks == size], tmp_path / str(size))
+        good = lambda job, why: _order(why) <= (False, 1e-10 if "autocast" not in job.on else 1.0)
+        wrong += [f"{sorted(job.on)}: {why}" for job, why in found.items() if not good(job, why)]
     assert not wrong, "\n".join(wrong)
 
 

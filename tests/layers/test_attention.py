@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.common import TOLERANCE, error, fake_tp, make_tp
+from tests.common import TOLERANCE, Recorder, error, fake_tp, make_tp
 from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, whole
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import ParallelAttention
@@ -19,6 +19,8 @@ CASES = {
     "both ways": CASE,
     "causal, dropout": replace(CASE(causal=True, dropout=0.3), rng=True),
     "grouped, no bias": CASE(num_kv_heads=4, bias=False, causal=True),
+    "norms over all heads": CASE(num_kv_heads=4, qk_norm=True, qk_norm_all=True, causal=True),
+    "scale, soft cap": CASE(scale=0.3, softcap=1.5, qk_norm=True, qk_norm_kind="gemma_rms"),
     "key mask": replace(CASE, call=dict(batch=B, attention_mask=MASK)),
     "padded": replace(CASE(causal=True), call=dict(batch=3, seq=3), valid=9),
 }
@@ -91,6 +93,21 @@ def test_equal_to_torch(name):
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=layer.causal).permute(2, 0, 1, 3).reshape(S * B, -1)
     expected = F.linear(o, layer.out.weight, layer.out.bias)
     assert error(layer(x, **case.call), expected) <= TOLERANCE[torch.float64]
+
+
+def _small_messages(world):
+    """Of one step of a layer whose one kv head every rank has: those of two numbers a row, forward and backward."""
+    layer = build(CASE(num_kv_heads=1, qk_norm=True, qk_norm_all=True, causal=True), make_tp(world), torch.bfloat16)
+    x = torch.randn(S * B // world.size, 32, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as forward:
+        y = layer(x, batch=B)
+    with Recorder() as backward:
+        y.sum().backward()
+    return [[m for m in ran.messages() if m[1] == (2, S * B)] for ran in (forward, backward)]
+
+
+def test_norms_over_all_heads_send_one_small_message_each_way(ranks):
+    assert ranks(2, _small_messages) == [[[("all_gather", (2, S * B), torch.float32)]] * 2] * 2
 
 
 def _decoded(world, x, seq):

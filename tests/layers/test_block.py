@@ -66,6 +66,9 @@ CASES = {
     "post-norm stack, smallest": STACK(post_norm=True, saving="smallest"),
     "key mask": replace(BLOCK, call=dict(batch=3, attention_mask=torch.arange(8) < torch.tensor([[8], [5], [2]]))),
     "rms, no bias, grouped": BLOCK(norm="rms", bias=False, num_kv_heads=4, activation="gelu"),
+    "branch norms, beside": BLOCK(branch_norm=True),
+    "branch norms, in place": BLOCK(branch_norm=True, pre_norm=False, norm="rms", num_kv_heads=4),
+    "branch norms stack, smallest": STACK(branch_norm=True, norm="rms", bias=False, saving="smallest"),
     "rms stack, no bias, smallest": STACK(norm="rms", bias=False, saving="smallest", activation="relu", causal=False),
 }
 
@@ -109,6 +112,40 @@ def test_a_planted_mistake_is_seen(ranks, what):
     x, dy = data(case, dtype)
     with pytest.raises(AssertionError, match=what):
         compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _wrong, what, case, True, dtype, x, dy))
+
+
+# ---- norms of branches ----
+
+
+def _by_hand(block, x, batch):
+    """The equations, on the block's own attention and MLP."""
+    norm = lambda m, t: t if m is None else F.layer_norm(t, t.shape[-1:], m.weight, m.bias, m.eps)
+    h = x + norm(block.branch_attention, block.attention(norm(block.norm_in, x), batch=batch))
+    return h + norm(block.branch_mlp, block.mlp(norm(block.norm_attention, h)))
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_norms_of_branches_are_the_equations(pre_norm):
+    case = Case(TransformerBlock, (16, 4), (6, 16), (6, 16), dict(branch_norm=True, pre_norm=pre_norm), dict(batch=2))
+    layer, (x, dy) = build(case, None, torch.float64), data(case, torch.float64)
+    assert (layer.norm_in is None, layer.norm_attention is None) == (not pre_norm,) * 2 and layer.norm_mlp is None
+    got, leaf = step(layer, case, x, dy), x.clone().requires_grad_()
+    layer.zero_grad()
+    y = _by_hand(layer, leaf, 2)
+    y.backward(dy)
+    exact = dict(y=y.detach(), x=leaf.grad) | {name: p.grad for name, p in layer.named_parameters()}
+    assert_close(got, exact, torch.float64)
+
+
+def test_a_stack_without_norms_before_ends_in_one():
+    """(h, h) goes in and on; the last block's n is a norm of what the blocks alone give."""
+    options = dict(branch_norm=True, pre_norm=False, norm_in=False, dtype=torch.float64)
+    first, last = TransformerBlock(16, 4, **options), TransformerBlock(16, 4, **options, norm_out=True)
+    x = torch.randn(6, 16, dtype=torch.float64)
+    h, normed = first(x, Normed(x[None]), batch=2)
+    assert torch.equal(h, normed.n[0]) and torch.equal(h, first(x, batch=2))
+    h, normed = last(h, normed, batch=2)
+    torch.testing.assert_close(normed.n[0], F.layer_norm(h, (16,)), rtol=0, atol=1e-12)
 
 
 # ---- two forms of a stack ----
@@ -489,6 +526,10 @@ def test_compiled_by_inductor(ranks, R, case):
         ({}, dict(normed=Normed(torch.zeros(1, 4, 8))), "a block with norm_in takes h alone"),
         (dict(norm_in=False), {}, r"without norm_in it takes \(h, normed\)"),
         (dict(dropout=0.1), {}, "dropout needs rng"),
+        (dict(post_norm=True, branch_norm=True), {}, "post_norm and branch_norm are two forms, got both"),
+        (dict(pre_norm=False), {}, "pre_norm=False needs branch_norm=True"),
+        (dict(norm_out=True), {}, "norm_out needs norm_in and pre_norm False"),
+        (dict(softcap=0.0), {}, "ParallelAttention: softcap must be positive and finite, got 0.0"),
     ],
 )
 def test_errors(options, call, match):

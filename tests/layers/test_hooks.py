@@ -21,6 +21,8 @@ KINDS = {
     "stack": dict(norm_in=False),
     "stack, post-norm": dict(norm_in=False, post_norm=True, causal=False),
     "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, norm_in=False, qk_norm=True),
+    "branch norms": dict(branch_norm=True, qk_norm=True, qk_norm_all=True),
+    "branch norms in place": dict(branch_norm=True, pre_norm=False),
     "one kv head": dict(num_kv_heads=1),  # over two ranks: shared
 }
 FIRES = "before", "after", "backward before", "backward"

@@ -106,6 +106,30 @@ def test_our_recomputed_block(ranks, sequence_parallel, norm):
     assert form / sbh(seq) == pytest.approx(2 / (ranks if sequence_parallel else 1), rel=0.01)
 
 
+ROPE = dict(rope_type="default", rope_theta=1e4)
+BRANCHES = {
+    "heads": dict(qk_norm=True),
+    "beside": dict(branch_norm=True),
+    "in place": dict(branch_norm=True, pre_norm=False, qk_norm=True, qk_norm_all=True),
+}
+
+
+@pytest.mark.parametrize("ranks, sequence_parallel", [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize("form", BRANCHES)
+def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
+    """What they save in a block, and their parameters."""
+    on = config(norm="rms", qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, **BRANCHES[form])
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        for options in (dict(saving="fastest"), dict(saving="smallest"), dict(saving="fastest", full=True)):
+            saving, full = options["saving"], options.get("full", False)
+            want = activation_bytes(on, ranks, sequence_parallel, saving, seq=512, batch=BATCH, full=full)
+            measured = measured_layer(on, tp=tp, seq=512, batch=BATCH, **options)
+            assert measured == pytest.approx(want, rel=0.01), options
+        model = build(on, tp=tp, saving="fastest", dtype=torch.bfloat16)
+        assert sum(p.numel() for p in model.parameters()) == parameter_count(on, ranks)
+
+
 def _measured(world, saving):
     model = GPT(
         GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4),

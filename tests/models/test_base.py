@@ -9,7 +9,7 @@ from tests.models import theirs
 from tests.models.test_embeds import IDS
 from tpfuse.models import GPT
 
-MORE = "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "starcoder2"
+MORE = "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "starcoder2", "gemma2", "gemma3", "olmo2"
 NAMES = "gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)
 LAST = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}  # the last norm, where it is not called norm
 

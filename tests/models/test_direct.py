@@ -33,6 +33,13 @@ CONFIGS = {
     "relu2": replace(GPT_CONFIG, activation="relu2"),
     "dynamic rope": replace(LLAMA, rope=ROPE | dict(rope_type="dynamic", factor=2.0, max_position_embeddings=8)),
 }
+GEMMA = replace(LLAMA, norm="gemma_rms", activation="gelu_tanh", branch_norm=True, scaled_embedding=True, window=3)
+GEMMA = replace(GEMMA, attention_scalar=3, layer_types=("sliding_attention", "full_attention"))
+CONFIGS |= {
+    "gemma 2": replace(GEMMA, attention_softcap=1.0, logit_softcap=0.1),
+    "gemma 3": replace(GEMMA, qk_norm=True, qk_norm_kind="gemma_rms", local_rope=ROPE | dict(rope_theta=50.0)),
+    "olmo 2": replace(LLAMA, pre_norm=False, branch_norm=True, qk_norm=True, qk_norm_all=True, mlp_bias=False),
+}
 NEW = 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 0, 0, 0, 0, 0, 1]]).bool()
 MASKS = {"padded": PADDED, "whole": torch.ones(2, 7).bool(), "one token": torch.ones(1, 1).bool()}
@@ -78,8 +85,9 @@ def test_the_logits_are_those_of_the_models_own_pass(ranks, name, mask):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 
-def test_kv_heads_fewer_than_ranks(ranks):
-    for got, want in ranks(4, both, "llama", torch.float64, False, PADDED):
+@pytest.mark.parametrize("name", ["llama", "olmo 2"])
+def test_kv_heads_fewer_than_ranks(ranks, name):
+    for got, want in ranks(4, both, name, torch.float64, False, PADDED):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 

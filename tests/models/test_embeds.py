@@ -8,7 +8,7 @@ from tests.models import theirs
 from tests.models.common import default_dtype
 from tpfuse.models import GPT, Bert
 
-SLOW = "llama", "qwen3", "bert-mlm"
+SLOW = "llama", "qwen3", "bert-mlm", "gemma2", "olmo2"
 NAMES = "gpt2", "bert", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)
 IDS = torch.randint(1, 97, (3, 7), generator=torch.Generator().manual_seed(0))
 MASKS = {"right": torch.arange(7) < torch.tensor([[7], [5], [3]]), "none": None}

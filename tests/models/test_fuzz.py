@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.common import make_tp
+from tests.models.exact import EXACT
 from tests.models.test_llama import LLAMA3, ROPE, YARN, oracle, ours
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.training.packing import packed_batch
@@ -24,7 +25,8 @@ from tpfuse.training.packing import packed_batch
 F64 = torch.float64
 MAX, NEW = 24, 5
 DAILY = "gpt2", "llama", "mistral", "qwen2", "qwen3"
-LATER = "gpt_neox", "phi3", "starcoder2"
+GEMMA = "gemma2", "gemma3_text"
+LATER = "gpt_neox", "phi3", "starcoder2", *GEMMA, "olmo2"
 FAMILIES = DAILY + LATER
 ROWS = "left", "right", "packed"
 SIZES = 1, 2, 4
@@ -75,7 +77,7 @@ def cases(draw, family: str, R: int) -> Case:
         ffn=pick(4, 12, 28, 28, 28, 27),
         vocab=pick(16, 33, 97),
         layers=pick(1, 2, 3),
-        window=None if family in ("gpt2", "gpt_neox", "llama") else pick(None, 1, 3, 7, 30),
+        window=None if family in ("gpt2", "gpt_neox", "llama", "olmo2") else pick(None, 1, 3, 7, 30),
         share=pick(0.75, 1.0) if family in ("gpt_neox", "phi3") else 1.0,
         full_layers=pick(0, 1, 3),
         rope=pick(*ROPES[: 1 if family == "phi3" else None]),  # its longrope goes by the longest text of a batch
@@ -108,19 +110,35 @@ def their_config(c: Case):
             rest |= dict(attention_bias=c.biased, use_parallel_residual=c.full_layers > 0)
         if c.family == "starcoder2":
             rest |= dict(use_bias=c.biased)
-        if c.family in ("llama", "qwen3"):
+        if c.family in ("llama", "qwen3", "olmo2", *GEMMA):
             rest |= dict(attention_bias=c.biased)
         if c.family == "llama":
             rest |= dict(mlp_bias=c.biased)
         if c.family in ("mistral", "phi3", "starcoder2"):
             rest |= dict(sliding_window=c.window)
+        if c.family in GEMMA:
+            rest |= of_gemma(c)
         if c.family in ("qwen2", "qwen3") and c.window is not None:
             rest |= dict(
                 use_sliding_window=True, sliding_window=c.window, max_window_layers=min(c.full_layers, c.layers)
             )
     shared = dict(vocab_size=c.vocab, tie_word_embeddings=c.tied, initializer_range=0.3)
-    shared |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, attn_implementation="sdpa")
+    shared |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    shared |= dict(attn_implementation=EXACT if c.family == "gemma2" else "sdpa")
     return transformers.AutoConfig.for_model(c.family, **sizes, **rest, **shared)
+
+
+def of_gemma(c: Case) -> dict[str, Any]:
+    """What Gemma has of its own, drawn from the case's other numbers."""
+    types = [
+        "full_attention" if c.window is None or i < c.full_layers else "sliding_attention" for i in range(c.layers)
+    ]
+    own: dict[str, Any] = dict(layer_types=types, sliding_window=c.window or 4, query_pre_attn_scalar=c.ffn)
+    own |= dict(final_logit_softcapping=2.0 if c.biased else None)
+    if c.family == "gemma2":
+        return own | dict(attn_logit_softcapping=1.0 if c.tied else None)
+    rope = ROPE if c.rope["rope_type"] == "dynamic" else c.rope  # which is not built where there are two
+    return own | dict(rope_parameters=dict(full_attention=dict(rope), sliding_attention=dict(ROPE, rope_theta=50.0)))
 
 
 def reason(c: Case) -> str | None:

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -21,6 +24,7 @@ from transformers import (
 
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
+from tests.models.exact import EXACT, make_exact
 from tpfuse import TensorParallel
 from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT, GPTConfig
@@ -43,6 +47,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_facto
 LLAMA3 |= dict(original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
 LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.5], long_factor=[3.0, 5.0])
+LOCAL = dict(full_attention=dict(ROPE, rope_type="linear", factor=2.0), sliding_attention=dict(ROPE, rope_theta=100.0))
 FAMILIES = {
     "llama": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biased": (
@@ -71,13 +76,24 @@ FAMILIES = {
         Qwen3Config,
         dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True),
     ),
+    "gemma2": (
+        Gemma2Config,
+        dict(rope_parameters=ROPE, head_dim=10, sliding_window=3, query_pre_attn_scalar=7, attn_implementation=EXACT)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "olmo2": (Olmo2Config, dict(rope_parameters=LLAMA3)),
+    "gemma3": (
+        Gemma3TextConfig,
+        dict(head_dim=10, sliding_window=3, query_pre_attn_scalar=7, sliding_window_pattern=2, rope_parameters=LOCAL)
+        | dict(tie_word_embeddings=False),
+    ),
 }
 
 
 def their_config(name, kv_heads, **options):
     cls, own = FAMILIES[name]
     grouped = {} if cls is GPTNeoXConfig else dict(num_key_value_heads=kv_heads)
-    return cls(attn_implementation="sdpa", **grouped, **SIZES | own | options)
+    return cls(**grouped, **SIZES | dict(attn_implementation="sdpa") | own | options)
 
 
 def oracle(config):
@@ -88,10 +104,7 @@ def oracle(config):
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
-    for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):
-        norm.forward = functools.partial(
-            F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon
-        )
+    make_exact(model)
     return model
 
 
@@ -166,7 +179,8 @@ def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, 
 
 
 def test_what_is_not_trivial_shows(theirs):
-    """The window, the scaling of the rotation and the norms of the heads all matter at these sizes."""
+    """The window, the scaling of the rotation and the norms of the heads all matter at these sizes, and so does what
+    Gemma has of its own."""
     for name, change in (
         ("mistral", dict(window=None)),
         ("llama", dict(rope=ROPE)),
@@ -177,6 +191,13 @@ def test_what_is_not_trivial_shows(theirs):
         ("phi3", dict(rope=dict(ROPE, partial_rotary_factor=0.7))),
         ("phi3", dict(rope=dict(LONG, partial_rotary_factor=0.7, original_max_position_embeddings=7))),
         ("starcoder2", dict(window=None)),
+        ("gemma2", dict(attention_scalar=None)),
+        ("gemma2", dict(attention_softcap=None)),
+        ("gemma2", dict(logit_softcap=None)),
+        ("gemma2", dict(scaled_embedding=False)),
+        ("gemma2", dict(layer_types=None, window=None)),
+        ("gemma3", dict(local_rope=None)),
+        ("gemma3", dict(qk_norm_kind="rms")),
     ):
         model, path = theirs(name)
         call = batch(model.config)
@@ -191,10 +212,13 @@ def saved_again(world, path, out, sp):
     GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64).save_pretrained(out)
 
 
+LATER = "gpt_neox", "starcoder2", "phi3-windowed", "gemma2", "gemma3", "olmo2"
+
+
 @pytest.mark.parametrize(
     "name, R",
     [("llama-biased", 4), ("mistral", 2), ("qwen2", 1), ("qwen3", 4)]
-    + [("phi3", 4), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in ("gpt_neox", "starcoder2", "phi3-windowed"))],
+    + [("phi3", 4), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in LATER)],
 )
 def test_a_saved_directory_is_transformers_own(ranks, theirs, reached, tmp_path, name, R):
     model, path = theirs(name)
@@ -211,7 +235,8 @@ def test_a_saved_directory_is_transformers_own(ranks, theirs, reached, tmp_path,
 OLD = dict(rope_theta=500.0, rope_scaling=dict(type="linear", factor=2.0))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("gpt_neox", "phi3"))])
+# (gemma3 has two rotations: test_gemma.py; gpt_neox and phi3 have partial ones: test_rotary.py)
+@pytest.mark.parametrize("name", [n for n in FAMILIES if not n.startswith(("gpt_neox", "phi3", "gemma3"))])
 def test_both_generations_of_rope_keys(name):
     config = their_config(name, 2, rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=2.0)).to_dict()
     new = GPTConfig.from_hf(config)
@@ -238,7 +263,7 @@ def config_of(name, kv_heads, **options):
     return replace(GPTConfig.from_hf(their_config(name, kv_heads).to_dict()), attention_dropout=0.1, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_the_split_does_not_show(ranks, name):
     """Initial weights, dropout masks and gradients: bitwise or 1e-10, kv heads copied or not."""
     config = config_of(name, 2)

@@ -23,7 +23,7 @@ from tpfuse.models.sampling import Chooser, Sampling, keep_likely
 
 transformers.utils.logging.disable_progress_bar()
 CONFIGS = {"gpt2": GPT_CONFIG, **{name: config_of(name, 2) for name in ("llama", "mistral", "qwen2", "qwen3")}}
-CONFIGS |= {name: config_of(name, 2) for name in ("gpt_neox", "phi3", "starcoder2")}
+CONFIGS |= {name: config_of(name, 2) for name in ("gpt_neox", "phi3", "starcoder2", "gemma2", "gemma3", "olmo2")}
 OPTIONS = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3)
 
 

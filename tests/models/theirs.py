@@ -1,14 +1,13 @@
 """Models of transformers in fp64, small and with nothing trivial in them: the oracles of parallelize and of the
 adapters."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
+from tests.models.exact import make_exact
 from tests.models.test_llama import FAMILIES, their_config
 
 SIZES = dict(
@@ -43,9 +42,7 @@ def exact(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
-    for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):  # which would be fp32
-        shape = dict(normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
-        norm.forward = functools.partial(F.rms_norm, **shape)
+    make_exact(model)
     return model
 
 

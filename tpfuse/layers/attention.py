@@ -21,13 +21,14 @@ from ..kernels.rope import rope as rotate
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.philox import threshold
+from ..kernels.runtime.rules import POSITIVE, check_numbers
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
-from .cache import KVCache
+from .cache import KVCache, Seeing
 from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import Origin, ParallelModule, check_rows, local, replicated
-from .norm import HeadNorm
+from .norm import HeadNorm, RMSNorm, SplitNorm, normed
 from .sites import sites
 
 
@@ -42,6 +43,13 @@ class Rope(NamedTuple):
     sin: Tensor
     positions: Tensor | None = None
     interleaved: bool = False
+
+
+class Ropes(NamedTuple):
+    """Rotary positions of two kinds of layers: those without a window, and those with one."""
+
+    full: Rope
+    sliding: Rope
 
 
 class CopiedKV(ColumnProjection):
@@ -105,15 +113,17 @@ class ParallelAttention(ParallelModule):
     """Multi-head attention, or grouped-query attention with fewer ``num_kv_heads``, on rows s * batch + b.
 
     ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included.
-    ``qk_norm`` puts an RMSNorm (``eps``) on every query and key head.  ``bias`` is that of the qkv projection and,
-    unless ``out_bias`` is given, of the output projection.  ``dropout`` is on the probabilities; ``layer`` numbers its
-    masks.  ValueError where heads cannot be split over the ranks.
+    ``qk_norm`` puts an RMSNorm (``eps``, of ``qk_norm_kind``) on every query and key head, with ``qk_norm_all`` on all
+    query heads together and on all key heads.  ``scale`` (head_width ** -0.5) and ``softcap`` are those of
+    kernels.attention.  ``bias`` is that of the qkv projection and, unless ``out_bias`` is given, of the output
+    projection.  ``dropout`` is on the probabilities; ``layer`` numbers its masks.  ValueError where heads cannot be
+    split over the ranks.
     """
 
-    shown = "head_width", "causal", "window", "dropout"
+    shown = "head_width", "causal", "window", "scale", "softcap", "dropout"
     qkv: ColumnProjection
-    q_norm: HeadNorm | None
-    k_norm: HeadNorm | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
 
     def __init__(
         self,
@@ -131,6 +141,10 @@ class ParallelAttention(ParallelModule):
         bias: bool = True,
         out_bias: bool | None = None,
         layer: int = 0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        qk_norm_kind: str = "rms",
+        qk_norm_all: bool = False,
         init_std: float = 0.02,
         out_init_std: float | None = None,
         **factory: Any,
@@ -146,6 +160,8 @@ class ParallelAttention(ParallelModule):
             f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}",
         )
         threshold(dropout)
+        check_numbers("ParallelAttention", dict(scale=scale, softcap=softcap), dict(scale=POSITIVE, softcap=POSITIVE))
+        self.scale, self.softcap = scale, softcap
         self.width = hidden_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
@@ -153,6 +169,7 @@ class ParallelAttention(ParallelModule):
         heads = num_heads // groups
         shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
         if groups % self.tp.size == 0:
+            copies = 1
             self.groups, self.heads_per_group = groups // self.tp.size, heads + 2  # of each: query heads, k and v
             self.qkv = ColumnParallelLinear(hidden_size, (groups, heads + 2, E), **shared)
         else:
@@ -160,7 +177,14 @@ class ParallelAttention(ParallelModule):
             copies = self.tp.size // groups
             self.groups, self.heads_per_group = 1, heads // copies + 2
             self.qkv = CopiedKV(hidden_size, groups=groups, heads=heads, head_width=E, copies=copies, **shared)
-        self.q_norm, self.k_norm = (HeadNorm(E, eps, tp=self.tp, **factory) if qk_norm else None for _ in range(2))
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            norm: dict[str, Any] = dict(eps=eps, kind=qk_norm_kind, tp=self.tp, **factory)
+            if qk_norm_all:
+                self.q_norm = SplitNorm(num_heads * E, **norm)
+                self.k_norm = SplitNorm(groups * E, copies=copies, **norm)
+            else:
+                self.q_norm, self.k_norm = HeadNorm(E, **norm), HeadNorm(E, **norm)
         shared["bias"] = bias if out_bias is None else out_bias
         shared["init_std"] = init_std if out_init_std is None else out_init_std
         self.out = RowParallelLinear(num_heads * E, hidden_size, **shared)
@@ -172,7 +196,8 @@ class ParallelAttention(ParallelModule):
 
     def _attending(self, **given: Any) -> dict[str, Any]:
         """Returns the arguments of attention: those of a call, and this layer's own."""
-        own = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
+        own: dict[str, Any] = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
+        own |= dict(scale=self.scale, softcap=self.softcap)
         return given | own | dict(p=self.dropout if self.training else 0.0)
 
     def options(self, x: Tensor, *, seq: int | None = None, rope: Rope | None = None, **given: Any) -> Options:
@@ -180,7 +205,7 @@ class ParallelAttention(ParallelModule):
         :meth:`parts`."""
         options = Options(**self._attending(**given), **({} if rope is None else rope._asdict()))
         shape = len(x), self.groups, self.heads_per_group, self.head_width
-        return checked_options(shape, options, seq=seq, scale=None)
+        return checked_options(shape, options, seq=seq, scale=self.scale)
 
     def parts(
         self,
@@ -216,13 +241,14 @@ class ParallelAttention(ParallelModule):
         qkv = qkv.view(len(qkv), -1, self.heads_per_group, self.head_width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
+            qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         if cache is not None and rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
             qkv, rope = _rotated(qkv, rope, rope.positions), None
         if cache is not None and cache.length > 0:
-            o = cache.attend(qkv, batch, self.window, len(qkv) // batch if seq is None else seq)
+            positions = len(qkv) // batch if seq is None else seq
+            o = cache.attend(qkv, batch, positions, Seeing(self.window, self.scale, self.softcap))
         else:
             if cache is not None:
                 cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)

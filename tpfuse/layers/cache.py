@@ -1,6 +1,7 @@
 """The keys and values of one attention layer during generation, this rank's heads only."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.attention.op import attention_decode
 from ..kernels.attention.options import DecodeOptions
+from ..kernels.runtime.op import acc_dtype
 
 
 class Place:
@@ -21,6 +23,15 @@ class Place:
     def advance(self) -> None:
         self.index += 1
         self.lengths += 1
+
+
+class Seeing(NamedTuple):
+    """How a layer attends: to the last ``window`` positions (None: all), with attention's ``scale`` (None: E ** -0.5)
+    and ``softcap``."""
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
 
 class KVCache:
@@ -65,16 +76,17 @@ class KVCache:
         changed = self.kv[:, :, :, first : self.length]
         changed.copy_(changed.index_select(0, rows))
 
-    def see(self, q: Tensor, window: int | None, by: Callable[..., Tensor] = attention_decode) -> Tensor:
-        """Attends from the last position to the last ``window`` ones: q [B, G/R, Q, E] -> o [B, H/R E]."""
+    def see(self, q: Tensor, how: Seeing, by: Callable[..., Tensor] = attention_decode) -> Tensor:
+        """Attends from the last position: q [B, G/R, Q, E] -> o [B, H/R E]."""
         filled = self.length if self.place is None else self.mask.shape[1]
         k, v = self.kv[:, :, :, :filled].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
         mask = self.mask[:, :filled] if self.padded else None
         lengths = None if self.place is None else self.place.lengths
-        options = DecodeOptions(mask, lengths=lengths, window=window, scale=q.shape[-1] ** -0.5, softcap=None)
+        scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+        options = DecodeOptions(mask, lengths=lengths, window=how.window, scale=scale, softcap=how.softcap)
         return by(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, window: int | None, seq: int = 1) -> Tensor:
+    def attend(self, qkv: Tensor, batch: int, seq: int, how: Seeing) -> Tensor:
         """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
         seq * batch -> o [M, H/R E].
 
@@ -83,25 +95,31 @@ class KVCache:
         rows, before = seq * batch, self.length
         if seq == 1:
             self.store(qkv[:batch, :, -2:].unsqueeze(3))
-            o = self.see(qkv[:batch, :, :-2], window)
+            o = self.see(qkv[:batch, :, :-2], how)
         else:
             self.fill(qkv, batch, seq)
-            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), window)
+            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), how)
         out: Tensor = o.new_zeros(len(qkv), o.shape[1])
         out[:rows] = o
         return out
 
-    def _see_from(self, first: int, q: Tensor, window: int | None) -> Tensor:
+    def _see_from(self, first: int, q: Tensor, how: Seeing) -> Tensor:
         """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see
         nothing gives 0."""
         filled, heads = self.length, q.shape[3]
         k, v = (t.repeat_interleave(heads, 1) for t in self.kv[:, :, :, :filled].unbind(2))  # [B, H/R, length, E]
         key = torch.arange(filled, device=q.device)
         query = key[first:, None]
-        seen = key <= query if window is None else (key <= query) & (key > query - window)
+        seen = key <= query if how.window is None else (key <= query) & (key > query - how.window)
         if self.padded:
             seen = seen & self.mask[:, None, None, :filled]
-        o = F.scaled_dot_product_attention(q.flatten(2, 3).permute(1, 2, 0, 3), k, v, attn_mask=seen)
+        q = q.flatten(2, 3).permute(1, 2, 0, 3)
+        if how.softcap is None:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=how.scale)
+        else:
+            scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+            scores = how.softcap * torch.tanh((q @ k.mT).to(acc_dtype(q)) * (scale / how.softcap))
+            o = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
         if self.padded:
             o = o.masked_fill(~seen.any(-1, keepdim=True), 0)
-        return o.permute(2, 0, 1, 3).reshape(q.shape[0] * q.shape[1], -1)
+        return o.permute(2, 0, 1, 3).reshape(-1, o.shape[1] * o.shape[3])

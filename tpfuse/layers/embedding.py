@@ -5,6 +5,7 @@ ids [M], the same on every rank  ->  masked local lookup [M, D]  ->  exchange  -
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy.op import check_ids
@@ -14,11 +15,14 @@ from ..parallel import TensorParallel
 from ..sequence_parallel import leave_parts
 from .module import ParallelModule, local
 
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
 
 class VocabParallelEmbedding(ParallelModule):
     """torch.nn.Embedding with its rows split over the ranks.
 
-    ids int64 [M] or [S, B] -> this rank's rows [m, D]; an id below 0 gives a row of zeros.
+    ids int64 [M] or [S, B] -> this rank's rows [m, D]; an id below 0 gives a row of zeros.  ``scale`` multiplies the
+    rows, rounded to their dtype.
     """
 
     shown = "num_embeddings", "embedding_dim"
@@ -30,18 +34,27 @@ class VocabParallelEmbedding(ParallelModule):
         embedding_dim: int,
         *,
         tp: TensorParallel | None = None,
+        scale: float | None = None,
         init_std: float = 0.02,
         **factory: Any,
     ):
         super().__init__(tp)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim, self.scale = num_embeddings, embedding_dim, scale
+        self._rounded = {} if scale is None else {d: torch.tensor(scale, dtype=d, device="cpu").item() for d in _DTYPES}
         self.first, _ = self.tp.chunk(num_embeddings, "VocabParallelEmbedding: num_embeddings")
         self.add_parameter("weight", (num_embeddings, embedding_dim), 0, init_std, **factory)
         self.initialize_alone()
 
     def parts(self, ids: Tensor) -> Tensor:
         """Returns parts [R, m, D], to be summed over R."""
-        return leave_parts(embedding(local(self.weight), ids.reshape(-1), first=self.first), self.tp)
+        rows = embedding(local(self.weight), ids.reshape(-1), first=self.first)
+        return leave_parts(self.scaled(rows), self.tp)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Returns rows of the table times ``scale``."""
+        if self.scale is None:
+            return rows
+        return rows * self._rounded[rows.dtype]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns rows [m, D]; ValueError for an id beyond the vocabulary."""

@@ -61,10 +61,14 @@ class ParallelMLP(ParallelModule):
         """Whether nothing stands between the two GEMMs but the activation."""
         return self.fc1.adapter is None and self.fc2.adapter is None
 
-    def parts(self, n: Tensor, recompute: Recompute | None = None) -> Tensor:
-        """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias."""
+    def parts(self, n: Tensor, recompute: Recompute | None = None, keep: bool | None = None) -> Tensor:
+        """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias.
+
+        ``recompute``: n and the activation are made again in backward; ``keep`` says of the activation alone whether it
+        is saved.
+        """
         if self.in_one:
-            options: dict[str, Any] = dict(activation=self.activation, tp=self.tp, recompute=recompute)
+            options: dict[str, Any] = dict(activation=self.activation, tp=self.tp, recompute=recompute, keep=keep)
             return gather_mlp_exchange(n, *self.fc1.flat(), local(self.fc2.weight), **options)
         return self.fc2.parts(self.fc1.project(n, recompute, self.activation))
 

@@ -1,13 +1,18 @@
 """LayerNorm and RMSNorm whose parameters have their full gradient on a sequence shard too."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from ..collectives import copy
+from ..collectives import all_reduce, copy, copy_within
 from ..kernels.norm import KINDS, check_kind, layer_norm, rms_norm
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
+from .hooks import served
 from .module import ParallelModule, local, replicated
 
 
@@ -15,6 +20,8 @@ class LayerNorm(ParallelModule):
     """torch.nn.LayerNorm over the last dimension; under sequence parallelism gradients are summed over the ranks."""
 
     kind = "layer"
+    dim: ClassVar[int | None] = None  # on which its weight is split over the ranks
+    copies = 1  # ranks in a row that hold the same slice of it
     shards_input = True  # or not: it acts on each row alone
     shown = "normalized_shape", "eps"
     weight: nn.Parameter
@@ -33,7 +40,7 @@ class LayerNorm(ParallelModule):
         check_kind(type(self).__name__, self.kind, eps)
         self.normalized_shape, self.eps = normalized_shape, eps
         start = "zeros" if KINDS[self.kind].offset else "ones"  # the scale starts at 1
-        self.add_parameter("weight", (normalized_shape,), None, start, **factory)
+        self.add_parameter("weight", (normalized_shape,), self.dim, start, copies=self.copies, **factory)
         if bias:
             self.add_parameter("bias", (normalized_shape,), None, "zeros", **factory)
         else:
@@ -77,6 +84,90 @@ class HeadNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., E] -> [..., E]"""
         return rms_norm(x, copy(local(self.weight), self.tp), self.eps, kind=self.kind)
+
+
+class SplitNorm(RMSNorm):
+    """An RMSNorm over a width that is split over the ranks, x [M, ..., D/R]: all query heads together, say.
+
+    The weight is split as x is.  ``copies`` ranks in a row hold the same slice of both, which counts once: the mean of
+    the squares is the mean of the ranks' means.
+    """
+
+    dim = 0
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-6,
+        *,
+        kind: str = "rms",
+        copies: int = 1,
+        tp: TensorParallel | None = None,
+        **factory: Any,
+    ):
+        check_kind("SplitNorm", kind)
+        check(not KINDS[kind].centred, f"SplitNorm: kind must be an RMSNorm's, got {kind!r}")
+        self.copies = copies
+        super().__init__(normalized_shape, eps, kind=kind, tp=tp, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M, ...], of which a row is this rank's slice -> the same shape"""
+        return _normed_together([self], [x])[0]
+
+
+def normed(q_norm: RMSNorm, k_norm: RMSNorm, q: Tensor, k: Tensor) -> list[Tensor]:
+    """Returns norms of q and k [M, ...]: of split widths by one message, where no hook waits for either."""
+    if isinstance(q_norm, SplitNorm) and isinstance(k_norm, SplitNorm) and not (served(q_norm) or served(k_norm)):
+        return _normed_together([q_norm, k_norm], [q, k])
+    return [q_norm(q), k_norm(k)]
+
+
+def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
+    tp, weights = norms[0].tp, [copy_within(local(n.weight), n.tp, n.copies) for n in norms]
+    rows = [x.reshape(len(x), -1) for x in xs]
+    if tp.size == 1:
+        made = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
+    else:
+        means = [torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1] for x in rows]
+        means = list(_SumOver.apply(torch.stack(means), tp).div(tp.size).unbind(0))
+        each = zip(rows, means, weights, norms, strict=True)
+        made = [_Scaled.apply(x, mean + n.eps, w, KINDS[n.kind].offset) for x, mean, w, n in each]
+    return [y.view(x.shape) for x, y in zip(xs, made, strict=True)]
+
+
+class _SumOver(Function):
+    """The sum over the ranks, each of which goes on to use it differently: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return all_reduce(x, tp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dy.contiguous(), ctx.tp), None
+
+
+class _Scaled(Function):
+    """x [M, N], v [M] fp32, w [N] -> x v^(-1/2) (w + offset) in x's dtype; saved are the arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, v: Tensor, w: Tensor, offset: float) -> Tensor:
+        ctx.save_for_backward(x, v, w)
+        ctx.offset = offset
+        return (x.to(v.dtype) * v.rsqrt()[:, None] * (w.to(v.dtype) + offset)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, v, w = ctx.saved_tensors
+        rstd = v.rsqrt()[:, None]
+        scaled, d = x.to(v.dtype) * rstd, dy.to(v.dtype)
+        dw = (d * scaled).sum(0).to(w.dtype)
+        d = d * (w.to(v.dtype) + ctx.offset)
+        dv = (d * scaled).sum(-1) / (-2 * v)
+        return (d * rstd).to(x.dtype), dv, dw, None
 
 
 def norm_layer(kind: str, width: int, eps: float, **options: Any) -> LayerNorm:

@@ -58,16 +58,27 @@ def activation_bytes(
         streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
         norm = 8 if KINDS[config.norm].centred else 4  # its statistics
+        before, branches = getattr(config, "pre_norm", True), getattr(config, "branch_norm", False)
         if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
-            return rows * (e * s.D + (0 if config.post_norm else norm)) / shards
-        rows_kept = 2 * streams - s.parallel  # side by side attention and MLP have one residual stream in front of them
-        between = rows_kept * e * s.D + 2 * norm
-        inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H
+            return rows * (e * s.D + (0 if config.post_norm or not before else norm)) / shards
+        # Side by side attention and MLP have one residual stream in front of them.
+        between = 2 * (streams * e * s.D + norm if before else e * s.D) + branches * 2 * (e * s.D + norm)
+        between -= s.parallel * e * s.D
+        inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H + _qk_norms(config, e, t)
         return rows * (between / shards + inside / t)
-    between = 2 * (2 * e + 1) * s.D  # each norm's input and output, and the masks of dropout
-    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F)
+    beside = getattr(config, "pre_norm", True) and getattr(config, "branch_norm", False)
+    between = 2 * (2 * e + 1 + beside * e) * s.D  # each norm's input and output, and the masks of dropout
+    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
     scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
     return rows * (between / shards + (inside + scores) / t)
+
+
+def _qk_norms(config: ModelConfig, e: int, t: int) -> float:
+    """Returns the bytes a row of what norms of queries and keys save, over all ranks: their inputs, and a number a
+    head, or each of all heads together, which every rank has."""
+    s = Shape.of(config)
+    together = getattr(config, "qk_norm_all", False)
+    return config.qk_norm * (e * (s.H + s.G) * s.E + 4 * (2 * t if together else s.H + s.G))
 
 
 @contextlib.contextmanager
@@ -197,7 +208,12 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     c, s = config, Shape.of(config)
     norm = 2 * s.D if KINDS[c.norm].centred else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
-    beside = 2 * norm + c.out_bias * s.D + c.mlp_bias * s.D + c.qk_norm * 2 * s.E
+    before, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
+    beside = 2 * (before + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
+    if getattr(c, "qk_norm_all", False):
+        inside += c.qk_norm * (s.H + s.G) * s.E
+    else:
+        beside += c.qk_norm * 2 * s.E
     vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
     replicated = (s.P + c.type_vocab_size) * s.D + norm
     if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that

@@ -128,6 +128,9 @@ class ClassifierHead(Dense):
 
     def __init__(self, name: str, classifier: Classifier, config: ModelConfig, tp: TensorParallel):
         sequences, causal = classifier.per == SEQUENCE, config.hf.causal
+        if classifier.per not in config.hf.classes:
+            who = f"a {config.family} model of transformers"
+            raise ValueError(f"{name}: {who} has no class that classifies per {classifier.per}")
         drops, given = not (sequences and causal), classifier.dropout
         check(drops or given is None, f"{name}: a decoder's Classifier(per='sequence') has no dropout, got {given}")
         pads = sequences and causal

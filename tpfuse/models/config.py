@@ -5,16 +5,19 @@ default.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from ..kernels.linear.activation import ACTIVATIONS
 from ..kernels.runtime.rules import Rule, check_rules, one_of, shown
-from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS, Family
-from .fields import BERT_FIELDS, FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, WINDOWED_LAYERS, Family
+from .fields import BERT_FIELDS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .reader import HF_ACTIVATIONS as HF_ACTIVATIONS
+from .reader import Reader
 from .rotary import check_rope, read_rope, stretched, switches_at, written_rope
 
-HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
+# Fields that are written by rules of their own.
+WRITTEN = {"family", "num_kv_heads", "head_width", "rope", "local_rope", "window", "layer_types"}
 Config = TypeVar("Config", bound="ModelConfig")
 
 
@@ -106,10 +109,10 @@ class ModelConfig:
         if name not in cls.families:
             choices = repr(*cls.families) if len(cls.families) == 1 else f"one of {', '.join(cls.families)}"
             raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {shown(name)}")
-        return cls(family=name, **cls._values(_Reader(cls, config), FAMILIES[name]))
+        return cls(family=name, **cls._values(Reader(cls.__name__, cls.rules, config), FAMILIES[name]))
 
     @classmethod
-    def _values(cls, read: "_Reader", family: Family) -> dict[str, Any]:
+    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
         return read.fields(family)
 
     def to_hf(self) -> dict[str, Any]:
@@ -118,7 +121,8 @@ class ModelConfig:
         ValueError for a value that the family's config.json cannot hold.
         """
         family = self.hf
-        for key, value in family.fixed.items():
+        defaults = {f.name: f.default for f in fields(self) if f.name not in WRITTEN | family.hf_keys.keys()}
+        for key, value in (defaults | family.fixed).items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
         names, usual = ACTIVATIONS[self.activation].huggingface, family.hf_optional.get("activation")
@@ -152,7 +156,7 @@ class GPTConfig(ModelConfig):
     rotary positions, RMSNorm and a gated MLP.  ``rope`` is transformers' rope_parameters: {"rope_type": "default" |
     "linear" | "dynamic" | "llama3" | "yarn" | "longrope", "rope_theta": ..., ...}, of which a family may have some
     only; None: learned positions.  ``window``: keys a query sees, itself included, in the layers that ``layer_types``
-    calls sliding (None: all).
+    calls sliding (None: all); these have the rotary positions of ``local_rope``, where that is given.
     """
 
     family: str = "gpt2"
@@ -168,6 +172,15 @@ class GPTConfig(ModelConfig):
     window: int | None = None
     layer_types: tuple[str, ...] | None = None
     parallel_residual: bool = False  # attention and MLP read the same rows
+    pre_norm: bool = True  # a norm before attention and before the MLP
+    branch_norm: bool = False  # a norm behind each, before the residual is added
+    qk_norm_kind: str = "rms"
+    qk_norm_all: bool = False  # it is over all query heads together, and over all key heads
+    attention_scalar: float | None = None  # scores are divided by its root; None: by that of a head's width
+    attention_softcap: float | None = None  # bounds the scores
+    logit_softcap: float | None = None  # bounds the logits
+    scaled_embedding: bool = False  # the embedding's rows are multiplied by the root of hidden_size
+    local_rope: Mapping[str, Any] | None = field(default=None, hash=False)
     families: ClassVar[tuple[str, ...]] = CAUSAL
     rules: ClassVar[Mapping[str, Rule]] = GPT_FIELDS
 
@@ -186,7 +199,18 @@ class GPTConfig(ModelConfig):
             raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
             sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
-            check_rope("GPTConfig", self.rope, self.hf.rotary_keys, **sizes)
+            for rope in (self.rope, self.local_rope):
+                if rope is not None:
+                    check_rope("GPTConfig", rope, self.hf.rotary_keys, **sizes)
+        if not (self.pre_norm or self.branch_norm):
+            raise ValueError("GPTConfig: pre_norm=False needs branch_norm=True")
+        if self.local_rope is not None:
+            kinds = [(rope or {}).get("rope_type", "default") for rope in (self.rope, self.local_rope)]
+            if self.rope is None or not {"dynamic", "longrope"}.isdisjoint(kinds):
+                given = "rope=None" if self.rope is None else f"rope_type {shown(kinds[0])} and {shown(kinds[1])}"
+                raise ValueError(
+                    f"GPTConfig: local_rope needs rope, and those that depend on the length are not built, got {given}"
+                )
 
     @property
     def kv_heads(self) -> int:
@@ -206,6 +230,18 @@ class GPTConfig(ModelConfig):
         return dict(scaling=dict(self.rope or {}), max_position_embeddings=self.max_positions)
 
     @property
+    def rotations(self) -> list[dict[str, Any]]:
+        """The arguments of each table of rotary positions: of all layers, or of those without a window and those with
+        one."""
+        local = [] if self.local_rope is None else [self.rope_arguments | dict(scaling=dict(self.local_rope))]
+        return [self.rope_arguments, *local]
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What scores are multiplied with; None: head_size ** -0.5."""
+        return None if self.attention_scalar is None else self.attention_scalar**-0.5
+
+    @property
     def stretched(self) -> bool:
         """Whether the tables of rotary positions depend on the length of a call."""
         return stretched(self.rope or {}, self.max_positions)
@@ -221,12 +257,16 @@ class GPTConfig(ModelConfig):
         return tuple(self.window if kind == SLIDING else None for kind in types)
 
     @classmethod
-    def _values(cls, read: "_Reader", family: Family) -> dict[str, Any]:
+    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
         values = super()._values(read, family)
-        if family.rotary:
+        if family.thetas is not None:
+            values |= read.ropes(family)
+        elif family.rotary:
             values["rope"] = read_rope(read.name, read.config, family.rotary_keys)
         if family.windows == WINDOWED_LAYERS:
             values |= read.windows(values["num_layers"])
+        elif family.windows == PATTERNED_LAYERS:
+            values["layer_types"] = read.pattern(family, values["num_layers"])
         return values
 
     def to_hf(self) -> dict[str, Any]:
@@ -244,6 +284,19 @@ class GPTConfig(ModelConfig):
             if "num_kv_heads" in family.hf_keys:
                 config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
             config |= written_rope(self.rope, family.rotary_keys, self.max_positions)
+            local = dict(self.local_rope or self.rope)
+            if family.thetas is not None:
+                config["rope_parameters"] = {FULL: dict(self.rope), SLIDING: local}
+                config["rope_local_base_freq"] = local["rope_theta"]
+            elif local != dict(self.rope):
+                self._check_fixed("local_rope", None)
+        if "attention_scalar" in family.hf_keys:
+            scalar = self.head_size if self.attention_scalar is None else self.attention_scalar
+            key = family.hf_keys["attention_scalar"][0]
+            config[key] = int(scalar) if scalar == int(scalar) else scalar  # transformers takes integers
+        if family.windows == PATTERNED_LAYERS:
+            config["layer_types"] = [FULL if w is None else SLIDING for w in self.windows]
+            config["sliding_window"] = self.window or self.max_positions  # transformers takes no null, used or not
         if family.windows == WINDOWED_LAYERS:
             types = [FULL if w is None else SLIDING for w in self.windows]
             config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window, layer_types=types)
@@ -271,56 +324,3 @@ class BertConfig(ModelConfig):
     families: ClassVar[tuple[str, ...]] = ("bert",)
     rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
     post_norm: ClassVar[bool] = True
-
-
-class _Reader:
-    """Reads a config.json for a config class."""
-
-    def __init__(self, made: type[ModelConfig], config: Mapping[str, Any]):
-        self.name, self.rules, self.config = made.__name__, made.rules, config
-        check_rules(self.name, config, FILE_KEYS)
-
-    def fields(self, family: Family) -> dict[str, Any]:
-        """Returns the fields that config.json holds and those that the family fixes."""
-        for key, built in family.not_built.items():
-            if self.config.get(key, built) not in (built, None):
-                raise ValueError(f"{self.name}: {key}={shown(self.config[key])} is not built; only {built!r} is")
-        values: dict[str, Any] = {}
-        for name, keys in family.hf_keys.items():
-            values[name] = self.optional(*keys) if name in family.hf_optional else self.required(*keys)
-            if values[name] is None:
-                values[name] = family.hf_optional[name]
-        activation = values["activation"]
-        if not isinstance(activation, str) or activation not in HF_ACTIVATIONS:
-            raise ValueError(
-                f"{self.name}: activation {shown(activation)} is not built; one of {sorted(HF_ACTIVATIONS)} is"
-            )
-        values["activation"] = HF_ACTIVATIONS[activation]
-        values = {name: value for name, value in values.items() if value is not None}
-        check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
-        return values | family.fixed
-
-    def windows(self, layers: int) -> dict[str, Any]:
-        """Returns the window, and which layers have it."""
-        if not self.config.get("use_sliding_window", False):
-            return dict(window=None, layer_types=None)
-        window, types = self.required("sliding_window"), self.optional("layer_types")
-        if types is None:
-            first = self.required("max_window_layers")
-            types = [SLIDING if i >= first else FULL for i in range(layers)]
-        return dict(window=window, layer_types=tuple(types))
-
-    def optional(self, *keys: str) -> Any:
-        """Returns the value of the first key that has one; None where none has."""
-        return self.config.get(self.key_of(*keys))
-
-    def key_of(self, *keys: str) -> str:
-        """Returns the first key that has a value; the first of all where none has."""
-        return next((key for key in keys if self.config.get(key) is not None), keys[0])
-
-    def required(self, *keys: str) -> Any:
-        """Returns the value of the first key that has one; ValueError where none has."""
-        value = self.optional(*keys)
-        if value is None:
-            raise ValueError(f"{self.name}: config.json has no {' or '.join(keys)}")
-        return value

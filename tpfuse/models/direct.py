@@ -23,10 +23,12 @@ from ..kernels.linear.prepared import Join, Map, Plain, form_for
 from ..kernels.norm import KINDS
 from ..kernels.runtime.op import acc_dtype
 from ..layers import KVCache, TransformerBlock
+from ..layers.attention import Ropes
+from ..layers.cache import Seeing
 from ..layers.hooks import hooked
 from ..layers.linear import RowParallelLinear
 from ..layers.module import local
-from ..layers.norm import LayerNorm
+from ..layers.norm import LayerNorm, SplitNorm
 from ..shared_memory import Exchange, exchange
 from .rows import Rows
 
@@ -72,10 +74,11 @@ class Direct:
         self.model, self.exchange = model, exchange(model.tp, seen.device)
         dtype = model.embedding.weight.dtype
         self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-        self.turning = None if model.config.rope is None else _Turning(model, seen.shape[1])
-        self.norm = _norm(model.norm_in)
+        rotations = 0 if model.config.rope is None else len(model.config.rotations)
+        self.turnings = [_Turning(model, seen.shape[1], i) for i in range(rotations)]
+        self.norm = _norm(model.norm_in) if model.norm_in is not None else lambda h: h
         self.form = form_for(dtype, rows=len(seen), times=new)
-        tied = model._tied()
+        tied, self.capped = model._tied(), model.head.capped
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
@@ -90,12 +93,12 @@ class Direct:
         rows = positions.t().reshape(-1)
         known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(known, rows)
-        turn = None if self.turning is None else self.turning(positions)
+        turns: list[_Turn | None] = [turning(positions) for turning in self.turnings] or [None]
         x = self.norm(h)
         reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
         for layer, cache in zip(self._stack(reads), self.caches, strict=True):
-            h, x = layer(h, x, cache, turn)
-        return self.head(x)
+            h, x = layer(h, x, cache, turns[0 if layer.window is None else -1])
+        return self.capped(self.head(x))
 
     def _stack(self, reads: bool) -> list[_Layer]:
         if reads:
@@ -106,11 +109,12 @@ class Direct:
         return self.layers
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        table, learned = local(self.model.embedding.weight), self.model.positions
+        first, learned = self.model.embedding, self.model.positions
+        table = local(first.weight)
         if self.model.tp.size == 1:
-            h = F.embedding(ids, table)
+            h = first.scaled(F.embedding(ids, table))
         else:
-            h = self.exchange.sum(embedding_fwd(table, ids, self.model.embedding.first))
+            h = self.exchange.sum(first.scaled(embedding_fwd(table, ids, first.first)))
         return h if learned is None else h + F.embedding(positions, local(learned.weight))
 
 
@@ -124,13 +128,16 @@ class _Layer:
         a, m = block.attention, block.mlp
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
         self.parallel = block.parallel
-        self.norm_attention, self.norm_mlp = _norm(block.norm_attention), _norm(block.norm_mlp)
-        self.head_norms = None if a.q_norm is None else (_norm(a.q_norm), _norm(a.k_norm))
+        self.seeing = Seeing(a.window, a.scale, a.softcap)
+        self.norm_attention, self.norm_mlp = (
+            (lambda h: h) if norm is None else _norm(norm) for norm in (block.norm_attention, block.norm_mlp)
+        )
+        self.head_norms = None if a.q_norm is None else [_norm(norm, exchange) for norm in (a.q_norm, a.k_norm)]
         weight, bias = a.qkv.flat()
         self._project(weight, bias, form)
-        self.out = _joined(a.out, exchange, form)
+        self.out = _joined(a.out, exchange, form, block.branch_attention)
         self.up = form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
-        self.down = _joined(m.fc2, exchange, form)
+        self.down = _joined(m.fc2, exchange, form, block.branch_mlp)
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
         self.qkv = form.map(weight, bias)
@@ -146,15 +153,15 @@ class _Layer:
         batch = len(cache.mask)
         if len(x) == batch:
             cache.store(qkv[:, :, -2:].unsqueeze(3))
-            return cache.see(qkv[:, :, :-2], self.window, by=decode)
+            return cache.see(qkv[:, :, :-2], self.seeing, by=decode)
         n = len(x) // batch
         if cache.length > 0:
-            return cache.attend(qkv, batch, self.window, n)
+            return cache.attend(qkv, batch, n, self.seeing)
         cache.fill(qkv, batch, n)
-        if cache.padded or (self.window is not None and self.window < n):
+        if cache.padded or self.seeing.softcap is not None or (self.window is not None and self.window < n):
             mask = cache.mask[:, :n] if cache.padded else None
-            return attention(qkv, batch=batch, causal=True, window=self.window, key_mask=mask)
-        return _causal(qkv, cache.kv[:, :, :, :n])
+            return attention(qkv, batch=batch, causal=True, key_mask=mask, **self.seeing._asdict())
+        return _causal(qkv, cache.kv[:, :, :, :n], self.seeing.scale)
 
     def _heads(self, x: Tensor, slots: slice, turn: _Turn | None) -> Tensor:
         """What a projection gives -> the heads of these slots of each group [m, G/R, slots, E], normed and rotated."""
@@ -183,12 +190,20 @@ class _Last(_Layer):
         batch, queries = len(cache.mask), self.slots - 2
         cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
         q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.last(batch))
-        return cache.see(q, self.window, by=decode)
+        return cache.see(q, self.seeing, by=decode)
 
 
-def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain) -> Join:
-    """Returns (x, h) -> h + the sum over ranks of x W' + b."""
+def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, branch: LayerNorm | None) -> Join:
+    """Returns (x, h) -> h + the sum over ranks of x W' + b, of which ``branch`` is a norm."""
     weight, bias = local(layer.weight), local(layer.bias)
+    if branch is not None:
+        summed, norm = form.map(weight, None), _norm(branch)
+
+        def add(x: Tensor, h: Tensor) -> Tensor:
+            y = exchange.sum(summed(x))
+            return h + norm(y if bias is None else y + bias)
+
+        return add
     if exchange.tp.size == 1:
         return form.add(weight, bias)
     alone = form.map(weight, None)
@@ -200,7 +215,8 @@ def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain) -> Join:
     return run
 
 
-def _norm(norm: LayerNorm | None) -> Map:
+def _norm(norm: LayerNorm | None, exchange: Exchange | None = None) -> Map:
+    """Returns the map of a norm; ``exchange``: that of one whose width is split over the ranks."""
     assert norm is not None
     weight, bias, eps, kind = local(norm.weight), local(norm.bias), norm.eps, KINDS[norm.kind]
     if kind.centred:
@@ -214,15 +230,23 @@ def _norm(norm: LayerNorm | None) -> Map:
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         return (x * rstd).mul_(scale).to(x.dtype)
 
-    return rms
+    def split(x: Tensor) -> Tensor:
+        """x [m, G', Q, E] of this rank's heads, or of none"""
+        flat = x.flatten(1).to(scale.dtype)
+        if not x.numel() or exchange is None:
+            return x
+        mean = exchange.sum(flat.square().mean(1)).div_(exchange.tp.size)
+        return (flat * mean.add_(eps).rsqrt_()[:, None]).mul_(scale).to(x.dtype).view(x.shape)
+
+    return split if isinstance(norm, SplitNorm) else rms
 
 
-def _causal(qkv: Tensor, kv: Tensor) -> Tensor:
+def _causal(qkv: Tensor, kv: Tensor, scale: float | None) -> Tensor:
     """qkv [n B, G, Q + 2, E], kv [B, G, 2, n, E] of the same -> o [n B, G Q E]"""
     (batch, groups, _, n, width), queries = kv.shape, qkv.shape[2] - 2
     q = qkv[:, :, :-2].unflatten(0, (n, batch)).permute(1, 2, 3, 0, 4).reshape(-1, queries, n, width)
     k, v = (t.reshape(-1, 1, n, width).expand(-1, queries, -1, -1) for t in kv.unbind(2))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return o.view(batch, groups, queries, n, width).permute(3, 0, 1, 2, 4).reshape(n * batch, -1)
 
 
@@ -259,8 +283,8 @@ class _Turn(NamedTuple):
 class _Turning:
     """Looks the turns of rows up in tables of the model's, laid out for qkv."""
 
-    def __init__(self, model: GPT, columns: int):
-        self.model, self.columns = model, columns  # positions are less
+    def __init__(self, model: GPT, columns: int, which: int):
+        self.model, self.columns, self.which = model, columns, which  # positions are less than columns
         first: Any = model.blocks[0]
         self.slots, self.width = first.attention.heads_per_group, model.config.head_size
         self.made_of: Tensor | None = None
@@ -268,7 +292,9 @@ class _Turning:
     def __call__(self, positions: Tensor) -> _Turn:
         """positions [B, n] -> the turns of rows [n B]"""
         rope = self.model._rope(Rows(positions.shape, self.model.tp), positions, positions.device, self.columns)
-        assert rope is not None and rope.positions is not None
+        assert rope is not None
+        rope = rope[self.which] if isinstance(rope, Ropes) else rope
+        assert rope.positions is not None
         if self.made_of is not rope.cos:
             self.made_of = rope.cos
             self.cos, self.sin, self.pairs = self._laid_out(rope.cos, rope.sin)

@@ -13,6 +13,7 @@ from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import served
 from ..layers.module import local, on_rows, replicated
 from ..layers.norm import LayerNorm
+from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
 from .head import Table
 
@@ -26,7 +27,7 @@ class Lookup(NamedTuple):
 
 def embed(
     tokens: VocabParallelEmbedding,
-    norm: LayerNorm,
+    norm: LayerNorm | None,
     *,
     ids: Tensor | None = None,
     rows: Tensor | None = None,
@@ -35,17 +36,17 @@ def embed(
     post_norm: bool = False,
     **drop: Any,
 ) -> tuple[Tensor, Normed]:
-    """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block.
+    """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block: without a norm h.
 
     ``drop``: p, rng, first_row and batch of dropout.
     """
     lookups = {key: x for key, x in dict(position=positions, type=types).items() if x is not None}
     if rows is not None:
         rows = rows.to(tokens.weight.dtype)
-    if any(map(served, (tokens, norm, *(x.table for x in lookups.values())))):
-        return _by_parts(
-            tokens(ids) if rows is None else rows, norm, list(lookups.values()), post_norm=post_norm, **drop
-        )
+    parts_of = tokens, *(() if norm is None else (norm,)), *(x.table for x in lookups.values())
+    if any(map(served, parts_of)):
+        x, tables = tokens(ids) if rows is None else rows, list(lookups.values())
+        return _by_parts(x, norm, tables, tp=tokens.tp, post_norm=post_norm, **drop)
     if rows is not None:
         parts = rows[None]
     else:
@@ -54,13 +55,11 @@ def embed(
     given: dict[str, Any] = {}
     for key, (table, index) in lookups.items():
         given |= {f"{key}_weight": on_rows(local(table.weight), tokens.tp), f"{key}s": index}
-    weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
+    if norm is not None:
+        weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
+        given |= dict(weight=weight, norm_bias=bias, eps=norm.eps, norm=norm.kind)
     h, n, recompute = embed_finish(
         parts,
-        weight=weight,
-        norm_bias=bias,
-        eps=norm.eps,
-        norm=norm.kind,
         post_norm=post_norm,
         ranks=tokens.tp.row_shards,
         **given,
@@ -70,11 +69,11 @@ def embed(
 
 
 def _by_parts(
-    x: Tensor, norm: LayerNorm, lookups: list[Lookup], *, post_norm: bool, **drop: Any
+    x: Tensor, norm: LayerNorm | None, lookups: list[Lookup], *, tp: TensorParallel, post_norm: bool, **drop: Any
 ) -> tuple[Tensor, Normed]:
     for table, rows in lookups:
         x = x + table(rows)
-    x = norm(x) if post_norm else x
+    x = norm(x) if norm is not None and post_norm else x
     h = embed_finish(x[None], **drop)[0]
-    n = h if post_norm else norm(h)
-    return h, Normed(expanded("embed", n, norm.tp))
+    n = h if norm is None or post_norm else norm(h)
+    return h, Normed(expanded("embed", n, tp))

@@ -10,6 +10,7 @@ MAX_LAYERS = 10_000
 MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
 FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
 _PROBABILITY = number(0, 1, "[)")
+_POSITIVE = number(0, 1e6, "(]")
 
 MODEL_FIELDS: dict[str, Rule] = dict(
     vocab_size=whole(),
@@ -39,7 +40,20 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     window=optional(whole()),
     layer_types=optional(instance("a list", list, tuple)),
     parallel_residual=boolean,
+    pre_norm=boolean,
+    branch_norm=boolean,
+    qk_norm_kind=one_of(kind for kind, entry in KINDS.items() if not entry.centred),
+    qk_norm_all=boolean,
+    attention_scalar=optional(_POSITIVE),
+    attention_softcap=optional(_POSITIVE),
+    logit_softcap=optional(_POSITIVE),
+    scaled_embedding=boolean,
+    local_rope=optional(instance("a mapping", Mapping)),
 )
 BERT_FIELDS = MODEL_FIELDS | dict(type_vocab_size=whole(), pad_token_id=optional(whole(least=-1)))
 # Keys of config.json that are no field.
-FILE_KEYS: dict[str, Rule] = dict(use_sliding_window=optional(boolean), max_window_layers=optional(whole(least=0)))
+FILE_KEYS: dict[str, Rule] = dict(
+    use_sliding_window=optional(boolean),
+    max_window_layers=optional(whole(least=0)),
+    sliding_window_pattern=optional(whole()),
+)

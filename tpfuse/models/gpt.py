@@ -1,10 +1,10 @@
-"""GPT-2, the Llama family and GPT-NeoX under tensor, sequence and data parallelism.
+"""GPT-2, Llama and its relatives (families/) under tensor, sequence and data parallelism.
 
     ids [B, S] -> rows [M] -> lookup, exchange -> embed_finish: h, n -> blocks (h, n) -> n [R, m, D]
     -> head [M, V/R] -> loss
 
 The first norm belongs to the embedding, and each block owns the norm after its GEMM pairs: the last block's is the
-final norm.
+final norm.  Without norms before attention and the MLP n is h, but behind the last block.
 """
 
 import re
@@ -21,7 +21,7 @@ from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.rope_table import rope_table
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
-from ..layers.attention import Rope
+from ..layers.attention import Rope, Ropes
 from ..layers.block import Normed
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
@@ -74,9 +74,11 @@ class GPT(Model):
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, lm_head=lm_head)
         c, tp = config, self.tp
         with torch.device("meta"):
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
+            scale = c.hidden_size**0.5 if c.scaled_embedding else None
+            table: dict[str, Any] = dict(scale=scale, init_std=c.init_std)
+            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
             self.positions = None if c.rope else Table(c.max_positions, c.hidden_size, tp, c.init_std)
-            self.norm_in = norm_layer(c.norm, c.hidden_size, c.eps, tp=tp)
+            self.norm_in = norm_layer(c.norm, c.hidden_size, c.eps, tp=tp) if c.pre_norm else None
             self.blocks = nn.ModuleList(
                 TransformerBlock(
                     c.hidden_size,
@@ -100,6 +102,13 @@ class GPT(Model):
                     mlp_bias=c.mlp_bias,
                     norm_in=False,
                     parallel=c.parallel_residual,
+                    pre_norm=c.pre_norm,
+                    branch_norm=c.branch_norm,
+                    norm_out=not c.pre_norm and layer == c.num_layers - 1,
+                    scale=c.attention_scale,
+                    softcap=c.attention_softcap,
+                    qk_norm_kind=c.qk_norm_kind,
+                    qk_norm_all=c.qk_norm_all,
                     saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
@@ -107,9 +116,10 @@ class GPT(Model):
                 for layer, window in enumerate(c.windows)
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
+            head |= dict(softcap=c.logit_softcap)
             self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head else None
             self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
-        self._tables: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
+        self._tables: dict[bool, tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
@@ -172,7 +182,7 @@ class GPT(Model):
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
-    ) -> Rope | None:
+    ) -> Rope | Ropes | None:
         """Returns the tables of rotary positions, and the row of theirs that each row has.
 
         ``below``: what all position_ids are less than, where the caller knows.  On a CPU they are asked; a GPU would
@@ -198,16 +208,23 @@ class GPT(Model):
         # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
         kept = self._tables.get(kind)
-        if kept is None or kept[0] != key or len(kept[1][0]) < length * len(stretches):
-            some = [rope_table(c.head_size, length, **c.rope_arguments, seq_len=n, device=device) for n in stretches]
-            cos, sin = some[0] if switch is None else map(torch.cat, zip(*some, strict=True))
-            self._tables[kind] = kept = key, (cos, sin)
-        if position_ids is None:
-            return Rope(*kept[1])
-        positions = rows.all(position_ids, 0)[: rows.batch * rows.seq]
-        if switch is not None:  # found on the device, so that the host need not wait for the longest position
-            positions = positions + len(kept[1][0]) // 2 * (position_ids.max() >= switch)
-        return Rope(*kept[1], positions)
+        if kept is None or kept[0] != key or len(kept[1][0][0]) < length * len(stretches):
+            made = [self._rotation(given, length, stretches, device) for given in c.rotations]
+            self._tables[kind] = kept = key, made
+        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        if positions is not None and position_ids is not None and switch is not None:
+            # found on the device, so that the host need not wait for the longest position
+            positions = positions + len(kept[1][0][0]) // 2 * (position_ids.max() >= switch)
+        ropes = [Rope(*tables, positions) for tables in kept[1]]
+        return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
+
+    def _rotation(
+        self, given: dict[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of ``length`` positions, for calls of each of ``stretches`` one below another."""
+        own = [rope_table(self.config.head_size, length, **given, seq_len=n, device=device) for n in stretches]
+        cos, sin = zip(*own, strict=True)
+        return (cos[0], sin[0]) if len(own) == 1 else (torch.cat(cos), torch.cat(sin))
 
     generate = generate
 

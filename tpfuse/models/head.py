@@ -3,6 +3,7 @@ over a split vocabulary."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy.op import cross_entropy
@@ -66,7 +67,22 @@ class Dense(ParallelModule):
 
 
 class LMHead(VocabParallelHead):
-    """A model's head: its rows are normed ones, and its labels and options have been compared with the call's."""
+    """A model's head: its rows are normed ones, and its labels and options have been compared with the call's.
+
+    ``softcap`` bounds the model's logits, softcap tanh(z / softcap) of what the head's own call gives.
+    """
+
+    def __init__(self, *args: Any, softcap: float | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.softcap = softcap
+
+    def logits(self, normed: Normed, weight: Tensor | None) -> Tensor:
+        """n [R, m, D] -> logits [M, V/R]; ``weight`` [V/R, D] is the tied one."""
+        return self.capped(self(normed, weight))
+
+    def capped(self, z: Tensor) -> Tensor:
+        """Returns what the head's call gives, bounded."""
+        return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
     def loss_and_logits(
         self,
@@ -81,11 +97,11 @@ class LMHead(VocabParallelHead):
         """n [R, m, D], labels [M] or None -> the loss where there are labels, logits [M, V/R] where ``keep``.
 
         ``weight`` [V/R, D] is the tied one, ``options`` are those of the loss.  ``small``: a loss alone is made from
-        logits that exist in chunks only and are recomputed in backward, for one GEMM more.
+        logits that exist in chunks only and are recomputed in backward, for one GEMM more; not of soft-capped ones.
         """
         options = options | dict(first_token=self.first, vocab_size=self.vocab_size)
-        if labels is None or keep or not small:
-            logits = self(normed, weight)
+        if labels is None or keep or not small or self.softcap is not None:
+            logits = self.logits(normed, weight)
             return None if labels is None else self._loss(logits, labels, options), logits if keep else None
         options |= dict(tp=self.tp, recompute=normed.recompute)
         return gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options), None

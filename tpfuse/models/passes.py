@@ -141,4 +141,4 @@ def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor)
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, cache=cache, **call)
     assert model.head is not None  # checked
-    return rows.back(model.head(normed, model._tied()))[:, -1]
+    return rows.back(model.head.logits(normed, model._tied()))[:, -1]

@@ -36,13 +36,15 @@ class GatherMLPExchange(Function):
         w1: Tensor,
         b1: Tensor | None,
         w2: Tensor,
-        activation: str,
+        how: tuple[str, bool],
         tp: TensorParallel,
         recompute: Recompute | None,
         form: Form,
     ) -> Tensor:
+        """``how``: the activation, and whether what it gives is saved."""
+        activation, keep = how
         mlp = MLP(w1, b1, w2, activation)
-        parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=recompute is None, tp=tp)
+        parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=keep, tp=tp)
         save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
         ctx.args, ctx.mains = (activation, dtype_of(b1), tp, form), mains(w1, w2)
         return parts
@@ -68,6 +70,7 @@ def gather_mlp_exchange(
     activation: str,
     tp: TensorParallel,
     recompute: Recompute | None = None,
+    keep: bool | None = None,
 ) -> Tensor:
     """gather_linear, activation and linear_exchange as one op, whose backward computes the activation's in the epilogue
     of a GEMM.
@@ -75,7 +78,7 @@ def gather_mlp_exchange(
     x as in gather_linear, fc1_weight [F, D], fc1_bias [F], fc2_weight [D, F], F this rank's -> parts [R, m, D].
     ``activation`` as in kernels.linear, but not "none"; with "swiglu", "geglu" or "geglu_tanh" fc1_weight is [2F, D],
     a [F, 2, D] seen flat, and fc1_bias [2F]. With ``recompute`` neither x nor the activation is saved, only the
-    pre-activation.
+    pre-activation; ``keep`` says of the activation alone whether it is.
     """
     check_linear("gather_mlp_exchange", x, fc1_weight, fc1_bias, activation=activation)
     check(activation != "none", "gather_mlp_exchange: activation must not be none")
@@ -89,4 +92,5 @@ def gather_mlp_exchange(
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = expanded("gather_mlp_exchange", x, tp)
     form = choose("gather_mlp_exchange", x, fc1_weight, tp=tp)
-    return GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, activation, tp, recompute, form)
+    how = activation, recompute is None if keep is None else keep
+    return GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, how, tp, recompute, form)

@@ -1,17 +1,30 @@
 """The families of models: one table, an entry a file of this folder."""
 
 from .bert import BERT
-from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family
+from .family import (
+    NO_WINDOW,
+    ONE_WINDOW,
+    PATTERNED_LAYERS,
+    PER,
+    SEQUENCE,
+    TOKEN,
+    WINDOWED_LAYERS,
+    Classes,
+    Family,
+)  # fmt: skip
+from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .olmo import OLMO2
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .starcoder2 import STARCODER2
 
 __all__ = [
-    "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family",
+    "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS",
+    "Classes", "Family",
 ]  # fmt: skip
 
 FAMILIES = {
@@ -21,6 +34,9 @@ FAMILIES = {
     "mistral": MISTRAL,
     "phi3": PHI3,
     "starcoder2": STARCODER2,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "olmo2": OLMO2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT,

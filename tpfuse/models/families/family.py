@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from ...interop.huggingface.source import Source
 
-# Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some.
+# Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some; and some by
+# a pattern, where it does not list them.
 NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed layers"
+PATTERNED_LAYERS = "patterned layers"
 
 
 # What a classification head classifies.
@@ -42,7 +44,9 @@ class Family(NamedTuple):
 
     ``hf_keys``: config field -> its keys in config.json, the first of which is written.  ``hf_optional``: fields that
     config.json may omit, and the values that transformers then takes (None: the config's own default).  ``fixed``:
-    fields that the family decides.  ``not_built``: keys of config.json whose other values are errors.
+    fields that the family decides.  ``not_built``: keys of config.json whose other values are errors.  ``nullable``:
+    fields of ``hf_optional`` whose null in config.json is None, and not the value that transformers takes where the
+    key is missing.
     """
 
     architecture: str  # the class of transformers with a language-model head
@@ -59,6 +63,11 @@ class Family(NamedTuple):
     causal: bool = True
     rotary: bool = False
     windows: str = NO_WINDOW
+    full_every: int = 0  # of patterned layers, which have no window: every so-many-th
+    pattern_key: str | None = None  # of config.json, which may say another number
+    thetas: tuple[float, float] | None = None  # rope_theta by default, of layers without and with a window
+    nullable: tuple[str, ...] = ()
+    stem: str | None = None  # begins the names of the classes, where that is not what the architecture begins with
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
     rotary_keys: RotaryKeys = USUAL
@@ -81,4 +90,4 @@ class Family(NamedTuple):
 
     @property
     def _stem(self) -> str:
-        return re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "", self.architecture)
+        return self.stem or re.sub(r"(ForCausalLM|LMHeadModel|ForMaskedLM)$", "", self.architecture)

@@ -1,0 +1,31 @@
+"""OLMo 2 (2025, arXiv:2501.00656): Llama with a norm on what attention and the MLP give in place of what they are
+given, and norms over all query heads together and over all key heads."""
+
+from ...interop.huggingface.source import Source
+from .family import SEQUENCE
+from .llama import ATTENTION_BIAS, around, layer, llama_like
+from .names import Sizes, flat, norm
+
+
+def olmo2_sources(config: Sizes) -> dict[str, Source]:
+    """Olmo2ForCausalLM: no norm enters a layer; the last block has the final one."""
+    modules = around() | {f"blocks.{config.num_layers - 1}.norm_mlp": norm("norm")}
+    for i in range(config.num_layers):
+        modules |= layer(config, i) | {
+            f"blocks.{i}.branch_attention": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.branch_mlp": norm(f"layers.{i}.post_feedforward_layernorm"),
+        }
+    return flat(modules)
+
+
+OLMO2 = llama_like(
+    "Olmo2ForCausalLM",
+    keys=ATTENTION_BIAS,
+    optional=dict(qkv_bias=False, out_bias=False),
+    sources=olmo2_sources,
+    mlp_bias=False,
+    qk_norm=True,
+    qk_norm_all=True,
+    pre_norm=False,
+    branch_norm=True,
+)._replace(classifiers={SEQUENCE: "score"})
