@@ -1,10 +1,11 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805) under tensor, sequence and data parallelism.
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) and its relatives under tensor, sequence and data parallelism.
 
 ids [B, S] -> lookup, exchange -> embed_finish (post-norm): h = n -> blocks (post-norm) -> h [m, D]
 body     collect -> last_hidden_state [B, S, D], the same on every rank      pooler   tanh(W h[:, 0] + b)
 masked LM   norm(gelu(W h + b)) on this rank's rows -> head [M, V/R] -> loss
 """
 
+import re
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from ..layers.hooks import served
 from ..layers.module import replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
+from .bert_config import BertConfig
 from .classify import Classifier, ClassifierHead, named_in
-from .config import BertConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
 from .head import Dense, LMHead, Table
@@ -34,11 +35,11 @@ from .rows import Rows
 
 
 class Bert(Model):
-    """A BERT encoder.
+    """An encoder of BERT's kind: BERT, or by its config RoBERTa.
 
     ``masked_lm`` adds the head that predicts tokens, ``classifier`` that of a :class:`Classifier`, ``pooler`` the
-    pooled output (default: where a head per sequence reads it, or there is no head).  ``Bert.from_pretrained`` takes
-    the pooler or the head that the files hold, unless given.
+    pooled output (default: where a head per sequence reads it, or there is no head and the family has one).
+    ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
     ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
     ``pooler_output``; with one, loss and logits.
     """
@@ -68,7 +69,8 @@ class Bert(Model):
         check(not (masked_lm and classifier is not None), "Bert: give masked_lm or classifier, both came")
         needed = classifier is not None and classifier.per == SEQUENCE
         if pooler is None:
-            pooler = needed or not (masked_lm or classifier is not None)
+            pooler = needed or (config.hf.pooler and not (masked_lm or classifier is not None))
+        check(needed or not pooler or config.hf.pooler, f"Bert: a {config.family} model has no pooler, got pooler=True")
         check(pooler or not needed, "Bert: Classifier(per='sequence') reads the pooler, got pooler=False")
         how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
@@ -76,7 +78,7 @@ class Bert(Model):
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
             self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std)
-            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std)
+            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std) if c.type_vocab_size else None
             self.norm_in = LayerNorm(c.hidden_size, c.eps, tp=tp)
             self.blocks = nn.ModuleList(
                 TransformerBlock(
@@ -100,7 +102,7 @@ class Bert(Model):
             self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
             if masked_lm:
-                dense |= dict(of_rows=True, activation=c.activation)
+                dense |= dict(of_rows=True, activation=c.head_activation or c.activation)
                 self.transform = Dense(c.hidden_size, c.hidden_size, **dense)
                 self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
@@ -112,6 +114,8 @@ class Bert(Model):
     def _run(self, inputs: Inputs) -> Output:
         cure = "the masked-LM head; make the model with masked_lm=True"
         check_asked("Bert", inputs, (self.head, self.classifier), cure)
+        no_types = "there are no token types, so token_type_ids must be None"
+        check(self.types is not None or inputs.token_type_ids is None, f"Bert: {no_types}")
         self._check_inputs(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
@@ -122,7 +126,7 @@ class Bert(Model):
         if self.classifier is not None and self.classifier.of_rows:
             return Output(*self.classifier.score_rows(h, rows, inputs, rng), hidden_states=every)
         if self.classifier is not None:
-            pooled = self._pool(rows.whole(h))
+            pooled = self._pool(rows.whole(h), rng)
             assert pooled is not None  # the head has one
             return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=every)
         if self.head is None:
@@ -143,8 +147,9 @@ class Bert(Model):
     def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
         if position_ids is None:
-            position_ids = torch.arange(rows.seq, device=inputs.tokens.device).expand(rows.batch, -1)
-        type_ids = torch.zeros_like(position_ids) if type_ids is None else type_ids
+            position_ids = self._default_positions(inputs)
+        if type_ids is None and self.types is not None:
+            type_ids = torch.zeros_like(position_ids)
         if not torch.compiler.is_compiling():
             for name, x, most in (
                 ("input_ids", ids, c.vocab_size),
@@ -155,18 +160,27 @@ class Bert(Model):
                     check_ids(f"Bert: {name}", x, most)
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
-        tables: dict[str, Any] = dict(
-            positions=Lookup(self.positions, rows.local(position_ids, 0)),
-            types=Lookup(self.types, rows.local(type_ids, 0)),
-        )
+        tables: dict[str, Any] = dict(positions=Lookup(self.positions, rows.local(position_ids, 0)))
+        if self.types is not None and type_ids is not None:
+            tables["types"] = Lookup(self.types, rows.local(type_ids, 0))
         given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(inputs.tokens))
         return embed(self.embedding, self.norm_in, post_norm=True, **given, **tables, **drop)
 
-    def _pool(self, hidden: Tensor) -> Tensor | None:
+    def _default_positions(self, inputs: Inputs) -> Tensor:
+        """int64 [B, S]: 0, 1, ..., or with ``positions_skip_padding`` from ``first_position`` on."""
+        c, (batch, seq), device = self.config, inputs.shape, inputs.tokens.device
+        if c.positions_skip_padding and inputs.input_ids is not None:
+            real = inputs.input_ids.ne(c.first_position - 1)
+            return real.cumsum(1) * real + (c.first_position - 1)
+        return torch.arange(c.first_position, c.first_position + seq, device=device).expand(batch, -1)
+
+    def _pool(self, hidden: Tensor, rng: Tensor | None = None) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""
         if self.pooler is None:
             return None
-        return torch.tanh(self.pooler(hidden[:, 0]))
+        if self.classifier is None:
+            return torch.tanh(self.pooler(hidden[:, 0]))
+        return self.classifier.below.activation(self.pooler(self.classifier.before_pooling(hidden[:, 0], rng)))
 
     def _transform(self, h: Tensor) -> Normed:
         """[m, D] -> norm(act(W h + b)), on this rank's rows"""
@@ -182,20 +196,22 @@ class Bert(Model):
 
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
-        names = files.names(FAMILIES["bert"].base_prefix)
-        if (classifier := named_in(files.config, FAMILIES["bert"])) is not None:
+        family = FAMILIES[files.config["model_type"]]  # the config has been read
+        if (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)
-        return dict(
-            pooler=None if "pooler.dense.weight" in names else False,
-            masked_lm="cls.predictions.transform.dense.weight" in names,
-        )
+        names, sources = files.names(family.base_prefix), family.sources(cls.config_class.from_hf(files.config))
+        holds = lambda ours: ours in sources and sources[ours].names[0] in names
+        return dict(pooler=None if holds("pooler.weight") else False, masked_lm=holds("transform.weight"))
 
     def ignorable(self) -> tuple[str, ...]:
-        """Returns buffers, the next-sentence head, heads that this model does not have, and copies."""
-        tied, idle = r"cls\.predictions\.decoder\.(weight|bias)", r"cls\.predictions\.bias"
-        names = [*super().ignorable(), tied if self.config.tie_embeddings else idle]
-        if self.head is None:
-            names.append(r"cls\.predictions\..*")
-        if self.pooler is None:
-            names.append(r"pooler\..*")
-        return tuple(names)
+        """Returns buffers, copies, and what is above the blocks: a pooler or head that this model does not have."""
+        above = ("pooler.", "transform.", "transform_norm.", "head.")
+        sources = self.config.hf.sources(self.config).items()
+        names = (n for ours, source in sources if ours.startswith(above) for n in source.names)
+        return (*super().ignorable(), *map(re.escape, names))
+
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """Returns the head that classifies, with the linear layer below it where no other class has that."""
+        if self.classifier is None or self.pooler is None or not self.classifier.below.dense:
+            return super().beside_adapters()
+        return super().beside_adapters() | {self.classifier.below.dense: self.pooler}

@@ -12,10 +12,11 @@ from ..kernels.linear.activation import ACTIVATIONS
 from ..kernels.rope_table import rope_table
 from ..kernels.runtime.rules import Rule, check_rules, instance, one_of, shown
 from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS, Family
-from .fields import BERT_FIELDS, FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .fields import FILE_KEYS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
 
 ROPE_TYPES = "default", "linear", "dynamic", "llama3", "yarn"
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
+_NAMED = "activation", "head_activation"  # fields that hold an activation's name
 Config = TypeVar("Config", bound="ModelConfig")
 
 
@@ -92,6 +93,11 @@ class ModelConfig:
         return self.max_positions
 
     @property
+    def first_position(self) -> int:
+        """The position of a sequence's first token."""
+        return 0
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: all positions are seen."""
         return (None,) * self.num_layers
@@ -121,7 +127,7 @@ class ModelConfig:
         for key, value in family.fixed.items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
-        values["activation"] = ACTIVATIONS[self.activation].huggingface[0]
+        values |= {n: ACTIVATIONS[values[n]].huggingface[0] for n in _NAMED if values.get(n) is not None}
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():
             if config.setdefault(key, values[name]) != values[name]:
@@ -257,20 +263,6 @@ class GPTConfig(ModelConfig):
         return config
 
 
-@dataclass(frozen=True, kw_only=True)
-class BertConfig(ModelConfig):
-    """A bidirectional post-norm encoder (Devlin et al. 2018, arXiv:1810.04805): learned positions and token types."""
-
-    family: str = "bert"
-    activation: str = "gelu"
-    eps: float = 1e-12
-    type_vocab_size: int = 2
-    pad_token_id: int | None = 0
-    families: ClassVar[tuple[str, ...]] = ("bert",)
-    rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
-    post_norm: ClassVar[bool] = True
-
-
 class _Reader:
     """Reads a config.json for a config class."""
 
@@ -288,12 +280,12 @@ class _Reader:
             values[name] = self.optional(*keys) if name in family.hf_optional else self.required(*keys)
             if values[name] is None:
                 values[name] = family.hf_optional[name]
-        activation = values["activation"]
-        if not isinstance(activation, str) or activation not in HF_ACTIVATIONS:
-            raise ValueError(
-                f"{self.name}: activation {shown(activation)} is not built; one of {sorted(HF_ACTIVATIONS)} is"
-            )
-        values["activation"] = HF_ACTIVATIONS[activation]
+        for name in (n for n in _NAMED if n in values):
+            if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
+                raise ValueError(
+                    f"{self.name}: {name} {shown(values[name])} is not built; one of {sorted(HF_ACTIVATIONS)} is"
+                )
+            values[name] = HF_ACTIVATIONS[values[name]]
         values = {name: value for name, value in values.items() if value is not None}
         check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
         return values | family.fixed

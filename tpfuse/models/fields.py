@@ -39,6 +39,11 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     window=optional(whole()),
     layer_types=optional(instance("a list", list, tuple)),
 )
-BERT_FIELDS = MODEL_FIELDS | dict(type_vocab_size=whole(), pad_token_id=optional(whole(least=-1)))
+BERT_FIELDS = MODEL_FIELDS | dict(
+    type_vocab_size=whole(least=0),
+    pad_token_id=optional(whole(least=-1)),
+    positions_skip_padding=boolean,
+    head_activation=optional(one_of(sorted(ACTIVATIONS))),
+)
 # Keys of config.json that are no field.
 FILE_KEYS: dict[str, Rule] = dict(use_sliding_window=optional(boolean), max_window_layers=optional(whole(least=0)))

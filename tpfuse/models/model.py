@@ -235,11 +235,11 @@ class Model(PretrainedModule):
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
-        most, device, own = self.config.max_positions, self.embedding.weight.device, self.classifier
-        given = inputs if own is None else inputs._replace(labels=None)  # whose labels it knows itself
-        check_inputs(type(self).__name__, given, most=most, longest=longest, device=device)
-        if own is not None:
-            own.check_call(inputs)
+        given = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
+        limits: dict[str, Any] = dict(most=self.config.max_positions, first=self.config.first_position, longest=longest)
+        check_inputs(type(self).__name__, given, **limits, device=self.embedding.weight.device)
+        if self.classifier is not None:
+            self.classifier.check_call(inputs)
 
     def _drops(self) -> bool:
         """Whether a call drops anything."""

@@ -1,14 +1,16 @@
 """The families of models: one table, an entry a file of this folder."""
 
 from .bert import BERT
-from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family
+from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family, Head
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .qwen import QWEN2, QWEN3
+from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 
 __all__ = [
-    "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family",
+    "CAUSAL", "ENCODERS", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS",
+    "Classes", "Family", "Head",
 ]  # fmt: skip
 
 FAMILIES = {
@@ -18,5 +20,9 @@ FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": XLM_ROBERTA,
+    "camembert": CAMEMBERT,
 }
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
+ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.causal)

@@ -1,0 +1,207 @@
+"""BERT's relatives against transformers' own classes: values, gradients, padding and files, at every split."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.common import assert_equal, make_tp
+from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, want
+from tpfuse import parallelize
+from tpfuse.interop.huggingface.write import full_tensor
+from tpfuse.models import Bert, BertConfig, Classifier
+
+EVERY_DAY = "roberta", "distilbert", "modernbert"
+NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    @functools.cache
+    def of(name, kind, **options):
+        model = make(name, kind, **options)
+        model.save_pretrained(folder := tmp_path_factory.mktemp(f"{name}-{kind}"))
+        return model, folder
+
+    return of
+
+
+SPLITS = {  # padding -> ranks and sequence parallelism
+    "right": (2, True),
+    "left": (4, False),
+    None: (4, True),
+}
+
+
+@pytest.mark.parametrize("pad", ["right", *(pytest.param(p, marks=pytest.mark.slow) for p in ("left", None))])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_as_transformers(files, ranks, reached, name, kind, pad):
+    model, folder = files(name, kind)
+    call, (R, sp) = batch(kind, pad), SPLITS[pad]
+    exact = want(model, kind, call)
+    errors = close(run(None, folder, kind, False, call), exact)
+    config = BertConfig.from_hf(model.config.to_dict())
+    for got in ranks(R, run, folder, kind, sp, call):
+        errors = close(got, exact)
+    if kind == "mlm":
+        reached(config, R, errors, sp=sp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_untied_head(files, ranks, reached, name):
+    model, folder = files(name, "mlm", tie_word_embeddings=False)
+    call = batch("mlm")
+    exact = want(model, "mlm", call)
+    for got in ranks(2, run, folder, "mlm", True, call):
+        reached(BertConfig.from_hf(model.config.to_dict()), 2, close(got, exact), sp=True)
+
+
+# ---- positions that count tokens ----
+
+
+def test_positions_come_from_the_tokens_and_not_from_the_mask(files):
+    model, folder = files("roberta", "base")
+    ours = Bert.from_pretrained(folder, dtype=F64)
+    call = batch("base")
+    embeds = model.get_input_embeddings()(call["input_ids"])
+    for given in (
+        dict(input_ids=call["input_ids"]),
+        dict(inputs_embeds=embeds),  # whose padding nobody knows
+        dict(input_ids=call["input_ids"], position_ids=torch.arange(7).expand(3, -1)),
+    ):
+        got, exact = (m(**given).last_hidden_state for m in (ours, model))
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+    one = ours(call["input_ids"]).last_hidden_state
+    assert not torch.allclose(one, ours(inputs_embeds=embeds).last_hidden_state)
+    assert not torch.allclose(one, ours(call["input_ids"].masked_fill(call["input_ids"] == PAD, 5)).last_hidden_state)
+
+
+def test_the_longest_sequence(files):
+    """Positions begin behind padding's, so that two are not there."""
+    model, folder = files("roberta", "base")
+    ours, ids = Bert.from_pretrained(folder, dtype=F64), torch.full((1, 30), 5)
+    torch.testing.assert_close(ours(ids).last_hidden_state, model(ids).last_hidden_state, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="Bert: 31 positions from 2 on are more than the model's max_positions=32"):
+        ours(torch.full((1, 31), 5))
+    with pytest.raises(ValueError, match="BertConfig: positions_skip_padding needs a pad_token_id, got None"):
+        BertConfig(vocab_size=9, max_positions=9, hidden_size=8, num_layers=1, num_heads=2, pad_token_id=None,
+                   positions_skip_padding=True)  # fmt: skip
+
+
+# ---- files ----
+
+
+def saved(world, folder, out):
+    Bert.from_pretrained(folder, tp=None if world is None else make_tp(world), dtype=F64).save_pretrained(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_directory_is_transformers_own(files, ranks, reached, tmp_path, name, kind):
+    for tied in (True, False) if kind == "mlm" else (True,):
+        model, folder = files(name, kind) if tied else files(name, kind, tie_word_embeddings=False)
+        ranks(2, saved, folder, out := tmp_path / str(tied))
+        again, info = type(model).from_pretrained(out, dtype=F64, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        state, got = dict(model.state_dict()), dict(again.state_dict())
+        if not tied and "lm_head.bias" in state:
+            state["lm_head.bias"] = state["lm_head.decoder.bias"]  # the idle copy
+        assert_equal(got, state)
+        ignore = {"_name_or_path", "transformers_version"}
+        theirs, ours = ({k: v for k, v in m.config.to_dict().items() if k not in ignore} for m in (model, again))
+        assert theirs == ours
+        if kind == "mlm":
+            reached(BertConfig.from_hf(model.config.to_dict()), 2, {"saved and loaded": 0.0})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_is_written_and_read_again(name):
+    cls, sizes = FAMILIES[name]
+    config = BertConfig.from_hf(cls(**SIZES | sizes).to_dict())
+    assert BertConfig.from_hf(config.to_hf()) == config
+    assert BertConfig.from_hf(cls(**config.to_hf()).to_dict()) == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_made_here_loads_in_transformers(tmp_path, name):
+    cls, sizes = FAMILIES[name]
+    config = BertConfig.from_hf(cls(**SIZES | sizes).to_dict())
+    for kind, options in (("mlm", dict(masked_lm=True)), ("sequence", dict(classifier=Classifier(4)))):
+        model = Bert(config, **options).eval()
+        model.save_pretrained(tmp_path / kind)
+        again, info = KINDS[kind].from_pretrained(tmp_path / kind, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        call = {key: x for key, x in batch(kind).items() if key != "labels"}
+        torch.testing.assert_close(model(**call).logits, again.eval()(**call).logits, rtol=1e-4, atol=1e-5)
+
+
+def begun(world, folder, call, per):
+    tp = None if world is None else make_tp(world)
+    model = Bert.from_pretrained(folder, tp=tp, dtype=F64, classifier=Classifier(4, per=per), seed=3)
+    logits = model(**call).logits.detach()
+    return logits, {name: full_tensor(p, *spec) for name, p, *spec in model.stored_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["base", "mlm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_head_on_a_pretrained_model(files, ranks, name, kind):
+    """Every weight that the files hold is theirs, the others are drawn, the same at every split."""
+    model, folder = files(name, kind)
+    call = {key: x for key, x in batch("base").items() if key != "labels"}
+    for per in "sequence", "token":
+        logits, weights = begun(None, folder, call, per)
+        assert logits.shape == ((3, 4) if per == "sequence" else (3, 7, 4))
+        got = ranks(2, begun, folder, call, per)[1]
+        assert_equal(got[1], weights)
+        torch.testing.assert_close(got[0], logits, rtol=1e-10, atol=1e-10)
+        assert torch.equal(weights["embedding.weight"], model.get_input_embeddings().weight)
+
+
+# ---- dropout ----
+
+
+def dropped(world, name, classifier, call):
+    cls, sizes = FAMILIES[name]
+    config = BertConfig.from_hf(cls(**SIZES | sizes).to_dict())
+    torch.set_default_dtype(F64)
+    try:
+        model = Bert(config, tp=None if world is None else make_tp(world), classifier=classifier, seed=3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model(**call, step=5).logits.detach(), model.classifier.p
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_are_the_same_at_every_split(ranks, name, per):
+    call = batch(per)
+    exact, p = dropped(None, name, Classifier(3, per=per), call)
+    assert p == (0.2 if (name, per) == ("distilbert", "sequence") else 0.0 if name == "modernbert" else 0.1)
+    torch.testing.assert_close(
+        ranks(2, dropped, name, Classifier(3, per=per), call)[1][0], exact, rtol=1e-10, atol=1e-10
+    )
+
+
+# ---- parallelize ----
+
+
+def parallel(world, name, kind, sp, call):
+    module = parallelize(make(name, kind), make_tp(world, sp))
+    out = module(**call)
+    loss = out[0] if "labels" in call else out[0].sin().sum()
+    loss.backward()
+    value = out[0] if kind == "base" else out.logits
+    return type(out).__name__, value.detach(), all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_of_transformers_parallelized(ranks, name, kind):
+    model, call = make(name, kind), batch(kind)
+    out = model(**call)
+    exact = (out[0] if kind == "base" else out.logits).detach()
+    for got, value, trained in ranks(2, parallel, name, kind, True, call):
+        assert got == type(out).__name__ and (trained or kind == "base")
+        torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
