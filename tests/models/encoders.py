@@ -27,6 +27,7 @@ NAMED = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=12, interm
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "roberta": (transformers.RobertaConfig, NAMED | dict(type_vocab_size=1, hidden_act="relu")),
     "xlm-roberta": (transformers.XLMRobertaConfig, NAMED | dict(type_vocab_size=1)),
+    "distilbert": (transformers.DistilBertConfig, dict(dim=48, n_layers=2, n_heads=12, hidden_dim=84)),
     "camembert": (transformers.CamembertConfig, NAMED | dict(type_vocab_size=2)),
 }
 
@@ -75,7 +76,7 @@ def want(model: Any, kind: str, call: dict[str, Any]) -> dict[str, torch.Tensor]
     found = {key: x.detach() for key, x in found.items() if x is not None}
     names: dict[Any, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):  # what is tied has the name of what it is tied to
-        names[p] = name if ".decoder." not in name else names.get(p, name)
+        names[p] = names.get(p, name) if "decoder." in name or name == "vocab_projector.weight" else name
     return found | {name: p.grad for p, name in names.items() if p.grad is not None}
 
 

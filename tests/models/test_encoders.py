@@ -205,3 +205,30 @@ def test_a_module_of_transformers_parallelized(ranks, name, kind):
     for got, value, trained in ranks(2, parallel, name, kind, True, call):
         assert got == type(out).__name__ and (trained or kind == "base")
         torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
+
+
+# ---- what is refused ----
+
+
+def distilbert(**options):
+    return Bert(BertConfig.from_hf(FAMILIES["distilbert"][0](**SIZES | FAMILIES["distilbert"][1]).to_dict()), **options)
+
+
+REFUSED = {
+    "types": (
+        lambda _: distilbert()(torch.ones(1, 3, dtype=torch.int64), token_type_ids=torch.ones(1, 3, dtype=torch.int64)),
+        "Bert: there are no token types, so token_type_ids must be None",
+    ),
+    "pooler": (lambda _: distilbert(pooler=True), "Bert: a distilbert model has no pooler, got pooler=True"),
+    "dropout": (
+        lambda path: distilbert(classifier=Classifier(3, per="token", dropout=0.3)).save_pretrained(path),
+        "Classifier: DistilBertForTokenClassification has no dropout of its own, got dropout=0.3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(tmp_path, what):
+    call, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)

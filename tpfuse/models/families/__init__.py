@@ -1,6 +1,7 @@
 """The families of models: one table, an entry a file of this folder."""
 
 from .bert import BERT
+from .distilbert import DISTILBERT
 from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS, Classes, Family, Head
 from .gpt2 import GPT2
 from .llama import LLAMA
@@ -23,6 +24,7 @@ FAMILIES = {
     "roberta": ROBERTA,
     "xlm-roberta": XLM_ROBERTA,
     "camembert": CAMEMBERT,
+    "distilbert": DISTILBERT,
 }
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
 ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.causal)
