@@ -104,7 +104,8 @@ def _in_qkv(i: np.ndarray, *, each: int, first: int, per_group: int, size: int) 
 class ParallelAttention(ParallelModule):
     """Multi-head attention, or grouped-query attention with fewer ``num_kv_heads``, on rows s * batch + b.
 
-    ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included.
+    ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included;
+    without ``causal`` as many on either side.
     ``qk_norm`` puts an RMSNorm (``eps``) on every query and key head.  ``bias`` is that of the qkv projection and,
     unless ``out_bias`` is given, of the output projection.  ``dropout`` is on the probabilities; ``layer`` numbers its
     masks.  ValueError where heads cannot be split over the ranks.

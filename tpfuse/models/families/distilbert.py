@@ -20,9 +20,10 @@ def distilbert_sources(config: Sizes) -> dict[str, Source]:
     }
     for i in range(config.num_layers):
         ours, theirs = f"blocks.{i}", f"transformer.layer.{i}"
+        attention = f"{theirs}.attention"
         modules |= {
-            f"{ours}.attention.qkv": qkv(*(f"{theirs}.attention.{name}_lin" for name in "qkv")),
-            f"{ours}.attention.out": linear(f"{theirs}.attention.out_lin"),
+            f"{ours}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
+            f"{ours}.attention.out": linear(f"{attention}.out_lin"),
             f"{ours}.norm_attention": norm(f"{theirs}.sa_layer_norm"),
             f"{ours}.mlp.fc1": linear(f"{theirs}.ffn.lin1"),
             f"{ours}.mlp.fc2": linear(f"{theirs}.ffn.lin2"),
