@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers.models.modernbert import modeling_modernbert
 
 from tests.common import error, make_tp
 from tests.models import theirs
@@ -24,12 +25,34 @@ KINDS = {
 SIZES: dict[str, Any] = dict(vocab_size=WORDS, max_position_embeddings=32, pad_token_id=PAD, num_labels=L)
 SIZES |= dict(initializer_range=0.2, bos_token_id=None, eos_token_id=None)
 NAMED = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=84)
+NO_TOKENS = dict(cls_token_id=None, sep_token_id=None)
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "roberta": (transformers.RobertaConfig, NAMED | dict(type_vocab_size=1, hidden_act="relu")),
     "xlm-roberta": (transformers.XLMRobertaConfig, NAMED | dict(type_vocab_size=1)),
     "distilbert": (transformers.DistilBertConfig, dict(dim=48, n_layers=2, n_heads=12, hidden_dim=84)),
+    "modernbert": (
+        transformers.ModernBertConfig,
+        NAMED | dict(num_hidden_layers=3, local_attention=4, global_attn_every_n_layers=2) | NO_TOKENS,
+    ),
+    "modernbert-biased": (
+        transformers.ModernBertConfig,
+        NAMED
+        | dict(local_attention=6, layer_types=["sliding_attention", "full_attention"], classifier_pooling="mean")
+        | dict(hidden_activation="silu", classifier_activation="silu")
+        | dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)
+        | NO_TOKENS,
+    ),
     "camembert": (transformers.CamembertConfig, NAMED | dict(type_vocab_size=2)),
 }
+
+
+def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+    """ModernBERT's rotation in the dtype of what it rotates; its own is in fp32."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(x * cos + modeling_modernbert.rotate_half(x) * sin for x in (q, k))
+
+
+modeling_modernbert.apply_rotary_pos_emb = _rotated
 
 
 def make(family: str, kind: str, **options: Any) -> Any:

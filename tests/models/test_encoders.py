@@ -1,6 +1,7 @@
 """BERT's relatives against transformers' own classes: values, gradients, padding and files, at every split."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close
 from tpfuse import parallelize
 from tpfuse.interop.huggingface.write import full_tensor
 from tpfuse.models import Bert, BertConfig, Classifier
+from tpfuse.packing import packed_batch
 
 EVERY_DAY = "roberta", "distilbert", "modernbert"
 NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -26,6 +28,7 @@ def files(tmp_path_factory):
     return of
 
 
+MLM = [kind if kind == "mlm" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 SPLITS = {  # padding -> ranks and sequence parallelism
     "right": (2, True),
     "left": (4, False),
@@ -90,6 +93,84 @@ def test_the_longest_sequence(files):
                    positions_skip_padding=True)  # fmt: skip
 
 
+# ---- rotary positions, windows and documents ----
+
+
+def documents(world, folder, sp):
+    """Gradients and hidden states of documents packed into a row, and of each alone."""
+    model = Bert.from_pretrained(folder, tp=None if world is None else make_tp(world, sp), dtype=F64, masked_lm=False)
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, 97, (n,), generator=g) for n in (9, 1, 30, 4)]  # together more than the model's 32
+    alone = torch.cat([model(text[None]).last_hidden_state[0] for text in texts])
+    (alone.sin().sum()).backward()
+    exact = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    packed = model(**dict(packed_batch(texts)._asdict(), labels=None)).last_hidden_state[0]
+    packed.sin().sum().backward()
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+    for p, grad in zip(model.parameters(), exact, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-10)
+    return True
+
+
+def test_packed_documents(files, ranks, reached):
+    model, folder = files("modernbert", "mlm")
+    assert documents(None, folder, False) and all(ranks(2, documents, folder, True))
+    with pytest.raises(ValueError, match="Bert: packed sequences .* are not built where positions are learned"):
+        Bert.from_pretrained(files("roberta", "mlm")[1])(torch.ones(1, 3, dtype=torch.int64), max_seqlen=3)
+
+
+def test_windows_and_both_tables_of_positions_show(files):
+    """In one model each, so that the comparisons above are of all of them."""
+    _, folder = files("modernbert", "base")
+    right, ids = Bert.from_pretrained(folder, dtype=F64), batch("base", None)["input_ids"]
+    exact = right(ids).last_hidden_state
+    assert right.config.windows == (None, 3, None)
+    for change in dict(window=4), dict(local_rope=None), dict(rope=right.config.local_rope), dict(pooling="mean"):
+        with torch.device("meta"):
+            wrong = Bert(replace(right.config, **change))
+        wrong.load_state_dict(right.state_dict(), assign=True)
+        alike = torch.allclose(wrong.eval()(ids).last_hidden_state, exact, rtol=1e-6, atol=1e-6)
+        assert alike == ("pooling" in change), change
+
+
+def test_hidden_states_and_positions_that_are_given(files):
+    model, folder = files("modernbert", "mlm")
+    ours, call = Bert.from_pretrained(folder, dtype=F64), batch("base")
+    call["position_ids"] = torch.arange(7).flip(0).expand(3, -1).contiguous()
+    got, exact = ours(**call, output_hidden_states=True), model(**call, output_hidden_states=True)
+    mask = call["attention_mask"].bool()
+    for a, b in zip(got.hidden_states, exact.hidden_states, strict=True):
+        torch.testing.assert_close(a[mask], b[mask], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got.logits[mask], exact.logits[mask], rtol=1e-10, atol=1e-10)
+
+
+OLDER = dict(global_rope_theta=500.0, local_rope_theta=50.0, global_attn_every_n_layers=2)
+
+
+def test_older_keys_of_rotary_positions_and_layers():
+    cls, sizes = FAMILIES["modernbert"]
+    new = BertConfig.from_hf(cls(**SIZES | sizes | OLDER).to_dict())
+    written = {k: x for k, x in cls(**SIZES | sizes).to_dict().items() if k not in ("rope_parameters", "layer_types")}
+    assert BertConfig.from_hf(written | OLDER) == new
+    assert [rope["rope_theta"] for rope in new.ropes] == [500.0, 50.0] and new.windows == (None, 3, None)
+    bare = {k: x for k, x in written.items() if k not in OLDER}
+    assert [rope["rope_theta"] for rope in BertConfig.from_hf(bare).ropes] == [160_000.0, 10_000.0]
+    yarn = dict(rope_type="yarn", rope_theta=5.0, factor=2.0)
+    for change, message in (
+        (dict(local_rope_theta=None), "local_rope_theta=None is not built"),
+        (dict(rope_scaling=yarn), "rope_scaling=.* is not built; only None is"),
+        (dict(rope_parameters=dict(full_attention=yarn)), "rope_type='yarn' and .* are not built"),
+        (dict(rope_parameters=3), "rope_parameters must be an object"),
+        (dict(layer_types=["full"]), "layer_types must be 3 of full_attention and sliding_attention"),
+        (dict(attention_dropout=0.1), "attention_dropout=0.1 is not built; only 0.0 is"),
+        (dict(mlp_dropout=0.1), "mlp_dropout=0.1 is not built; only 0.0 is"),
+        (dict(decoder_bias=False), "decoder_bias=False is not built; only True is"),
+    ):
+        with pytest.raises(ValueError, match=f"BertConfig: {message}"):
+            BertConfig.from_hf(written | change)
+
+
 # ---- files ----
 
 
@@ -97,7 +178,7 @@ def saved(world, folder, out):
     Bert.from_pretrained(folder, tp=None if world is None else make_tp(world), dtype=F64).save_pretrained(out)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MLM)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_directory_is_transformers_own(files, ranks, reached, tmp_path, name, kind):
     for tied in (True, False) if kind == "mlm" else (True,):
@@ -144,7 +225,7 @@ def begun(world, folder, call, per):
     return logits, {name: full_tensor(p, *spec) for name, p, *spec in model.stored_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["base", "mlm"])
+@pytest.mark.parametrize("kind", MLM[:2])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_head_on_a_pretrained_model(files, ranks, name, kind):
     """Every weight that the files hold is theirs, the others are drawn, the same at every split."""
@@ -176,12 +257,13 @@ def dropped(world, name, classifier, call):
 @pytest.mark.parametrize("per", ["sequence", "token"])
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_are_the_same_at_every_split(ranks, name, per):
-    call = batch(per)
-    exact, p = dropped(None, name, Classifier(3, per=per), call)
-    assert p == (0.2 if (name, per) == ("distilbert", "sequence") else 0.0 if name == "modernbert" else 0.1)
-    torch.testing.assert_close(
-        ranks(2, dropped, name, Classifier(3, per=per), call)[1][0], exact, rtol=1e-10, atol=1e-10
-    )
+    call, default = batch(per), Classifier(3, per=per)
+    _, p = dropped(None, name, default, call)
+    assert p == (0.0 if "modern" in name else 0.2 if (name, per) == ("distilbert", "sequence") else 0.1)
+    exact, _ = dropped(None, name, replace(default, dropout=0.3), call)
+    got, _ = ranks(2, dropped, name, replace(default, dropout=0.3), call)[1]
+    torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(dropped(None, name, replace(default, dropout=0.0), call)[0], exact)
 
 
 # ---- parallelize ----
@@ -196,7 +278,7 @@ def parallel(world, name, kind, sp, call):
     return type(out).__name__, value.detach(), all(p.grad is not None for p in module.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MLM)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_of_transformers_parallelized(ranks, name, kind):
     model, call = make(name, kind), batch(kind)

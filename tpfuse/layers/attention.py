@@ -44,6 +44,13 @@ class Rope(NamedTuple):
     interleaved: bool = False
 
 
+class Ropes(NamedTuple):
+    """Rotary positions of two kinds of layers: those without a window, and those with one."""
+
+    full: Rope
+    sliding: Rope
+
+
 class CopiedKV(ColumnProjection):
     """The qkv projection where ``copies`` ranks in a row share a kv head: q [H, E, D], kv [G, 2, E, D] and biases.
 

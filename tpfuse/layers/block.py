@@ -27,7 +27,7 @@ from ..kernels.runtime.op import autocasts
 from ..kernels.runtime.philox import Mask, active_rng, threshold
 from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
-from .attention import ParallelAttention, Rope
+from .attention import ParallelAttention, Rope, Ropes
 from .cache import KVCache
 from .hooks import hooked
 from .mlp import ParallelMLP
@@ -87,6 +87,7 @@ class TransformerBlock(ParallelModule):
         qkv_bias: bool | None = None,
         out_bias: bool | None = None,
         mlp_bias: bool | None = None,
+        norm_bias: bool = True,
         norm_in: bool = True,
         post_norm: bool = False,
         saving: str = "fastest",
@@ -119,7 +120,7 @@ class TransformerBlock(ParallelModule):
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
         shared["bias"] = bias if mlp_bias is None else mlp_bias
         self.mlp = ParallelMLP(hidden_size, ffn_size, activation=activation, gated=gated, **shared)
-        make_norm = lambda: norm_layer(norm, hidden_size, eps, tp=self.tp, **factory)
+        make_norm = lambda: norm_layer(norm, hidden_size, eps, bias=norm_bias, tp=self.tp, **factory)
         enters = norm_in and not post_norm
         self.norm_in = make_norm() if enters else None
         self.norm_attention = make_norm()  # the norm after attention; its name is part of the checkpoint format
@@ -137,20 +138,23 @@ class TransformerBlock(ParallelModule):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        rope: Rope | None = None,
+        rope: Rope | Ropes | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Normed]:
         """h [m, D], rows s * batch + b (without sequence parallelism [M, D]) -> [m, D]; with ``normed`` -> (h, normed).
 
         ``attention_mask`` [batch, seq], nonzero where a key may be seen.  ``seq``: rows beyond seq * batch are padding.
         ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), of which the longest has ``max_seqlen``
-        positions.  ``rope``: rotary positions.  ``rng`` int64 [3] = (seed, step, first_sample), needed where dropout is
-        on.  ValueError for an h of other dimensions, or rows that do not fit ``batch``.
+        positions.  ``rope``: rotary positions; of two, those of the block's kind.  ``rng`` int64 [3] = (seed, step,
+        first_sample), needed where dropout is on.  ValueError for an h of other dimensions, or rows that do not fit
+        ``batch``.
         """
         check_rows("TransformerBlock", h, self.width, tp=self.tp, batch=batch, seq=seq)
         alone, enters = normed is None, self.norm_in is not None
         check(alone or not enters, "TransformerBlock: a block with norm_in takes h alone")
         check(not alone or enters or self.post_norm, "TransformerBlock: without norm_in it takes (h, normed)")
+        if isinstance(rope, Ropes):
+            rope = rope.full if self.attention.window is None else rope.sliding
         attending: dict[str, Any] = dict(
             batch=batch,
             seq=seq,

@@ -194,12 +194,12 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
     c, s = config, Shape.of(config)
-    norm = 2 * s.D if KINDS[c.norm].centred else s.D
+    norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
     beside = 2 * norm + c.out_bias * s.D + c.mlp_bias * s.D + c.qk_norm * 2 * s.E
     vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
     replicated = (s.P + c.type_vocab_size) * s.D + norm
     if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
         vocabulary += s.V
-        replicated += s.D * s.D + s.D + norm
+        replicated += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
     return (vocabulary + s.L * inside) / tp + s.L * beside + replicated

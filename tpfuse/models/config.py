@@ -49,9 +49,10 @@ class ModelConfig:
     mlp_bias: bool = field(default=True, init=False)
     qk_norm: bool = field(default=False, init=False)
     type_vocab_size: int = field(default=0, init=False)  # token types
+    norm_bias: bool = field(default=True, init=False)  # of a LayerNorm
+    post_norm: bool = field(default=False, init=False)
     families: ClassVar[tuple[str, ...]]
     rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
-    post_norm: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_rules(self._name, vars(self), {"family": one_of(self.families), **self.rules})

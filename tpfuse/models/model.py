@@ -309,7 +309,7 @@ class Model(PretrainedModule):
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
-        model.fresh = ("classifier", "pooler") * begins
+        model.fresh = ("classifier", "pooler", "transform", "transform_norm") * begins
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()

@@ -6,6 +6,7 @@ from .family import NO_WINDOW, ONE_WINDOW, PER, SEQUENCE, TOKEN, WINDOWED_LAYERS
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .modernbert import MODERNBERT
 from .qwen import QWEN2, QWEN3
 from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 
@@ -25,6 +26,7 @@ FAMILIES = {
     "xlm-roberta": XLM_ROBERTA,
     "camembert": CAMEMBERT,
     "distilbert": DISTILBERT,
+    "modernbert": MODERNBERT,
 }
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
 ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.causal)

@@ -52,6 +52,12 @@ def body(config: Sizes) -> Modules:
     return modules
 
 
+# What no config of these families can say otherwise.
+PLAIN: dict[str, Any] = dict(
+    post_norm=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True, head_bias=True,
+    pooling="cls", rope=None, local_rope=None, window=None, layer_types=None, positions_skip_padding=False,
+    head_activation=None,
+)  # fmt: skip
 SHARED: dict[str, Any] = dict(
     output="MaskedLMOutput",
     hf_keys=dict(
@@ -81,7 +87,7 @@ BERT = Family(
     head_prefixes=("cls.",),
     sources=bert_sources,
     hf_optional=OMITTED,
-    fixed=dict(positions_skip_padding=False, head_activation=None),
+    fixed=PLAIN,
     ignorable=(
         r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)",
         r"cls\.predictions\.bias", r"cls\.predictions\.decoder\.(weight|bias)",

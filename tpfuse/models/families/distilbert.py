@@ -3,6 +3,7 @@
 import torch
 
 from ...interop.huggingface.source import Source
+from .bert import PLAIN
 from .family import SEQUENCE, TOKEN, Family, Head
 from .names import Modules, Sizes, flat, linear, norm, qkv, table
 
@@ -54,7 +55,7 @@ DISTILBERT = Family(
         pad_token_id=("pad_token_id",),
     ),
     hf_optional=dict(tie_embeddings=None, init_std=None, pad_token_id=None),
-    fixed=dict(eps=1e-12, type_vocab_size=0, positions_skip_padding=False, head_activation=None),
+    fixed=PLAIN | dict(eps=1e-12, type_vocab_size=0),
     ignorable=(r"vocab_projector\.weight",),
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
     heads={

@@ -30,12 +30,14 @@ class Head(NamedTuple):
     """What an encoder's class that classifies has below the linear layer that scores.
 
     ``dense``: a linear layer of a head per sequence, on the row of the first token; "": the base model's pooler.
-    ``activation`` follows it, and with ``dropped`` dropout stands before it too.
+    ``activation`` follows it, and with ``dropped`` dropout stands before it too.  ``transform``: the masked-LM head's
+    linear layer, activation and norm in their place, on every row of a head per token, too.
     """
 
     dense: str = ""  # its name in the class
     activation: Callable[[Tensor], Tensor] = torch.tanh
     dropped: bool = False
+    transform: bool = False
     dropout_key: str | None = "classifier_dropout"  # of the scoring layer's input; None: it is the model's
     dropout: float | None = None  # where config.json has no such key; None: the model's
 

@@ -6,7 +6,7 @@ Positions count the tokens that are not padding; the head of a sequence has a li
 from typing import Any
 
 from ...interop.huggingface.source import Source
-from .bert import OMITTED, SHARED, body, head
+from .bert import OMITTED, PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family, Head
 from .names import Sizes, flat, linear, norm
 
@@ -22,7 +22,7 @@ SAME: dict[str, Any] = SHARED | dict(
     head_prefixes=("lm_head.",),
     sources=roberta_sources,
     hf_optional=OMITTED | dict(pad_token_id=1),
-    fixed=dict(positions_skip_padding=True, head_activation="gelu"),
+    fixed=PLAIN | dict(positions_skip_padding=True, head_activation="gelu"),
     ignorable=(r"embeddings\.position_ids", r"lm_head\.bias", r"lm_head\.decoder\.(weight|bias)"),
     classifiers={SEQUENCE: "classifier.out_proj", TOKEN: "classifier"},
     heads={SEQUENCE: Head("classifier.dense", dropped=True)},
