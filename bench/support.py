@@ -19,6 +19,7 @@ from bench import documents
 PAGE, RESULTS = documents.DOCS / "supported.md", pathlib.Path(__file__).with_name("results") / "support.json"
 COMMAND, PART = "bench.support", "support"
 FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
+FAMILIES |= {"roberta": "RoBERTa", "distilbert": "DistilBERT", "modernbert": "ModernBERT"}
 FEATURES = [
     "logits",
     "loss",
@@ -37,10 +38,12 @@ FEATURES = [
     "saved and loaded",
 ]
 GROUPED = ["kv heads > R", "kv heads = R", "kv heads < R"]
+_ENCODER = {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"}
 NO_PART_OF = {  # a family
     "gpt2": {*GROUPED, "sliding window"},
     "llama": {"sliding window"},
-    "bert": {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"},
+    **dict.fromkeys(("bert", "roberta", "distilbert"), _ENCODER),
+    "modernbert": _ENCODER - {"sliding window", "packed documents"},
 }
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.common import assert_equal, make_tp
-from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, want
-from tpfuse import parallelize
+from tests.models.common import whole
+from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, step, want
+from tpfuse import add_lora, as_dtensor, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.interop.huggingface.write import full_tensor
-from tpfuse.models import Bert, BertConfig, Classifier
+from tpfuse.ledger import parameter_count
+from tpfuse.models import Bert, BertConfig, Classifier, with_head
 from tpfuse.packing import packed_batch
 
 EVERY_DAY = "roberta", "distilbert", "modernbert"
@@ -96,26 +99,30 @@ def test_the_longest_sequence(files):
 # ---- rotary positions, windows and documents ----
 
 
+TEXTS = [torch.arange(2, 2 + n) * 7 % 97 for n in (9, 1, 30, 4)]  # together more than the model's 32 positions
+
+
 def documents(world, folder, sp):
-    """Gradients and hidden states of documents packed into a row, and of each alone."""
-    model = Bert.from_pretrained(folder, tp=None if world is None else make_tp(world, sp), dtype=F64, masked_lm=False)
-    g = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, 97, (n,), generator=g) for n in (9, 1, 30, 4)]  # together more than the model's 32
-    alone = torch.cat([model(text[None]).last_hidden_state[0] for text in texts])
-    (alone.sin().sum()).backward()
-    exact = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    packed = model(**dict(packed_batch(texts)._asdict(), labels=None)).last_hidden_state[0]
-    packed.sin().sum().backward()
-    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
-    for p, grad in zip(model.parameters(), exact, strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-10)
-    return True
+    """Hidden states and gradients of documents packed into a row."""
+    model = Bert.from_pretrained(folder, tp=None if world is None else make_tp(world, sp), dtype=F64)
+    hidden = model(**dict(packed_batch(TEXTS)._asdict(), labels=None)).last_hidden_state[0]
+    hidden.sin().sum().backward()
+    gradients, sources = whole(model, grad=True), model.sources()
+    named = {model.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    return dict(hidden=hidden.detach()) | named
 
 
 def test_packed_documents(files, ranks, reached):
-    model, folder = files("modernbert", "mlm")
-    assert documents(None, folder, False) and all(ranks(2, documents, folder, True))
+    """Each gives what it gives alone, in transformers."""
+    model, folder = files("modernbert", "base")
+    model.zero_grad()
+    hidden = torch.cat([model(text[None]).last_hidden_state[0] for text in TEXTS])
+    hidden.sin().sum().backward()
+    exact = dict(hidden=hidden.detach()) | {name: p.grad for name, p in model.named_parameters()}
+    close(documents(None, folder, False), exact)
+    for got in ranks(2, documents, folder, True):
+        worst = max(close(got, exact).values())
+    reached(BertConfig.from_hf(model.config.to_dict()), 2, {"packed documents": worst})
     with pytest.raises(ValueError, match="Bert: packed sequences .* are not built where positions are learned"):
         Bert.from_pretrained(files("roberta", "mlm")[1])(torch.ones(1, 3, dtype=torch.int64), max_seqlen=3)
 
@@ -264,6 +271,62 @@ def test_masks_are_the_same_at_every_split(ranks, name, per):
     got, _ = ranks(2, dropped, name, replace(default, dropout=0.3), call)[1]
     torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(dropped(None, name, replace(default, dropout=0.0), call)[0], exact)
+
+
+# ---- with the library's other features ----
+
+
+def composed(world, folder, way, call, path):
+    sp = world is not None
+    options = {"smallest": dict(saving="smallest"), "full": dict(recompute="full")}.get(way, {})
+    model = Bert.from_pretrained(folder, tp=make_tp(world) if sp else None, dtype=F64, **options)
+    if way == "hooked":
+        for module in model.modules():
+            module.register_forward_hook(lambda *_: None)
+    if way == "compiled":
+        model.compile(backend="aot_eager")
+    if way == "sharded":
+        as_dtensor(model, world.mesh(1, world.size)["tp"])
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=world.mesh(1, world.size)["dp"])
+    if way == "adapted":
+        add_lora(model, rank=2, alpha=4)
+        out = model(**call)
+        out.loss.backward()
+        grads = [p.grad is not None for name, p in model.named_parameters() if ".lora." in name]
+        assert grads and all(grads) and model.embedding.weight.grad is None
+        return dict(loss=out.loss.detach())
+    if way == "checkpoint":
+        save_checkpoint(path, model, torch.optim.SGD(model.parameters(), lr=0.1), step=1)
+        model.init_weights()
+        load_checkpoint(path, model)
+    if way in ("compiled", "sharded"):
+        out = model(**call, return_logits=True)
+        out.loss.backward()
+        return dict(loss=out.loss.detach())
+    return step(model, "mlm", call)
+
+
+WAYS = "smallest", "full", "hooked", "compiled", "sharded", "adapted", "checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_composed(files, ranks, tmp_path, way):
+    _, folder = files("modernbert", "mlm")
+    call = batch("mlm")
+    exact = run(None, folder, "mlm", False, call)
+    for got in ranks(2, composed, folder, way, call, tmp_path / "checkpoint"):
+        close(got, {key: exact[key] for key in got})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_counted(name):
+    cls, sizes = FAMILIES[name]
+    config = BertConfig.from_hf(cls(**SIZES | sizes).to_dict())
+    with torch.device("meta"):
+        model = with_head(config)
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(config)
 
 
 # ---- parallelize ----

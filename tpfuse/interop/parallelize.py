@@ -34,8 +34,8 @@ def parallelize(
     """Gives a model of transformers tpfuse's blocks, split over ``tp``, in place; returns the module.
 
     The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,
-    BertForMaskedLM or that class of a relative of BERT (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT), the base of one
-    (GPT2Model, LlamaModel, ..., BertModel), or one of these families' ForSequenceClassification and
+    BertForMaskedLM or that class of a relative of BERT (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ModernBERT), the
+    base of one (GPT2Model, LlamaModel, ..., BertModel), or one of these families' ForSequenceClassification and
     ForTokenClassification.  Every rank calls it with the same weights, before the optimizer is made.
     The module's own parameters are dropped; its new ones are this rank's shards, in their dtype and on their device,
     under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.  On the meta device they stay there.  A

@@ -57,7 +57,7 @@ class TransformerBlock(ParallelModule):
     With ``norm_in=True`` it maps x to x and can stand in any model; without, it maps (h, n) to (h, n) in a stack of
     blocks.  ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
-    MLP, ``attention_dropout`` on the probabilities.
+    MLP, ``attention_dropout`` on the probabilities.  ``norm_bias``: whether LayerNorms have a bias.
     """
 
     shown = "dropout", "post_norm", "saving"

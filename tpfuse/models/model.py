@@ -170,9 +170,9 @@ class Model(PretrainedModule):
                 document's bound), Bert and classifiers do not; per sequence [B], or numbers [B, L].
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
-            token_type_ids: int64 [B, S], Bert's alone; default 0.
-            cu_seqlens: int32 [N + 1], GPT's alone: the bounds of packed documents, 0 first, with B = 1.  No document
-                sees another; what lies beyond the last is padding.
+            token_type_ids: int64 [B, S], of a Bert with token types; default 0.
+            cu_seqlens: int32 [N + 1], GPT's and ModernBERT's alone: the bounds of packed documents, 0 first, with B =
+                1.  No document sees another; what lies beyond the last is padding.
             max_seqlen: the longest document, which max_positions limits (not S).
             loss_normalizer: divides the summed loss; default: the valid labels of this call.
             step: chooses the dropout masks; default: the model's counter.
