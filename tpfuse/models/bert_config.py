@@ -54,6 +54,8 @@ class BertConfig(ModelConfig):
         super().__post_init__()
         if self.positions_skip_padding and (self.pad_token_id is None or self.pad_token_id < 0):
             raise ValueError(f"BertConfig: positions_skip_padding needs a pad_token_id, got {shown(self.pad_token_id)}")
+        if not self.type_vocab_size and "type_vocab_size" in self.hf.hf_keys:
+            raise ValueError(f"BertConfig: type_vocab_size must be a positive integer in a {self.family} model, got 0")
         if self.layer_types is not None:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
