@@ -21,6 +21,7 @@ COMMAND, PART = "bench.support", "support"
 FAMILIES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "bert": "BERT"}
 FAMILIES |= {"gpt_neox": "GPT-NeoX", "phi3": "Phi-3", "starcoder2": "StarCoder2"}
 FAMILIES |= {"gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "olmo2": "OLMo 2"}
+FAMILIES |= {"roberta": "RoBERTa", "distilbert": "DistilBERT", "modernbert": "ModernBERT"}
 FEATURES = [
     "logits",
     "loss",
@@ -39,12 +40,14 @@ FEATURES = [
     "saved and loaded",
 ]
 GROUPED = ["kv heads > R", "kv heads = R", "kv heads < R"]
+_ENCODER = {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"}
 NO_PART_OF = {  # a family
     "gpt2": {*GROUPED, "sliding window"},
     "llama": {"sliding window"},
     "gpt_neox": {*GROUPED, "sliding window"},
     "olmo2": {"sliding window"},
-    "bert": {*GROUPED, "sliding window", "packed documents", "generated tokens", "sampled tokens"},
+    **dict.fromkeys(("bert", "roberta", "distilbert"), _ENCODER),
+    "modernbert": _ENCODER - {"sliding window", "packed documents"},
 }
 
 

@@ -7,6 +7,7 @@ import transformers
 from tests.common import assert_equal, make_tp
 from tests.interop.launched import LENGTH, VOCAB, launched, weights
 from tests.interop.test_trainer import Trainer, arguments
+from tests.models import encoders
 from tests.models.test_classify import F64, batch, close, make, want
 from tests.models.test_classify import step as of_module
 from tpfuse import TensorParallel, load_adapter, load_checkpoint, parallelize, save_adapter, save_checkpoint
@@ -122,6 +123,37 @@ def test_the_head_is_trained_beside_adapters_and_kept_with_them(ranks, tmp_path)
     theirs.save_pretrained(tmp_path / "theirs")
     model = load_adapter(parallelize(small(**NO_DROPOUT)), tmp_path / "theirs")
     assert torch.allclose(model(ids()[0]).logits, logits, atol=1e-5)
+
+
+def adapted_encoder(world, name, folder):
+    peft = pytest.importorskip("peft")
+    model = parallelize(encoders.make(name, "sequence"), make_tp(world)).train(False)
+    model.add_adapter(peft.LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules="all-linear"))
+    trained = [key for key, p in model.named_parameters() if p.requires_grad and ".lora." not in key]
+    call, optimizer = encoders.batch("sequence"), torch.optim.SGD(model.parameters(), lr=0.5)
+    model(**call).loss.backward()
+    optimizer.step()
+    save_adapter(model, folder)
+    again = load_adapter(parallelize(encoders.make(name, "sequence"), make_tp(world)), folder)
+    assert torch.equal(again(**call).logits, model(**call).logits)
+    return trained, model(**call).logits.detach()
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert"])
+def test_a_head_of_two_layers_is_trained_whole_beside_adapters(ranks, tmp_path, name):
+    """And PEFT loads it, whose modules_to_save are the same."""
+    peft = pytest.importorskip("peft")
+    trained, logits = ranks(2, adapted_encoder, name, tmp_path)[0]
+    layers = {"parallel.pooler", "parallel.classifier"}
+    assert set(trained) == {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")}
+    model = peft.PeftModel.from_pretrained(encoders.make(name, "sequence"), tmp_path)
+    call = encoders.batch("sequence")
+    assert torch.allclose(model(**call).logits, logits, atol=1e-5)
+    with model.disable_adapter():
+        assert not torch.allclose(model(**call).logits, logits, atol=1e-2)
+    model.save_pretrained(tmp_path / "theirs")
+    again = load_adapter(parallelize(encoders.make(name, "sequence")), tmp_path / "theirs")
+    assert torch.allclose(again(**call).logits, logits, atol=1e-5)
 
 
 def checkpointed(world, folder, first):

@@ -78,7 +78,16 @@ def options_of(S: int, E: int) -> list[Options]:
     positions = below(S + 2, 2 * S) if E > 1 else None
     rotation = dict(cos=table(), sin=table())
     return [
-        Options(key_mask=seen, bias=random(4, S, S), batch=2, positions=positions, softcap=1.5, **rotation, **numbers),
+        Options(
+            key_mask=seen,
+            bias=random(4, S, S),
+            batch=2,
+            positions=positions,
+            softcap=1.5,
+            window=S // 3 + 1,
+            **rotation,
+            **numbers,
+        ),  # fmt: skip
         Options(cu_seqlens=ends, causal=True, interleaved=True, **rotation, **numbers),
         Options(key_mask=seen & False, batch=2, seq=S),
     ]

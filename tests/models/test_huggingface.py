@@ -381,7 +381,7 @@ ERRORS = {  # what is done to a good directory, and what is said
     "no model type": (
         "bert",
         edit("config.json", lambda c: {k: v for k, v in c.items() if k != "model_type"}),
-        r"must be 'bert', got None",
+        r"must be one of bert, .*got None",
     ),
     "missing key": (
         "gpt",

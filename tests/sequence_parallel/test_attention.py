@@ -28,6 +28,7 @@ CASES = {
     "bidirectional": dict(causal=False),
     "causal": dict(causal=True),
     "window": dict(causal=True, window=5),
+    "window on either side": dict(causal=False, window=5),
     "grouped, dropout": dict(causal=True, Q=2, p=0.3, site=4),
     "rope, padding mask": dict(causal=False, rope=True, key_mask=True),
     "padded rows": dict(causal=True, seq=S - 3),  # the last rank at R = 4 has no more than padding in places

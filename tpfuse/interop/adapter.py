@@ -196,7 +196,7 @@ def _config(base: PretrainedModule) -> dict[str, Any]:
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
-        modules_to_save=list(beside(base)) or None,
+        modules_to_save=_saved(base) or None,
         task_type=_task(base),
         base_model_name_or_path=None if base.source is None else str(base.source),
     )
@@ -211,9 +211,14 @@ def _task(base: Any) -> str | None:
 
 def check_saved(stands: str, names: Any, base: PretrainedModule) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
-    heads = _HEADS if beside(base) else set()
+    heads = _HEADS | set(_saved(base)) if beside(base) else set()
     if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
         raise ValueError(f"{stands}: modules_to_save={shown(names)} is not built")
+
+
+def _saved(base: PretrainedModule) -> list[str]:
+    """Returns the modules_to_save of PEFT: of a head in several layers, the module that holds them."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in beside(base)))
 
 
 def _targets(base: PretrainedModule) -> list[str]:

@@ -45,7 +45,8 @@ def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
 def _base_of(family: Family) -> Kind:
     """Returns the kind of the family's class without a head."""
     if not family.causal:
-        return Kind(Bert, _BASE_OUTPUTS[family.output], lambda module: dict(pooler=module.pooler is not None))
+        output = _BASE_OUTPUTS[family.output] if family.pooler else "BaseModelOutput"
+        return Kind(Bert, output, lambda module: dict(pooler=getattr(module, "pooler", None) is not None))
     return Kind(GPT, _BASE_OUTPUTS[family.output], lambda module: dict(lm_head=False))
 
 

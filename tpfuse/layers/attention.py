@@ -112,7 +112,8 @@ def _in_qkv(i: np.ndarray, *, each: int, first: int, per_group: int, size: int) 
 class ParallelAttention(ParallelModule):
     """Multi-head attention, or grouped-query attention with fewer ``num_kv_heads``, on rows s * batch + b.
 
-    ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included.
+    ``head_width`` defaults to hidden_size / num_heads.  ``window`` is the number of keys a query sees, itself included;
+    without ``causal`` as many on either side.
     ``qk_norm`` puts an RMSNorm (``eps``, of ``qk_norm_kind``) on every query and key head, with ``qk_norm_all`` on all
     query heads together and on all key heads.  ``scale`` (head_width ** -0.5) and ``softcap`` are those of
     kernels.attention.  ``bias`` is that of the qkv projection and, unless ``out_bias`` is given, of the output

@@ -68,7 +68,7 @@ class TransformerBlock(ParallelModule):
     ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
     MLP, ``attention_dropout`` on the probabilities.  ``parallel``: the MLP reads what attention does, not its result
-    (parallel_residual.py); pre-norm only.
+    (parallel_residual.py); pre-norm only.  ``norm_bias``: whether LayerNorms have a bias.
     """
 
     shown = "dropout", "post_norm", "parallel", "saving"
@@ -99,6 +99,7 @@ class TransformerBlock(ParallelModule):
         qkv_bias: bool | None = None,
         out_bias: bool | None = None,
         mlp_bias: bool | None = None,
+        norm_bias: bool = True,
         norm_in: bool = True,
         post_norm: bool = False,
         parallel: bool = False,
@@ -149,7 +150,7 @@ class TransformerBlock(ParallelModule):
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
         shared["bias"] = bias if mlp_bias is None else mlp_bias
         self.mlp = ParallelMLP(hidden_size, ffn_size, activation=activation, gated=gated, **shared)
-        make_norm = lambda: norm_layer(norm, hidden_size, eps, tp=self.tp, **factory)
+        make_norm = lambda: norm_layer(norm, hidden_size, eps, bias=norm_bias, tp=self.tp, **factory)
         enters = norm_in and pre_norm and not post_norm
         self.norm_in = make_norm() if enters else None
         # The norm after attention; its name is part of the checkpoint format.

@@ -170,8 +170,8 @@ class _Scaled(Function):
         return (d * rstd).to(x.dtype), dv, dw, None
 
 
-def norm_layer(kind: str, width: int, eps: float, **options: Any) -> LayerNorm:
-    """Returns the layer of a kind of norm."""
+def norm_layer(kind: str, width: int, eps: float, *, bias: bool = True, **options: Any) -> LayerNorm:
+    """Returns the layer of a kind of norm; an RMSNorm has no ``bias`` anyway."""
     check_kind("norm_layer", kind)
-    layer = LayerNorm if KINDS[kind].centred else functools.partial(RMSNorm, kind=kind)
+    layer = functools.partial(LayerNorm, bias=bias) if KINDS[kind].centred else functools.partial(RMSNorm, kind=kind)
     return layer(width, eps, **options)

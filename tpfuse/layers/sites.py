@@ -7,6 +7,7 @@ format of masks and do not change.
 from typing import NamedTuple
 
 CLASSIFIER = 65534  # what a classification head reads; 65535 is sampling
+POOLER = 65533  # what the linear layer below one reads
 
 
 class Sites(NamedTuple):

@@ -206,7 +206,7 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
     c, s = config, Shape.of(config)
-    norm = 2 * s.D if KINDS[c.norm].centred else s.D
+    norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
     before, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
     beside = 2 * (before + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
@@ -218,5 +218,5 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     replicated = (s.P + c.type_vocab_size) * s.D + norm
     if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
         vocabulary += s.V
-        replicated += s.D * s.D + s.D + norm
+        replicated += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
     return (vocabulary + s.L * inside) / tp + s.L * beside + replicated

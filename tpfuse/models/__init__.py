@@ -3,8 +3,9 @@
 from typing import Any
 
 from .bert import Bert
+from .bert_config import BertConfig
 from .classify import Classifier
-from .config import BertConfig, GPTConfig, ModelConfig
+from .config import GPTConfig, ModelConfig
 from .gpt import GPT
 from .model import Model, Output
 

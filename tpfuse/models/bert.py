@@ -1,10 +1,11 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805) under tensor, sequence and data parallelism.
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) and its relatives under tensor, sequence and data parallelism.
 
-ids [B, S] -> lookup, exchange -> embed_finish (post-norm): h = n -> blocks (post-norm) -> h [m, D]
-body     collect -> last_hidden_state [B, S, D], the same on every rank      pooler   tanh(W h[:, 0] + b)
-masked LM   norm(gelu(W h + b)) on this rank's rows -> head [M, V/R] -> loss
+ids [B, S] -> lookup, exchange -> embed_finish (post-norm): h = n -> blocks (post-norm, or pre-norm) -> n [m, D]
+body     collect -> last_hidden_state [B, S, D], the same on every rank      pooler   tanh(W n[:, 0] + b)
+masked LM   norm(gelu(W n + b)) on this rank's rows -> head [M, V/R] -> loss
 """
 
+import re
 from typing import Any
 
 import torch
@@ -16,36 +17,37 @@ from ..interop.huggingface.read import Files
 from ..kernels.cross_entropy.op import check_ids
 from ..kernels.cross_entropy.options import IGNORE
 from ..kernels.norm import norm_in
+from ..kernels.rope_table import rope_table
 from ..kernels.runtime.errors import check
 from ..layers import TransformerBlock, VocabParallelEmbedding
+from ..layers.attention import Rope, Ropes
 from ..layers.block import Normed
 from ..layers.hooks import served
 from ..layers.module import replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
+from .bert_config import BertConfig
 from .classify import Classifier, ClassifierHead, named_in
-from .config import BertConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
-from .head import Dense, LMHead, Table
-from .inputs import Inputs, check_asked
+from .gpt import packed_positions
+from .head import Dense, LMHead, Table, WholeNorm
+from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
 
 
 class Bert(Model):
-    """A BERT encoder.
+    """An encoder of BERT's kind: BERT, or by its config RoBERTa, DistilBERT or ModernBERT.
 
     ``masked_lm`` adds the head that predicts tokens, ``classifier`` that of a :class:`Classifier`, ``pooler`` the
-    pooled output (default: where a head per sequence reads it, or there is no head).  ``Bert.from_pretrained`` takes
-    the pooler or the head that the files hold, unless given.
+    pooled output (default: where a head per sequence reads it, or there is no head and the family has one).
+    ``Bert.from_pretrained`` takes the pooler or the head that the files hold, unless given.
     ``saving`` and ``recompute`` are GPT's.  Without a head the output is ``last_hidden_state`` and, with a pooler,
     ``pooler_output``; with one, loss and logits.
     """
 
     config_class = BertConfig
-    _NOT_PACKED = "packed sequences (cu_seqlens, max_seqlen) are not built"
-    refused = {"cu_seqlens": _NOT_PACKED, "max_seqlen": _NOT_PACKED}
     head_options = {"masked_lm": True}
     config: BertConfig
     transform: Dense | None
@@ -66,18 +68,20 @@ class Bert(Model):
         classifier: Classifier | None = None,
     ):
         check(not (masked_lm and classifier is not None), "Bert: give masked_lm or classifier, both came")
-        needed = classifier is not None and classifier.per == SEQUENCE
+        transforms = classifier is not None and config.hf.head(classifier.per).transform
+        needed = classifier is not None and classifier.per == SEQUENCE and not transforms
         if pooler is None:
-            pooler = needed or not (masked_lm or classifier is not None)
+            pooler = needed or (config.hf.pooler and not (masked_lm or classifier is not None))
+        check(needed or not pooler or config.hf.pooler, f"Bert: a {config.family} model has no pooler, got pooler=True")
         check(pooler or not needed, "Bert: Classifier(per='sequence') reads the pooler, got pooler=False")
         how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
-            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std)
-            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std)
-            self.norm_in = LayerNorm(c.hidden_size, c.eps, tp=tp)
+            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if c.rope is None else None
+            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std) if c.type_vocab_size else None
+            self.norm_in = LayerNorm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
             self.blocks = nn.ModuleList(
                 TransformerBlock(
                     c.hidden_size,
@@ -86,48 +90,66 @@ class Bert(Model):
                     tp=tp,
                     layer=layer,
                     causal=False,
+                    window=window,
                     activation=c.activation,
+                    gated=c.gated,
                     eps=c.eps,
                     dropout=c.dropout,
                     attention_dropout=c.attention_dropout,
-                    post_norm=True,
+                    qkv_bias=c.qkv_bias,
+                    out_bias=c.out_bias,
+                    mlp_bias=c.mlp_bias,
+                    norm_bias=c.norm_bias,
+                    norm_in=False,
+                    post_norm=c.post_norm,
                     saving=self.saving,
                     init_std=c.init_std,
+                    out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
                 )
-                for layer in range(c.num_layers)
+                for layer, window in enumerate(c.windows)
             )
             dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
             self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
-            if masked_lm:
-                dense |= dict(of_rows=True, activation=c.activation)
+            if masked_lm or transforms:
+                of_rows = masked_lm or (classifier is not None and classifier.per != SEQUENCE)
+                dense |= dict(of_rows=of_rows, activation=c.head_activation or c.activation, bias=c.head_bias)
                 self.transform = Dense(c.hidden_size, c.hidden_size, **dense)
-                self.transform_norm = LayerNorm(c.hidden_size, c.eps, tp=tp)
+                norm = LayerNorm if of_rows else WholeNorm
+                self.transform_norm = norm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
+            if masked_lm:
                 head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
                 self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head)
             self.classifier = ClassifierHead("Bert", classifier, c, tp) if classifier is not None else None
+        self._tables: tuple[Any, list[tuple[Tensor, Tensor]]] = None, []
         self._choose_recompute(recompute)
         self._materialize()
 
     def _run(self, inputs: Inputs) -> Output:
         cure = "the masked-LM head; make the model with masked_lm=True"
         check_asked("Bert", inputs, (self.head, self.classifier), cure)
-        self._check_inputs(inputs)
+        longest = self._check_call(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         h, normed = self._embed(rows, inputs, rng)
-        call = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
+        call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
+        if self.config.rope is not None:
+            packed = dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
+            call |= dict(rope=self._rope(rows, inputs), **packed)
         states: list[Tensor] | None = [] if inputs.output_hidden_states else None
-        h, _ = self._run_blocks(h, normed, states, **call)
+        h, normed = self._run_blocks(h, normed, states, **call)
         every = None if states is None else tuple(map(rows.whole, states))
+        if not self.config.post_norm:
+            h = normed.rows
         if self.classifier is not None and self.classifier.of_rows:
-            return Output(*self.classifier.score_rows(h, rows, inputs, rng), hidden_states=every)
+            x = h if self.transform is None else self._transform(h).rows
+            return Output(*self.classifier.score_rows(x, rows, inputs, rng), hidden_states=every)
         if self.classifier is not None:
-            pooled = self._pool(rows.whole(h))
+            pooled = self._pool(rows.whole(h), inputs, rng)
             assert pooled is not None  # the head has one
             return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=every)
         if self.head is None:
             hidden = rows.whole(h)
-            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden), hidden_states=every)
+            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden, inputs), hidden_states=every)
         labels = None if inputs.labels is None else rows.all(inputs.labels, IGNORE)
         loss, logits = self.head.loss_and_logits(
             self._transform(h),
@@ -140,11 +162,25 @@ class Bert(Model):
         loss = loss if loss is None or not loss.dim() else rows.back(loss)
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=every)
 
+    def _check_call(self, inputs: Inputs) -> int | None:
+        """Returns the length of the longest packed document; ValueError for inputs that the model does not take."""
+        no_types = "there are no token types, so token_type_ids must be None"
+        check(self.types is not None or inputs.token_type_ids is None, f"Bert: {no_types}")
+        alone = inputs.cu_seqlens is None and inputs.max_seqlen is None
+        check(
+            alone or self.config.rope is not None,
+            "Bert: packed sequences (cu_seqlens, max_seqlen) are not built where positions are learned",
+        )
+        longest = check_packed("Bert", inputs)
+        self._check_inputs(inputs, longest)
+        return longest
+
     def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
-        if position_ids is None:
-            position_ids = torch.arange(rows.seq, device=inputs.tokens.device).expand(rows.batch, -1)
-        type_ids = torch.zeros_like(position_ids) if type_ids is None else type_ids
+        if position_ids is None and self.positions is not None:
+            position_ids = self._default_positions(inputs)
+        if type_ids is None and self.types is not None:
+            type_ids = torch.zeros(inputs.shape, dtype=torch.int64, device=inputs.tokens.device)
         if not torch.compiler.is_compiling():
             for name, x, most in (
                 ("input_ids", ids, c.vocab_size),
@@ -155,18 +191,49 @@ class Bert(Model):
                     check_ids(f"Bert: {name}", x, most)
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
-        tables: dict[str, Any] = dict(
-            positions=Lookup(self.positions, rows.local(position_ids, 0)),
-            types=Lookup(self.types, rows.local(type_ids, 0)),
-        )
+        tables: dict[str, Any] = {}
+        if self.positions is not None and position_ids is not None:
+            tables["positions"] = Lookup(self.positions, rows.local(position_ids, 0))
+        if self.types is not None and type_ids is not None:
+            tables["types"] = Lookup(self.types, rows.local(type_ids, 0))
         given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(inputs.tokens))
         return embed(self.embedding, self.norm_in, post_norm=True, **given, **tables, **drop)
 
-    def _pool(self, hidden: Tensor) -> Tensor | None:
+    def _default_positions(self, inputs: Inputs) -> Tensor:
+        """int64 [B, S]: 0, 1, ..., or with ``positions_skip_padding`` from ``first_position`` on."""
+        c, (batch, seq), device = self.config, inputs.shape, inputs.tokens.device
+        if c.positions_skip_padding and inputs.input_ids is not None:
+            real = inputs.input_ids.ne(c.first_position - 1)
+            return real.cumsum(1) * real + (c.first_position - 1)
+        return torch.arange(c.first_position, c.first_position + seq, device=device).expand(batch, -1)
+
+    def _rope(self, rows: Rows, inputs: Inputs) -> Rope | Ropes:
+        """Returns the tables of rotary positions, and the row of theirs that each row has: those of a document where
+        documents are packed."""
+        c, device, position_ids = self.config, inputs.tokens.device, inputs.position_ids
+        if position_ids is None and inputs.cu_seqlens is not None:
+            position_ids = packed_positions(inputs.cu_seqlens, rows.seq)[None]
+        key = device, rows.seq if position_ids is None else c.max_positions
+        if self._tables[0] != key:
+            own: dict[str, Any] = dict(max_position_embeddings=c.max_positions, device=device)
+            self._tables = key, [rope_table(c.head_size, key[1], scaling=dict(rope), **own) for rope in c.ropes]
+        positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
+        ropes = [Rope(*tables, positions) for tables in self._tables[1]]
+        return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
+
+    def _pool(self, hidden: Tensor, inputs: Inputs, rng: Tensor | None = None) -> Tensor | None:
         """[B, S, D] -> [B, D], the same on every rank; None without a pooler"""
-        if self.pooler is None:
-            return None
-        return torch.tanh(self.pooler(hidden[:, 0]))
+        if self.classifier is None:
+            return None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
+        mask, x = inputs.key_mask, hidden[:, 0]
+        if self.config.pooling == "mean":
+            seen = hidden.new_ones(inputs.shape) if mask is None else mask.to(hidden.dtype)
+            x = (hidden * seen[..., None]).sum(1) / seen.sum(1, keepdim=True)
+        x = self.classifier.before_pooling(x, rng)
+        if self.transform is not None and self.transform_norm is not None:
+            return self.transform_norm(self.transform(x))
+        assert self.pooler is not None  # a head that has no transform has one
+        return self.classifier.below.activation(self.pooler(x))
 
     def _transform(self, h: Tensor) -> Normed:
         """[m, D] -> norm(act(W h + b)), on this rank's rows"""
@@ -182,20 +249,22 @@ class Bert(Model):
 
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
-        names = files.names(FAMILIES["bert"].base_prefix)
-        if (classifier := named_in(files.config, FAMILIES["bert"])) is not None:
+        family = FAMILIES[files.config["model_type"]]  # the config has been read
+        if (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)
-        return dict(
-            pooler=None if "pooler.dense.weight" in names else False,
-            masked_lm="cls.predictions.transform.dense.weight" in names,
-        )
+        names, sources = files.names(family.base_prefix), family.sources(cls.config_class.from_hf(files.config))
+        holds = lambda ours: ours in sources and sources[ours].names[0] in names
+        return dict(pooler=None if holds("pooler.weight") else False, masked_lm=holds("transform.weight"))
 
     def ignorable(self) -> tuple[str, ...]:
-        """Returns buffers, the next-sentence head, heads that this model does not have, and copies."""
-        tied, idle = r"cls\.predictions\.decoder\.(weight|bias)", r"cls\.predictions\.bias"
-        names = [*super().ignorable(), tied if self.config.tie_embeddings else idle]
-        if self.head is None:
-            names.append(r"cls\.predictions\..*")
-        if self.pooler is None:
-            names.append(r"pooler\..*")
-        return tuple(names)
+        """Returns buffers, copies, and what is above the blocks: a pooler or head that this model does not have."""
+        above = ("pooler.", "transform.", "transform_norm.", "head.")
+        sources = self.config.hf.sources(self.config).items()
+        names = (n for ours, source in sources if ours.startswith(above) for n in source.names)
+        return (*super().ignorable(), *map(re.escape, names))
+
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """Returns the head that classifies, with the linear layer below it where no other class has that."""
+        if self.classifier is None or self.pooler is None or not self.classifier.below.dense:
+            return super().beside_adapters()
+        return super().beside_adapters() | {self.classifier.below.dense: self.pooler}

@@ -2,7 +2,7 @@
 
     per token                  W dropout(n) + b on this rank's rows, collected -> [B, S, L]
     per sequence, a decoder    of W n on this rank's rows, collected, the row of each last token -> [B, L]
-    per sequence, BERT         W dropout(pooled) + b -> [B, L]
+    per sequence, an encoder   W dropout(pooled) + b -> [B, L], pooled as its family has it (families/family.py: Head)
 
 W [L, D] is replicated: L numbers a row travel in place of D, and logits, loss and gradients are whole on every rank.
 """
@@ -32,7 +32,7 @@ from ..kernels.runtime.rules import (
     shown,
     whole,
 )
-from ..layers.sites import CLASSIFIER
+from ..layers.sites import CLASSIFIER, POOLER
 from ..parallel import TensorParallel
 from .config import ModelConfig
 from .families import PER, SEQUENCE, TOKEN, Family
@@ -53,6 +53,7 @@ _KEYS: dict[str, Rule] = dict(
     id2label=optional(instance("an object", Mapping)),
     problem_type=optional(one_of(PROBLEMS)),
     classifier_dropout=optional(number(0, 1, "[)")),
+    seq_classif_dropout=optional(number(0, 1, "[)")),
     hidden_dropout=optional(number(0, 1, "[)")),
     pad_token_id=optional(whole(least=-1)),
     token_classification_bias=optional(boolean),
@@ -69,8 +70,8 @@ class Classifier:
         problem_type: the loss of a head per sequence, "regression" (squared error), "single_label_classification"
             (cross-entropy) or "multi_label_classification" (binary cross-entropy).  None: by the labels of a call, as
             in transformers: regression where there is one label, single-label where they are int64, else multi-label.
-        dropout: on what the head reads.  None: transformers' default, BERT's ``dropout``, and 0.1 in a decoder's head
-            per token; its head per sequence has none.
+        dropout: on what the head reads.  None: transformers' default, which is BERT's and RoBERTa's ``dropout``, and
+            0.1 in a decoder's head per token; its head per sequence has none.
         pad_token_id: in a decoder per sequence, the token that counts as padding behind or before a sequence, whose
             last other token is read.  None: the last token that ``attention_mask`` shows.
 
@@ -105,8 +106,8 @@ class Classifier:
         if per == SEQUENCE:
             values["problem_type"] = config.get("problem_type")
         if per == TOKEN or not family.causal:
-            hidden = config.get("hidden_dropout") if family.causal else None
-            values["dropout"] = hidden if config.get("classifier_dropout") is None else config["classifier_dropout"]
+            hidden, key = config.get("hidden_dropout") if family.causal else None, family.head(per).dropout_key
+            values["dropout"] = hidden if key is None or config.get(key) is None else config[key]
         else:
             values["pad_token_id"] = config.get("pad_token_id")
         return cls(**values)
@@ -117,7 +118,12 @@ class Classifier:
         if len(before.get("id2label") or ()) != self.num_labels:
             names = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             config |= dict(id2label=names, label2id={name: int(i) for i, name in names.items()})
-        own = dict(problem_type=self.problem_type, classifier_dropout=self.dropout, pad_token_id=self.pad_token_id)
+        key = family.head(self.per).dropout_key
+        if key is None and self.dropout is not None:
+            raise ValueError(
+                f"Classifier: {config['architectures'][0]} has no dropout of its own, got dropout={self.dropout}"
+            )
+        own = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": self.dropout}
         return config | {key: value for key, value in own.items() if value is not None}
 
 
@@ -141,13 +147,21 @@ class ClassifierHead(Dense):
         sizes = config.hidden_size, classifier.num_labels
         super().__init__(*sizes, tp=tp, init_std=config.init_std, of_rows=causal or not sequences, bias=drops)
         self.name, self.family, self.classifier = name, config.hf, classifier
-        self.p = (0.1 if causal else config.dropout) * drops if given is None else given
+        self.below = config.hf.head(classifier.per)
+        default = config.dropout if self.below.dropout is None else self.below.dropout
+        self.p = (0.1 if causal else default) * drops if given is None else given
 
     def forward(self, x: Tensor, rng: Tensor | None = None, first_row: int = 0, batch: int = 1) -> Tensor:
         """x [m, D] -> [m, L]"""
         if self.training and rng is not None:
             x = dropout(x, self.p, rng=rng, site=CLASSIFIER, first_row=first_row, batch=batch)
         return super().forward(x)
+
+    def before_pooling(self, x: Tensor, rng: Tensor | None) -> Tensor:
+        """The rows of first tokens [B, D] as the pooler reads them."""
+        if self.below.dropped and self.training and rng is not None:
+            x = dropout(x, self.p, rng=rng, site=POOLER, batch=len(x))
+        return x
 
     # ---- a call ----
 
@@ -234,7 +248,12 @@ class ClassifierHead(Dense):
     def sources(self) -> dict[str, Source]:
         """Returns the tensors of a Hugging Face file, by the names of parameters in the model."""
         patterns = dict(weight="o i -> o i", bias="o -> o")
-        return {f"classifier.{leaf}": Source.one(f"{self.hf_module}.{leaf}", patterns[leaf]) for leaf in self.specs}
+        modules = dict(classifier=self.hf_module) | (dict(pooler=self.below.dense) if self.below.dense else {})
+        return {
+            f"{ours}.{leaf}": Source.one(f"{theirs}.{leaf}", patterns[leaf])
+            for ours, theirs in modules.items()
+            for leaf in (self.specs if ours == "classifier" else patterns)
+        }
 
     @property
     def hf_module(self) -> str:

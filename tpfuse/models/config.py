@@ -11,9 +11,9 @@ from typing import Any, ClassVar, TypeVar
 from ..kernels.linear.activation import ACTIVATIONS
 from ..kernels.runtime.rules import Rule, check_rules, one_of, shown
 from .families import CAUSAL, FAMILIES, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, WINDOWED_LAYERS, Family
-from .fields import BERT_FIELDS, FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .fields import FULL, GPT_FIELDS, MAX_WEIGHT, MODEL_FIELDS, SLIDING
 from .reader import HF_ACTIVATIONS as HF_ACTIVATIONS
-from .reader import Reader
+from .reader import NAMED, Reader
 from .rotary import check_rope, read_rope, stretched, switches_at, written_rope
 
 # Fields that are written by rules of their own.
@@ -51,9 +51,10 @@ class ModelConfig:
     qk_norm: bool = field(default=False, init=False)
     parallel_residual: bool = field(default=False, init=False)
     type_vocab_size: int = field(default=0, init=False)  # token types
+    norm_bias: bool = field(default=True, init=False)  # of a LayerNorm
+    post_norm: bool = field(default=False, init=False)
     families: ClassVar[tuple[str, ...]]
     rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
-    post_norm: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_rules(self._name, vars(self), {"family": one_of(self.families), **self.rules})
@@ -95,6 +96,11 @@ class ModelConfig:
         return self.max_positions
 
     @property
+    def first_position(self) -> int:
+        """The position of a sequence's first token."""
+        return 0
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: all positions are seen."""
         return (None,) * self.num_layers
@@ -125,8 +131,9 @@ class ModelConfig:
         for key, value in (defaults | family.fixed).items():
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
-        names, usual = ACTIVATIONS[self.activation].huggingface, family.hf_optional.get("activation")
-        values["activation"] = usual if usual in names else names[0]
+        for name in (name for name in NAMED if values.get(name) is not None):
+            names, usual = ACTIVATIONS[values[name]].huggingface, family.hf_optional.get(name)
+            values[name] = usual if usual in names else names[0]
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():
             if config.setdefault(key, values[name]) != values[name]:
@@ -310,17 +317,3 @@ class GPTConfig(ModelConfig):
                 f"GPTConfig: a {self.family} model of transformers has one window for all layers, got layer_types"
             )
         return config
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertConfig(ModelConfig):
-    """A bidirectional post-norm encoder (Devlin et al. 2018, arXiv:1810.04805): learned positions and token types."""
-
-    family: str = "bert"
-    activation: str = "gelu"
-    eps: float = 1e-12
-    type_vocab_size: int = 2
-    pad_token_id: int | None = 0
-    families: ClassVar[tuple[str, ...]] = ("bert",)
-    rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
-    post_norm: ClassVar[bool] = True

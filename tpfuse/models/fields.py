@@ -50,10 +50,29 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     scaled_embedding=boolean,
     local_rope=optional(instance("a mapping", Mapping)),
 )
-BERT_FIELDS = MODEL_FIELDS | dict(type_vocab_size=whole(), pad_token_id=optional(whole(least=-1)))
+BERT_FIELDS = MODEL_FIELDS | dict(
+    type_vocab_size=whole(least=0),
+    pad_token_id=optional(whole(least=-1)),
+    positions_skip_padding=boolean,
+    head_activation=optional(one_of(sorted(ACTIVATIONS))),
+    head_bias=boolean,
+    pooling=one_of(("cls", "mean")),
+    gated=boolean,
+    qkv_bias=boolean,
+    out_bias=boolean,
+    mlp_bias=boolean,
+    norm_bias=boolean,
+    post_norm=boolean,
+    rope=optional(instance("a mapping", Mapping)),
+    local_rope=optional(instance("a mapping", Mapping)),
+    window=optional(whole()),
+    layer_types=optional(instance("a list", list, tuple)),
+)
 # Keys of config.json that are no field.
 FILE_KEYS: dict[str, Rule] = dict(
     use_sliding_window=optional(boolean),
     max_window_layers=optional(whole(least=0)),
     sliding_window_pattern=optional(whole()),
+    local_attention=optional(whole()),
+    global_attn_every_n_layers=optional(whole()),
 )

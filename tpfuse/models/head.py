@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from ..kernels.cross_entropy.op import cross_entropy
 from ..kernels.linear.op import linear
+from ..kernels.norm import layer_norm
 from ..kernels.runtime.main_grad import derived
 from ..layers.block import Normed
 from ..layers.loss import VocabParallelHead, check_columns
 from ..layers.module import ParallelModule, local, on_rows
+from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
@@ -64,6 +66,14 @@ class Dense(ParallelModule):
             weight = derived(lambda w: on_rows(w, self.tp), weight)
             bias = None if bias is None else on_rows(bias, self.tp)
         return linear(x, weight, bias, self.activation)
+
+
+class WholeNorm(LayerNorm):
+    """A LayerNorm of values that are the same on every rank, as is its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, D] -> [B, D]"""
+        return layer_norm(x, local(self.weight), local(self.bias), self.eps)
 
 
 class LMHead(VocabParallelHead):

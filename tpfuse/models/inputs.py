@@ -113,11 +113,13 @@ def check_asked(name: str, inputs: Inputs, heads: tuple[Any, ...], cure: str) ->
     check(not (headless and asked), f"{name}: labels and return_logits need {cure}")
 
 
-def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, device: torch.device) -> None:
+def check_inputs(
+    name: str, inputs: Inputs, *, most: int, first: int, longest: int | None, device: torch.device
+) -> None:
     """Raises the ValueError of ``name`` for arguments that no model takes.
 
-    ``most`` positions are the model's, ``longest`` is the length of the longest packed document (None: there are none),
-    ``device`` is where the weights are.
+    ``most`` positions are the model's, of which sequences begin at ``first``; ``longest`` is the length of the longest
+    packed document (None: there are none), ``device`` where the weights are.
     """
     what, given = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds", inputs.tokens
     if given.device != device:
@@ -125,7 +127,8 @@ def check_inputs(name: str, inputs: Inputs, *, most: int, longest: int | None, d
     (batch, seq), length = inputs.shape, inputs.shape[1] if longest is None else longest
     if batch < 1 or seq < 1:
         raise ValueError(f"{name}: {what} must have at least one token, got {described(given)}")
-    check(length <= most, f"{name}: {length} positions are more than the model's max_positions={most}")
+    begins = f" from {first} on" * bool(first)
+    check(length + first <= most, f"{name}: {length} positions{begins} are more than the model's max_positions={most}")
     for key, rule in ALIGNED.items():
         x = getattr(inputs, key)
         if x is not None and not (

@@ -170,9 +170,9 @@ class Model(PretrainedModule):
                 document's bound), Bert and classifiers do not; per sequence [B], or numbers [B, L].
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
-            token_type_ids: int64 [B, S], Bert's alone; default 0.
-            cu_seqlens: int32 [N + 1], GPT's alone: the bounds of packed documents, 0 first, with B = 1.  No document
-                sees another; what lies beyond the last is padding.
+            token_type_ids: int64 [B, S], of a Bert with token types; default 0.
+            cu_seqlens: int32 [N + 1], GPT's and ModernBERT's alone: the bounds of packed documents, 0 first, with B =
+                1.  No document sees another; what lies beyond the last is padding.
             max_seqlen: the longest document, which max_positions limits (not S).
             loss_normalizer: divides the summed loss; default: the valid labels of this call.
             step: chooses the dropout masks; default: the model's counter.
@@ -235,11 +235,11 @@ class Model(PretrainedModule):
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
-        most, device, own = self.config.max_positions, self.embedding.weight.device, self.classifier
-        given = inputs if own is None else inputs._replace(labels=None)  # whose labels it knows itself
-        check_inputs(type(self).__name__, given, most=most, longest=longest, device=device)
-        if own is not None:
-            own.check_call(inputs)
+        given = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
+        limits: dict[str, Any] = dict(most=self.config.max_positions, first=self.config.first_position, longest=longest)
+        check_inputs(type(self).__name__, given, **limits, device=self.embedding.weight.device)
+        if self.classifier is not None:
+            self.classifier.check_call(inputs)
 
     def _drops(self) -> bool:
         """Whether a call drops anything."""
@@ -308,7 +308,7 @@ class Model(PretrainedModule):
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
-        model.fresh = ("classifier", "pooler") * begins
+        model.fresh = ("classifier", "pooler", "transform", "transform_norm") * begins
         load(model, files, dtype, device)
         model.source, model.hf_source = Path(path), files.config
         return model.eval()

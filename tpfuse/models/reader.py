@@ -10,6 +10,7 @@ from .fields import FILE_KEYS, FULL, SLIDING
 from .rotary import read_rope
 
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
+NAMED = "activation", "head_activation"  # fields that hold an activation's name
 
 
 class Reader:
@@ -30,12 +31,12 @@ class Reader:
             null = name in family.nullable and any(key in self.config for key in keys)
             if values[name] is None and not null:
                 values[name] = family.hf_optional[name]
-        activation = values["activation"]
-        if not isinstance(activation, str) or activation not in HF_ACTIVATIONS:
-            raise ValueError(
-                f"{self.name}: activation {shown(activation)} is not built; one of {sorted(HF_ACTIVATIONS)} is"
-            )
-        values["activation"] = HF_ACTIVATIONS[activation]
+        for name in (name for name in NAMED if name in values):
+            if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
+                raise ValueError(
+                    f"{self.name}: {name} {shown(values[name])} is not built; one of {sorted(HF_ACTIVATIONS)} is"
+                )
+            values[name] = HF_ACTIVATIONS[values[name]]
         values = {name: value for name, value in values.items() if value is not None}
         check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
         return values | family.fixed

@@ -60,7 +60,7 @@ def oracle(
     for i in range(seq):
         for j in range(seq):
             together = any(a <= i < b and a <= j < b for a, b in spans)
-            if not together or (causal and j > i) or (window is not None and j <= i - window):
+            if not together or (causal and j > i) or (window is not None and abs(i - j) >= window):
                 seen[:, :, i, j] = False
     s = s.masked_fill(~seen | (s == -math.inf), -1e30)
     probs = torch.softmax(s, -1) * (s > -1e29)  # a row that sees nothing gives 0
@@ -78,6 +78,7 @@ def features(seq, batch, H, E):
     return {
         "window": dict(causal=True, window=max(seq // 3, 1)),
         "window of one": dict(causal=True, window=1),
+        "window on either side": dict(window=max(seq // 3, 1)),
         "softcap": dict(softcap=0.7),
         "bias": dict(bias=hidden),
         "bias of all heads": dict(bias=torch.randn(1, seq, seq), causal=True),
@@ -89,6 +90,9 @@ def features(seq, batch, H, E):
         "everything": dict(
             **table(seq + 4, E // 2), positions=some, causal=True, window=max(seq // 3, 1), softcap=2.0,
             bias=hidden.float(), key_mask=left_padding(batch, seq), **DROPOUT,
+        ),
+        "everything packed, on either side": dict(
+            **packed, **table(seq + 4, E // 4), positions=some, window=3, softcap=2.0, bias=hidden, **DROPOUT,
         ),
         "everything packed": dict(
             **packed, **table(seq + 4, E // 4), positions=some, interleaved=True, causal=True, window=5, softcap=2.0,
@@ -121,7 +125,7 @@ def test_each_feature_does_something(name):
     assert not torch.allclose(attention(qkv, **options), attention(qkv, **plain))
 
 
-@pytest.mark.parametrize("name", ["everything", "everything packed"])
+@pytest.mark.parametrize("name", ["everything", "everything packed", "everything packed, on either side"])
 def test_gradcheck(name):
     options = of(name, 5, 2, 4)
     gradcheck(
@@ -215,6 +219,8 @@ def test_window_is_transformers():
     qkv = torch.zeros(7, 1, 3, 7)
     qkv[:, 0, 2] = torch.eye(7)
     assert torch.equal(attention(qkv, batch=1, causal=True, window=3) > 0, theirs)
+    either = masking.sliding_window_bidirectional_overlay(2)(0, 0, one[:, None], one[None, :])  # which leaves it out
+    assert torch.equal(attention(qkv, batch=1, causal=False, window=3) > 0, either)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -269,8 +275,8 @@ ROPE = {k: v.float() for k, v in table(6, 2).items()}
 @pytest.mark.parametrize(
     "options, match",
     [
-        (dict(window=2, causal=False), "window needs causal and must be at least 1, got 2"),
-        (dict(window=0), "window needs causal and must be at least 1, got 0"),
+        (dict(window=0, causal=False), "window must be at least 1, got 0"),
+        (dict(window=0), "window must be at least 1, got 0"),
         (dict(scale=0.0), "scale must be positive and finite, got 0.0"),
         (dict(softcap=-1.0), "softcap must be positive and finite, got -1.0"),
         (dict(batch=2, cu_seqlens=ends(0, 3)), "cu_seqlens needs batch = 1, got 2"),

@@ -42,6 +42,8 @@ def features(names: str, batch: int, S: int, H: int, E: int, dtype=FP32) -> Opti
         options |= dict(causal=True)
     if "window" in has:
         options |= dict(causal=True, window=max(S // 3, 1))
+    if "either" in has:  # a window on either side
+        options |= dict(window=max(S // 5, 1))
     if "key_mask" in has:  # one sample sees nothing, another neither its first nor its last key
         mask = torch.ones(batch, S, dtype=torch.bool, device=DEVICE)
         mask[0], mask[-1, :1], mask[-1, -1:] = batch == 1, False, S == 1
@@ -92,9 +94,27 @@ def assert_same(arguments):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-ALONE = ["", "causal", "window", "key_mask", "bias", "bias1", "softcap", "rope", "interleaved", "partial", "dropout"]
+ALONE = [
+    "",
+    "causal",
+    "window",
+    "either",
+    "key_mask",
+    "bias",
+    "bias1",
+    "softcap",
+    "rope",
+    "interleaved",
+    "partial",
+    "dropout",
+]
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-TOGETHER = ["key_mask+bias1", "causal+bias+dropout+interleaved", "window+softcap+partial+positions"]
+TOGETHER = [
+    "key_mask+bias1",
+    "either+rope+dropout",
+    "causal+bias+dropout+interleaved",
+    "window+softcap+partial+positions",
+]
 
 
 @pytest.mark.parametrize("names", [*map(slow, ALONE), *TOGETHER])
@@ -105,7 +125,8 @@ def test_features(names):
 
 @pytest.mark.parametrize(
     "names",
-    [*map(slow, ("packed", "packed+causal", "packed+key_mask+causal+bias")), "packed+window+dropout+rope+positions"],
+    [*map(slow, ("packed", "packed+causal", "packed+key_mask+causal+bias")), "packed+window+dropout+rope+positions"]
+    + [*map(slow, ("packed+either+softcap",))],
 )
 def test_packed(names):
     qkv, do, options = arguments(names, batch=1, S=43, padding=2)
@@ -119,12 +140,21 @@ def test_packed(names):
     assert not pairs[2][0][[0, 41, 42]].any() and (pairs[1][0][..., [0, 41, 42]] == torch.inf).all()
 
 
+def test_a_window_wider_than_all_numbers_of_32_bits():
+    for causal in (True, False):
+        qkv, do, options = arguments("", batch=1, S=40)
+        wide, none = options._replace(causal=causal, window=(1 << 31) - 1), options._replace(causal=causal)
+        o, lse = fwd.launch(qkv, wide)
+        assert torch.equal(o, fwd.launch(qkv, none)[0])
+        assert torch.equal(bwd.launch(do, qkv, o, lse, wide), bwd.launch(do, qkv, o, lse, none))
+
+
 def test_documents_alone_and_packed():
     """Each document of a packed row gives what it gives on its own; with a window too."""
     lengths = [33, 1, 10]
     ends = torch.tensor([0, 33, 34, 44], dtype=torch.int32, device=DEVICE)
     qkv = random(44, 1, 3, 16)
-    for more in (dict(), dict(causal=True), dict(causal=True, window=9)):
+    for more in (dict(), dict(causal=True), dict(causal=True, window=9), dict(window=5)):
         packed, _ = fwd.launch(qkv, Options(cu_seqlens=ends, seq=44, scale=0.3, **more))
         alone = [fwd.launch(part, Options(seq=len(part), scale=0.3, **more))[0] for part in qkv.split(lengths)]
         torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
@@ -253,7 +283,7 @@ def measured(patch, qkv, options, arch="cpu", **entry):
     return started
 
 
-FORMS = ["dropout+rope", "key_mask+bias+dropout", "window+softcap"]
+FORMS = ["either+dropout+rope", "dropout+rope", "key_mask+bias+dropout", "window+softcap"]
 
 
 @pytest.mark.parametrize("names", [FORMS[0], *map(slow, FORMS[1:])])
@@ -341,7 +371,7 @@ def test_columns_of_the_transposed_form_have_32_bits(monkeypatch, batch, form):
 
 @pytest.mark.parametrize(
     "names, S, E",
-    [("causal", 170, 16), slow("", 160, 16), slow("window", 170, 16), slow("causal", 31, 16)]
+    [("causal", 170, 16), slow("", 160, 16), slow("window", 170, 16), slow("causal", 31, 16), slow("either", 170, 16)]
     + [("causal", 100, 80), slow("window", 100, 96)],
 )
 def test_scores_ahead(monkeypatch, names, S, E):
@@ -523,6 +553,7 @@ def test_flops():
         (dict(), 1),
         (dict(causal=True), 1 / 2),
         (dict(causal=True, window=16), (16 * 112 / 2) / 64**2),
+        (dict(window=16), (31 * 64 - 16 * 15) / 64**2),
     ):
         options = Options(seq=64, **more)
         assert fwd.cost((qkv, options), ()).flops == whole * share
@@ -594,7 +625,16 @@ def test_splits():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "names", ["", "causal", "causal+dropout", "causal+dropout+rope", "window+rope+softcap", "key_mask+bias+dropout"]
+    "names",
+    [
+        "",
+        "causal",
+        "causal+dropout",
+        "causal+dropout+rope",
+        "window+rope+softcap",
+        "key_mask+bias+dropout",
+        "either+rope",
+    ],
 )
 @pytest.mark.parametrize("E", [32, 64, 96, 128, 256])
 def test_on_a_gpu(monkeypatch, E, names):
@@ -610,7 +650,7 @@ def test_on_a_gpu(monkeypatch, E, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("names", ["", "causal", "window", "packed+causal"])
+@pytest.mark.parametrize("names", ["", "causal", "window", "either", "packed+causal"])
 @pytest.mark.parametrize("E", [64, 80, 96, 128])
 def test_scores_ahead_on_a_gpu(monkeypatch, E, names):
     """Where the GPU has the copy engine; elsewhere the plain form."""

@@ -302,7 +302,9 @@ def test_errors(shape, options, match):
 
 
 @pytest.mark.parametrize(
-    "seq, causal, window", [(300, False, None), (300, True, None), (300, True, 40), (128, True, None), (1, True, 7)]
+    "seq, causal, window",
+    [(300, False, None), (300, True, None), (300, True, 40), (128, True, None), (1, True, 7)]
+    + [(300, False, 40), (300, False, 200), (300, False, 301), (1, False, 7)],
 )
 def test_scores_declared_are_counted(seq, causal, window):
     """Left: what the mask leaves, but that a triangle of n rows counts n^2 / 2.  Made: of every 128 queries, keys from

@@ -274,7 +274,7 @@ PUBLIC = {
     "attention": lambda: (
         lambda qkv: attention(qkv, batch=2, causal=True),
         _vectors((16, 2, 3, 32)),
-        lambda qkv: attention(qkv, batch=2, causal=False, window=3),
+        lambda qkv: attention(qkv, batch=2, causal=False, window=0),
     ),
     "reduce_bias_dropout_add_norm": lambda: (
         lambda *tensors: reduce_bias_dropout_add_norm(*tensors, p=0.1, rng=make_rng(0, 1)),
@@ -286,7 +286,7 @@ SAID = {
     "layer_norm": r"layer_norm: bias must have shape \(64,\), got \(3,\)",
     "rms_norm": "rms_norm: norm must be one of .* got 'other'",
     "linear": r"linear: weight must be \[N, 64\], got \(64, 32\)",
-    "attention": "attention: window needs causal",
+    "attention": "attention: window must be at least 1, got 0",
     "reduce_bias_dropout_add_norm": r"reduce_bias_dropout_add_norm: residual must have shape \(4, 64\)",
 }
 

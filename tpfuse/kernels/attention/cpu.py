@@ -78,7 +78,8 @@ class _Sample:
         for start, end in spans:
             for a in range(max(start, first), min(end, last), BLOCK):
                 e = min(a + BLOCK, end, last)
-                yield _Block(a, e, start if window is None else max(start, a - window + 1), e if causal else end)
+                seen = end - start if window is None else window
+                yield _Block(a, e, max(start, a - seen + 1), e if causal else min(end, e + seen - 1))
 
     def rows(self, x: Tensor, block: _Block) -> Tensor:
         """Returns the block's rows of x [G, Q, S, ...] as [G, Q rows, ...]."""
@@ -104,6 +105,8 @@ class _Sample:
             by_row[..., a - lo :] += torch.full((e - a, e - a), -INF, dtype=s.dtype, device=s.device).triu_(1)
         if window is not None and lo <= e - 1 - window:
             by_row += torch.full((e - a, hi - lo), -INF, dtype=s.dtype, device=s.device).tril_(a - lo - window)
+        if window is not None and not options.causal and hi > a + window:
+            by_row += torch.full((e - a, hi - lo), -INF, dtype=s.dtype, device=s.device).triu_(a - lo + window)
         if self.key_mask is not None:
             s.masked_fill_(~self.key_mask[lo:hi], -INF)
         return s, tanh

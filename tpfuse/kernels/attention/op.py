@@ -13,8 +13,8 @@ there.  o [M, G Q E], lse [B, H, S].
 
 Scores and softmax are fp32 (fp64 for fp64), o and dqkv have qkv's dtype.  q and k are rotated in fp32 and rounded once,
 to qkv's dtype, so that a cache of rotated keys holds what attention multiplies.  A row that sees no key gives 0, and
-its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j where j <= i (causal), i - window < j
-(window) and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
+its lse is +inf, so that exp(S - lse) is 0 in backward too.  Query i sees key j where j <= i (causal), |i - j| < window
+and both lie in one interval of cu_seqlens.  The mask of a probability is counted by (query position, site <<
 16 | global query head, key position, sample), whatever the documents; nothing of it is saved.
 """
 
@@ -125,10 +125,11 @@ def attention(
     batch; rows beyond seq * batch are padding).  ``scale`` > 0 defaults to E ** -0.5.  Returns o [M, G Q E] in qkv's
     dtype (under autocast: in its dtype).
 
-    Masks: with ``causal`` a query sees itself and what came before, with ``window`` (causal only) the last ``window``
-    of these, itself counted.  ``key_mask`` bool [batch, seq] is True where a key may be seen.  ``cu_seqlens`` int32
-    [N + 1], rising, are the ends of documents packed in one row (batch 1) that do not see one another; rows outside all
-    of them give 0.  No document may be longer than ``max_seqlen``.
+    Masks: with ``causal`` a query sees itself and what came before; with ``window`` keys at a distance below it, that
+    is the last ``window``, itself counted, and without ``causal`` as many on the other side.  ``key_mask`` bool [batch,
+    seq] is True where a key may be seen.  ``cu_seqlens`` int32 [N + 1], rising, are the ends of documents packed in one
+    row (batch 1) that do not see one another; rows outside all of them give 0.  No document may be longer than
+    ``max_seqlen``.
 
     Scores: ``softcap`` > 0 bounds them by tanh; then ``bias`` [H or 1, seq, seq], floating, is added (it has no
     gradient).

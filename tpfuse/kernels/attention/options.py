@@ -62,13 +62,13 @@ def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
     counted in tiles of 128 queries with the keys that any of them sees.  Documents are not known from shapes.
     """
     S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
-    if not options.causal:
-        return heads * S * S, heads * S * S
     seen, computed = S if options.window is None else min(options.window, S), 0
     for start in range(0, S, 128):
         end = min(start + 128, S)
-        computed += (end - start) * (end - max(0, start - seen + 1))
-    return heads * (seen * (2 * S - seen) // 2), heads * computed
+        last = end if options.causal else min(end + seen - 1, S)
+        computed += (end - start) * (last - max(0, start - seen + 1))
+    left = seen * (2 * S - seen) // 2 if options.causal else S * (2 * seen - 1) - seen * (seen - 1)
+    return heads * left, heads * computed
 
 
 # ---- checks ----
@@ -113,9 +113,8 @@ def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None
     seq = options.seq
     if seq * batch > M:
         raise ValueError(f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
-    causal, window, bias, cu_seqlens = options.causal, options.window, options.bias, options.cu_seqlens
-    if window is not None and not (causal and window >= 1):
-        raise ValueError(f"attention: window needs causal and must be at least 1, got {window}, {causal=}")
+    window, bias, cu_seqlens = options.window, options.bias, options.cu_seqlens
+    check(window is None or window >= 1, f"attention: window must be at least 1, got {window}")
     if options.key_mask is not None:
         _check_tensor("key_mask", options.key_mask, torch.bool, (batch, seq))
     if cu_seqlens is not None:

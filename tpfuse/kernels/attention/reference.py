@@ -81,7 +81,7 @@ def visible(options: Options, device: torch.device) -> Tensor:
     if options.causal:
         seen = seen & (j <= i)
     if options.window is not None:
-        seen = seen & (i - options.window < j)
+        seen = seen & ((i - j).abs() < options.window)
     if options.cu_seqlens is not None:
         document = torch.searchsorted(options.cu_seqlens, j.to(torch.int32), right=True)
         inside = (document > 0) & (document < len(options.cu_seqlens))

@@ -10,6 +10,8 @@ from ..runtime.philox import scale, threshold
 from ..runtime.triton import TensorDescriptor
 from .options import LOG2E, TENSORS, Options
 
+_WINDOW = 1 << 30  # whose sum with a position has 32 bits
+
 
 class Tensors(NamedTuple):
     """The tensors of Options."""
@@ -105,7 +107,7 @@ def numbers_of(options: Options) -> Numbers:
     bias = options.bias
     return Numbers(
         stride_bias=0 if bias is None or len(bias) == 1 else options.seq**2,
-        window=options.window,
+        window=None if options.window is None else min(options.window, _WINDOW),
         scale=options.scale,
         unit=options.scale * LOG2E if options.softcap is None and bias is None else LOG2E,
         softcap=options.softcap,

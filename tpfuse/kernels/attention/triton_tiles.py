@@ -97,6 +97,8 @@ def keys_seen(rows, head, STATIC: tl.constexpr):
         last = tl.minimum(last, rows + 1)
     if head.numbers.window is not None:
         first = tl.maximum(first, rows - head.numbers.window + 1)
+        if not STATIC.CAUSAL:
+            last = tl.minimum(last, rows + head.numbers.window)
     return first, last
 
 
@@ -109,6 +111,8 @@ def queries_seeing(keys, head, STATIC: tl.constexpr):
         first = tl.maximum(first, keys)
     if head.numbers.window is not None:
         last = tl.minimum(last, keys + head.numbers.window)
+        if not STATIC.CAUSAL:
+            first = tl.maximum(first, keys - head.numbers.window + 1)
     return first, last
 
 

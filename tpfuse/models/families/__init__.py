@@ -1,6 +1,7 @@
 """The families of models: one table, an entry a file of this folder."""
 
 from .bert import BERT
+from .distilbert import DISTILBERT
 from .family import (
     NO_WINDOW,
     ONE_WINDOW,
@@ -11,20 +12,23 @@ from .family import (
     WINDOWED_LAYERS,
     Classes,
     Family,
+    Head,
 )  # fmt: skip
 from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .modernbert import MODERNBERT
 from .olmo import OLMO2
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
+from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .starcoder2 import STARCODER2
 
 __all__ = [
-    "CAUSAL", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE", "TOKEN", "WINDOWED_LAYERS",
-    "Classes", "Family",
+    "CAUSAL", "ENCODERS", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE", "TOKEN",
+    "WINDOWED_LAYERS", "Classes", "Family", "Head",
 ]  # fmt: skip
 
 FAMILIES = {
@@ -40,5 +44,11 @@ FAMILIES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "bert": BERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": XLM_ROBERTA,
+    "camembert": CAMEMBERT,
+    "distilbert": DISTILBERT,
+    "modernbert": MODERNBERT,
 }
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
+ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.causal)

@@ -5,6 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ...interop.huggingface.source import Source
 
 # Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some; and some by
@@ -39,6 +42,22 @@ class Classes(NamedTuple):
     module: str  # the head's name in it
 
 
+class Head(NamedTuple):
+    """What an encoder's class that classifies has below the linear layer that scores.
+
+    ``dense``: a linear layer of a head per sequence, on the row of the first token; "": the base model's pooler.
+    ``activation`` follows it, and with ``dropped`` dropout stands before it too.  ``transform``: the masked-LM head's
+    linear layer, activation and norm in their place, on every row of a head per token, too.
+    """
+
+    dense: str = ""  # its name in the class
+    activation: Callable[[Tensor], Tensor] = torch.tanh
+    dropped: bool = False
+    transform: bool = False
+    dropout_key: str | None = "classifier_dropout"  # of the scoring layer's input; None: it is the model's
+    dropout: float | None = None  # where config.json has no such key; None: the model's
+
+
 class Family(NamedTuple):
     """One model_type.
 
@@ -60,6 +79,8 @@ class Family(NamedTuple):
     not_built: dict[str, Any] = {}
     ignorable: tuple[str, ...] = ()  # patterns of tensors that are no parameters
     classifiers: dict[str, str] = {SEQUENCE: "score", TOKEN: "score"}  # the head of a class that classifies
+    heads: dict[str, Head] = {}  # of an encoder, where they are not BERT's
+    pooler: bool = True  # whether an encoder's class without a head may have one
     causal: bool = True
     rotary: bool = False
     windows: str = NO_WINDOW
@@ -87,6 +108,10 @@ class Family(NamedTuple):
             per: Classes(f"{self._stem}For{per.capitalize()}Classification", outputs[per], module)
             for per, module in self.classifiers.items()
         }
+
+    def head(self, per: str) -> Head:
+        """What an encoder's class that classifies has below its scoring layer."""
+        return self.heads.get(per, Head())
 
     @property
     def _stem(self) -> str:

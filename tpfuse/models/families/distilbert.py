@@ -1,0 +1,67 @@
+"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108): BERT without token types and without a pooler."""
+
+import torch
+
+from ...interop.huggingface.source import Source
+from .bert import PLAIN
+from .family import SEQUENCE, TOKEN, Family, Head
+from .names import Modules, Sizes, flat, linear, norm, qkv, table
+
+
+def distilbert_sources(config: Sizes) -> dict[str, Source]:
+    """DistilBertForMaskedLM and DistilBertModel."""
+    bias = {"bias": Source.one("vocab_projector.bias", "v -> v")}
+    modules: Modules = {
+        "embedding": table("embeddings.word_embeddings"),
+        "positions": table("embeddings.position_embeddings"),
+        "norm_in": norm("embeddings.LayerNorm"),
+        "transform": linear("vocab_transform"),
+        "transform_norm": norm("vocab_layer_norm"),
+        "head": table("vocab_projector") | bias,
+    }
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"transformer.layer.{i}"
+        attention = f"{theirs}.attention"
+        modules |= {
+            f"{ours}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
+            f"{ours}.attention.out": linear(f"{attention}.out_lin"),
+            f"{ours}.norm_attention": norm(f"{theirs}.sa_layer_norm"),
+            f"{ours}.mlp.fc1": linear(f"{theirs}.ffn.lin1"),
+            f"{ours}.mlp.fc2": linear(f"{theirs}.ffn.lin2"),
+            f"{ours}.norm_mlp": norm(f"{theirs}.output_layer_norm"),
+        }
+    return flat(modules)
+
+
+DISTILBERT = Family(
+    architecture="DistilBertForMaskedLM",
+    output="MaskedLMOutput",
+    base_prefix="distilbert.",
+    head_prefixes=("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+    sources=distilbert_sources,
+    hf_keys=dict(
+        vocab_size=("vocab_size",),
+        max_positions=("max_position_embeddings",),
+        hidden_size=("dim", "hidden_size"),
+        num_layers=("n_layers", "num_hidden_layers"),
+        num_heads=("n_heads", "num_attention_heads"),
+        ffn_size=("hidden_dim",),
+        activation=("activation",),
+        dropout=("dropout",),
+        attention_dropout=("attention_dropout",),
+        embedding_dropout=("dropout",),
+        init_std=("initializer_range",),
+        tie_embeddings=("tie_word_embeddings",),
+        pad_token_id=("pad_token_id",),
+    ),
+    hf_optional=dict(tie_embeddings=None, init_std=None, pad_token_id=None),
+    fixed=PLAIN | dict(eps=1e-12, type_vocab_size=0),
+    ignorable=(r"vocab_projector\.weight",),
+    classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
+    heads={
+        SEQUENCE: Head("pre_classifier", torch.relu, dropout_key="seq_classif_dropout", dropout=0.2),
+        TOKEN: Head(dropout_key=None),
+    },
+    pooler=False,
+    causal=False,
+)

@@ -1,0 +1,32 @@
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), and XLM-RoBERTa and CamemBERT, which are RoBERTa by other names.
+
+Positions count the tokens that are not padding; the head of a sequence has a linear layer of its own.
+"""
+
+from typing import Any
+
+from ...interop.huggingface.source import Source
+from .bert import OMITTED, PLAIN, SHARED, body, head
+from .family import SEQUENCE, TOKEN, Family, Head
+from .names import Sizes, flat, linear, norm
+
+
+def roberta_sources(config: Sizes) -> dict[str, Source]:
+    """RobertaForMaskedLM and RobertaModel."""
+    transform = {"transform": linear("lm_head.dense"), "transform_norm": norm("lm_head.layer_norm")}
+    return flat(body(config) | head(config, "lm_head") | transform)
+
+
+SAME: dict[str, Any] = SHARED | dict(
+    base_prefix="roberta.",
+    head_prefixes=("lm_head.",),
+    sources=roberta_sources,
+    hf_optional=OMITTED | dict(pad_token_id=1),
+    fixed=PLAIN | dict(positions_skip_padding=True, head_activation="gelu"),
+    ignorable=(r"embeddings\.position_ids", r"lm_head\.bias", r"lm_head\.decoder\.(weight|bias)"),
+    classifiers={SEQUENCE: "classifier.out_proj", TOKEN: "classifier"},
+    heads={SEQUENCE: Head("classifier.dense", dropped=True)},
+)
+ROBERTA = Family(architecture="RobertaForMaskedLM", **SAME)
+XLM_ROBERTA = Family(architecture="XLMRobertaForMaskedLM", **SAME)
+CAMEMBERT = Family(architecture="CamembertForMaskedLM", **SAME)
