@@ -11,7 +11,7 @@ import _common as common
 from tpfuse.models import GPTConfig
 
 SIZES = {  # parameters, about 12 layers * width^2
-    "1m": dict(hidden_size=128, num_layers=4, num_heads=4),
+    "0.6m": dict(hidden_size=128, num_layers=3, num_heads=4),
     "3m": dict(hidden_size=256, num_layers=4, num_heads=8),
     "10m": dict(hidden_size=384, num_layers=6, num_heads=12),
     "50m": dict(hidden_size=768, num_layers=7, num_heads=12),
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser = common.Parser("Train a byte-level GPT on real text, under tensor x sequence x data parallelism.")
     add = parser.add_argument_group("model and text").add_argument
     add("--family", choices=FAMILIES, default="llama", help="what kind of GPT")
-    add("--size", choices=SIZES, default="1m", help="parameters; decides what the next three leave open")
+    add("--size", choices=SIZES, default="0.6m", help="parameters; decides what the next three leave open")
     add("--width", type=common.positive, metavar="N", help="of the residual stream")
     add("--layers", type=common.positive, metavar="N", help="blocks")
     add("--heads", type=common.positive, metavar="N", help="attention heads of a block")
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     )
     add("--max-mb", type=float, default=8, metavar="MB", help="read this much of it at most")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=common.positive, default=850, metavar="N", help="optimizer steps")
+    add("--steps", type=common.positive, default=1100, metavar="N", help="optimizer steps")
     add("--batch", type=common.positive, default=4, metavar="N", help="sequences a step, over all processes")
     add("--seq", type=common.positive, default=256, metavar="N", help="bytes a sequence")
     add(

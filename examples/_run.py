@@ -74,6 +74,7 @@ class Best:
         names = sorted(path.name for path in folder.glob("step-*"))
         about = json.loads((folder / names[-1] / "training.json").read_text()) if names else {}
         self.step, self.bits = about.get("step", 0), about.get("held_out_bits", math.inf)
+        self._tidy()
 
     @property
     def path(self) -> Path:
@@ -96,7 +97,12 @@ class Best:
         self.step, self.bits = step, bits
         if dist.get_rank() == 0:
             os.replace(unfinished, self.path)
-            for other in self.folder.iterdir():
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what is not the best: the one before, and what a killed run left unfinished."""
+        if dist.get_rank() == 0:
+            for other in self.folder.glob("*"):
                 if other != self.path:
                     shutil.rmtree(other)
 
