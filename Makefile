@@ -33,7 +33,7 @@ demo: demo-pretrained demo-train  ## both examples on two CPU processes
 demo-pretrained: $(STAMP)  ## a real BERT at TP=2 embeds real sentences
 	$(TORCHRUN) examples/embed_sentences.py
 
-demo-train: $(STAMP)  ## a byte-level GPT trains at TP=2 on real text (TRAIN_ARGS="--out out/mine --size 10m" and so on)
+demo-train: $(STAMP)  ## a byte-level Llama trains at TP=2 on real text (TRAIN_ARGS="--out out/mine --family gpt2" and so on)
 	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(TRAIN_ARGS)
 
 demo-generate: $(STAMP)  ## what demo-train trained goes on from prompts (GENERATE_ARGS="--model DIR --compare" and so on)

@@ -203,7 +203,7 @@ class Job:
         self.first = latest(out)
         self.log = self._inode()
         flags = f"--size soak --max-mb 0.03 --batch 4 --seq 32 --steps {STEPS} --checkpoint-every {EVERY} --resume"
-        flags += f" --validate-every 20 --tp {soak.tp} --dp {soak.dp} --timeout 120 --out"
+        flags += f" --family gpt2 --dropout 0.1 --validate-every 20 --tp {soak.tp} --dp {soak.dp} --timeout 120 --out"
         target = ["background" if background else "foreground", str(EXAMPLES / "train_gpt.py"), *flags.split()]
         self.began = time.monotonic()
         self.context = started([str(SOAKED), *target, str(out)], soak.ranks, said, said)

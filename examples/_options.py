@@ -1,24 +1,51 @@
 """The options of train_gpt.py."""
 
 import argparse
+import importlib
 import math
 import sys
 from pathlib import Path
 
 import _common as common
 
+from tpfuse.models import GPTConfig
+
 SIZES = {  # parameters, about 12 layers * width^2
+    "0.6m": dict(hidden_size=128, num_layers=3, num_heads=4),
     "3m": dict(hidden_size=256, num_layers=4, num_heads=8),
     "10m": dict(hidden_size=384, num_layers=6, num_heads=12),
     "50m": dict(hidden_size=768, num_layers=7, num_heads=12),
 }
 
 
+FAMILIES = "llama", "gpt2", "mistral", "qwen2", "qwen3"
+VOCAB = 256  # bytes
+
+
+def config_of(args: argparse.Namespace) -> GPTConfig:
+    """Returns what the model is made of, by the words of a Hugging Face config.json, which a family's defaults fill."""
+    shape = dict(hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.heads)
+    # At these widths and lengths, 1/sqrt(width) learns faster than 0.02.
+    shape |= dict(vocab_size=VOCAB, max_position_embeddings=args.seq, initializer_range=args.width**-0.5)
+    if args.family == "gpt2":
+        dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), args.dropout)
+        own = dict(hidden_act="gelu_new", layer_norm_eps=1e-5, **dropout)
+    else:
+        gated = -(-8 * args.width // 96) * 32  # three matrices of 8/3 width have the size of two of 4 width
+        own = dict(hidden_act="silu", intermediate_size=gated, rms_norm_eps=1e-5, rope_theta=1e4)
+        own |= dict(head_dim=args.width // args.heads, attention_dropout=args.dropout)
+    return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=True, **shape, **own))
+
+
 def parse() -> argparse.Namespace:
     """Returns the options; an error in one line where they do not go together."""
     parser = common.Parser("Train a byte-level GPT on real text, under tensor x sequence x data parallelism.")
     add = parser.add_argument_group("model and text").add_argument
-    add("--size", choices=SIZES, default="3m", help="parameters")
+    add("--family", choices=FAMILIES, default="llama", help="what kind of GPT")
+    add("--size", choices=SIZES, default="0.6m", help="parameters; decides what the next three leave open")
+    add("--width", type=common.positive, metavar="N", help="of the residual stream")
+    add("--layers", type=common.positive, metavar="N", help="blocks")
+    add("--heads", type=common.positive, metavar="N", help="attention heads of a block")
     add(
         "--data",
         type=Path,
@@ -27,9 +54,9 @@ def parse() -> argparse.Namespace:
     )
     add("--max-mb", type=float, default=8, metavar="MB", help="read this much of it at most")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=common.positive, default=500, metavar="N", help="optimizer steps")
-    add("--batch", type=common.positive, default=8, metavar="N", help="sequences a step, over all processes")
-    add("--seq", type=common.positive, default=128, metavar="N", help="bytes a sequence")
+    add("--steps", type=common.positive, default=1100, metavar="N", help="optimizer steps")
+    add("--batch", type=common.positive, default=4, metavar="N", help="sequences a step, over all processes")
+    add("--seq", type=common.positive, default=256, metavar="N", help="bytes a sequence")
     add(
         "--pack",
         action="store_true",
@@ -38,11 +65,17 @@ def parse() -> argparse.Namespace:
     add(
         "--lr",
         type=float,
-        default=2e-3,
+        default=4e-3,
         metavar="X",
         help="highest learning rate; warms up over a tenth of the steps, then a cosine",
     )
-    add("--dropout", type=float, default=0.1, metavar="P", help="dropout everywhere: embedding, attention, residual")
+    add(
+        "--dropout",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="of all that the family drops: GPT-2 embedding, attention and residual, the others attention",
+    )
     add("--seed", type=int, default=0, metavar="N", help="decides weights, samples and dropout masks")
     add = parser.add_argument_group(
         "how it is split and run (none of it changes what is learnt, but for rounding)"
@@ -68,6 +101,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="add gradients in fp32 inside the GEMMs and average them in rank order (tpfuse.MainGrad, in DDP's place)",
     )
+    add("--compile", action="store_true", help="torch.compile of the blocks (which takes a C++ compiler on a CPU)")
     add("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
     add(
         "--timeout",
@@ -79,31 +113,59 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=Path("out/train_gpt"), metavar="DIR", help="everything is written here")
     add("--checkpoint-every", type=common.positive, default=200, metavar="N", help="steps between checkpoints")
-    add("--validate-every", type=common.positive, default=100, metavar="N", help="steps between validations")
+    add(
+        "--validate-every",
+        type=common.positive,
+        default=200,
+        metavar="N",
+        help="steps between validations; best/ is the model of the best one",
+    )
+    add("--tensorboard", action="store_true", help="also write the log for TensorBoard, into tensorboard/")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, where there is one")
     add("--restart", action="store_true", help="start anew although --out holds a run, and replace it")
-    add("--prompt", default="class Error(", metavar="TEXT", help="what the trained model continues at the end")
+    add = parser.add_argument_group("what the trained model writes at the end").add_argument
+    add("--prompt", default="class Error(Exception):\n    ", metavar="TEXT", help="what it continues")
+    add("--temperature", type=float, default=0.7, metavar="T", help="lower is closer to the likeliest")
+    add("--top-p", type=float, default=0.9, metavar="P", help="of the fewest bytes that have probability P together")
     args = parser.parse_args()
 
+    shape = SIZES[args.size]
+    args.width = args.width or shape["hidden_size"]
+    args.layers = args.layers or shape["num_layers"]
+    args.heads = args.heads or shape["num_heads"]
     args.tp = args.tp or max(1, common.WORLD // args.dp)
     if args.tp * args.dp != common.WORLD:
         parser.error(
             f"--tp {args.tp} x --dp {args.dp} needs {args.tp * args.dp} processes, and there are {common.WORLD}:"
             f" torchrun --nproc-per-node {args.tp * args.dp} {sys.argv[0]} ..."
         )
-    for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr)):
+    for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr), ("--temperature", args.temperature)):
         if not 0 < value < math.inf:
             parser.error(f"{name} must be a positive number, got {value}")
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout must be in [0, 1), got {args.dropout}")
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top-p must be in (0, 1], got {args.top_p}")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed must be in [0, 2^63), got {args.seed}")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} is not divisible by --heads {args.heads}")
     if args.seq < 2:
         parser.error("--seq must be at least 2: a byte to read and one to guess")
     if args.batch % (args.dp * args.micro_batches):
         parser.error(f"--batch {args.batch} is not divisible by --dp {args.dp} x --micro-batches {args.micro_batches}")
     if args.resume and args.restart:
         parser.error("--resume and --restart exclude each other")
+    if args.tensorboard and not installed("torch.utils.tensorboard"):
+        parser.error("--tensorboard needs the package tensorboard: pip install tensorboard")
     if not 0 < len(args.prompt.encode()) < args.seq:
         parser.error(f"--prompt must have 1 to {args.seq - 1} bytes (--seq {args.seq})")
     return args
+
+
+def installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True

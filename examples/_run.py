@@ -1,12 +1,17 @@
-"""What surrounds a training loop: signals that stop it between steps, and a log that survives being resumed."""
+"""What surrounds a training loop: signals that stop it between steps, the best model so far, and a log that survives
+being resumed."""
 
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 PATIENCE = 5.0  # seconds: Slurm, Ctrl-C and launchers that pass a signal on deliver it twice at once
 
@@ -44,15 +49,81 @@ class StopSignal:
             signal.raise_signal(number)
 
 
-class Log:
-    """log.jsonl, one object a line; lines beyond the step that a run resumes at (or torn by a crash) are dropped."""
+def save_trained(model: Any, folder: Path, **about: Any) -> None:
+    """Writes a directory that transformers loads, and ``about`` in its training.json.  Every rank calls it."""
+    model.save_pretrained(folder)
+    if dist.get_rank() == 0:
+        path = folder / "training.json"
+        fresh = path.with_suffix(".tmp")
+        with open(fresh, "w") as file:
+            file.write(json.dumps(about, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
 
-    def __init__(self, path: Path, step: int):
+
+class Best:
+    """The model with the fewest held-out bits so far: ``folder``/step-00000400, a directory that transformers loads.
+
+    A better one is written beside it, gets its name when it is whole, and the one before then goes: at any moment the
+    directory with the highest step is whole and the best.  A resumed run goes on from there.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        names = sorted(path.name for path in folder.glob("step-*"))
+        about = json.loads((folder / names[-1] / "training.json").read_text()) if names else {}
+        self.step, self.bits = about.get("step", 0), about.get("held_out_bits", math.inf)
+        self._tidy()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"step-{self.step:08d}"
+
+    def offer(self, model: Any, step: int, bits: float | None) -> None:
+        """Keeps the model if it is better.  Every rank calls it; rank 0 decides, the others need no ``bits``.
+
+        A resumed run comes by steps again that it had reached before: they are what they were.
+        """
+        better = [dist.get_rank() == 0 and step > self.step and bits < self.bits]
+        dist.broadcast_object_list(better)
+        if not better[0]:
+            return
+        unfinished = self.folder / "unfinished"
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier()
+        save_trained(model, unfinished, step=step, held_out_bits=bits)
+        self.step, self.bits = step, bits
+        if dist.get_rank() == 0:
+            os.replace(unfinished, self.path)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what is not the best: the one before, and what a killed run left unfinished."""
+        if dist.get_rank() == 0:
+            for other in self.folder.glob("*"):
+                if other != self.path:
+                    shutil.rmtree(other)
+
+
+class Log:
+    """log.jsonl, one object a line; lines beyond the step that a run resumes at (or torn by a crash) are dropped.
+
+    ``board``: a folder that gets every number for TensorBoard too.
+    """
+
+    def __init__(self, path: Path, step: int, board: Path | None = None):
         self.records = [r for r in self._read(path) if r["step"] <= step]
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(r) + "\n" for r in self.records))
         os.replace(fresh, path)
         self.file = open(path, "a", buffering=1)
+        self.board = None
+        if board is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(board), purge_step=step + 1)
 
     @staticmethod
     def _read(path: Path) -> Iterator[dict]:
@@ -65,6 +136,15 @@ class Log:
     def __call__(self, **record) -> None:
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
+        if self.board is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
 
     def draw(self, path: Path, gzip_bits: float) -> None:
         """Draws the losses."""

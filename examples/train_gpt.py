@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py                 # tp=2; without --data, Python's own sources
     torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --dp 2 --size 50m --data my/texts
+    torchrun --nproc-per-node 2 examples/train_gpt.py --family gpt2 --width 256 --heads 8 --dropout 0.1
     torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, balanced over the replicas
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
@@ -10,7 +11,8 @@ What is learnt does not depend on the split: sample i of step s is a function of
 other numbers of processes too.  With --pack the documents of a step are a function of (seed, s), and of --dp and
 --micro-batches where they stand: their dropout masks depend on that.
 
-Writes to --out: log.jsonl, loss.png, checkpoints/, and at the end hf/, a directory that transformers loads.
+Writes to --out: log.jsonl, loss.png, checkpoints/, best/step-.../, the model with the fewest held-out bits so far, and
+at the end hf/, the last one; transformers loads both, and training.json in them says which step they are of.
 Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16 by autocast).
 """
 
@@ -28,8 +30,8 @@ import _common as common
 import numpy as np
 import torch
 import torch.distributed as dist
-from _options import SIZES, parse
-from _run import Log, StopSignal
+from _options import SIZES, config_of, parse
+from _run import Best, Log, StopSignal, save_trained
 from _text import END, Text, documents, gzip_bits, paragraphs, read_text, sample, windows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +40,9 @@ from tqdm import tqdm
 import tpfuse
 from tpfuse import TensorParallel
 from tpfuse.ledger import ThroughputMeter
-from tpfuse.models import GPT, GPTConfig
+from tpfuse.ledger import parameter_count as parameters
+from tpfuse.models import GPT
+from tpfuse.models import GPTConfig as GPTConfig
 from tpfuse.training.packing import Balance, balance, document_cost, pack, packed_batch
 
 # ---- one step
@@ -148,16 +152,22 @@ def validate(on: Setup) -> float:
 # ---- the run
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
-FIXED = "size", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
+FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
 
 
 def resume(on: Setup, checkpoints: Path) -> int:
     """Loads the last checkpoint -> the step to go on at."""
-    loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer)
+    try:
+        loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer)
+    except ValueError as error:
+        own = "--family, --size, --width, --layers, --heads and --seq"
+        raise ValueError(f"{error}; a run goes on with its own {own}") from None
     if loaded is None:
         common.say(f"no checkpoint in {checkpoints}: starting at step 0")
         return 0
     step, extra = loaded
+    if "size" in extra:  # of a run before there were families
+        extra |= dict(zip(("family", "width", "layers", "heads"), ("gpt2", *SIZES[extra["size"]].values())))
     for key, now in settings(on).items():
         if extra.get(key) != now:
             raise ValueError(
@@ -180,7 +190,7 @@ def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
     return sum(losses) / common.WORLD, int(max(signals))
 
 
-def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
+def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
     """Steps ``first`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
     args = on.args
     if args.dp > 2 and on.main is None and first < args.steps:
@@ -220,30 +230,39 @@ def train(on: Setup, first: int, log: "Log | None", checkpoints: Path) -> int:
                 bar.update()
             if done % args.validate_every == 0 or done == args.steps:
                 bits = validate(on)
+                best.offer(on.model, done, bits)
                 if log:
                     log(step=done, held_out_bits=bits)
                     bar.write(f"step {done}: held out {bits:.3f} bits per byte")
             if done % args.checkpoint_every == 0 or done == args.steps or stopped_by:
-                tpfuse.save_checkpoint(checkpoints, on.model, on.optimizer, step=done, extra=settings(on))
+                tpfuse.save_checkpoint(args.out / "checkpoints", on.model, on.optimizer, step=done, extra=settings(on))
             if stopped_by:
                 return stopped_by
     return 0
 
 
-@torch.no_grad()
-def continue_prompt(hf: Path, prompt: str, length: int, device: torch.device) -> str:
-    """Continues a prompt up to ``length`` bytes with the saved model, whole on this process and greedily."""
+def continued(hf: Path, args, device: torch.device) -> str:
+    """Continues the prompt up to the length of a sample with the saved model, whole on this process."""
     model = GPT.from_pretrained(hf, device=device)
-    ids = torch.tensor([list(prompt.encode())], device=device)
-    tokens = model.generate(ids, max_new_tokens=length - ids.shape[1], eos_token_id=END)[0].tolist()
-    return bytes(tokens).rstrip(bytes([END])).decode(errors="replace").rstrip()
+    ids = torch.tensor([list(args.prompt.encode())], device=device)
+    tokens = model.generate(
+        ids,
+        max_new_tokens=args.seq - ids.shape[1],
+        eos_token_id=END,
+        do_sample=True,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    return bytes(tokens[0].tolist()).rstrip(bytes([END])).decode(errors="replace").rstrip()
 
 
 def main() -> None:
     args = parse()
     checkpoints, hf, log_path = args.out / "checkpoints", args.out / "hf", args.out / "log.jsonl"
+    written = [checkpoints, hf, args.out / "best", args.out / "tensorboard"]
     with common.one_line_errors():
-        for path in checkpoints, hf:
+        for path in written:
             if path.exists() and not log_path.exists():
                 raise ValueError(f"{path} was not written by a run of this script: choose another --out")
         if (checkpoints / "latest").exists() and not args.resume and not args.restart:
@@ -258,12 +277,12 @@ def main() -> None:
         dist.all_gather_object(prints, text.fingerprint)
         if len(set(prints)) > 1:
             raise ValueError("--data is not the same on all machines")
-        rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), args.dropout)
-        # at this width and length, 1/sqrt(width) learns faster than GPT-2's 0.02
-        width = SIZES[args.size]["hidden_size"]
-        config = GPTConfig(vocab_size=256, max_positions=args.seq, init_std=width**-0.5, **SIZES[args.size], **rates)
+        config = config_of(args)
         with device:
             model = GPT(config, tp=tp, dp=mesh["dp"], seed=args.seed, saving=args.saving)
+        if args.compile:
+            for block in model.blocks:
+                block.compile()
         main, replica = None, model
         if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
@@ -289,23 +308,25 @@ def main() -> None:
     if common.RANK == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         if not args.resume:
-            for old in checkpoints, hf:
+            for old in written:
                 shutil.rmtree(old, ignore_errors=True)
-        log = Log(log_path, first)
+        log = Log(log_path, first, args.out / "tensorboard" if args.tensorboard else None)
     dist.barrier()
+    best = Best(args.out / "best")
     gzipped = gzip_bits(text)
     common.say(
-        f"{parameters(config):,} parameters, {len(text.train):,} bytes of text, tp={args.tp} x dp={args.dp} on"
-        f" {device.type}, {'bf16' if on.bf16 else 'fp32'}; gzip -9 takes {gzipped:.3f} bits per byte of the held-out"
-        f" {len(text.held_out):,}"
+        f"{args.family}, {parameters(config):,.0f} parameters, {len(text.train):,} bytes of text,"
+        f" tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if on.bf16 else 'fp32'};"
+        f" gzip -9 takes {gzipped:.3f} bits per byte of the held-out {len(text.held_out):,}"
     )
     if common.WORLD > 1:
         common.say(f"a process that the others wait for longer than {args.timeout} s ends the run (--timeout)")
     began = time.perf_counter()
-    stopped_by = train(on, first, log, checkpoints)
+    stopped_by = train(on, first, log, best)
     minutes = (time.perf_counter() - began) / 60
     if log:
         log.draw(args.out / "loss.png", gzipped)
+        log.close()
     if stopped_by:
         again = [a for a in sys.argv[1:] if a not in ("--resume", "--restart")] + ["--resume"]
         common.say(
@@ -315,9 +336,10 @@ def main() -> None:
         common.stop()
         sys.exit(128 + stopped_by)
 
-    model.save_pretrained(hf)
+    bits = [r["held_out_bits"] for r in log.records if "held_out_bits" in r][-1] if log else None
+    best.offer(model, args.steps, bits)  # where a finished run is resumed that kept none
+    save_trained(model, hf, step=args.steps, held_out_bits=bits, best_step=best.step)
     if log:
-        bits = [r["held_out_bits"] for r in log.records if "held_out_bits" in r][-1]
         if args.pack:
             before, after = np.mean([r["imbalance"] for r in log.records if "imbalance" in r], 0)
             print(
@@ -326,20 +348,14 @@ def main() -> None:
             )
         speeds = sorted(r["tokens_per_s"] for r in log.records if "tokens_per_s" in r)
         print(f"{args.steps - first} steps in {minutes:.1f} minutes, {speeds[len(speeds) // 2]:,} tokens/s (median)")
-        print(f"held out: {bits:.3f} bits per byte; gzip -9: {gzipped:.3f}")
-        print(f"written to {args.out}: log.jsonl, loss.png, checkpoints/, hf/ (transformers loads it)")
+        print(f"held out: {bits:.3f} bits per byte; gzip -9: {gzipped:.3f}; best: {best.bits:.3f} at step {best.step}")
+        print(f"written to {args.out}: log.jsonl, loss.png, checkpoints/, {best.path.relative_to(args.out)}/, and")
+        print(f"hf/, the model of step {args.steps} (transformers loads it)")
         print(
-            f"\nhf/ at TP=1 continues {args.prompt!r}:\n{continue_prompt(hf, args.prompt, args.seq, device)}",
+            f"\nhf/ at TP=1, sampled, continues {args.prompt!r}:\n{continued(hf, args, device)}",
             flush=True,
         )
     common.stop()
-
-
-def parameters(c: GPTConfig) -> int:
-    return (
-        c.num_layers * (12 * c.hidden_size**2 + 13 * c.hidden_size)
-        + (c.vocab_size + c.max_positions + 2) * c.hidden_size
-    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The training example end to end, in real processes: what a newcomer runs, how it is stopped, and that it goes on bit
 for bit.
 
-A run is 8 steps with a checkpoint every third.  Kills are at exact points (killed.py), so no test depends on the time
-it takes.
+A run is 8 steps of a GPT-2 with dropout and a checkpoint every third.  Kills are at exact points (killed.py), so no
+test depends on the time it takes.
 """
 
 import json
@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import signal
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,14 @@ SCRIPT = "train_gpt.py"
 STEPS = 8
 MAX_MB = 0.03
 TINY = [
+    "--family",
+    "gpt2",
+    "--size",
+    "3m",
+    "--dropout",
+    0.1,
+    "--prompt",
+    "class Error(",
     "--steps",
     STEPS,
     "--batch",
@@ -268,6 +278,192 @@ def test_transformers_loads_it_and_agrees(undisturbed):
     assert bits == pytest.approx(records[-1]["held_out_bits"], rel=1e-5)
 
 
+def test_the_best_model_is_kept(undisturbed):
+    """The one directory in best/ is the model with the fewest held-out bits; hf/ and it say which step they are of."""
+    out, said = undisturbed(2, 1)
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    bits, step = min((r["held_out_bits"], r["step"]) for r in records if "held_out_bits" in r)
+    (best,) = (out / "best").iterdir()
+    assert best.name == f"step-{step:08d}" and trained(best) == dict(step=step, held_out_bits=bits)
+    last = dict(step=STEPS, held_out_bits=records[-1]["held_out_bits"], best_step=step)
+    assert trained(out / "hf") == last and f"best: {bits:.3f} at step {step}" in said
+    assert step == STEPS  # so that both are one model
+    assert (best / "model.safetensors").read_bytes() == (out / "hf" / "model.safetensors").read_bytes()
+
+
+def trained(folder: Path) -> dict:
+    return json.loads((folder / "training.json").read_text())
+
+
+class Saved:
+    """A model as far as Best looks, whose directory is one file: all ranks call, one writes."""
+
+    def __init__(self, weights: str):
+        self.weights = weights
+
+    def save_pretrained(self, folder: Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text(self.weights)
+        torch.distributed.barrier()
+
+
+def offered(world, folder: Path) -> list[tuple[int, list[str]]]:
+    """What best/ holds after each offer, and after what a kill may leave."""
+    Best = example("_run").Best
+    best, seen = Best(folder), []
+    for step, bits in (2, 3.0), (4, 3.5), (6, 2.5), (8, math.nan):
+        best.offer(Saved(f"of {step}"), step, bits if world.rank == 0 else None)
+        torch.distributed.barrier()
+        seen.append((best.step, sorted(path.name for path in folder.iterdir())))
+    if world.rank == 0:
+        (folder / "unfinished").mkdir()
+        (folder / "unfinished" / "weights").write_text("torn")
+        shutil.copytree(folder / "step-00000006", folder / "step-00000002")
+    torch.distributed.barrier()
+    again = Best(folder)  # of a run that is resumed at step 3
+    for step, bits in (4, 2.0), (6, 2.5), (8, 2.25):
+        again.offer(Saved(f"again {step}"), step, bits)
+        torch.distributed.barrier()
+        seen.append((again.step, sorted(path.name for path in folder.iterdir())))
+    return seen
+
+
+def test_a_better_model_takes_the_place_of_the_best(ranks, tmp_path):
+    """Not at a step that was reached before, and not one that is NaN; of what a kill left the highest step counts."""
+    folder = tmp_path / "best"
+    seen = ranks(2, offered, folder)[0]
+    two, six, eight = "step-00000002", "step-00000006", "step-00000008"
+    assert seen == [(2, [two]), (2, [two]), *[(6, [six])] * 4, (8, [eight])]
+    assert (folder / eight / "weights").read_text() == "again 8" and trained(folder / eight)["held_out_bits"] == 2.25
+
+
+# ---- families and sizes
+
+SMALL = "--seq", 32, "--batch", 6, "--max-mb", MAX_MB, "--steps", STEPS, "--checkpoint-every", 3, "--validate-every", 4
+SHAPE = "--width", 32, "--layers", 2, "--heads", 4
+
+
+def of_family(family: str, out: Path, *more) -> list:
+    return ["--family", family, *SHAPE, *SMALL, "--out", out, *more]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral", "qwen2", "qwen3"))]
+)
+def test_every_family_trains_and_transformers_loads_it(tmp_path, family):
+    """Its held-out bits are those of the log, best/ and hf/ alike."""
+    transformers = pytest.importorskip("transformers")
+    train_gpt = example("train_gpt")
+    said = ok(SCRIPT, *of_family(family, tmp_path), procs=2)
+    assert f"{family}, " in said
+    text = train_gpt.read_text(None, MAX_MB, 32)
+    (best,) = (tmp_path / "best").iterdir()
+    for folder in tmp_path / "hf", best:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert model.config.model_type == family and model.config.hidden_size == 32
+        with torch.no_grad():
+            nats = sum(float(model(i, labels=i).loss) * i[:, 1:].numel() for i in train_gpt.windows(text, 32, 64))
+        assert nats / math.log(2) / (len(text.held_out) - 1) == pytest.approx(
+            trained(folder)["held_out_bits"], rel=1e-5
+        )
+
+
+def test_a_size_is_of_every_family_and_a_flag_overrides_it(monkeypatch):
+    options = example("_options")
+    parameters = example("train_gpt").parameters
+
+    def config(*flags):
+        monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, flags)])
+        return options.config_of(options.parse())
+
+    for family in options.FAMILIES:
+        for size, shape in options.SIZES.items():
+            made = config("--family", family, "--size", size)
+            width, layers = shape["hidden_size"], shape["num_layers"]
+            assert made.family == family and (made.hidden_size, made.num_layers) == (width, layers)
+            matrices = 12 * layers * width**2
+            assert matrices <= parameters(made) <= 1.25 * matrices
+    made = config("--size", "3m", "--layers", 3, "--heads", 2)
+    assert (made.hidden_size, made.num_layers, made.num_heads) == (256, 3, 2)
+    assert config("--dropout", 0.25).attention_dropout == 0.25 and config("--dropout", 0.25).dropout == 0.0
+    assert config("--dropout", 0.25, "--family", "gpt2").dropout == 0.25
+
+
+@pytest.mark.slow
+def test_the_best_model_survives_a_kill(tmp_path):
+    """Killed after a better model was kept and before its checkpoint: the same run goes on, and keeps the same."""
+    reference, out = tmp_path / "reference", tmp_path / "killed"
+    ok(SCRIPT, *of_family("llama", reference), procs=2)
+    run(SCRIPT, *of_family("llama", out), procs=2, killed=("step", 6))
+    assert latest(out) == "step-00000003" and [p.name for p in (out / "best").iterdir()] == ["step-00000004"]
+    ok(SCRIPT, *of_family("llama", out, "--resume"), procs=2)
+    same_run(out, reference)
+    assert sorted(p.name for p in (out / "best").iterdir()) == sorted(p.name for p in (reference / "best").iterdir())
+    done = run(SCRIPT, *of_family("llama", out, "--resume", "--width", 64), procs=2)
+    assert (
+        "model.embedding.weight must be (256, 64) for this model" in done.stderr and "its own --family" in done.stderr
+    )
+
+
+def test_a_run_of_before_families_is_a_gpt2(monkeypatch):
+    train_gpt, options = example("train_gpt"), example("_options")
+    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, TINY)])
+    args = options.parse()
+    text = train_gpt.Text(None, b"", "fingerprint")
+    on = train_gpt.Setup(args=args, text=text, **dict.fromkeys(train_gpt.Setup._fields[2:]))
+    kept = "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
+    extra = {key: getattr(args, key) for key in kept} | dict(size="3m", data="fingerprint")
+    monkeypatch.setattr(train_gpt.tpfuse, "load_checkpoint", lambda *_: (3, dict(extra)))
+    assert train_gpt.resume(on, Path("checkpoints")) == 3
+    extra["size"] = "10m"
+    with pytest.raises(ValueError, match="--width is 256 and was 384"):
+        train_gpt.resume(on, Path("checkpoints"))
+
+
+# ---- compiled, and on TensorBoard
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_the_same(tmp_path):
+    """To rounding; and a compiled run that is killed goes on bit for bit."""
+    plain, reference, out = (tmp_path / name for name in ("plain", "compiled", "killed"))
+    small = "--dropout", 0.1, "--layers", 1
+    ok(SCRIPT, *of_family("llama", plain, *small), procs=2)
+    ok(SCRIPT, *of_family("llama", reference, *small, "--compile"), procs=2)
+    close(reference, plain)
+    run(SCRIPT, *of_family("llama", out, *small, "--compile"), procs=2, killed=("step", 5))
+    ok(SCRIPT, *of_family("llama", out, *small, "--compile", "--resume"), procs=2)
+    same_run(out, reference)
+
+
+def test_tensorboard_has_every_number(monkeypatch, tmp_path):
+    written = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    log = example("_run").Log(tmp_path / "log.jsonl", 2, tmp_path / "board")
+    log(step=3, loss=1.25, lr=0.5, imbalance=[1.0, 1.0])
+    log.close()
+    assert written == [(str(tmp_path / "board"), 3), ("loss", 1.25, 3), ("lr", 0.5, 3), "closed"]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, err = main(monkeypatch, capsys, "--tensorboard", "--out", str(tmp_path / "out"))
+    assert code == 2 and "--tensorboard needs the package tensorboard: pip install tensorboard" in err
+    assert err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 # ---- packed documents
 
 PACKED = ["--pack", "--seq", 96]  # longer, so that not every paragraph is cut
@@ -353,11 +549,15 @@ def test_paragraphs_are_the_text():
         ("--lr nan", "--lr must be a positive number, got nan"),
         ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
         ("--seed -1", "--seed must be in [0, 2^63), got -1"),
+        ("--top-p 1.5", "--top-p must be in (0, 1], got 1.5"),
+        ("--temperature 0", "--temperature must be a positive number, got 0.0"),
+        ("--family bert", "--family: invalid choice: 'bert'"),
+        ("--width 100 --heads 3", "--width 100 is not divisible by --heads 3"),
         ("--seq 1", "--seq must be at least 2"),
         ("--seq 4 --prompt import", "--prompt must have 1 to 3 bytes"),
         ("--resume --restart", "exclude each other"),
         ("--data /nowhere", "--data /nowhere is neither a file nor a folder"),
-        ("--data {empty}", "are too few for --seq 128"),
+        ("--data {empty}", "are too few for --seq 256"),
     ],
 )
 def test_a_bad_flag_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, flags, said):
@@ -386,7 +586,8 @@ def test_help_shows_groups_and_defaults(monkeypatch, capsys):
         "training:",
         "how it is split",
         "output:",
-        "(default: 3m)",
+        "(default: llama)",
+        "(default: 0.6m)",
         "(default: 0)",
         "--resume",
     ):
