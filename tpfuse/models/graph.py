@@ -37,7 +37,7 @@ def may_capture(model: GPT, step: Step, new: int) -> bool:
         and not served(model)
         and not torch.is_autocast_enabled("cuda")
         and not model.config.stretched
-        and not step.forward.direct
+        and step.forward.alike
         and (tp.size == 1 or "nccl" in dist.get_backend_config(tp.group))
     )
 

@@ -25,7 +25,10 @@ class Pass:
     """A model with a cache, of which each call goes on where the last one ended: first the prompts, then tokens.
 
     ``pieces``: in how many the prompts are read.  ``direct``: the CPU's own, whose host knows the length of the cache.
+    ``alike``: whether the host does the same for every token.
     """
+
+    alike = True
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
         self.run, self.caches, self.pieces, self.direct = run, caches, pieces, direct
@@ -72,6 +75,8 @@ class _Switching(Pass):
     The keys in a cache are rotated by the tables of their time, so what has been seen goes once more through the model,
     with a new cache, when the first sequence passes that length.
     """
+
+    alike = False
 
     def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, at: int):
         super().__init__(self._go_on, [], pieces=1, direct=True)
