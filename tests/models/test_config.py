@@ -1,6 +1,7 @@
 """Configurations: checked when made, and read from both generations of config.json."""
 
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import GPT2Config
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
 from tpfuse.kernels.rope_table import rope_table
-from tpfuse.models import BertConfig, GPTConfig
+from tpfuse.models import BertConfig, GPTConfig, families
 from tpfuse.models.config import FAMILIES, HF_ACTIVATIONS
 
 
@@ -111,3 +112,11 @@ def test_only_dynamic_positions_past_the_trained_length_are_stretched(kind, own,
     assert config.stretched == (stretched and kind == "dynamic")
     short, long = (rope_table(4, 2, **config.rope_arguments, seq_len=n)[0] for n in (1, config.max_positions))
     assert torch.equal(short, long) != config.stretched
+
+
+BESIDE = {"__init__", "family", "names", "bert_like", "llama_like"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(families.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_a_family_is_a_short_file(path):
+    assert path.stem in BESIDE or len(path.read_text().splitlines()) <= 60

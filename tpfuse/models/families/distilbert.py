@@ -3,8 +3,8 @@
 import torch
 
 from ...interop.huggingface.source import Source
-from .bert import PLAIN
-from .family import SEQUENCE, TOKEN, Family, Head
+from .bert_like import PLAIN
+from .family import KEYS, SEQUENCE, TOKEN, Family, Head
 from .names import Modules, Sizes, flat, linear, norm, qkv, table
 
 
@@ -39,19 +39,10 @@ DISTILBERT = Family(
     base_prefix="distilbert.",
     head_prefixes=("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
     sources=distilbert_sources,
-    hf_keys=dict(
-        vocab_size=("vocab_size",),
-        max_positions=("max_position_embeddings",),
-        hidden_size=("dim", "hidden_size"),
-        num_layers=("n_layers", "num_hidden_layers"),
-        num_heads=("n_heads", "num_attention_heads"),
-        ffn_size=("hidden_dim",),
-        activation=("activation",),
-        dropout=("dropout",),
-        attention_dropout=("attention_dropout",),
-        embedding_dropout=("dropout",),
-        init_std=("initializer_range",),
-        tie_embeddings=("tie_word_embeddings",),
+    hf_keys=KEYS | dict(
+        hidden_size=("dim", "hidden_size"), num_layers=("n_layers", "num_hidden_layers"),
+        num_heads=("n_heads", "num_attention_heads"), ffn_size=("hidden_dim",), activation=("activation",),
+        dropout=("dropout",), attention_dropout=("attention_dropout",), embedding_dropout=("dropout",),
         pad_token_id=("pad_token_id",),
     ),
     hf_optional=dict(tie_embeddings=None, init_std=None, pad_token_id=None),
@@ -64,4 +55,4 @@ DISTILBERT = Family(
     },
     pooler=False,
     causal=False,
-)
+)  # fmt: skip

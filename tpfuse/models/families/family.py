@@ -20,6 +20,20 @@ PATTERNED_LAYERS = "patterned layers"
 SEQUENCE, TOKEN = PER = "sequence", "token"
 
 
+# config field -> its keys in config.json, as most families have them.
+KEYS: dict[str, tuple[str, ...]] = dict(
+    vocab_size=("vocab_size",),
+    max_positions=("max_position_embeddings",),
+    hidden_size=("hidden_size",),
+    num_layers=("num_hidden_layers",),
+    num_heads=("num_attention_heads",),
+    ffn_size=("intermediate_size",),
+    activation=("hidden_act",),
+    init_std=("initializer_range",),
+    tie_embeddings=("tie_word_embeddings",),
+)
+
+
 class RotaryKeys(NamedTuple):
     """What a family makes of rotary positions, and how its config.json tells them."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...interop.huggingface.source import Source
 from .family import PATTERNED_LAYERS, SEQUENCE, Family
-from .llama import ATTENTION_BIAS, around, layer, llama_like
+from .llama_like import ATTENTION_BIAS, around, layer, llama_like
 from .names import Sizes, flat, norm
 
 

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019)."""
 
 from ...interop.huggingface.source import Source
-from .family import SEQUENCE, TOKEN, Family
+from .family import KEYS, SEQUENCE, TOKEN, Family
 from .names import Modules, Sizes, flat, linear, norm, table
 
 
@@ -18,10 +18,7 @@ def gpt2_sources(config: Sizes) -> dict[str, Source]:
     for i in range(config.num_layers):
         ours, theirs = f"blocks.{i}", f"h.{i}"
         modules |= {
-            f"{ours}.attention.qkv": {
-                "weight": Source.one(f"{theirs}.attn.c_attn.weight", "d (t h e) -> h t e d"),
-                "bias": Source.one(f"{theirs}.attn.c_attn.bias", "(t h e) -> h t e"),
-            },
+            f"{ours}.attention.qkv": linear(f"{theirs}.attn.c_attn", "d (t h e) -> h t e d", "(t h e) -> h t e"),
             f"{ours}.attention.out": linear(f"{theirs}.attn.c_proj", transposed),
             f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.c_fc", transposed),
             f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.c_proj", transposed),
@@ -37,20 +34,12 @@ GPT2 = Family(
     base_prefix="transformer.",
     head_prefixes=("lm_head.",),
     sources=gpt2_sources,
-    hf_keys=dict(
-        vocab_size=("vocab_size",),
+    hf_keys=KEYS | dict(
         max_positions=("n_positions", "max_position_embeddings", "n_ctx"),
-        hidden_size=("n_embd", "hidden_size"),
-        num_layers=("n_layer", "num_hidden_layers"),
-        num_heads=("n_head", "num_attention_heads"),
-        ffn_size=("n_inner", "intermediate_size"),
-        activation=("activation_function", "hidden_act"),
-        eps=("layer_norm_epsilon", "layer_norm_eps"),
-        dropout=("resid_pdrop",),
-        attention_dropout=("attn_pdrop",),
-        embedding_dropout=("embd_pdrop",),
-        init_std=("initializer_range",),
-        tie_embeddings=("tie_word_embeddings",),
+        hidden_size=("n_embd", "hidden_size"), num_layers=("n_layer", "num_hidden_layers"),
+        num_heads=("n_head", "num_attention_heads"), ffn_size=("n_inner", "intermediate_size"),
+        activation=("activation_function", "hidden_act"), eps=("layer_norm_epsilon", "layer_norm_eps"),
+        dropout=("resid_pdrop",), attention_dropout=("attn_pdrop",), embedding_dropout=("embd_pdrop",),
     ),
     hf_optional=dict(ffn_size=None, tie_embeddings=None, init_std=None),
     fixed=dict(norm="layer", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=False, rope=None),
@@ -64,4 +53,4 @@ GPT2 = Family(
     classifiers={SEQUENCE: "score", TOKEN: "classifier"},
     transposed=True,
     scaled_residuals=True,
-)
+)  # fmt: skip

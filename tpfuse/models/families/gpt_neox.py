@@ -2,7 +2,7 @@
 side by side, LayerNorm, and rotary positions on a part of each head."""
 
 from ...interop.huggingface.source import Source
-from .family import SEQUENCE, TOKEN, Family, RotaryKeys
+from .family import KEYS, SEQUENCE, TOKEN, Family, RotaryKeys
 from .names import Modules, Sizes, flat, linear, norm, table
 
 
@@ -18,10 +18,7 @@ def gpt_neox_sources(config: Sizes) -> dict[str, Source]:
         ours, theirs = f"blocks.{i}", f"layers.{i}"
         fused = f"{theirs}.attention.query_key_value"
         modules |= {
-            f"{ours}.attention.qkv": {
-                "weight": Source.one(f"{fused}.weight", "(h t e) d -> h t e d"),
-                "bias": Source.one(f"{fused}.bias", "(h t e) -> h t e"),
-            },
+            f"{ours}.attention.qkv": linear(fused, "(h t e) d -> h t e d", "(h t e) -> h t e"),
             f"{ours}.attention.out": linear(f"{theirs}.attention.dense"),
             f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.dense_h_to_4h"),
             f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.dense_4h_to_h"),
@@ -37,22 +34,9 @@ GPT_NEOX = Family(
     base_prefix="gpt_neox.",
     head_prefixes=("lm_head.", "embed_out."),
     sources=gpt_neox_sources,
-    hf_keys=dict(
-        vocab_size=("vocab_size",),
-        max_positions=("max_position_embeddings",),
-        hidden_size=("hidden_size",),
-        num_layers=("num_hidden_layers",),
-        num_heads=("num_attention_heads",),
-        ffn_size=("intermediate_size",),
-        activation=("hidden_act",),
-        eps=("layer_norm_eps",),
-        dropout=("hidden_dropout",),
-        embedding_dropout=("hidden_dropout",),
-        attention_dropout=("attention_dropout",),
-        qkv_bias=("attention_bias",),
-        out_bias=("attention_bias",),
-        init_std=("initializer_range",),
-        tie_embeddings=("tie_word_embeddings",),
+    hf_keys=KEYS | dict(
+        eps=("layer_norm_eps",), dropout=("hidden_dropout",), embedding_dropout=("hidden_dropout",),
+        attention_dropout=("attention_dropout",), qkv_bias=("attention_bias",), out_bias=("attention_bias",),
         parallel_residual=("use_parallel_residual",),
     ),
     hf_optional=dict(dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, qkv_bias=True, out_bias=True)
@@ -67,4 +51,4 @@ GPT_NEOX = Family(
         omitted=dict(rope_theta=10000.0, partial_rotary_factor=0.25),
     ),
     filed={"lm_head.weight": "embed_out.weight"},
-)
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with one sliding window."""
 
 from .family import ONE_WINDOW
-from .llama import llama_like
+from .llama_like import llama_like
 
 MISTRAL = llama_like(
     "MistralForCausalLM",

@@ -29,9 +29,9 @@ def table(name: str) -> dict[str, Source]:
     return {"weight": Source.one(f"{name}.weight", "v d -> v d")}
 
 
-def linear(name: str, weight: str = "o i -> o i") -> dict[str, Source]:
-    """A linear layer, whose ``weight`` is held as nn.Linear holds it, or "i o -> o i"."""
-    return {"weight": Source.one(f"{name}.weight", weight), "bias": Source.one(f"{name}.bias", "o -> o")}
+def linear(name: str, weight: str = "o i -> o i", bias: str = "o -> o") -> dict[str, Source]:
+    """A linear layer, as nn.Linear holds it unless patterns say otherwise."""
+    return {"weight": Source.one(f"{name}.weight", weight), "bias": Source.one(f"{name}.bias", bias)}
 
 
 def norm(name: str) -> dict[str, Source]:

@@ -3,7 +3,7 @@ given, and norms over all query heads together and over all key heads."""
 
 from ...interop.huggingface.source import Source
 from .family import SEQUENCE
-from .llama import ATTENTION_BIAS, around, layer, llama_like
+from .llama_like import ATTENTION_BIAS, around, layer, llama_like
 from .names import Sizes, flat, norm
 
 

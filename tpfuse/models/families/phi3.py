@@ -3,7 +3,7 @@ and up in another, no biases, one sliding window, longrope, and rotary positions
 
 from ...interop.huggingface.source import Source
 from .family import ONE_WINDOW, RotaryKeys
-from .llama import llama_like, llama_sources
+from .llama_like import llama_like, llama_sources
 from .names import Modules, Sizes, flat, joined_qkv
 
 

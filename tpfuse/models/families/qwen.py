@@ -2,7 +2,7 @@
 Qwen 2 with biases of q, k and v, Qwen 3 with a norm on every query and key head."""
 
 from .family import WINDOWED_LAYERS
-from .llama import ATTENTION_BIAS, llama_like
+from .llama_like import ATTENTION_BIAS, llama_like
 
 QWEN2 = llama_like("Qwen2ForCausalLM", windows=WINDOWED_LAYERS, qkv_bias=True, out_bias=False, mlp_bias=False)
 QWEN3 = llama_like(

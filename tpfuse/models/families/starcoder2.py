@@ -3,7 +3,7 @@ biases everywhere or nowhere, one sliding window, and dropout after the embeddin
 
 from ...interop.huggingface.source import Source
 from .family import ONE_WINDOW
-from .llama import llama_like, llama_sources
+from .llama_like import llama_like, llama_sources
 from .names import Modules, Sizes, flat, linear
 
 

@@ -1,0 +1,79 @@
+"""What Llama shares with its many relatives: names of parameters, keys of config.json."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...interop.huggingface.source import Source
+from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
+from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
+
+
+def llama_sources(config: Sizes) -> dict[str, Source]:
+    """LlamaForCausalLM: each norm stands before what it feeds."""
+    modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
+    last = config.num_layers - 1
+    for i in range(config.num_layers):
+        modules |= layer(config, i) | {
+            f"blocks.{i}.norm_attention": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.norm_mlp": norm("norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+        }
+    return flat(modules)
+
+
+def around() -> Modules:
+    """What stands around the layers, but for norms."""
+    return {"embedding": table("embed_tokens"), "head": table("lm_head")}
+
+
+def layer(config: Sizes, i: int) -> Modules:
+    """A layer without its norms: q, k and v apart, gate and up apart.  Norms of query and key heads are named, and a
+    model without them takes no notice."""
+    ours, attention, mlp = f"blocks.{i}", f"layers.{i}.self_attn", f"layers.{i}.mlp"
+    q, k, v = (f"{attention}.{name}_proj" for name in "qkv")
+    return {
+        f"{ours}.attention.qkv": qkv(q, k, v, config.num_heads // config.kv_heads),
+        f"{ours}.attention.q_norm": norm(f"{attention}.q_norm"),
+        f"{ours}.attention.k_norm": norm(f"{attention}.k_norm"),
+        f"{ours}.attention.out": linear(f"{attention}.o_proj"),
+        f"{ours}.mlp.fc1": gate_up(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        f"{ours}.mlp.fc2": linear(f"{mlp}.down_proj"),
+    }
+
+
+def llama_like(
+    architecture: str,
+    *,
+    keys: dict[str, tuple[str, ...]] | None = None,
+    optional: dict[str, Any] | None = None,
+    sources: Callable[[Any], dict[str, Source]] = llama_sources,
+    windows: str = NO_WINDOW,
+    rotary_keys: RotaryKeys = USUAL,
+    **fixed: Any,
+) -> Family:
+    """Returns a family with Llama's keys; what is given is what differs."""
+    shared: dict[str, tuple[str, ...]] = dict(
+        num_kv_heads=("num_key_value_heads",),
+        head_width=("head_dim",),
+        eps=("rms_norm_eps",),
+        attention_dropout=("attention_dropout",),
+    )
+    hf_keys = KEYS | shared | (keys or {})
+    decided = dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed
+    omitted = dict(num_kv_heads=None, head_width=None, tie_embeddings=False, init_std=None, attention_dropout=0.0)
+    return Family(
+        architecture=architecture,
+        output="CausalLMOutputWithPast",
+        base_prefix="model.",
+        head_prefixes=("lm_head.",),
+        sources=sources,
+        hf_keys=hf_keys,
+        hf_optional=omitted | (optional or {}),
+        fixed={key: value for key, value in decided.items() if key not in hf_keys},
+        ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        rotary=True,
+        windows=windows,
+        rotary_keys=rotary_keys,
+    )
+
+
+ATTENTION_BIAS: dict[str, tuple[str, ...]] = dict(qkv_bias=("attention_bias",), out_bias=("attention_bias",))
