@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-test_sharded_is_whole = sharded_is_whole(CASES)
+test_sharded_is_whole = sharded_is_whole(CASES, brief=("norms over all heads", "scale, soft cap"))
 
 
 def _local_heads(world, *args):

@@ -99,8 +99,13 @@ def test_every_hook_of_a_block_fires(kind):
     check(*_both(None, kind, False))
 
 
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("kind", KINDS)
+BRIEF = "side by side", "branch norms", "branch norms in place"
+SPLIT = [(kind, sp) for kind in KINDS for sp in (True, False)]
+
+
+@pytest.mark.parametrize(
+    "kind, sp", [pytest.param(*c, marks=[pytest.mark.slow] * (c[0] in BRIEF and not c[1])) for c in SPLIT]
+)
 def test_every_hook_of_a_split_block_fires(ranks, kind, sp):
     for result in ranks(2, _both, kind, sp):
         check(*result)

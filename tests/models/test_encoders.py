@@ -168,7 +168,7 @@ def test_older_keys_of_rotary_positions_and_layers():
     for change, message in (
         (dict(local_rope_theta=None), "local_rope_theta=None is not built"),
         (dict(rope_scaling=yarn), "rope_scaling=.* is not built; only None is"),
-        (dict(rope_parameters=dict(full_attention=yarn)), "rope_type='yarn' and .* are not built"),
+        (dict(rope_parameters=dict(full_attention=yarn)), "rope_type='yarn' is not built; one of default is"),
         (dict(rope_parameters=3), "rope_parameters must be an object"),
         (dict(layer_types=["full"]), "layer_types must be 3 of full_attention and sliding_attention"),
         (dict(attention_dropout=0.1), "attention_dropout=0.1 is not built; only 0.0 is"),

@@ -92,7 +92,7 @@ LLAMAS = {name: (name, {}) for name in FAMILIES if name != "phi3"} | {
 }
 
 
-SLOW = "gpt_neox-serial", "phi3-windowed", "starcoder2", "starcoder2-unbiased"
+SLOW = "gpt_neox-serial", "phi3-windowed", "starcoder2", "starcoder2-unbiased", "gemma2", "gemma3", "olmo2"
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LLAMAS])

@@ -136,7 +136,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("windows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "windows"])
 def test_replays_make_the_tokens(monkeypatch, name):
     model, (ids, mask), tapes = GPT(replace(CONFIGS[name], init_std=0.3), seed=1), prompts((8, 5, 1)), []
     monkeypatch.setattr(passes, "applies", lambda model, ids: False)

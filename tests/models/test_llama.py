@@ -156,12 +156,13 @@ CASES = [  # kv heads, ranks, sequence parallel, padding: kv heads more than, as
 ]
 
 
-LATER = "gpt_neox", "phi3", "starcoder2"  # of which one configuration runs every day, at R = 1 and 2
+# One configuration of each of these runs every day, at R = 2.
+LATER = "gpt_neox", "phi3", "starcoder2", "gemma2", "gemma3", "olmo2"
 MARKED = [
     pytest.param(
         name,
         *case,
-        marks=[pytest.mark.slow] * (name.startswith(LATER) and (name not in LATER or case not in CASES[1:3])),
+        marks=[pytest.mark.slow] * (name.startswith(LATER) and (name not in LATER or case != CASES[2])),
     )
     for name in FAMILIES
     for case in CASES
@@ -212,13 +213,13 @@ def saved_again(world, path, out, sp):
     GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64).save_pretrained(out)
 
 
-LATER = "gpt_neox", "starcoder2", "phi3-windowed", "gemma2", "gemma3", "olmo2"
+SAVED = "gpt_neox", "starcoder2", "phi3-windowed", "gemma2", "gemma3", "olmo2"
 
 
 @pytest.mark.parametrize(
     "name, R",
     [("llama-biased", 4), ("mistral", 2), ("qwen2", 1), ("qwen3", 4)]
-    + [("phi3", 4), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in LATER)],
+    + [("phi3", 4), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in SAVED)],
 )
 def test_a_saved_directory_is_transformers_own(ranks, theirs, reached, tmp_path, name, R):
     model, path = theirs(name)

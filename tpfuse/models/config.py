@@ -216,7 +216,7 @@ class GPTConfig(ModelConfig):
             if self.rope is None or not {"dynamic", "longrope"}.isdisjoint(kinds):
                 given = "rope=None" if self.rope is None else f"rope_type {shown(kinds[0])} and {shown(kinds[1])}"
                 raise ValueError(
-                    f"GPTConfig: local_rope needs rope, and those that depend on the length are not built, got {given}"
+                    f"GPTConfig: local_rope needs rope, and longrope and dynamic ones are not built, got {given}"
                 )
 
     @property
