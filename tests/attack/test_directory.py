@@ -469,7 +469,7 @@ def cannot(world, path, act, kind):
 
 
 @pytest.mark.parametrize("act", ["save_pretrained", "save_adapter"])
-@pytest.mark.parametrize("kind", ["file", "read-only"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_a_target_that_cannot_be_written_is_an_oserror_on_every_rank(ranks, tmp_path, act, kind):
     path = tmp_path / "a" / "b"
     if kind == "file":

@@ -475,6 +475,7 @@ def packed(tmp_path_factory):
     return out, ok(SCRIPT, *arguments(out, 1, 2, *PACKED, "--dropout", 0), procs=2)
 
 
+@pytest.mark.slow
 def test_packed_and_balanced_is_every_document_alone(packed):
     """The loss of the first step, one document after the other on one process; and the text that the documents are
     of."""

@@ -54,9 +54,9 @@ def trained(world, way, fused, kind, dp):
     "way, fused, R, dp, kind",
     [
         ("step", False, 2, 1, "plain"),
-        ("unscale", False, 4, 1, "plain"),
+        pytest.param("unscale", False, 4, 1, "plain", marks=pytest.mark.slow),
         ("clip", False, 2, 1, "plain"),
-        ("step", True, 2, 1, "plain"),
+        pytest.param("step", True, 2, 1, "plain", marks=pytest.mark.slow),
         ("clip", True, 2, 1, "plain"),
         ("step", False, 2, 1, "dtensor"),
         ("step", False, 4, 2, "plain fsdp"),

@@ -381,7 +381,10 @@ def _late(world, op, data):
     return _forms(world, True, op, "plain", data)
 
 
-@pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
+@pytest.mark.parametrize(
+    "op",
+    [*(pytest.param(op, marks=pytest.mark.slow) for op in ("gather_linear", "linear_exchange")), "gather_mlp_exchange"],
+)
 def test_a_slow_rank_changes_nothing(ranks, op):
     for off, on, again in ranks(3, _late, op, plain._data(op, torch.float64)):
         assert_equal(on, again)
