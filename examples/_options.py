@@ -20,6 +20,7 @@ SIZES = {  # parameters, about 12 layers * width^2
 
 FAMILIES = "llama", "gpt2", "mistral", "qwen2", "qwen3"
 VOCAB = 256  # bytes
+PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        "
 
 
 def config_of(args: argparse.Namespace) -> GPTConfig:
@@ -124,8 +125,8 @@ def parse() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, where there is one")
     add("--restart", action="store_true", help="start anew although --out holds a run, and replace it")
     add = parser.add_argument_group("what the trained model writes at the end").add_argument
-    add("--prompt", default="class Error(Exception):\n    ", metavar="TEXT", help="what it continues")
-    add("--temperature", type=float, default=0.7, metavar="T", help="lower is closer to the likeliest")
+    add("--prompt", metavar="TEXT", help="what it continues (default: a class of Python, as far as half of --seq)")
+    add("--temperature", type=float, default=0.5, metavar="T", help="lower is closer to the likeliest")
     add("--top-p", type=float, default=0.9, metavar="P", help="of the fewest bytes that have probability P together")
     args = parser.parse_args()
 
@@ -158,6 +159,7 @@ def parse() -> argparse.Namespace:
         parser.error("--resume and --restart exclude each other")
     if args.tensorboard and not installed("torch.utils.tensorboard"):
         parser.error("--tensorboard needs the package tensorboard: pip install tensorboard")
+    args.prompt = PROMPT[: args.seq // 2] if args.prompt is None else args.prompt
     if not 0 < len(args.prompt.encode()) < args.seq:
         parser.error(f"--prompt must have 1 to {args.seq - 1} bytes (--seq {args.seq})")
     return args
