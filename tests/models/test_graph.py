@@ -4,6 +4,7 @@ stay where they are.
 Without a GPU a tape takes the graph's place: it does the ops of one step again, and calls no Python between them.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -152,14 +153,14 @@ def test_replays_make_the_tokens(monkeypatch, name):
         want = model.generate(ids, **call)
         with monkeypatch.context() as patch:
             patch.setattr(generate, "may_capture", lambda model, step, new: True)
-            got, heard = model.generate(ids, **call), []
-            assert torch.equal(got, want)
+            call["cuda_graph"], heard = True, []
+            assert torch.equal(model.generate(ids, **call), want)
             assert torch.equal(model.generate(ids, on_token=lambda t: heard.append(t), **call), want)  # noqa: B023
             assert torch.equal(torch.stack(heard, 1), want[:, 8:])
     assert len(tapes) == 2 * len(OPTIONS) and {tape.replays for tape in tapes} >= {16 - 3}
 
 
-@pytest.mark.parametrize("options, captures", [({}, True), (dict(cuda_graph=False), False)])
+@pytest.mark.parametrize("options, captures", [(dict(cuda_graph=True), True), ({}, False)])
 def test_what_stands_against_a_graph(monkeypatch, options, captures):
     """As if the model were on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
@@ -176,6 +177,20 @@ def test_what_stands_against_a_graph(monkeypatch, options, captures):
     assert len(made) == captures
     model.generate(ids, **many)
     assert len(made) == 2 * captures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", OPTIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_graph_makes_the_tokens(name, choice):
+    """Captured and replayed on a GPU, more than once on one model."""
+    model = GPT(replace(CONFIGS[name], init_std=0.3), seed=1).cuda()
+    ids, mask = (x.cuda() for x in prompts((8, 5, 1)))
+    call = dict(attention_mask=mask, max_new_tokens=32, **OPTIONS[choice])
+    want = model.generate(ids, **call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a capture that fails
+        assert all(torch.equal(model.generate(ids, cuda_graph=True, **call), want) for _ in range(2))
 
 
 # ---- torch.compile ----

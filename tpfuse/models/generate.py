@@ -56,7 +56,7 @@ def generate(
     streamer: Any = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
     on_prompt: Callable[[int, int], None] | None = None,
-    cuda_graph: bool = True,
+    cuda_graph: bool = False,
 ) -> Tensor:
     """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
 
@@ -93,7 +93,7 @@ def generate(
     ``on_prompt(columns, of)`` is called behind each, on the ranks that have it.  An error of one rank's streamer or
     callable is an error on every rank.
 
-    On a GPU the step of a token becomes a CUDA graph after the second one, unless ``cuda_graph`` is false, or hooks,
+    With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
     processors, autocast or beams stand against it.
 
     ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
