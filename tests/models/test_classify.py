@@ -21,7 +21,6 @@ from tpfuse.models import GPT, Bert, Classifier
 
 F64, L = torch.float64, 3
 NAMES = "gpt2", "llama", "bert"
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in test_base.MORE]
 PERS = "sequence", "token"
 PROBLEMS = {"regression": L, "one": 1, "single_label_classification": L, "multi_label_classification": L}
 
@@ -102,17 +101,30 @@ def close(got, exact):
     assert max(worst.values()) < 1e-10, worst
 
 
-@pytest.mark.parametrize("per", PERS)
-@pytest.mark.parametrize("name", [*NAMES, *MORE])
+def without_padding(found, call):
+    """transformers' attention with soft caps gives rows of padding, which see nothing, the mean of all values."""
+    return found | dict(logits=found["logits"][call["attention_mask"].bool()])
+
+
+NO_TOKENS = "gemma3", "olmo2"  # of which transformers has no class that classifies tokens
+KINDS = [
+    pytest.param(name, per, marks=[] if name in NAMES else [pytest.mark.slow])
+    for name in (*NAMES, *test_base.MORE)
+    for per in (PERS[:1] if name in NO_TOKENS else PERS)
+]
+
+
+@pytest.mark.parametrize("name, per", KINDS)
 def test_as_transformers(files, ranks, name, per):
     model, folder = files(name, per)
+    seen = without_padding if (name, per) == ("gemma2", "token") else lambda found, call: found
     for pad, splits in dict(right=[(2, False), (4, True)], left=[(2, True)]).items():
         call = batch(per, pad)
-        exact = want(model, call)
-        close(_split(None, folder, False, call), exact)
+        exact = seen(want(model, call), call)
+        close(seen(_split(None, folder, False, call), call), exact)
         for R, sp in splits:
             for got in ranks(R, _split, folder, sp, call):
-                close(got, exact)
+                close(seen(got, call), exact)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])

@@ -68,6 +68,7 @@ def test_short_and_long_factors_differ(phi3):
 
 @pytest.mark.slow
 def test_under_torch_compile(phi3):
+    torch._dynamo.reset()  # which makes numbers that differed between models of this process symbols
     ours, (ids, mask) = GPT.from_pretrained(phi3[1], dtype=F64), padded((TRAINED + 1, 3))
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     for call in dict(), dict(position_ids=positions_of(mask)), dict(position_ids=positions_of(mask).clamp(max=3)):
