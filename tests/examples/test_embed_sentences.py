@@ -26,7 +26,8 @@ def inputs():
     return ids, mask
 
 
-@pytest.mark.parametrize("procs", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [0, 1, 2, 3, 4])
 def test_the_script(procs):
     said = ok(SCRIPT, procs=procs, forked=procs != 2)
     size = max(1, procs)
