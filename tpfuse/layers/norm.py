@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives import all_reduce, copy, copy_within
+from ..collectives import copy, copy_within, reduce
 from ..kernels.norm import KINDS, check_kind, layer_norm, rms_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -129,24 +129,11 @@ def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
         made = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
     else:
         means = [torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1] for x in rows]
-        means = list(_SumOver.apply(torch.stack(means), tp).div(tp.size).unbind(0))
+        total = copy(reduce(torch.stack(means), tp), tp)  # which each rank goes on to use differently
+        means = list(total.div(tp.size).unbind(0))
         each = zip(rows, means, weights, norms, strict=True)
         made = [_Scaled.apply(x, mean + n.eps, w, KINDS[n.kind].offset) for x, mean, w, n in each]
     return [y.view(x.shape) for x, y in zip(xs, made, strict=True)]
-
-
-class _SumOver(Function):
-    """The sum over the ranks, each of which goes on to use it differently: so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return all_reduce(x, tp)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.contiguous(), ctx.tp), None
 
 
 class _Scaled(Function):
