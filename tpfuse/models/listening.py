@@ -1,4 +1,4 @@
-"""What a caller hears while prompts are read and tokens come, and how he stops these: a streamer, ``on_prompt`` and
+"""What a caller hears while prompts are read and tokens come, and what stops these: a streamer, ``on_prompt`` and
 ``on_token``."""
 
 from collections.abc import Callable
