@@ -198,3 +198,18 @@ def test_gpt_neox_heads_go_by_both_names(tmp_path, name):
     assert ours.head is not None and error(ours(ids).logits, model(ids).logits.detach()) < 1e-10
     ours.save_pretrained(tmp_path / "again")
     assert "embed_out.weight" in load_file(tmp_path / "again" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", PROMPTS)
+@pytest.mark.parametrize("layers", [False, True])
+def test_beams_past_the_trained_length(phi3, lengths, layers):
+    """A cache that is made anew holds the beams of that time."""
+    model, path = phi3
+    ids, mask = padded(lengths)
+    options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=8)
+    want = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    ours = GPT.from_pretrained(path, dtype=F64)
+    if layers:
+        ours.blocks[0].mlp.register_forward_hook(lambda *args: None)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, **options)[:, -8:], want[:, -8:])
