@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention.options import as_key_mask
 from ..kernels.norm import Recompute, check_kind, norm_in, reduce_bias_dropout_add_norm
+from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import autocasts
 from ..kernels.runtime.philox import Mask, active_rng, threshold
@@ -157,7 +158,13 @@ class TransformerBlock(ParallelModule):
         self.norm_attention = make_norm() if pre_norm else None
         self.norm_mlp = make_norm() if norm_out or (pre_norm and not enters) else None
         self.branch_attention, self.branch_mlp = (make_norm() if branch_norm else None for _ in range(2))
+        self.norm_after = True  # or the one that its h is sent to runs norm_mlp: a pipeline's next stage
         self.compare_alone()
+
+    @property
+    def last_norm(self) -> LayerNorm | None:
+        """The norm that ends the block, where the block itself runs it."""
+        return self.norm_mlp if self.norm_after else None
 
     def forward(
         self,
@@ -204,7 +211,7 @@ class TransformerBlock(ParallelModule):
         if self.parallel:
             h, n, recompute = parallel_residual(self, h, normed, cache=cache, **attending)
             return h if alone else (h, Normed(n, self._keep(recompute)))
-        a, m = self.norm_attention, self.norm_mlp
+        a, m = self.norm_attention, self.last_norm
         vectors = [self.attention.out.bias, *_vectors(a), self.mlp.fc2.bias, *_vectors(m)]
         if self.norm_in is not None:
             vectors += _vectors(self.norm_in)
@@ -265,7 +272,7 @@ class TransformerBlock(ParallelModule):
         h = n if self.post_norm else h
         x = self.mlp(n)
         h = add(x, self.branch_mlp, self.sites.after_mlp)
-        n = h if self.norm_mlp is None else self.norm_mlp(h).to(x.dtype)
+        n = h if self.last_norm is None else self.last_norm(h).to(x.dtype)
         h = n if self.post_norm else h
         return h if normed is None else (h, Normed(expanded("TransformerBlock", n, self.tp)))
 
@@ -277,6 +284,7 @@ class TransformerBlock(ParallelModule):
             and not (self.parallel or self.branch_norm)
             and (normed is None or normed.recompute is None)
             and not torch.compiler.is_compiling()
+            and not deferring()
             and not autocasts(h)
             and self.attention.in_one
             and self.mlp.in_one
@@ -289,7 +297,7 @@ class TransformerBlock(ParallelModule):
         tensors: list[Any] = []
         for module in (
             own.get("norm_in"), attention["qkv"], attention["out"], own["norm_attention"],
-            mlp["fc1"], mlp["fc2"], own.get("norm_mlp"),
+            mlp["fc1"], mlp["fc2"], own.get("norm_mlp") if self.norm_after else None,
         ):  # fmt: skip
             tensors += (None, None) if module is None else (_parameter(module, "weight"), _parameter(module, "bias"))
         return Parameters(*tensors)

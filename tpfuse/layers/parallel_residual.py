@@ -25,7 +25,7 @@ def parallel_residual(
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """h [m, D], and its n with how to recompute it where the block has no norm_in -> h', n' and how to recompute it."""
     tp, attention, mlp = block.tp, block.attention, block.mlp
-    own, last, first = block.norm_attention, block.norm_mlp, block.norm_in
+    own, last, first = block.norm_attention, block.last_norm, block.norm_in
     vectors = [attention.out.bias, mlp.fc2.bias]
     for norm in (own, last, first):
         vectors += [None, None] if norm is None else [norm.weight, norm.bias]

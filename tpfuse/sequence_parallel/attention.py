@@ -12,6 +12,7 @@ from ..kernels.attention.op import attention
 from ..kernels.attention.options import TENSORS, Options, checked_options
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -20,9 +21,9 @@ from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
 from .forms import overlapped
-from .gather_linear import GatherLinear
-from .linear_exchange import LinearExchange
-from .records import AttentionSaved, Needs, Projections, Saved, restore, save
+from .gather_linear import run_gather_linear
+from .linear_exchange import run_linear_exchange
+from .records import AttentionSaved, Linear, Needs, Projections, Saved, handed_over, restore, save, wanted
 
 
 class _GatherAttentionExchange(Function):
@@ -35,15 +36,17 @@ class _GatherAttentionExchange(Function):
         w: Tensor,
         b: Tensor | None,
         w_out: Tensor,
-        heads: tuple[int, int],
+        how: tuple[tuple[int, int], Later | None],
         options: Options,
         tp: TensorParallel,
         recompute: Recompute | None,
     ) -> Tensor:
+        """``how``: heads a group and their width, and what is handed over."""
+        heads, after = how
         weights = Projections(w, b, w_out, *heads)
         parts, *kept = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
         save(ctx, (w, w_out, *kept, *options[:TENSORS]), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out)
+        ctx.args, ctx.mains, ctx.after = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out), after
         return parts
 
     @staticmethod
@@ -51,12 +54,12 @@ class _GatherAttentionExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w, w_out, qkv, o, lse, *tensors), n = restore(ctx)
         heads, constants, dtype, tp = ctx.args
-        _, weight, bias, out_weight, *_ = ctx.needs_input_grad
+        weight, bias, out_weight = wanted(ctx, bias=True, out=True)
         weights = Projections(w, None, w_out, *heads)
-        needs = Needs(weight, dtype if bias else None, out_weight).added(ctx.mains)
+        needs = Needs(weight, dtype if bias else None, out_weight).at(ctx.after, ctx.mains)
         saved = AttentionSaved(n, qkv, o, lse, options=Options(*tensors, *constants))
-        grads = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, needs=needs, tp=tp)
-        return *grads, None, None, None, None
+        dn, dw, db, dw_out = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, needs=needs, tp=tp)
+        return dn, dw, handed_over(ctx.after, db), dw_out, *[None] * 4
 
 
 def gather_attention_exchange(
@@ -97,7 +100,11 @@ def gather_attention_exchange(
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
         seq, scale = options.pop("seq", None), options.pop("scale", None)
         checked = checked_options(qkv_shape, Options(batch=batch, causal=causal, **options), seq=seq, scale=scale)
-        return _GatherAttentionExchange.apply(x, qkv_weight, qkv_bias, out_weight, heads, checked, tp, recompute)
-    qkv = GatherLinear.apply(x, qkv_weight, qkv_bias, "none", tp, recompute, form)
+        after = later(x, qkv_weight, qkv_bias, out_weight)
+        weights = qkv_weight, qkv_bias, out_weight
+        if after is not None:
+            weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
+        return _GatherAttentionExchange.apply(x, *weights, (heads, after), checked, tp, recompute)
+    qkv = run_gather_linear(x, Linear(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
     o = attention(qkv.view(len(qkv), -1, *heads), batch=batch, causal=causal, **options)
-    return LinearExchange.apply(o, out_weight, tp, form)
+    return run_linear_exchange(o, out_weight, tp, form)

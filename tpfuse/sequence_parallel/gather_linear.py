@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.linear.op import activation_bwd, check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
@@ -21,7 +22,7 @@ from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
 from .forms import Form
-from .records import Linear, Needs, Saved, restore, save
+from .records import Linear, Needs, Saved, handed_over, restore, save, wanted
 
 
 class GatherLinear(Function):
@@ -35,10 +36,11 @@ class GatherLinear(Function):
         tp: TensorParallel,
         recompute: Recompute | None,
         form: Form,
+        after: Later | None,
     ) -> Tensor:
         y, z = form.gather_linear_fwd(n, Linear(w, b, activation), tp)
         save(ctx, (w, None if activation == "none" else z), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains = (activation, dtype_of(b), tp, form), mains(w, None)
+        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b), tp, form), mains(w, None), after
         return y
 
     @staticmethod
@@ -46,13 +48,14 @@ class GatherLinear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (w, z), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
-        _, weight, bias, *_ = ctx.needs_input_grad
+        weight, bias, _ = wanted(ctx, bias=True)
         dy, dtype, db = dy.contiguous(), dtype if bias else None, None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=dtype)
-        needs = Needs(weight, dtype if z is None else None).added(ctx.mains)
+        needs = Needs(weight, dtype if z is None else None).at(ctx.after, ctx.mains)
         dn, dw, db_here = form.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
-        return dn, dw, (db_here if db is None else db) if bias else None, None, None, None, None
+        db = (db_here if db is None else db) if bias else None
+        return dn, dw, handed_over(ctx.after, db), *[None] * 5
 
 
 def gather_linear(
@@ -77,4 +80,16 @@ def gather_linear(
     x, weight, bias = autocast(x, weight, bias)
     x = expanded("gather_linear", x, tp)
     form = choose("gather_linear", x, weight, tp=tp, columns=columns)
-    return GatherLinear.apply(x, weight, bias, activation, tp, recompute, form)
+    return run_gather_linear(x, Linear(weight, bias, activation), tp=tp, recompute=recompute, form=form)
+
+
+def run_gather_linear(
+    x: Tensor, linear: Linear, *, tp: TensorParallel, recompute: Recompute | None, form: Form
+) -> Tensor:
+    """gather_linear of arguments that have been checked: x [R, m, D] with stride 0."""
+    w, b, activation = linear
+    after = later(x, w, b)
+    if after is not None:
+        w, b = w.detach(), detached(b)
+    y: Tensor = GatherLinear.apply(x, w, b, activation, tp, recompute, form, after)
+    return y

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.linear.op import check_linear
+from ..kernels.runtime.deferred import Later, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -23,9 +24,9 @@ from .records import Needs
 
 class LinearExchange(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form, after: Later | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.args, ctx.mains = (tp, form), mains(None, w)
+        ctx.args, ctx.mains, ctx.after = (tp, form), mains(None, w), after
         return form.linear_exchange_fwd(x, w, tp)
 
     @staticmethod
@@ -33,10 +34,10 @@ class LinearExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         tp, form = ctx.args
-        _, weight, *_ = ctx.needs_input_grad
-        needs = Needs(out_weight=weight).added(ctx.mains)
+        weight = ctx.needs_input_grad[1] if ctx.after is None else ctx.after.wants("out_weight")
+        needs = Needs(out_weight=weight).at(ctx.after, ctx.mains)
         dx, dw = form.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
@@ -51,4 +52,12 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
         f"linear_exchange: x must be [M, K], M divisible by {tp.row_shards}, got {tuple(x.shape)}",
     )
     x, weight = autocast(x, weight)
-    return LinearExchange.apply(x.contiguous(), weight, tp, choose("linear_exchange", x, weight, tp=tp))
+    return run_linear_exchange(x.contiguous(), weight, tp, choose("linear_exchange", x, weight, tp=tp))
+
+
+def run_linear_exchange(x: Tensor, weight: Tensor, tp: TensorParallel, form: Form) -> Tensor:
+    """linear_exchange of arguments that have been checked."""
+    after = later(x, None, None, weight)
+    w = weight if after is None else weight.detach()
+    parts: Tensor = LinearExchange.apply(x, w, tp, form, after)
+    return parts

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.linear.activation import width
 from ..kernels.linear.op import check_linear
 from ..kernels.norm import Recompute
+from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains
@@ -25,7 +26,7 @@ from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
 from .forms import Form
-from .records import MLP, MLPSaved, Needs, Saved, restore, save
+from .records import MLP, MLPSaved, Needs, Saved, handed_over, restore, save, wanted
 
 
 class GatherMLPExchange(Function):
@@ -36,17 +37,17 @@ class GatherMLPExchange(Function):
         w1: Tensor,
         b1: Tensor | None,
         w2: Tensor,
-        how: tuple[str, bool],
+        how: tuple[str, bool, Later | None],
         tp: TensorParallel,
         recompute: Recompute | None,
         form: Form,
     ) -> Tensor:
-        """``how``: the activation, and whether what it gives is saved."""
-        activation, keep = how
+        """``how``: the activation, whether what it gives is saved, and what is handed over."""
+        activation, keep, after = how
         mlp = MLP(w1, b1, w2, activation)
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=keep, tp=tp)
         save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains = (activation, dtype_of(b1), tp, form), mains(w1, w2)
+        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b1), tp, form), mains(w1, w2), after
         return parts
 
     @staticmethod
@@ -54,11 +55,11 @@ class GatherMLPExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w1, w2, z, a), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
-        _, weight, bias, out_weight, *_ = ctx.needs_input_grad
+        weight, bias, out_weight = wanted(ctx, bias=True, out=True)
         mlp = MLP(w1, None, w2, activation)
-        needs = Needs(weight, dtype if bias else None, out_weight).added(ctx.mains)
-        grads = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), needs=needs, tp=tp)
-        return *grads, None, None, None, None
+        needs = Needs(weight, dtype if bias else None, out_weight).at(ctx.after, ctx.mains)
+        dn, dw1, db1, dw2 = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), needs=needs, tp=tp)
+        return dn, dw1, handed_over(ctx.after, db1), dw2, *[None] * 4
 
 
 def gather_mlp_exchange(
@@ -92,5 +93,9 @@ def gather_mlp_exchange(
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = expanded("gather_mlp_exchange", x, tp)
     form = choose("gather_mlp_exchange", x, fc1_weight, tp=tp)
-    how = activation, recompute is None if keep is None else keep
-    return GatherMLPExchange.apply(x, fc1_weight, fc1_bias, fc2_weight, how, tp, recompute, form)
+    after = later(x, fc1_weight, fc1_bias, fc2_weight)
+    weights = fc1_weight, fc1_bias, fc2_weight
+    if after is not None:
+        weights = fc1_weight.detach(), detached(fc1_bias), fc2_weight.detach()
+    how = activation, recompute is None if keep is None else keep, after
+    return GatherMLPExchange.apply(x, *weights, how, tp, recompute, form)

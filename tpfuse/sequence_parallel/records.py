@@ -3,10 +3,10 @@
 A weight's gradient is a unit of work of its own, with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the
 rows of its input have yet to be gathered.  A form hands it to ``needs.run`` with the weight's name among the fields of
 ``Needs``, and it is run at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
-(:class:`tpfuse.MainGrad`): the unit adds to the sum so far, whenever it is run, and returns no gradient.  A pipeline
-that fills its bubbles can hand over another ``run``, which keeps the unit, and the ``run`` that it is for, and returns
-(None, None).  Another kind of weights (experts, which are no single linear layer) brings its own record of weights and
-its own unit: anything with ``run()`` and ``add_to(total)``.
+(:class:`tpfuse.MainGrad`): the unit adds to the sum so far, whenever it is run, and returns no gradient.  Where
+backward hands the gradients of weights over (kernels/runtime/deferred.py) ``run`` leaves the unit in a store and
+returns (None, None).  Another kind of weights (experts, which are no single linear layer) brings its own record of
+weights and its own unit: anything with ``run()`` and ``add_to(total)``.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels.attention.options import Options
 from ..kernels.linear.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
+from ..kernels.runtime.deferred import Later
 from ..kernels.runtime.main_grad import Main
 from ..parallel import TensorParallel
 from .crossings import gather_rows
@@ -189,6 +190,10 @@ class Needs(NamedTuple):
         """Whether gradients are wanted as tensors, and now, so that an opaque op may make them."""
         return self.run is run
 
+    def at(self, after: Later | None, mains: tuple[Main | None, ...] | None) -> "Needs":
+        """Returns the needs of weights whose gradients are handed over, or which have these places."""
+        return self.added(mains) if after is None else self._replace(run=_handing_over(after))
+
     def added(self, mains: tuple[Main | None, ...] | None) -> "Needs":
         """Returns the needs of weights with these places, of the weight and of the out_weight."""
         if mains is None:
@@ -199,3 +204,38 @@ class Needs(NamedTuple):
             out_weight=self.out_weight and (out_weight is None or out_weight.wanted),
             run=adding(*(None if main is None else main.add for main in mains)),
         )
+
+
+def _handing_over(after: Later) -> Run:
+    """Returns a ``run`` that leaves the work in a store."""
+    places = after.mains or (None, None)
+
+    def hand_over(name: str, work: Work) -> tuple[None, None]:
+        main = places[0 if name == "weight" else 1]
+
+        def make() -> None:
+            dw, db = work.run() if main is None else (None, main.add(work.add_to))
+            after.give(name, dw)
+            after.give("bias", db)
+
+        after.store.add(make)
+        return None, None
+
+    return hand_over
+
+
+def wanted(ctx: Any, *, bias: bool = False, out: bool = False) -> tuple[bool, bool, bool]:
+    """Whether backward is to make, or to hand over, the gradients of the weight, the bias and the out_weight, which
+    stand behind x in this order."""
+    if ctx.after is not None:
+        return ctx.after.wants("weight"), ctx.after.wants("bias"), ctx.after.wants("out_weight")
+    _, weight, *rest = ctx.needs_input_grad
+    return weight, bias and rest[0], out and rest[1]
+
+
+def handed_over(after: Later | None, gradient: Tensor | None) -> Tensor | None:
+    """Returns a bias's gradient where autograd takes it; else hands it over."""
+    if after is None:
+        return gradient
+    after.keep("bias", gradient)
+    return None

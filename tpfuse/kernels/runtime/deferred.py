@@ -1,0 +1,102 @@
+"""Gradients of weights handed over as work, to be made later: what a split backward pass of a pipeline needs.
+
+Inside ``store.deferring()`` an op whose input needs a gradient takes its weights detached.  Its backward makes the
+gradient of the input, and leaves the GEMM of each weight's gradient in the store; run, it goes to what the op was given
+as its weight, through casts, views and hooks, as autograd would have sent it.  A weight whose gradient is added in fp32
+(:class:`tpfuse.MainGrad`) is added to at that time.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .main_grad import Main, mains
+
+
+class WeightGradients:
+    """Work that backward has left, in its order."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """In it, forward passes of this thread hand their weights' gradients over to this store."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def take(self) -> Callable[[], None]:
+        """Returns what makes the gradients handed over since the last call, once."""
+        work, self._work = self._work[::-1], []
+
+        def run() -> None:
+            while work:
+                work.pop()()
+
+        return run
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+
+_current: contextvars.ContextVar[WeightGradients | None] = contextvars.ContextVar("weight gradients", default=None)
+
+
+class Later(NamedTuple):
+    """What one op hands over: its store, and the tensors that its gradients go to."""
+
+    store: WeightGradients
+    weight: Tensor | None
+    bias: Tensor | None
+    out_weight: Tensor | None
+
+    @property
+    def mains(self) -> tuple[Main | None, ...] | None:
+        """The places in fp32 of the weight and of the out_weight."""
+        return mains(self.weight, self.out_weight)
+
+    def wants(self, name: str) -> bool:
+        """Whether the tensor ``name`` is to get a gradient."""
+        x = getattr(self, name)
+        return x is not None and x.requires_grad
+
+    def give(self, name: str, gradient: Tensor | None) -> None:
+        """Sends a gradient on, now."""
+        if gradient is not None and self.wants(name):
+            torch.autograd.backward([getattr(self, name)], [gradient])
+
+    def keep(self, name: str, gradient: Tensor | None) -> None:
+        """Hands over a gradient that has been made already."""
+        if gradient is not None and self.wants(name):
+            self.store.add(lambda: self.give(name, gradient))
+
+
+def deferring() -> bool:
+    """Whether forward passes hand their weights' gradients over."""
+    return not torch.compiler.is_compiling() and _current.get() is not None
+
+
+def later(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, out_weight: Tensor | None = None
+) -> Later | None:
+    """Returns what an op is to hand over; None where it makes its gradients at once: also where nothing before it waits
+    for a gradient of ``x``, and its backward may never be called."""
+    store = None if torch.compiler.is_compiling() else _current.get()
+    if store is None or not x.requires_grad or not torch.is_grad_enabled():
+        return None
+    made = Later(store, weight, bias, out_weight)
+    return made if any(map(made.wants, ("weight", "bias", "out_weight"))) else None
+
+
+def detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
