@@ -26,6 +26,7 @@ from ..layers.hooks import served
 from ..layers.module import replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
+from ..pipeline.placement import Stage
 from .bert_config import BertConfig
 from .classify import Classifier, ClassifierHead, named_in
 from .embed import Lookup, embed
@@ -35,6 +36,7 @@ from .head import Dense, LMHead, Table, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
+from .staged import Call
 
 
 class Bert(Model):
@@ -66,6 +68,7 @@ class Bert(Model):
         pooler: bool | None = None,
         masked_lm: bool = False,
         classifier: Classifier | None = None,
+        stage: Stage | tuple[Any, ...] | None = None,
     ):
         check(not (masked_lm and classifier is not None), "Bert: give masked_lm or classifier, both came")
         transforms = classifier is not None and config.hf.head(classifier.per).transform
@@ -74,23 +77,32 @@ class Bert(Model):
             pooler = needed or (config.hf.pooler and not (masked_lm or classifier is not None))
         check(needed or not pooler or config.hf.pooler, f"Bert: a {config.family} model has no pooler, got pooler=True")
         check(pooler or not needed, "Bert: Classifier(per='sequence') reads the pooler, got pooler=False")
-        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
+        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier, stage=stage)
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
-            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if c.rope is None else None
-            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std) if c.type_vocab_size else None
-            self.norm_in = LayerNorm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
-            self.blocks = nn.ModuleList(
-                TransformerBlock(
+            first, last = self.holds_first, self.holds_last
+            if self.holds_embedding:
+                self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
+            else:
+                self.register_module("embedding", None)
+            learned, typed = first and c.rope is None, first and c.type_vocab_size
+            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
+            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std) if typed else None
+            make_norm = lambda: LayerNorm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
+            if first:
+                self.norm_in = make_norm()
+            else:
+                self.register_module("norm_in", None)
+            self.blocks = self._hold(
+                lambda layer: TransformerBlock(
                     c.hidden_size,
                     c.num_heads,
                     c.ffn_width,
                     tp=tp,
                     layer=layer,
                     causal=False,
-                    window=window,
+                    window=c.windows[layer],
                     activation=c.activation,
                     gated=c.gated,
                     eps=c.eps,
@@ -105,9 +117,11 @@ class Bert(Model):
                     saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
-                )
-                for layer, window in enumerate(c.windows)
+                ),
+                None if c.post_norm else make_norm,
             )
+            pooler, masked_lm = pooler and last, masked_lm and last
+            classifier, transforms = classifier if last else None, transforms and last
             dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
             self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
@@ -125,31 +139,35 @@ class Bert(Model):
         self._choose_recompute(recompute)
         self._materialize()
 
-    def _run(self, inputs: Inputs) -> Output:
-        cure = "the masked-LM head; make the model with masked_lm=True"
-        check_asked("Bert", inputs, (self.head, self.classifier), cure)
+    def _begin(self, inputs: Inputs) -> Call:
+        if self.holds_last:
+            cure = "the masked-LM head; make the model with masked_lm=True"
+            check_asked("Bert", inputs, (self.head, self.classifier), cure)
         longest = self._check_call(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        h, normed = self._embed(rows, inputs, rng)
-        call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
+        blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if self.config.rope is not None:
             packed = dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-            call |= dict(rope=self._rope(rows, inputs), **packed)
-        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
-        h, normed = self._run_blocks(h, normed, states, **call)
-        every = None if states is None else tuple(map(rows.whole, states))
+            blocks |= dict(rope=self._rope(rows, inputs), **packed)
+        return Call(inputs, rows, rng, blocks)
+
+    def _embedded(self, call: Call) -> tuple[Tensor, Normed]:
+        return self._embed(call.rows, call.inputs, call.rng)
+
+    def _finish(self, h: Tensor, normed: Normed, call: Call, states: tuple[Tensor, ...] | None) -> Output:
+        inputs, rows, rng, _ = call
         if not self.config.post_norm:
             h = normed.rows
         if self.classifier is not None and self.classifier.of_rows:
             x = h if self.transform is None else self._transform(h).rows
-            return Output(*self.classifier.score_rows(x, rows, inputs, rng), hidden_states=every)
+            return Output(*self.classifier.score_rows(x, rows, inputs, rng), hidden_states=states)
         if self.classifier is not None:
             pooled = self._pool(rows.whole(h), inputs, rng)
             assert pooled is not None  # the head has one
-            return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=every)
+            return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=states)
         if self.head is None:
             hidden = rows.whole(h)
-            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden, inputs), hidden_states=every)
+            return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden, inputs), hidden_states=states)
         labels = None if inputs.labels is None else rows.all(inputs.labels, IGNORE)
         loss, logits = self.head.loss_and_logits(
             self._transform(h),
@@ -160,12 +178,12 @@ class Bert(Model):
             small=self.saving == "smallest" and not served(self.head),
         )
         loss = loss if loss is None or not loss.dim() else rows.back(loss)
-        return Output(loss, None if logits is None else rows.back(logits), hidden_states=every)
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
 
     def _check_call(self, inputs: Inputs) -> int | None:
         """Returns the length of the longest packed document; ValueError for inputs that the model does not take."""
         no_types = "there are no token types, so token_type_ids must be None"
-        check(self.types is not None or inputs.token_type_ids is None, f"Bert: {no_types}")
+        check(bool(self.config.type_vocab_size) or inputs.token_type_ids is None, f"Bert: {no_types}")
         alone = inputs.cu_seqlens is None and inputs.max_seqlen is None
         check(
             alone or self.config.rope is not None,

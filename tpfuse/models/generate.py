@@ -100,6 +100,7 @@ def generate(
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
     a callable, stop strings or criteria a GPU is waited for at each token, else at every eighth.
     """
+    model.check_whole("generate")
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     sampling = Sampling(

@@ -26,6 +26,7 @@ from ..layers.block import Normed
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
+from ..pipeline.placement import Stage
 from .classify import Classifier, ClassifierHead, named_in
 from .config import GPTConfig
 from .embed import Lookup, embed
@@ -35,6 +36,7 @@ from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
+from .staged import Call
 
 _TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 
@@ -68,19 +70,26 @@ class GPT(Model):
         recompute: str | None = None,
         lm_head: bool = True,
         classifier: Classifier | None = None,
+        stage: Stage | tuple[Any, ...] | None = None,
     ):
         lm_head = lm_head and classifier is None
-        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier)
+        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier, stage=stage)
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, lm_head=lm_head)
         c, tp = config, self.tp
         with torch.device("meta"):
             scale = c.hidden_size**0.5 if c.scaled_embedding else None
             table: dict[str, Any] = dict(scale=scale, init_std=c.init_std)
-            self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
-            self.positions = None if c.rope else Table(c.max_positions, c.hidden_size, tp, c.init_std)
-            self.norm_in = norm_layer(c.norm, c.hidden_size, c.eps, tp=tp) if c.pre_norm else None
-            self.blocks = nn.ModuleList(
-                TransformerBlock(
+            first, last = self.holds_first, self.holds_last
+            if self.holds_embedding:
+                self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
+            else:
+                self.register_module("embedding", None)
+            learned = first and c.rope is None
+            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
+            make_norm = (lambda: norm_layer(c.norm, c.hidden_size, c.eps, tp=tp)) if c.pre_norm else None
+            self.norm_in = make_norm() if make_norm is not None and first else None
+            self.blocks = self._hold(
+                lambda layer: TransformerBlock(
                     c.hidden_size,
                     c.num_heads,
                     c.ffn_width,
@@ -89,7 +98,7 @@ class GPT(Model):
                     tp=tp,
                     layer=layer,
                     causal=True,
-                    window=window,
+                    window=c.windows[layer],
                     qk_norm=c.qk_norm,
                     activation=c.activation,
                     gated=c.gated,
@@ -112,38 +121,47 @@ class GPT(Model):
                     saving=self.saving,
                     init_std=c.init_std,
                     out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
-                )
-                for layer, window in enumerate(c.windows)
+                ),
+                make_norm,
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             head |= dict(softcap=c.logit_softcap)
-            self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head else None
-            self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
+            self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head and last else None
+            self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None and last else None
         self._tables: dict[bool, tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
-    def _run(self, inputs: Inputs) -> Output:
-        cure = "the language-model head; make the model with lm_head=True"
-        check_asked("GPT", inputs, (self.head, self.classifier), cure)
+    def _begin(self, inputs: Inputs) -> Call:
+        if self.holds_last:
+            cure = "the language-model head; make the model with lm_head=True"
+            check_asked("GPT", inputs, (self.head, self.classifier), cure)
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
             inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        h, normed = self._embed(rows, inputs.tokens, inputs.position_ids, rng)
-        call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
+        blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if inputs.cu_seqlens is not None:
-            call |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        call["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
-        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
-        _, normed = self._run_blocks(h, normed, states, **call)
-        hidden = None if states is None else tuple(map(rows.whole, states))
+            blocks |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
+        blocks["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        return Call(inputs, rows, rng, blocks)
+
+    def labelled(self, inputs: Inputs) -> Tensor:
+        if self.classifier is not None or inputs.labels is None or inputs.labels.dim() != 2:
+            return super().labelled(inputs)
+        return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum().float()
+
+    def _embedded(self, call: Call) -> tuple[Tensor, Normed]:
+        return self._embed(call.rows, call.inputs.tokens, call.inputs.position_ids, call.rng)
+
+    def _finish(self, h: Tensor, normed: Normed, call: Call, states: tuple[Tensor, ...] | None) -> Output:
+        inputs, rows, rng, _ = call
         if self.classifier is not None:
-            return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=hidden)
+            return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
         if self.head is None:
-            return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=hidden)
+            return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=states)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -157,7 +175,7 @@ class GPT(Model):
         )
         if loss is not None and loss.dim():  # that of a label stands where the token before it is
             loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
-        return Output(loss, None if logits is None else rows.back(logits), hidden_states=hidden)
+        return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
 
     def _embed(
         self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
@@ -229,7 +247,7 @@ class GPT(Model):
     generate = generate
 
     def ignorable(self) -> tuple[str, ...]:
-        idle = self.config.tie_embeddings or self.head is None
+        idle = self.config.tie_embeddings or self.head is None  # or, of a pipeline, on another stage
         return (*super().ignorable(), *(map(re.escape, _heads(self.config.hf)) if idle else ()))
 
     @classmethod

@@ -9,17 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..agreement import Agreement, Asked, agree
-from ..interop.huggingface.model import PretrainedModule
 from ..interop.huggingface.read import Files, load
-from ..interop.huggingface.source import Source
-from ..interop.huggingface.write import save
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
-from ..layers.block import Normed
+from ..layers.block import Normed, TransformerBlock
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
-from ..layers.module import initialize, local, module_state, named_specs
+from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
+from ..pipeline.placement import Stage
 from ..together import together
 from .classify import ClassifierHead
 from .config import ModelConfig
@@ -27,6 +25,7 @@ from .head import LMHead
 from .inputs import Inputs, check_given, check_inputs, check_tokens
 from .rows import Rows
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
+from .staged import StagedModel
 
 M = TypeVar("M", bound="Model")
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
@@ -47,7 +46,7 @@ class Output(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
-class Model(PretrainedModule):
+class Model(StagedModel):
     """The base of GPT and Bert.
 
     ``step`` counts training forwards (a 0-d int64 tensor, no buffer) unless a call brings its own.
@@ -71,6 +70,7 @@ class Model(PretrainedModule):
         seed: int = 0,
         saving: str | None = None,
         recompute: str | None = None,
+        stage: Stage | tuple[Any, ...] | None = None,
         **options: Any,
     ):
         super().__init__()
@@ -82,12 +82,13 @@ class Model(PretrainedModule):
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         name = type(self).__name__
         self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
-        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute)
+        shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared["dtype"] = torch.get_default_dtype()
         self.tp.agree(name, shared | options)
         shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
         agree(dp, Asked(name, axis="data-parallel"), shared | options)
         self.saving, self._full = saving_of(name, saving, recompute), False
+        self._place(stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
@@ -105,7 +106,8 @@ class Model(PretrainedModule):
         initialize(self, self.seed)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        return [resolve(name) for name in (self.tp.group_name, self.dp_group_name) if name is not None]
+        names = self.tp.group_name, self.dp_group_name, self.pp_group_name
+        return [resolve(name) for name in names if name is not None]
 
     # ---- what is kept for backward ----
 
@@ -127,9 +129,9 @@ class Model(PretrainedModule):
 
     def _choose_recompute(self, recompute: str | None) -> None:
         self._full = recompute == FULL
-        block: Any
         for block in self.blocks:  # in a block that runs again what is cheap is made again too
-            block.saving = "smallest" if self._full else self.saving
+            if isinstance(block, TransformerBlock):
+                block.saving = "smallest" if self._full else self.saving
 
     def _run_blocks(self, h: Tensor, normed: Normed, states: list[Tensor] | None, **call: Any) -> tuple[Tensor, Normed]:
         """Through the blocks; ``states`` gets what enters each, and the last's n."""
@@ -219,6 +221,7 @@ class Model(PretrainedModule):
 
         What ``inputs_embeds`` takes; gradients go back to the embedding.  Every rank calls it.
         """
+        self.check_whole("input_embeddings")
         check_tokens(type(self).__name__, input_ids)
         rows = Rows(input_ids.shape, self.tp)
         return rows.whole(self.embedding(rows.all(input_ids, -1)))
@@ -231,13 +234,18 @@ class Model(PretrainedModule):
             self._agreement(self.tp.group, arguments, modes, lambda: module_state(self))
 
     def _run(self, inputs: Inputs) -> Output:
-        raise NotImplementedError
+        self.check_whole("a call")
+        call = self._begin(inputs)
+        h, normed = self._embedded(call)
+        states: list[Tensor] | None = [] if inputs.output_hidden_states else None
+        h, normed = self._run_blocks(h, normed, states, **call.blocks)
+        return self._finish(h, normed, call, None if states is None else tuple(map(call.rows.whole, states)))
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
         given = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
         limits: dict[str, Any] = dict(most=self.config.max_positions, first=self.config.first_position, longest=longest)
-        check_inputs(type(self).__name__, given, **limits, device=self.embedding.weight.device)
+        check_inputs(type(self).__name__, given, **limits, device=next(self.parameters()).device)
         if self.classifier is not None:
             self.classifier.check_call(inputs)
 
@@ -249,22 +257,32 @@ class Model(PretrainedModule):
 
     def _rng(self, inputs: Inputs) -> Tensor | None:
         """Returns (seed, step, first_sample) of this call; None where nothing is dropped."""
-        given, step, first_sample = inputs.tokens, inputs.step, inputs.first_sample
         if not self._drops():
             return None
+        return make_rng(self.seed, *self._counters(inputs, len(inputs.tokens)), inputs.tokens.device)
+
+    def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]:
+        step, first_sample = inputs.step, inputs.first_sample
+        if not self._drops():
+            return step, first_sample
         if first_sample is None:
             alone = not dist.is_initialized() or dist.get_world_size() == self.tp.size
             check(
-                alone or self.dp_rank is not None,
+                alone or self.dp_rank is not None or self.pp_group_name is not None,
                 f"{type(self).__name__}: dropout is on and the world is larger than the tensor-parallel group, so"
                 " replicas would share masks; give the model dp=, or the call first_sample=",
             )
-            first_sample = (self.dp_rank or 0) * len(given)
+            first_sample = (self.dp_rank or 0) * batch
         if step is None:
-            if self.step.device != given.device:
-                self.step = self.step.to(given.device)
+            if self.step.device != inputs.tokens.device:
+                self.step = self.step.to(inputs.tokens.device)
             step = self.step
-        return make_rng(self.seed, step, first_sample, given.device)
+        return step, first_sample
+
+    def counted(self, arguments: dict[str, Any]) -> None:
+        """Counts a step over a pipeline, as ``forward`` counts its own."""
+        if arguments.get("step") is None and self._drops():
+            self.step += 1
 
     def _tied(self) -> Tensor | None:
         """Returns the embedding's weight where the head shares it."""
@@ -317,33 +335,3 @@ class Model(PretrainedModule):
     def _options_from(cls, files: Files) -> dict[str, Any]:
         """Returns the constructor arguments that the tensors in a directory decide."""
         return {}
-
-    def beside_adapters(self) -> dict[str, nn.Module]:
-        return {} if self.classifier is None else {self.classifier.hf_module: self.classifier}
-
-    @property
-    def base_prefix(self) -> str:
-        return self.config.hf.base_prefix
-
-    def sources(self) -> dict[str, Source]:
-        every = self.config.hf.sources(self.config) | ({} if self.classifier is None else self.classifier.sources())
-        return {name: every[name] for name, *_ in named_specs(self) if name in every}
-
-    def ignorable(self) -> tuple[str, ...]:
-        return self.config.hf.ignorable
-
-    def hf_name(self, name: str) -> str:
-        if self.head is None and self.classifier is None:
-            return name
-        own = (*self.config.hf.head_prefixes, *(f"{module}." for module in self.beside_adapters()))
-        return name if name.startswith(own) else self.base_prefix + name
-
-    def hf_config(self) -> dict[str, Any]:
-        family = self.config.hf
-        if self.classifier is not None:
-            return self.classifier.classifier.to_hf(family, self.hf_source or {})
-        return {"architectures": [family.base_architecture if self.head is None else family.architecture]}
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Writes a directory that transformers loads: full tensors, config.json, the tokenizer the model came with."""
-        save(self, Path(path))

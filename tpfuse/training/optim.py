@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..agreement import agreement_of, names
@@ -12,6 +13,7 @@ from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
+from ..together import gather
 from .main_grad import gradient, stepped
 
 
@@ -58,9 +60,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
     parts = {name: part_of(grad, whole) for (name, grad), whole in zip(grads.items(), wholes, strict=True)}
-    total = total_norm(list(parts.values()))
+    pipeline: Any = next((m for m in model.modules() if getattr(m, "stage", None) is not None), None)
+    if pipeline is None:
+        total = total_norm(list(parts.values()))
+    else:
+        parts = {name: p._replace(copies=p.copies * pipeline.copies_of(name)) for name, p in parts.items()}
+        total = over_groups(total_norm(list(parts.values())).square(), (_stages(pipeline).group_name,)).sqrt()
     if error_if_nonfinite:
-        _check_finite(total, parts)
+        _check_finite(total, parts, None if pipeline is None else _stages(pipeline))
     scale_([part.elements for part in parts.values()], max_norm, total)
     return total.to(torch.promote_types(next(iter(grads.values())).dtype, torch.float32))
 
@@ -74,7 +81,18 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
         agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
 
 
-def _check_finite(total: Tensor, parts: dict[str, Part]) -> None:
+def _stages(model: Any) -> dist.ProcessGroup:
+    """Returns the ranks that hold the other stages of a model."""
+    group: dist.ProcessGroup | None = model.pp_group()
+    if group is None:
+        raise ValueError(
+            "clip_grad_norm_: the model is one rank's stages, and the others are not known before"
+            " tpfuse.pipeline.schedule(model, mesh, ...)"
+        )
+    return group
+
+
+def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGroup | None) -> None:
     """Raises RuntimeError where the norm is not finite on any rank, with the same names on every rank."""
     groups = tuple(dict.fromkeys(group for part in parts.values() for group in part.groups))
     if not over_groups((~total.isfinite()).double(), groups):
@@ -82,5 +100,7 @@ def _check_finite(total: Tensor, parts: dict[str, Part]) -> None:
     local = torch.stack([(~part.elements.isfinite()).any() for part in parts.values()])
     anywhere = over_groups(local.double(), groups).tolist()
     bad = [name for name, count in zip(parts, anywhere, strict=True) if count]
+    if stages is not None:
+        bad = list(dict.fromkeys(name for names_there in gather(bad, stages) for name in names_there))
     whose = f"that of {some(bad)} is not finite" if bad else "each is finite, their squares' sum is not"
     raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}: {whose}; none was changed")

@@ -38,6 +38,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def entries_of(model: nn.Module) -> Entries:
+    if getattr(model, "stage", None) is not None:
+        raise ValueError("checkpoints of a model's pipeline stages are not built")
     return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
 
 
