@@ -52,10 +52,16 @@ class World:
             raise ValueError(f"mesh: dp={dp} x tp={tp} is not the world's size {self.size}")
         return _mesh(dp, tp)
 
+    def stages(self, pp: int, dp: int, tp: int) -> DeviceMesh:
+        """As :meth:`mesh`, ("pp", "dp", "tp")."""
+        if pp * dp * tp != self.size:
+            raise ValueError(f"stages: pp={pp} x dp={dp} x tp={tp} is not the world's size {self.size}")
+        return _mesh(pp, dp, tp)
+
 
 @functools.cache
-def _mesh(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+def _mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")[-len(sizes) :])
 
 
 class RankFailed(RuntimeError):

@@ -27,6 +27,7 @@ RANKS = {
     "README.md": 2,
     "docs/training.md": 2,
     "docs/faults.md": 2,
+    "docs/pipeline.md": 2,
 }  # pages for torchrun --nproc-per-node 2; the others are for one process
 
 

@@ -3,19 +3,25 @@
 from .action import Action
 from .bubbles import Filling, Placed, Work, demand, fill
 from .order import SCHEDULES, Order, order
+from .placement import Chunk, Stage
 from .simulator import Event, Timeline, simulate
+from .step import Pipeline, schedule
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Chunk",
     "Event",
     "Filling",
     "Order",
+    "Pipeline",
     "Placed",
+    "Stage",
     "Timeline",
     "Work",
     "demand",
     "fill",
     "order",
+    "schedule",
     "simulate",
 ]
