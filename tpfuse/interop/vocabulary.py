@@ -273,6 +273,7 @@ def _under_ddp(model: nn.Module) -> bool:
 
     def held() -> bool:
         wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+        wrappers = [x for x in wrappers if "_modules" in vars(x)]  # one whose constructor has failed has none
         return any(part is model for wrapper in wrappers for part in wrapper.modules())
 
     if not held():
