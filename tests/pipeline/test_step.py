@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.models.common import default_dtype
-from tpfuse import TensorParallel, add_lora, clip_grad_norm_, param_groups
-from tpfuse.kernels.linear import op as linear_op
+from tpfuse import TensorParallel, add_lora, clip_grad_norm_, param_groups, save_adapter, save_checkpoint
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.pipeline import SCHEDULES, schedule
 from tpfuse.sequence_parallel import records
+from tpfuse.sequence_parallel.forms import plain
 
 ROWS, SEQ, VOCAB = 8, 12, 97
 SHAPE = dict(vocab_size=VOCAB, max_positions=16, hidden_size=24, num_layers=8, num_heads=4)
@@ -159,62 +159,65 @@ def test_beside_other_features(ranks, options):
 
 # ---- what is counted ----
 
+GEMMS = {"linear_fwd": "fwd", "linear_dgrad": "dgrad", "linear_dgrad_act": "dgrad", "linear_wgrad": "wgrad"}
+
 
 class Counted:
-    """GEMMs by kind, in the passes of a pipeline in which they run."""
+    """GEMMs by kind, and the pass of a pipeline in which they run."""
 
-    def __init__(self, monkeypatch, runtime):
+    def __init__(self, patch, runtime):
         self.seen, self.phase = Counter(), "F"
-        for kind in ("dgrad", "wgrad"):
-            self._wrap(monkeypatch, kind)
+        for module in (plain, records):
+            for name, kind in GEMMS.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, self._counting(kind, getattr(module, name)))
         for stage in runtime._stages:
-            for method, phase in (("backward_one_chunk", "I"), ("backward_weight_one_chunk", "W")):
-                self._within(monkeypatch, stage, method, phase)
+            for method, phase in (("forward", "F"), ("backward", "B"), ("backward_weight", "W")):
+                method = f"{method}_one_chunk"
+                patch.setattr(stage, method, self._within(phase, getattr(stage, method)))
 
-    def _wrap(self, monkeypatch, kind):
-        name = f"linear_{kind}"
-        for module in (records, linear_op, __import__("tpfuse.sequence_parallel.forms.plain", fromlist=["_"])):
-            if hasattr(module, name):
-                original = getattr(module, name)
-
-                def run(*args, _original=original, **kwargs):
-                    self.seen[kind, self.phase] += 1
-                    return _original(*args, **kwargs)
-
-                monkeypatch.setattr(module, name, run)
-
-    def _within(self, monkeypatch, stage, method, phase):
-        original = getattr(stage, method)
-
+    def _counting(self, kind, gemm):
         def run(*args, **kwargs):
-            self.phase = "B" if phase == "I" and kwargs.get("full_backward", True) else phase
-            return original(*args, **kwargs)
+            self.seen[kind, self.phase] += 1
+            return gemm(*args, **kwargs)
 
-        monkeypatch.setattr(stage, method, run)
+        return run
+
+    def _within(self, phase, method):
+        def run(*args, **kwargs):
+            self.phase = "I" if phase == "B" and not kwargs["full_backward"] else phase
+            return method(*args, **kwargs)
+
+        return run
 
 
 def counts(world, name):
     with pytest.MonkeyPatch.context() as patch, default_dtype(torch.float64):
         mesh = world.stages(2, 1, 1)
-        model = made(replace(GPT2, tie_embeddings=False), stage=(mesh["pp"].get_local_rank(), 2, name))
+        config = replace(GPT2, tie_embeddings=False)
+        # one node a block has GEMMs of its own: parts are run
+        model = made(config, stage=(mesh["pp"].get_local_rank(), 2, name), saving="smallest")
         pipeline = schedule(model, mesh["pp"], name, micro_batches=4)
         for ids, labels in batches(1):
             pipeline.step(ids, labels=labels)
-        counted = Counted(patch, next(iter(pipeline._runtimes.values())))
+        (runtime,) = pipeline._runtimes.values()
+        counted = Counted(patch, runtime)
         for ids, labels in batches(1):
             pipeline.step(ids, labels=labels)
-        split = {a.kind for a in pipeline.order.actions[world.rank]}
-        return dict(counted.seen), split, [len(c.layers) for c in model.chunks], model.holds_last
+        kinds = {a.kind for a in pipeline.order.actions[world.rank]}
+        return dict(counted.seen), kinds, sum(len(chunk.layers) for chunk in model.chunks)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "zbv", "chimera"])
 def test_no_gemm_runs_twice_and_weights_wait_for_w(ranks, name):
-    for seen, kinds, layers, last in ranks(2, counts, name):
-        linears = 4 * sum(layers) + last  # q, k and v, out, the MLP's two; the head
-        wgrads = {phase: n for (kind, phase), n in seen.items() if kind == "wgrad"}
-        assert sum(wgrads.values()) == 4 * linears  # once a micro-batch
-        assert ("I" in wgrads) is False  # what is split off leaves no weight's GEMM to the input's pass
-        assert ("W" in wgrads) == ("W" in kinds)
+    for seen, kinds, layers in ranks(2, counts, name):
+        passes = {kind: {phase: n for (k, phase), n in seen.items() if k == kind} for kind in set(GEMMS.values())}
+        micro_batches = 4 if name != "chimera" else 2  # of each stage
+        for kind, by_phase in passes.items():  # q, k and v; out; the MLP's two.  The head's loss is in chunks
+            assert sum(by_phase.values()) == micro_batches * 4 * layers, kind
+        assert set(passes["fwd"]) == {"F"}
+        assert set(passes["wgrad"]) == kinds & {"B", "W"}
+        assert set(passes["dgrad"]) == kinds & {"B", "I"}
 
 
 # ---- what is refused ----
@@ -249,6 +252,11 @@ def refusals(world):
         "a call": lambda: model(ids, labels=labels),
         "generate": lambda: model.generate(ids, max_new_tokens=1),
         "save": lambda: model.save_pretrained("nowhere"),
+        "no head": lambda: GPT(GPT2, lm_head=False, stage=(rank, 2)),
+        "layers of no kind": lambda: staged("1f1b", GPT2, None, 8),
+        "clip": lambda: clip_grad_norm_(staged(), 1.0),
+        "checkpoint": lambda: save_checkpoint("nowhere", model, torch.optim.SGD(model.parameters(), lr=0.1), step=0),
+        "adapter": lambda: save_adapter(model, "nowhere"),
         "disabled": lambda: torch.no_grad()(step)(ids, labels=labels),
         "ddp": lambda: schedule(torch.nn.parallel.DistributedDataParallel(GPT(GPT2)), mesh, "1f1b", 4),
     }
@@ -264,7 +272,7 @@ WORDS = {
     "unknown": "schedule must be one of gpipe",
     "stage unknown": "stage's schedule must be one of gpipe",
     "few layers": "cuts the model into 4 stages, and it has 3 layers",
-    "layers": "must be 2 positive numbers whose sum is 8",
+    "layers": "must be 2 positive integers whose sum is 8",
     "rank": "stage's rank must be below its ranks=2, got 2",
     "uneven": "a batch of 7 cannot be cut into 4",
     "no labels": "needs labels, on every rank",
@@ -274,6 +282,11 @@ WORDS = {
     "a call": "a call needs the whole model",
     "generate": "generate needs the whole model",
     "save": "save_pretrained needs the whole model",
+    "no head": "pipeline stages need a language-model head",
+    "layers of no kind": "must be 2 positive integers whose sum is 8, got 8",
+    "clip": "the others are not known before tpfuse.pipeline.schedule",
+    "checkpoint": "checkpoints of a model's pipeline stages are not built",
+    "adapter": "adapters of a model's pipeline stages are not built",
     "disabled": "step makes gradients, and they are disabled; call evaluate",
     "ddp": "DistributedDataParallel does not see gradients",
 }
@@ -313,6 +326,103 @@ def packed_and_evaluated(world):
 def test_packed_documents_and_evaluate(ranks):
     for loss, worst, evaluated, same in ranks(2, packed_and_evaluated):
         assert abs(loss) < 1e-12 and abs(evaluated) < 1e-12 and worst < 1e-9 and same
+
+
+def accumulated(world, layout, name):
+    """Two steps without zeroing between, against one process's."""
+    mesh = world.stages(*layout)
+    with default_dtype(torch.float64):
+        pp, dp = mesh["pp"], mesh["dp"]
+        whole = made(GPT2)
+        model = made(GPT2, stage=(pp.get_local_rank(), 2, name), dp=dp if dp.size() > 1 else None)
+        pipeline, rows = schedule(model, pp, name, 4), ROWS // dp.size()
+        mine = slice(dp.get_local_rank() * rows, (dp.get_local_rank() + 1) * rows)
+        for step, (ids, labels) in enumerate(batches(2)):
+            whole(ids, labels=labels, step=step, first_sample=0).loss.backward()
+            pipeline.step(ids[mine], labels=labels[mine], step=step)
+        return errors(model, {key: p.grad for key, p in whole.named_parameters()})
+
+
+@pytest.mark.parametrize("layout, name", [((2, 1, 1), "1f1b"), ((2, 1, 1), "chimera"), ((2, 2, 1), "zbv")])
+def test_gradients_of_two_steps_add_up(ranks, layout, name):
+    assert max(ranks(layout[0] * layout[1], accumulated, layout, name)) < 1e-9
+
+
+def evaluated_between_steps(world, name):
+    mesh = world.stages(2, 1, 1)["pp"]
+    with default_dtype(torch.float64):
+        whole, model = made(GPT2).eval(), made(GPT2, stage=(mesh.get_local_rank(), 2, name)).eval()
+        pipeline, found = schedule(model, mesh, name, 4), []
+        for ids, labels in batches(2):
+            found.append(pipeline.evaluate(ids, labels=labels).item() - whole(ids, labels=labels).loss.item())
+            found.append(pipeline.step(ids, labels=labels).item() - whole(ids, labels=labels).loss.item())
+        return max(map(abs, found))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluate_between_steps(ranks, name):
+    assert max(ranks(2, evaluated_between_steps, name)) < 1e-12
+
+
+def in_low_precision(world, name, autocast):
+    """The largest error of a gradient against fp64, over that of one process."""
+    mesh = world.stages(2, 1, 1)["pp"]
+    dtype = torch.float32 if autocast else torch.bfloat16
+    ((ids, labels),) = batches(1)
+    with default_dtype(torch.float64):
+        exact = made(GPT2)
+        exact(ids, labels=labels, step=0, first_sample=0).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        whole, model = made(GPT2).to(dtype), made(GPT2, stage=(mesh.get_local_rank(), 2, name)).to(dtype)
+        whole(ids, labels=labels, step=0, first_sample=0).loss.backward()
+        loss = schedule(model, mesh, name, 2).step(ids, labels=labels, step=0)
+    gradients = {key: p.grad for key, p in exact.named_parameters()}
+    own = max(
+        float((p.grad - gradients[k]).abs().max() / gradients[k].abs().max()) for k, p in whole.named_parameters()
+    )
+    return errors(model, gradients) / own, loss.dtype
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_in_low_precision(ranks, name, autocast):
+    for error, dtype in ranks(2, in_low_precision, name, autocast):
+        assert error < 4 and dtype == torch.float32
+
+
+def different_batches(world):
+    mesh = world.stages(2, 1, 2)
+    model = made(GPT2, tp=TensorParallel(mesh["tp"]), stage=(mesh["pp"].get_local_rank(), 2))
+    pipeline = schedule(model, mesh["pp"], "1f1b", 4)
+    (ids, labels), (other, _) = batches(2)
+    pipeline.step(ids, labels=labels)
+    return said(lambda: pipeline.step(other if mesh["tp"].get_local_rank() else ids, labels=labels))
+
+
+def test_tensor_parallel_ranks_compare_every_step(ranks):
+    for words in ranks(4, different_batches):
+        assert "input_ids must be the same on every tensor-parallel rank" in words
+
+
+def head_alone(world):
+    mesh = world.stages(2, 1, 1)["pp"]
+    with default_dtype(torch.float64):
+        config = replace(GPT2, tie_embeddings=False)
+        whole, model = made(config), made(config, stage=(mesh.get_local_rank(), 2))
+        for m in (whole, model):
+            m.requires_grad_(False)
+            if m.head is not None:
+                m.head.requires_grad_(True)
+        ((ids, labels),) = batches(1)
+        whole(ids, labels=labels, step=0, first_sample=0).loss.backward()
+        schedule(model, mesh, "1f1b", 4).step(ids, labels=labels, step=0)
+        worst = errors(model, {key: p.grad for key, p in whole.named_parameters()})
+        return worst, clip_grad_norm_(model, 1.0).item() - clip_grad_norm_(whole, 1.0).item()
+
+
+def test_a_stage_may_be_frozen(ranks):
+    for worst, norm in ranks(2, head_alone):
+        assert worst < 1e-9 and abs(norm) < 1e-9
 
 
 def reads(world, folder):

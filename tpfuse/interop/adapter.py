@@ -141,6 +141,8 @@ def _base(model: nn.Module, caller: str) -> PretrainedModule:
     base = base_of(model)
     if not isinstance(base, PretrainedModule):
         raise ValueError(f"{caller}: {type(base).__name__} has no names of Hugging Face; a model of tpfuse.models does")
+    if getattr(base, "stage", None) is not None:
+        raise ValueError(f"{caller}: adapters of a model's pipeline stages are not built")
     return base
 
 

@@ -41,7 +41,7 @@ def served(module: nn.Module) -> bool:
 def hooked_within(model: nn.Module) -> bool:
     """Whether a hook makes a layer of ``model`` run as the composition of its parts, whose messages are others."""
     lists = (part for part in model.children() if isinstance(part, nn.ModuleList))
-    return any(hooked(layer) for layers in lists for layer in layers) or any(
+    return any(hooked(layer) for layers in lists for layer in layers if layer is not None) or any(
         served(part) for part in model.children() if not isinstance(part, nn.ModuleList)
     )
 

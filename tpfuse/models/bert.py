@@ -121,7 +121,6 @@ class Bert(Model):
                 None if c.post_norm else make_norm,
             )
             pooler, masked_lm = pooler and last, masked_lm and last
-            classifier, transforms = classifier if last else None, transforms and last
             dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
             self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
             self.transform, self.transform_norm, self.head = None, None, None
@@ -140,9 +139,8 @@ class Bert(Model):
         self._materialize()
 
     def _begin(self, inputs: Inputs) -> Call:
-        if self.holds_last:
-            cure = "the masked-LM head; make the model with masked_lm=True"
-            check_asked("Bert", inputs, (self.head, self.classifier), cure)
+        cure = "the masked-LM head; make the model with masked_lm=True"
+        check_asked("Bert", inputs, self.has_head or self.classifier is not None, cure)
         longest = self._check_call(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)

@@ -18,6 +18,7 @@ class FiledModel(PretrainedModule):
     """A model whose family says what its files hold."""
 
     config: ModelConfig
+    has_head: bool  # the whole model, over its vocabulary
     head: LMHead | None
     classifier: ClassifierHead | None
 
@@ -40,7 +41,7 @@ class FiledModel(PretrainedModule):
         return ()
 
     def hf_name(self, name: str) -> str:
-        if self.head is None and self.classifier is None:
+        if not self.has_head and self.classifier is None:
             return name
         own = (*self.config.hf.head_prefixes, *(f"{module}." for module in self.beside_adapters()))
         return name if name.startswith(own) else self.base_prefix + name

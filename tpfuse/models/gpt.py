@@ -127,15 +127,14 @@ class GPT(Model):
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             head |= dict(softcap=c.logit_softcap)
             self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head and last else None
-            self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None and last else None
+            self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
         self._tables: dict[bool, tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
         self._materialize()
 
     def _begin(self, inputs: Inputs) -> Call:
-        if self.holds_last:
-            cure = "the language-model head; make the model with lm_head=True"
-            check_asked("GPT", inputs, (self.head, self.classifier), cure)
+        cure = "the language-model head; make the model with lm_head=True"
+        check_asked("GPT", inputs, self.has_head or self.classifier is not None, cure)
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
@@ -149,9 +148,8 @@ class GPT(Model):
         return Call(inputs, rows, rng, blocks)
 
     def labelled(self, inputs: Inputs) -> Tensor:
-        if self.classifier is not None or inputs.labels is None or inputs.labels.dim() != 2:
-            return super().labelled(inputs)
-        return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum().float()
+        assert inputs.labels is not None
+        return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum()
 
     def _embedded(self, call: Call) -> tuple[Tensor, Normed]:
         return self._embed(call.rows, call.inputs.tokens, call.inputs.position_ids, call.rng)

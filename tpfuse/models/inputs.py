@@ -106,11 +106,10 @@ def check_tokens(name: str, ids: Any) -> None:
         raise ValueError(f"{name}: input_ids must be int64 [B, S], got {described(ids)}")
 
 
-def check_asked(name: str, inputs: Inputs, heads: tuple[Any, ...], cure: str) -> None:
-    """Raises the ValueError of ``name``, which has none of ``heads``, for what a model without a head cannot give."""
-    headless = all(head is None for head in heads)
+def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
+    """Raises the ValueError of ``name``, unless it is ``headed``, for what a model without a head cannot give."""
     asked = inputs.labels is not None or inputs.return_logits
-    check(not (headless and asked), f"{name}: labels and return_logits need {cure}")
+    check(headed or not asked, f"{name}: labels and return_logits need {cure}")
 
 
 def check_inputs(

@@ -18,6 +18,7 @@ from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
 from ..layers.block import Normed
+from ..layers.hooks import served
 from ..layers.module import replicated
 from ..parallel import resolve
 from ..pipeline.order import placement
@@ -31,7 +32,10 @@ from .stack import run_blocks
 
 
 class Call(NamedTuple):
-    """A call's arguments, checked, its rows and the rng of its masks, and what blocks are given beside h and n."""
+    """A call's arguments, checked, its rows and the rng of its masks, and what blocks are given beside h and n.
+
+    The same for every stage.
+    """
 
     inputs: Inputs
     rows: Rows
@@ -53,7 +57,6 @@ class StagedModel(FiledModel):
     config: ModelConfig
     stage: Stage | None
     chunks: tuple[Chunk, ...]
-    has_head: bool  # the whole model, over its vocabulary
     pp_group_name: str | None  # known from when a schedule has been made
     blocks: nn.ModuleList
     dp_group_name: str | None
@@ -64,6 +67,11 @@ class StagedModel(FiledModel):
         """Decides which stages are here.  ``head``: whether the model ends in logits over its vocabulary."""
         name, c = type(self).__name__, self.config
         self.has_head = head
+        check(
+            stage is None or head,
+            f"{name}: pipeline stages need a language-model head, whose loss the last one makes; base models and"
+            " classifiers over stages are not built",
+        )
         self.stage, self.pp_group_name = None if stage is None else stage_of(name, stage), None
         if self.stage is None:
             self.chunks = (Chunk(0, 1, range(c.num_layers)),)
@@ -106,11 +114,10 @@ class StagedModel(FiledModel):
                     last.norm_mlp = None
         return blocks
 
-    def run_chunk(self, chunk: Chunk, x: Tensor | None, inputs: Inputs) -> Tensor:
+    def run_chunk(self, chunk: Chunk, x: Tensor | None, call: Call) -> Tensor:
         """Runs one stage: this rank's h [m, D] of the stage before (the first takes none) -> h [m, D]; of the last, the
         loss.
         """
-        call = self._begin(inputs)
         h, normed = self._embedded(call) if chunk.first else self._received(chunk, x)
         blocks = [self.blocks[layer] for layer in chunk.layers]
         h, normed = run_blocks(blocks, h, normed, states=None, full=self._full, **call.blocks)
@@ -126,6 +133,8 @@ class StagedModel(FiledModel):
         norm = None if border is None else border.norm_mlp
         if norm is None or getattr(border, "norm_after", False):
             return h, Normed(expanded(type(self).__name__, h, self.tp))
+        if served(norm):
+            return h, Normed(expanded(type(self).__name__, norm(h), self.tp))
         weight, bias = replicated(self.tp, norm.weight, norm.bias)
         h, n, recompute = norm_in(h, weight, bias, eps=norm.eps, norm=norm.kind, ranks=self.tp.row_shards)
         return h, Normed(n, recompute if self._full or self.saving == "smallest" else None)
@@ -144,12 +153,14 @@ class StagedModel(FiledModel):
 
     # ---- a step over a pipeline ----
 
-    def micro_batches(self, count: int, arguments: dict[str, Any]) -> list[Inputs]:
-        """Cuts the arguments of a call into those of ``count`` micro-batches, whose losses sum to the call's.
+    def micro_batches(self, count: int, arguments: dict[str, Any]) -> list[Call]:
+        """Cuts the arguments of a call into ``count`` calls, whose losses sum to its own.
 
-        ValueError for arguments that are none, that a pipeline does not take, or that cannot be cut evenly.
+        ValueError for arguments that are none, that a pipeline does not take, or that cannot be cut evenly: the same on
+        every stage, before anything is sent.
         """
         name = type(self).__name__
+        self._compare("step", _flat(arguments))
         unknown = [key for key in arguments if key not in Inputs._fields]
         check(not unknown, f"{name}: a step takes no {', '.join(unknown)}")
         packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
@@ -187,18 +198,20 @@ class StagedModel(FiledModel):
             part |= dict(step=step, first_sample=None if first is None else first + m * size)
             micro.append(inputs._replace(**part))
         if inputs.reduction == "mean" and inputs.loss_normalizer is None:
-            total = sum((self.labelled(part) for part in micro), torch.zeros((), device=inputs.tokens.device))
+            total = torch.stack([self.labelled(part) for part in micro]).sum()
             if self.dp_group_name is not None:
                 dist.all_reduce(total, group=resolve(self.dp_group_name))
             micro = [part._replace(loss_normalizer=total.clamp(min=1)) for part in micro]
-        for each in micro:
-            self._begin(each)  # for its checks: no rank sends anything before all of them have passed
-        return micro
+        return [self._begin(part) for part in micro]
 
     def labelled(self, inputs: Inputs) -> Tensor:
-        """Returns how many labels of a call count, a scalar in fp32."""
+        """Returns how many labels of a call count, int64 []."""
         assert inputs.labels is not None
-        return (inputs.labels != IGNORE).sum().float()
+        return (inputs.labels != IGNORE).sum()
+
+    def _compare(self, call: str, arguments: dict[str, Any]) -> None:
+        """Compares a call over the tensor-parallel ranks."""
+        raise NotImplementedError
 
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]:
         """Returns the step and the first sample that choose a call's masks; None where nothing is dropped."""
@@ -235,6 +248,15 @@ class StagedModel(FiledModel):
     def pp_group(self) -> dist.ProcessGroup | None:
         """Returns the ranks that hold the other stages; None for a whole model, or before a schedule has been made."""
         return None if self.pp_group_name is None else resolve(self.pp_group_name)
+
+
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with each value of a list by itself, as ranks compare them."""
+    flat: dict[str, Any] = {}
+    for key, value in arguments.items():
+        several = isinstance(value, list | tuple)
+        flat |= {f"{key}[{i}]": x for i, x in enumerate(value)} if several else {key: value}
+    return flat
 
 
 def costs(c: ModelConfig, head: bool) -> Costs:

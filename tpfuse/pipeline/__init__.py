@@ -1,5 +1,6 @@
 """Pipelines: what each rank does under every schedule, how long it takes, and what fits into its bubbles."""
 
+from ..kernels.runtime.deferred import WeightGradients
 from .action import Action
 from .bubbles import Filling, Placed, Work, demand, fill
 from .order import SCHEDULES, Order, order
@@ -18,6 +19,7 @@ __all__ = [
     "Placed",
     "Stage",
     "Timeline",
+    "WeightGradients",
     "Work",
     "demand",
     "fill",

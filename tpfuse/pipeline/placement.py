@@ -81,11 +81,12 @@ def chunks_of(name: str, stage: Stage, costs: "Costs") -> tuple[Chunk, ...]:
     if stage.layers is None:
         sizes = balanced(costs, count)
     else:
-        sizes = list(stage.layers)
-        fits = len(sizes) == count and sum(sizes) == layers
+        sizes = list(stage.layers) if isinstance(stage.layers, list | tuple) else []
+        positive = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
         check(
-            fits and all(isinstance(n, int) and n > 0 for n in sizes),
-            f"{name}: stage's layers must be {count} positive numbers whose sum is {layers}, got {shown(sizes)}",
+            positive and len(sizes) == count and sum(sizes) == layers,
+            f"{name}: stage's layers must be {count} positive integers whose sum is {layers}, got"
+            f" {shown(stage.layers)}",
         )
     begins = [sum(sizes[:i]) for i in range(count + 1)]
     return tuple(

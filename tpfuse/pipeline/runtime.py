@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import described
 from .action import BACKWARD, FORWARD, INPUT, Action
 from .order import Order
 from .placement import Chunk
@@ -44,7 +46,7 @@ class ChunkStage(PipelineStage):
 
         ``build`` returns what makes the gradients of weights that the last backward pass has handed over.
         """
-        self.chunk, self.run = chunk, run
+        self.chunk, self.run, self.rows = chunk, run, rows
         ends = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
             module,
@@ -70,7 +72,13 @@ class ChunkStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.chunk, None if self.chunk.first else args[0], **kwargs)
+        made = self.run(self.chunk, None if self.chunk.first else args[0], kwargs["call"].call)
+        check(
+            self.chunk.last or (made.shape, made.dtype) == (self.rows.shape, self.rows.dtype),
+            f"pipeline: stages send {self.rows.dtype} {tuple(self.rows.shape)}, and a layer or a hook of stage"
+            f" {self.chunk.stage} made {described(made)}",
+        )
+        return made
 
 
 def number(chunk: Chunk) -> int:
@@ -78,33 +86,42 @@ def number(chunk: Chunk) -> int:
     return chunk.chain * (chunk.stages + 1) + chunk.stage
 
 
+class _Opaque:
+    """A call, in a form in which torch looks for no tensors."""
+
+    def __init__(self, call: Any):
+        self.call = call
+
+
 class Runtime(schedules._PipelineScheduleRuntime):
     """torch's runtime over the actions of an order.
 
-    The loss of each micro-batch is kept by its number: of two chains each has its own last stage.
+    The loss of each micro-batch is kept by its number: of two chains each has its own last stage.  Without ``backward``
+    only forward passes are run.
     """
 
-    def __init__(self, stages: list[ChunkStage], order: Order):
+    def __init__(self, stages: list[ChunkStage], order: Order, *, backward: bool):
         super().__init__(stages, order.micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
         offset = order.stages + 1
         self.stage_index_to_group_rank = {
             c * offset + i: rank for c, ranks in enumerate(order.ranks) for i, rank in enumerate(ranks)
         }
+        self._has_backward = backward
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.pipeline_order_with_comms = _with_messages(order, offset)
+            stage.has_backward = backward
+        passes = [[a for a in actions if backward or a.kind == FORWARD] for actions in order.actions]
+        self.pipeline_order_with_comms = _with_messages(order, passes, offset)
         self.losses: dict[int, Tensor] = {}
 
-    def run(self, calls: Sequence[tuple[Tensor, dict[str, Any]]], *, backward: bool) -> dict[int, Tensor]:
-        """Runs a step over micro-batches, (tokens, keyword arguments) each -> the losses that are made on this rank."""
-        self._has_backward = backward
+    def run(self, calls: Sequence[Any]) -> dict[int, Tensor]:
+        """Runs a step, a call of the model's a micro-batch -> the losses that are made on this rank, by micro-batch."""
         for stage in self._stages:
-            stage.has_backward = backward
             stage.clear_runtime_states()
-        self.losses.clear()
-        own: Any = [(tokens,) for tokens, _ in calls]
-        self._step_microbatches(own, [kwargs for _, kwargs in calls], [None] * len(calls), return_outputs=False)
-        return {m: loss.detach() for m, loss in sorted(self.losses.items())}
+        tokens, kwargs = [(call.inputs.tokens,) for call in calls], [dict(call=_Opaque(call)) for call in calls]
+        self._step_microbatches(tokens, kwargs, [None] * len(calls), return_outputs=False)
+        made, self.losses = self.losses, {}
+        return {m: loss.detach() for m, loss in made.items()}
 
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: Any, *rest: Any) -> None:
         if stage.is_last:
@@ -117,9 +134,9 @@ class Runtime(schedules._PipelineScheduleRuntime):
         pass
 
 
-def _with_messages(order: Order, offset: int) -> dict[int, list[Any]]:
-    """Returns each rank's actions with the messages between ranks: a receive stands where its sender has sent."""
-    todo = [list(reversed(actions)) for actions in order.actions]
+def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int) -> dict[int, list[Any]]:
+    """Returns each rank's passes with the messages between ranks: a receive stands where its sender has sent."""
+    todo = [list(reversed(actions)) for actions in passes]
     made: dict[int, list[Any]] = {r: [] for r in range(len(todo))}
     done: set[Action] = set()
     while any(todo):

@@ -1,6 +1,7 @@
 """A step of training over a pipeline: micro-batches through the stages of a model, all gradients complete at the end,
 one loss on every rank."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..agreement import Agreement, Asked
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import refuse
+from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
 from ..parallel import resolve
 from .order import SCHEDULES, Order, order
@@ -30,15 +32,15 @@ class Pipeline:
         self.splits = SCHEDULES[made.schedule].split
         self.store = WeightGradients()
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
-        self._agreement = Agreement(Asked(f"pipeline {made.schedule}", axis="pipeline"), every=False)
+        self._agreement = Agreement(Asked(f"pipeline {made.schedule}", axis="pipeline"), every=True)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Forward and backward over a batch; each rank gives the same arguments, those of the model's own call.
 
         Samples are cut into micro-batches along the first dimension; packed documents are one micro-batch a row, with a
         list of ``cu_seqlens``, one of each.  Afterwards ``.grad`` holds the gradient of the mean loss over the whole
-        batch, of all data-parallel replicas where the model was given ``dp``: dropout's masks and the loss are those of
-        one process.  Returns that loss, a scalar, the same on every rank.
+        batch, of all data-parallel replicas where the model was given ``dp``, added to what was there: dropout's masks
+        and the loss are those of one process.  Returns that loss, a scalar, the same on every rank.
 
         ValueError on every rank, before anything is sent, for arguments that the model does not take, a batch that
         cannot be cut evenly, and labels that are missing.
@@ -51,70 +53,87 @@ class Pipeline:
         return self._run(dict(arguments, input_ids=input_ids), backward=False)
 
     def _run(self, arguments: dict[str, Any], *, backward: bool) -> Tensor:
-        model, count = self.model, self.order.micro_batches
+        model, name = self.model, f"pipeline {self.order.schedule}"
         check(
             not backward or torch.is_grad_enabled(),
-            f"pipeline {self.order.schedule}: step makes gradients, and they are disabled; call evaluate",
+            f"{name}: step makes gradients, and they are disabled; call evaluate",
         )
         self._agreement(self.group, arguments, {"training": model.training, "backward": backward}, dict)
-        micro = model.micro_batches(count, arguments)
+        calls = model.micro_batches(self.order.micro_batches, arguments)
         if backward:
-            refuse(model.parameters(), "pipeline: a MainGrad over pipeline stages is not built; train without one")
-        runtime = self._runtime(micro[0])
-        losses = runtime.run([(inputs.tokens, dict(inputs=inputs)) for inputs in micro], backward=backward)
+            refuse(model.parameters(), f"{name}: a MainGrad over pipeline stages is not built; train without one")
+            compiled = self.splits and any(m._compiled_call_impl is not None for m in model.modules())
+            check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
+        before = self._set_aside() if backward else {}
+        try:
+            losses = self._runtime(calls[0], backward).run(calls)
+        except BaseException:  # what is left half done is of no use to another step
+            self._runtimes.clear()
+            self.store.take()
+            raise
         if backward:
-            self._complete()
+            self._complete(before)
         model.counted(arguments)
-        return self._total(losses, micro[0])
+        return self._total(losses, calls[0].inputs.tokens.device)
 
-    def _runtime(self, inputs: Any) -> Runtime:
-        """Returns the runtime of a batch's shapes: what is sent has the same in every step."""
-        (batch, seq), model = inputs.shape, self.model
-        key = batch, seq, inputs.tokens.device, torch.get_autocast_dtype(inputs.tokens.device.type)
+    def _runtime(self, call: Any, backward: bool) -> Runtime:
+        """Returns the runtime of calls of these shapes: what is sent is alike in all of them."""
+        (batch, seq), tokens, model = call.inputs.shape, call.inputs.tokens, self.model
+        (like,) = autocast(torch.empty(0, dtype=next(model.parameters()).dtype, device=tokens.device))
+        key = batch, seq, tokens.device, like.dtype, backward
         if key not in self._runtimes:
-            rows = -(-batch * seq // model.tp.row_shards)
-            dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-            sent = torch.empty(rows, model.config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-            given: dict[str, Any] = dict(device=inputs.tokens.device, group=self.group)
-            given |= dict(rows=sent, tokens=torch.empty_like(inputs.tokens, device="meta"))
+            sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=like.dtype, device="meta")
+            given: dict[str, Any] = dict(device=tokens.device, group=self.group)
+            given |= dict(rows=sent.requires_grad_(), tokens=torch.empty_like(tokens, device="meta"))
             given |= dict(build=self.store.take if self.splits else None)
             stages = [ChunkStage(model, chunk, self._chunk, **given) for chunk in model.chunks]
-            self._runtimes[key] = Runtime(stages, self.order)
+            self._runtimes[key] = Runtime(stages, self.order, backward=backward)
         return self._runtimes[key]
 
-    def _chunk(self, chunk: Chunk, x: Tensor | None, *, inputs: Any) -> Tensor:
-        if not self.splits:
-            return self.model.run_chunk(chunk, x, inputs)
-        with self.store.deferring():
-            return self.model.run_chunk(chunk, x, inputs)
+    def _chunk(self, chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
+        with self.store.deferring() if self.splits else contextlib.nullcontext():
+            made: Tensor = self.model.run_chunk(chunk, x, call)
+        return made
 
     # ---- gradients that more than one rank holds ----
 
-    def _complete(self) -> None:
-        for peer, parameters in self._shared():
-            _sum_with(peer, parameters, self.group)
-        dp = self.model.dp_group_name
-        if dp is not None and (group := resolve(dp)).size() > 1:
-            for p in self.model.parameters():
-                if p.requires_grad:
-                    dist.all_reduce(_gradient(p), group=group)
+    def _set_aside(self) -> dict[nn.Parameter, Tensor]:
+        """Takes the gradients of earlier steps, which are complete, away from those that are summed over ranks."""
+        summed = self._copied() if self._dp is None else self.model.parameters()
+        before = {p: p.grad for p in summed if p.grad is not None}
+        for p in before:
+            p.grad = None
+        return before
 
-    def _shared(self) -> list[tuple[int, list[nn.Parameter]]]:
-        """Returns the rank that has copies of parameters, and which: all in a second chain, or a tied embedding."""
-        rank, size, model = self.group.rank(), self.group.size(), self.model
-        copied = [p for name, p in model.named_parameters() if model.copies_of(name) == 2]
-        return [(size - 1 - rank, copied)] if copied else []
+    def _complete(self, before: dict[nn.Parameter, Tensor]) -> None:
+        """Sums the gradients of copies, and over the replicas; then adds those of ``before``."""
+        _sum_with(self.group.size() - 1 - self.group.rank(), self._copied(), self.group)
+        if self._dp is not None:
+            every = [_gradient(p) for p in self.model.parameters() if p.requires_grad]
+            for message in [dist.all_reduce(grad, group=self._dp, async_op=True) for grad in every]:
+                message.wait()
+        for p, grad in before.items():
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
 
-    def _total(self, losses: dict[int, Tensor], inputs: Any) -> Tensor:
+    def _copied(self) -> list[nn.Parameter]:
+        """Returns the parameters that the rank opposite holds too: all of a second chain's, or a tied embedding."""
+        return [p for name, p in self.model.named_parameters() if self.model.copies_of(name) == 2]
+
+    @property
+    def _dp(self) -> dist.ProcessGroup | None:
+        """The replicas; None where there is one."""
+        group = None if self.model.dp_group_name is None else resolve(self.model.dp_group_name)
+        return None if group is None or group.size() == 1 else group
+
+    def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
         """Returns the sum of all micro-batches' losses in their order, over the replicas too."""
-        device = inputs.tokens.device
-        dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         every = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
         for m, loss in losses.items():
-            every[m] = loss.to(dtype)
-        dist.all_reduce(every, group=self.group)
-        if (dp := self.model.dp_group_name) is not None:
-            dist.all_reduce(every, group=resolve(dp))
+            every[m] = loss
+        for group in (self.group, self._dp):
+            if group is not None:
+                dist.all_reduce(every, group=group)
         return every.sum()
 
 

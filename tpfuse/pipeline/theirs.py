@@ -1,6 +1,7 @@
 """The action lists of torch.distributed.pipelining's schedules, without ranks or stages that could run.
 
-They are private in torch (``pipeline_order``; 2.11 to 2.15), so this is the one file that reads them.
+They are private in torch (``pipeline_order``; 2.11 to 2.15), so this is the one file that reads them; runtime.py runs
+such lists.
 """
 
 from types import SimpleNamespace

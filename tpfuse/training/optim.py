@@ -56,11 +56,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     check_when_due(model, lambda: model, "clip_grad_norm_")
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
-    if not grads:
+    pipeline: Any = next((m for m in model.modules() if getattr(m, "stage", None) is not None), None)
+    if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
     parts = {name: part_of(grad, whole) for (name, grad), whole in zip(grads.items(), wholes, strict=True)}
-    pipeline: Any = next((m for m in model.modules() if getattr(m, "stage", None) is not None), None)
     if pipeline is None:
         total = total_norm(list(parts.values()))
     else:
@@ -69,7 +69,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     if error_if_nonfinite:
         _check_finite(total, parts, None if pipeline is None else _stages(pipeline))
     scale_([part.elements for part in parts.values()], max_norm, total)
-    return total.to(torch.promote_types(next(iter(grads.values())).dtype, torch.float32))
+    return total.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
 def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGro
     groups = tuple(dict.fromkeys(group for part in parts.values() for group in part.groups))
     if not over_groups((~total.isfinite()).double(), groups):
         return
-    local = torch.stack([(~part.elements.isfinite()).any() for part in parts.values()])
-    anywhere = over_groups(local.double(), groups).tolist()
+    local = [(~part.elements.isfinite()).any() for part in parts.values()]
+    anywhere = over_groups(torch.stack(local).double(), groups).tolist() if local else []
     bad = [name for name, count in zip(parts, anywhere, strict=True) if count]
     if stages is not None:
         bad = list(dict.fromkeys(name for names_there in gather(bad, stages) for name in names_there))

@@ -40,8 +40,9 @@ class WeightGradients:
         work, self._work = self._work[::-1], []
 
         def run() -> None:
-            while work:
-                work.pop()()
+            with torch.no_grad():
+                while work:
+                    work.pop()()
 
         return run
 
