@@ -33,6 +33,7 @@ ORDER = [
     "ledger",
     "pipeline.gantt",
     "pipeline.command",
+    "plan",
     "parity",
     "doctor",
     "bench",

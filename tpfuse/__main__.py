@@ -1,5 +1,5 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, whether the installation works, and how fast the kernels are."""
+pipeline waits, which all-reduce is fastest, whether the installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -23,6 +23,7 @@ from .models.stack import FULL, saving_of
 from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
+from .plan import command as collectives
 
 OURS_FULL = "full recompute"
 
@@ -245,6 +246,14 @@ def run_pipeline(args: Namespace) -> None:
     drawn(args)
 
 
+def run_collectives(args: Namespace) -> None:
+    compared = collectives.compare(args)
+    if args.plot:
+        collectives.draw(compared, args.plot)
+    show(args, compared.text(), compared.json())
+    drawn(args)
+
+
 def run_doctor(args: Namespace) -> int:
     """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
     with world(None) as group:
@@ -262,6 +271,7 @@ COMMANDS = {
     "calibrate": run_calibrate,
     "predict": run_predict,
     "pipeline": run_pipeline,
+    "collectives": run_collectives,
     "doctor": run_doctor,
     "bench": bench.run,
 }

@@ -52,6 +52,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def rate(text: str) -> float:
+    """Returns a rate above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
 def sizes(text: str) -> list[int]:
     """Returns the integers of "1,2,4"."""
     return [positive(part) for part in text.split(",")]
@@ -221,6 +229,15 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             f"--{name}", type=seconds, default=1.0, metavar="X", help=f"seconds of {what} of all layers of a rank"
         )
     p.add_argument("--communication", type=float, default=0.0, metavar="X", help="seconds from a rank to the next")
+
+    p = command("collectives", "Which all-reduce is the fastest, over sizes and numbers of ranks.")
+    powers = ",".join(str(4**k) for k in range(1, 7))
+    p.add_argument("--ranks", type=sizes, default=powers, metavar="N,..", help="ranks that sum")
+    kilobytes = ",".join(str(2**k) for k in range(10, 31, 2))
+    p.add_argument("--sizes", type=sizes, default=kilobytes, metavar="BYTES,..", help="bytes on each rank")
+    p.add_argument("--latency", type=seconds, default=5e-6, metavar="X", help="seconds a message is under way")
+    p.add_argument("--overhead", type=seconds, default=1e-6, metavar="X", help="seconds a message keeps a rank busy")
+    p.add_argument("--bandwidth", type=rate, default=25.0, metavar="GB/S", help="of a rank's link, each way")
 
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False
