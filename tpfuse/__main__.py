@@ -12,7 +12,7 @@ from .doctor import doctor
 from .doctor.launched import world
 from .kernels.runtime.launch import pretending
 from .layers.block import SAVING
-from .ledger import dryrun, layer, machine, memory, mfu, plots, steptime
+from .ledger import dryrun, layer, machine, memory, mfu, plots, stages, steptime
 from .ledger.arguments import DTYPES, make_parser
 from .ledger.presets import load_config
 from .ledger.recorder import mue
@@ -41,6 +41,11 @@ def plan(args: Namespace, tp: int, dp: int, micro_batch: int) -> dryrun.Plan:
         optimizer=getattr(args, "optimizer", "adamw"),
         full=args.recompute == FULL,
     )
+
+
+def pipe(args: Namespace) -> stages.Pipe:
+    """Returns the pipeline that the options describe."""
+    return stages.Pipe(args.pp, args.schedule, args.micro_batches, args.chunks)
 
 
 def show(args: Namespace, text: str, values: object) -> None:
@@ -118,12 +123,12 @@ def run_memory(args: Namespace) -> None:
             )
         )
         values[name] = dict(a_layer=n, all_layers=n * s.L, measured_a_layer=measured)
-    counted = dryrun.run(config, chosen)
+    held, numbers = _held(args, config, chosen)
     text = [
         f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}",
         table(("", "sbh", "a layer", f"{s.L} layers", "measured a layer"), rows),
         "",
-        dryrun.memory_table(counted),
+        held,
     ]
     if args.plot:
         plots.bars(
@@ -131,8 +136,17 @@ def run_memory(args: Namespace) -> None:
             "bytes / sbh",
             args.plot,
         )
-    show(args, "\n".join(text), dict(activations=values, **dryrun.as_json(chosen, counted.held, counted.work)))
+    show(args, "\n".join(text), dict(activations=values, **numbers))
     drawn(args)
+
+
+def _held(args: Namespace, config: ModelConfig, chosen: dryrun.Plan) -> tuple[str, dict[str, Any]]:
+    """Returns what a rank holds, of a pipeline each: a table and plain numbers."""
+    if args.pp == 1:
+        counted = dryrun.run(config, chosen)
+        return dryrun.memory_table(counted), dryrun.as_json(chosen, counted.held, counted.work)
+    ranks = stages.run(config, chosen, pipe(args))
+    return stages.memory_table(ranks), dict(ranks=stages.as_json(ranks))
 
 
 def measured_layer(config: ModelConfig, chosen: dryrun.Plan) -> int:
@@ -152,6 +166,8 @@ def measured_layer(config: ModelConfig, chosen: dryrun.Plan) -> int:
 
 def run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
+    if args.sweep and args.pp > 1:
+        raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
     if args.sweep:
         with pretending(args.arch):
             points = dryrun.sweep(config, plan(args, 1, 1, args.micro_batch), args.tps, args.ranks)
@@ -164,6 +180,12 @@ def run_dryrun(args: Namespace) -> None:
             for p in points
         ]
         show(args, dryrun.sweep_table(points), every)
+    elif args.pp > 1:
+        if args.plot:
+            raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
+        with pretending(args.arch):
+            ranks = stages.run(config, plan(args, args.tp, args.dp, args.micro_batch), pipe(args))
+        show(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
     else:
         with pretending(args.arch):
             done = dryrun.run(config, plan(args, args.tp, args.dp, args.micro_batch))

@@ -9,6 +9,7 @@ import torch
 from ..kernels.runtime.launch import MULTIPROCESSORS
 from ..layers.block import SAVING
 from ..models.stack import RECOMPUTE
+from ..pipeline.order import SCHEDULES
 from . import machine, memory, mfu
 from .presets import PRESETS
 
@@ -123,6 +124,14 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             help="in backward make again what is cheap (selective: --saving smallest) or each block (full)",
         )
 
+    def spread(p: argparse.ArgumentParser) -> None:
+        p.add_argument("--pp", type=positive, default=1, metavar="N", help="ranks that the layers are spread over")
+        p.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of --pp: what its ranks do, and when")
+        p.add_argument(
+            "--micro-batches", type=positive, default=8, metavar="N", help="of --pp: parts of a step's batch"
+        )
+        p.add_argument("--chunks", type=positive, metavar="N", help="of --pp: stages a rank, where that is left open")
+
     p = command(
         "ledger",
         "One layer: the bytes of plain torch, of the operator table of 2020, and of tpfuse, side by side.",
@@ -157,6 +166,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     model(p)
     p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    spread(p)
     split(p, 2048, 1, "bf16")
     p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
 
@@ -167,6 +177,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     model(p)
     p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    spread(p)
     split(p, 2048, 1, "bf16")
     p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
     p.add_argument(
