@@ -5,11 +5,13 @@ this is the one file that knows it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ..kernels.runtime.errors import check
@@ -35,7 +37,6 @@ class ChunkStage(PipelineStage):
 
     def __init__(
         self,
-        module: nn.Module,
         chunk: Chunk,
         run: Callable[..., Tensor],
         *,
@@ -54,7 +55,7 @@ class ChunkStage(PipelineStage):
         self._sent_back: list[dist.Work] = []
         ends = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
-            module,
+            nn.Module(),  # run() is the stage; the runtime is to look for no tool on it
             number(chunk),
             2 * chunk.stages + 1,
             device,
@@ -236,3 +237,26 @@ def _ready(order: Order, action: Action, done: set[Action]) -> bool:
 
 def _theirs(stage: int, kind: str, micro_batch: int) -> Any:
     return schedules._Action(stage, _OF[kind], micro_batch)
+
+
+# ---- FSDP2 ----
+
+
+def initialize(root: Any) -> None:
+    """Makes an FSDP2 module the root of those inside before one of them is called, which would then be one itself."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def end_backward(root: Any) -> None:
+    """Does what FSDP2 does behind a backward pass, for gradients that have come outside one."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def sum_into_shards(root: Any) -> None:
+    """Sums the unsharded gradients over the replicas into the shards, and frees the whole parameters."""
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=root), 1)  # type: ignore[arg-type]
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether FSDP2 replicates a module's parameters, and shards none."""
+    return isinstance(module, ReplicateModule)
