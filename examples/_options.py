@@ -9,6 +9,7 @@ from pathlib import Path
 import _common as common
 
 from tpfuse.models import GPTConfig
+from tpfuse.pipeline import SCHEDULES, Stage
 
 SIZES = {  # parameters, about 12 layers * width^2
     "0.6m": dict(hidden_size=128, num_layers=3, num_heads=4),
@@ -35,18 +36,26 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
         gated = -(-8 * args.width // 96) * 32  # three matrices of 8/3 width have the size of two of 4 width
         own = dict(hidden_act="silu", intermediate_size=gated, rms_norm_eps=1e-5, rope_theta=1e4)
         own |= dict(head_dim=args.width // args.heads, attention_dropout=args.dropout)
-    return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=True, **shape, **own))
+    return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=not args.untied, **shape, **own))
+
+
+def stage_of(args: argparse.Namespace, rank: int) -> Stage | None:
+    """Returns which stages of the model a rank of the pipeline holds; None without --pp."""
+    return Stage(rank, args.pp, args.schedule, layers=args.stage_layers) if args.pp > 1 else None
 
 
 def parse() -> argparse.Namespace:
     """Returns the options; an error in one line where they do not go together."""
-    parser = common.Parser("Train a byte-level GPT on real text, under tensor x sequence x data parallelism.")
+    parser = common.Parser(
+        "Train a byte-level GPT on real text, under tensor, sequence, data and pipeline parallelism."
+    )
     add = parser.add_argument_group("model and text").add_argument
     add("--family", choices=FAMILIES, default="llama", help="what kind of GPT")
     add("--size", choices=SIZES, default="0.6m", help="parameters; decides what the next three leave open")
     add("--width", type=common.positive, metavar="N", help="of the residual stream")
     add("--layers", type=common.positive, metavar="N", help="blocks")
     add("--heads", type=common.positive, metavar="N", help="attention heads of a block")
+    add("--untied", action="store_true", help="a head of its own, which does not share the embedding's weight")
     add(
         "--data",
         type=Path,
@@ -81,8 +90,17 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument_group(
         "how it is split and run (none of it changes what is learnt, but for rounding)"
     ).add_argument
-    add("--tp", type=common.positive, metavar="N", help="tensor-parallel processes (default: all that --dp leaves)")
-    add("--dp", type=common.positive, default=1, metavar="N", help="data-parallel replicas; tp x dp processes in all")
+    add("--tp", type=common.positive, metavar="N", help="tensor-parallel processes (default: all that are left)")
+    add("--dp", type=common.positive, default=1, metavar="N", help="data-parallel replicas; pp x dp x tp processes")
+    add("--pp", type=common.positive, default=1, metavar="N", help="pipeline ranks, which share the layers")
+    add("--schedule", choices=SCHEDULES, help="of the pipeline, with --pp (default: 1f1b)")
+    add(
+        "--stage-layers",
+        type=common.positive,
+        nargs="+",
+        metavar="N",
+        help="blocks of each stage, from the first to the last (default: stages that cost about the same)",
+    )
     add(
         "--micro-batches",
         type=common.positive,
@@ -134,12 +152,21 @@ def parse() -> argparse.Namespace:
     args.width = args.width or shape["hidden_size"]
     args.layers = args.layers or shape["num_layers"]
     args.heads = args.heads or shape["num_heads"]
-    args.tp = args.tp or max(1, common.WORLD // args.dp)
-    if args.tp * args.dp != common.WORLD:
+    args.tp = args.tp or max(1, common.WORLD // (args.dp * args.pp))
+    needed = args.tp * args.dp * args.pp
+    if needed != common.WORLD:
+        layout = f"--tp {args.tp} x --dp {args.dp}" + f" x --pp {args.pp}" * (args.pp > 1)
         parser.error(
-            f"--tp {args.tp} x --dp {args.dp} needs {args.tp * args.dp} processes, and there are {common.WORLD}:"
-            f" torchrun --nproc-per-node {args.tp * args.dp} {sys.argv[0]} ..."
+            f"{layout} needs {needed} processes, and there are {common.WORLD}:"
+            f" torchrun --nproc-per-node {needed} {sys.argv[0]} ..."
         )
+    if args.pp == 1 and (args.schedule or args.stage_layers):
+        parser.error(f"{'--schedule' if args.schedule else '--stage-layers'} is of a pipeline: give --pp 2 or more")
+    args.schedule = args.schedule or "1f1b"
+    if args.pp > 1 and args.main_grad:
+        parser.error("--main-grad is not built over pipeline stages: leave out one of it and --pp")
+    if args.pp > 1 and args.compile and SCHEDULES[args.schedule].split:
+        parser.error(f"--schedule {args.schedule} splits the backward pass, which --compile does not")
     for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr), ("--temperature", args.temperature)):
         if not 0 < value < math.inf:
             parser.error(f"{name} must be a positive number, got {value}")

@@ -1,9 +1,10 @@
-"""A byte-level GPT trained from scratch on real text, under tensor x sequence x data parallelism.
+"""A byte-level GPT trained from scratch on real text, under tensor, sequence, data and pipeline parallelism.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py                 # tp=2; without --data, Python's own sources
     torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --dp 2 --size 50m --data my/texts
     torchrun --nproc-per-node 2 examples/train_gpt.py --family gpt2 --width 256 --heads 8 --dropout 0.1
     torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, balanced over the replicas
+    torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
 What is learnt does not depend on the split: sample i of step s is a function of (seed, s), its dropout masks of
@@ -30,93 +31,52 @@ import _common as common
 import numpy as np
 import torch
 import torch.distributed as dist
-from _options import SIZES, config_of, parse
+from _batches import Batches
+from _options import SIZES, config_of, parse, stage_of
 from _run import Best, Log, StopSignal, save_trained
-from _text import END, Text, documents, gzip_bits, paragraphs, read_text, sample, windows
+from _text import END, Text, gzip_bits, paragraphs, read_text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import tpfuse
 from tpfuse import TensorParallel
-from tpfuse.ledger import ThroughputMeter
-from tpfuse.ledger import parameter_count as parameters
+from tpfuse.ledger import ThroughputMeter, parameter_count
 from tpfuse.models import GPT
-from tpfuse.models import GPTConfig as GPTConfig
-from tpfuse.training.packing import Balance, balance, document_cost, pack, packed_batch
 
 # ---- one step
 
 
 class Setup(NamedTuple):
-    """A run: the model, as it is and as DDP wraps it, its text, and where it runs."""
+    """A run: the model, as it is and as DDP wraps it or a pipeline runs its stages, its text, and where it runs."""
 
     args: object
     text: Text
     device: torch.device
     bf16: bool
-    dp_rank: int
+    batches: Batches
     model: GPT
     replica: torch.nn.Module
+    pipeline: tpfuse.pipeline.Pipeline | None  # with --pp
     main: tpfuse.MainGrad | None  # with --main-grad, in DDP's place
     optimizer: torch.optim.Optimizer
-    spans: np.ndarray | None  # of the documents, with --pack
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-class Micro(NamedTuple):
-    """One forward and backward: the model's arguments, and what its loss is divided by."""
-
-    call: dict
-    normalizer: float
-
-
-def micro_batches(on: Setup, step: int) -> list[Micro]:
-    """Returns this replica's part of a step."""
-    args = on.args
-    if args.pack:
-        return packed_micro_batches(on, step)
-    local = args.batch // args.dp
-    size = local // args.micro_batches
-    normalizer = args.batch * (args.seq - 1) / args.dp  # DDP averages over dp
-    micro = []
-    for first in range(on.dp_rank * local, (on.dp_rank + 1) * local, size):
-        ids = sample(on.text, args.seq, args.batch, args.seed, step, range(first, first + size)).to(on.device)
-        micro.append(Micro(dict(input_ids=ids, labels=ids, first_sample=first), normalizer))
-    return micro
-
-
-def packed_micro_batches(on: Setup, step: int) -> list[Micro]:
-    """A row of documents each; replicas may have unequal numbers of them, since gradients meet in the last only."""
-    args = on.args
-    spans, shared = balanced(on, step)
-    mine = [on.text.train[start:end] for start, end in spans[shared.shares[on.dp_rank]]]
-    normalizer = int((spans[:, 1] - spans[:, 0] - 1).sum()) / args.dp
-    rows = pack([len(document) for document in mine], args.batch * args.seq // (args.dp * args.micro_batches))
-    micro = []
-    for i, row in enumerate(rows):
-        batch = packed_batch([torch.from_numpy(mine[d].astype(np.int64)).to(on.device) for d in row])
-        micro.append(Micro(batch._asdict() | dict(first_sample=i * args.dp + on.dp_rank), normalizer))
-    return micro
-
-
-def balanced(on: Setup, step: int) -> tuple[np.ndarray, Balance]:
-    """Returns the documents of a step, and which replica has which: by cost, so that none waits for another."""
-    args = on.args
-    spans = documents(on.spans, args.batch * args.seq, args.seed, step)
-    return spans, balance([document_cost(int(end - start), on.model.config) for start, end in spans], args.dp)
-
-
 def forward_backward(on: Setup, step: int) -> float:
-    """Gradients of the mean loss over the step's global batch -> this replica's share of that mean, times dp."""
-    total, parts = 0.0, micro_batches(on, step)
-    for i, (call, normalizer) in enumerate(parts):
-        wait = on.replica is not on.model and i < len(parts) - 1
+    """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss."""
+    labels = on.batches.labels(step)
+    if on.pipeline is not None:
+        with on.autocast():
+            return on.pipeline.step(**on.batches.whole(step), loss_normalizer=labels, step=step).item()
+    total, calls = 0.0, on.batches.micro_batches(step)
+    for i, call in enumerate(calls):
+        wait = on.replica is not on.model and i < len(calls) - 1
         with on.replica.no_sync() if wait else nullcontext():
-            with on.autocast():
-                loss = on.replica(**call, loss_normalizer=normalizer, step=step).loss
+            with on.autocast():  # DDP averages over dp
+                loss = on.replica(**call, loss_normalizer=labels / on.args.dp, step=step).loss
             loss.backward()
         total += loss.item()
     if on.main is not None:
@@ -135,18 +95,17 @@ def learning_rate(args, step: int) -> float:
 @torch.no_grad()
 def validate(on: Setup) -> float:
     """Returns the bits per byte of the held-out text; each replica reads a part."""
-    args = on.args
-    size = args.batch // args.dp // args.micro_batches
+    evaluate = on.pipeline.evaluate if on.pipeline else lambda **call: on.model(**call).loss
     on.model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=on.device)
-    for i, ids in enumerate(windows(on.text, args.seq, size)):
-        if i % args.dp == on.dp_rank:
-            ids = ids.to(on.device)
-            with on.autocast():
-                nats += on.model(ids, labels=ids, loss_normalizer=1.0).loss
+    for call in on.batches.held_out():
+        with on.autocast():
+            nats += evaluate(**call, loss_normalizer=1.0)
     on.model.train()
-    dist.all_reduce(nats)  # tp ranks hold the same sum
-    return nats.item() / args.tp / math.log(2) / (len(on.text.held_out) - 1)
+    if on.pipeline is None:  # whose loss is that of all replicas
+        dist.all_reduce(nats)
+        nats /= on.args.tp  # whose ranks hold the same sum
+    return nats.item() / math.log(2) / (len(on.text.held_out) - 1)
 
 
 # ---- the run
@@ -160,7 +119,7 @@ def resume(on: Setup, checkpoints: Path) -> int:
     try:
         loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer)
     except ValueError as error:
-        own = "--family, --size, --width, --layers, --heads and --seq"
+        own = "--family, --size, --width, --layers, --heads, --untied and --seq"
         raise ValueError(f"{error}; a run goes on with its own {own}") from None
     if loaded is None:
         common.say(f"no checkpoint in {checkpoints}: starting at step 0")
@@ -193,7 +152,7 @@ def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
 def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
     """Steps ``first`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
     args = on.args
-    if args.dp > 2 and on.main is None and first < args.steps:
+    if args.dp > 2 and on.replica is not on.model and first < args.steps:
         # DDP fixes its order of summation in the first backward: for a bitwise resume, not in a step
         forward_backward(on, first)
         on.optimizer.zero_grad()
@@ -216,8 +175,8 @@ def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
             loss, stopped_by = agree(loss, stop.number, on.device)
             tokens, packed = None, {}
             if args.pack:
-                spans, shared = balanced(on, step)
-                tokens, packed = int((spans[:, 1] - spans[:, 0]).sum()), dict(imbalance=[shared.before, shared.after])
+                shared = on.batches.balanced(step)
+                tokens, packed = int(on.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
             meter.stop(tokens)
 
             done = step + 1
@@ -270,7 +229,7 @@ def main() -> None:
         text = read_text(args.data, args.max_mb, args.seq)
 
     device = common.start(args.timeout)
-    mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel)
     with common.one_line_errors():
         prints = [""] * common.WORLD
@@ -279,12 +238,15 @@ def main() -> None:
             raise ValueError("--data is not the same on all machines")
         config = config_of(args)
         with device:
-            model = GPT(config, tp=tp, dp=mesh["dp"], seed=args.seed, saving=args.saving)
+            stage = stage_of(args, mesh["pp"].get_local_rank())
+            model = GPT(config, tp=tp, dp=mesh["dp"], stage=stage, seed=args.seed, saving=args.saving)
         if args.compile:
-            for block in model.blocks:
+            for block in filter(None, model.blocks):  # None: of another stage
                 block.compile()
-        main, replica = None, model
-        if args.main_grad:
+        main, replica, pipeline = None, model, None
+        if stage is not None:
+            pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches)
+        elif args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
         elif args.dp > 1:
             replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
@@ -295,12 +257,12 @@ def main() -> None:
             text=text,
             device=device,
             bf16=bf16,
-            dp_rank=mesh["dp"].get_local_rank(),
+            batches=Batches(args, text, spans, config, mesh["dp"].get_local_rank(), device),
             model=model,
             replica=replica,
+            pipeline=pipeline,
             main=main,
             optimizer=optimizer,
-            spans=spans,
         )
         first = resume(on, checkpoints) if args.resume else 0
 
@@ -313,10 +275,10 @@ def main() -> None:
         log = Log(log_path, first, args.out / "tensorboard" if args.tensorboard else None)
     dist.barrier()
     best = Best(args.out / "best")
-    gzipped = gzip_bits(text)
+    gzipped, stages = gzip_bits(text), f" pp={args.pp} ({args.schedule}) x" if args.pp > 1 else ""
     common.say(
-        f"{args.family}, {parameters(config):,.0f} parameters, {len(text.train):,} bytes of text,"
-        f" tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if on.bf16 else 'fp32'};"
+        f"{args.family}, {parameter_count(config):,.0f} parameters, {len(text.train):,} bytes of text,"
+        f"{stages} tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if on.bf16 else 'fp32'};"
         f" gzip -9 takes {gzipped:.3f} bits per byte of the held-out {len(text.held_out):,}"
     )
     if common.WORLD > 1:

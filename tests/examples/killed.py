@@ -1,11 +1,12 @@
 """Runs an example in this process and ends it with SIGKILL at an exact point:  killed.py WHERE COUNT script.py
 arguments ...
 
-WHERE, in the COUNT-th step or the COUNT-th save:
-    step    gradients are there, the optimizer has not run
-    shards  a save's first file is written, nothing is synced
-    rename  everything is on disk, ``latest`` still names the one before
-    clean   ``latest`` names the new one, an older one is about to be removed
+WHERE, in the COUNT-th step or the COUNT-th save, and as WHERE@RANK on that rank alone:
+    forward, backward   the second micro-batch of a pipeline's stage is about to go that way
+    step                gradients are there, the optimizer has not run
+    shards              a save's first file is written, nothing is synced
+    rename              everything is on disk, ``latest`` still names the one before
+    clean               ``latest`` names the new one, an older one is about to be removed
 """
 
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 
 import tpfuse
+from tpfuse.pipeline.runtime import ChunkStage
 
 calls = {"step": 0, "save": 0}
 
@@ -42,8 +44,15 @@ def count(name, key):
 
 
 where, number, script, *arguments = sys.argv[1:]
+where, _, rank = where.partition("@")
+if rank not in ("", os.environ["RANK"]):
+    where = "never"
 in_save = lambda: calls["save"] == int(number)
 match where:
+    case "forward" | "backward":
+        in_step = lambda _, micro_batch, *rest: calls["step"] == int(number) - 1 and micro_batch == 1
+        before(ChunkStage, f"{where}_one_chunk", in_step)
+        count("clip_grad_norm_", "step")
     case "step":
         before(tpfuse, "clip_grad_norm_", lambda *_: calls["step"] == int(number))
         count("clip_grad_norm_", "step")

@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from tests.examples.launch import children, example, interrupted, ok, run
+from tpfuse.ledger import parameter_count
+from tpfuse.models import GPT, GPTConfig
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -262,16 +264,16 @@ def test_what_a_run_leaves(undisturbed):
 def test_transformers_loads_it_and_agrees(undisturbed):
     """The same bits per byte of the held-out text, to the printed digits and beyond."""
     transformers = pytest.importorskip("transformers")
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     out, _ = undisturbed(2, 1)
     model = transformers.GPT2LMHeadModel.from_pretrained(out / "hf").eval()
-    assert sum(p.numel() for p in model.parameters()) == train_gpt.parameters(
-        train_gpt.GPTConfig(vocab_size=256, max_positions=32, **train_gpt.SIZES["3m"])
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(
+        GPTConfig(vocab_size=256, max_positions=32, **example("_options").SIZES["3m"])
     )
-    text = train_gpt.read_text(None, MAX_MB, 32)
+    text = texts.read_text(None, MAX_MB, 32)
     nats = 0.0
     with torch.no_grad():
-        for ids in train_gpt.windows(text, 32, 64):
+        for ids in texts.windows(text, 32, 64):
             nats += float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
     bits = nats / math.log(2) / (len(text.held_out) - 1)
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -353,16 +355,16 @@ def of_family(family: str, out: Path, *more) -> list:
 def test_every_family_trains_and_transformers_loads_it(tmp_path, family):
     """Its held-out bits are those of the log, best/ and hf/ alike."""
     transformers = pytest.importorskip("transformers")
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     said = ok(SCRIPT, *of_family(family, tmp_path), procs=2)
     assert f"{family}, " in said
-    text = train_gpt.read_text(None, MAX_MB, 32)
+    text = texts.read_text(None, MAX_MB, 32)
     (best,) = (tmp_path / "best").iterdir()
     for folder in tmp_path / "hf", best:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         assert model.config.model_type == family and model.config.hidden_size == 32
         with torch.no_grad():
-            nats = sum(float(model(i, labels=i).loss) * i[:, 1:].numel() for i in train_gpt.windows(text, 32, 64))
+            nats = sum(float(model(i, labels=i).loss) * i[:, 1:].numel() for i in texts.windows(text, 32, 64))
         assert nats / math.log(2) / (len(text.held_out) - 1) == pytest.approx(
             trained(folder)["held_out_bits"], rel=1e-5
         )
@@ -370,7 +372,6 @@ def test_every_family_trains_and_transformers_loads_it(tmp_path, family):
 
 def test_a_size_is_of_every_family_and_a_flag_overrides_it(monkeypatch):
     options = example("_options")
-    parameters = example("train_gpt").parameters
 
     def config(*flags):
         monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, flags)])
@@ -382,7 +383,7 @@ def test_a_size_is_of_every_family_and_a_flag_overrides_it(monkeypatch):
             width, layers = shape["hidden_size"], shape["num_layers"]
             assert made.family == family and (made.hidden_size, made.num_layers) == (width, layers)
             matrices = 12 * layers * width**2
-            assert matrices <= parameters(made) <= 1.25 * matrices
+            assert matrices <= parameter_count(made) <= 1.25 * matrices
     made = config("--size", "3m", "--layers", 3, "--heads", 2)
     assert (made.hidden_size, made.num_layers, made.num_heads) == (256, 3, 2)
     assert config("--dropout", 0.25).attention_dropout == 0.25 and config("--dropout", 0.25).dropout == 0.0
@@ -409,7 +410,7 @@ def test_a_run_of_before_families_is_a_gpt2(monkeypatch):
     train_gpt, options = example("train_gpt"), example("_options")
     monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, TINY)])
     args = options.parse()
-    text = train_gpt.Text(None, b"", "fingerprint")
+    text = example("_text").Text(None, b"", "fingerprint")
     on = train_gpt.Setup(args=args, text=text, **dict.fromkeys(train_gpt.Setup._fields[2:]))
     kept = "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
     extra = {key: getattr(args, key) for key in kept} | dict(size="3m", data="fingerprint")
@@ -479,15 +480,15 @@ def packed(tmp_path_factory):
 def test_packed_and_balanced_is_every_document_alone(packed):
     """The loss of the first step, one document after the other on one process; and the text that the documents are
     of."""
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     out, said = packed
-    text = train_gpt.read_text(None, MAX_MB, 96)
-    spans = train_gpt.documents(train_gpt.paragraphs(text, 96), 6 * 96, 0, 0)
+    text = texts.read_text(None, MAX_MB, 96)
+    spans = texts.documents(texts.paragraphs(text, 96), 6 * 96, 0, 0)
     assert len({end - start for start, end in spans}) > 2 and 5 * 96 < (spans[:, 1] - spans[:, 0]).sum() <= 6 * 96
-    width = train_gpt.SIZES["3m"]["hidden_size"]
+    width = example("_options").SIZES["3m"]["hidden_size"]
     rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.0)
-    model = train_gpt.GPT(
-        train_gpt.GPTConfig(vocab_size=256, max_positions=96, init_std=width**-0.5, **train_gpt.SIZES["3m"], **rates)
+    model = GPT(
+        GPTConfig(vocab_size=256, max_positions=96, init_std=width**-0.5, **example("_options").SIZES["3m"], **rates)
     )
     count, total = sum(end - start - 1 for start, end in spans), 0.0
     for start, end in spans:
@@ -521,14 +522,14 @@ def test_packed_killed_and_resumed(tmp_path, tp, dp):
 
 
 def test_paragraphs_are_the_text():
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     raw = b"one\n\ntwo\nlines\n \nx\0a long paragraph of its own\0\n\n"
-    text = train_gpt.Text(np.frombuffer(raw, np.uint8), b"", "")
-    found = [raw[start:end] for start, end in train_gpt.paragraphs(text, 10)]
+    text = texts.Text(np.frombuffer(raw, np.uint8), b"", "")
+    found = [raw[start:end] for start, end in texts.paragraphs(text, 10)]
     assert found == [b"one\n\n", b"two\nlines\n", b" \n", b"x\0", b"a long par", b"agraph of ", b"its own\0", b"\n\n"]
-    drawn = train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 2)
-    assert np.array_equal(drawn, train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 2))
-    assert not np.array_equal(drawn, train_gpt.documents(train_gpt.paragraphs(text, 10), 64, 1, 3))
+    drawn = texts.documents(texts.paragraphs(text, 10), 64, 1, 2)
+    assert np.array_equal(drawn, texts.documents(texts.paragraphs(text, 10), 64, 1, 2))
+    assert not np.array_equal(drawn, texts.documents(texts.paragraphs(text, 10), 64, 1, 3))
 
 
 # ---- flags and guards
@@ -659,9 +660,9 @@ def test_start_anew_and_refuse_another_run(tmp_path, undisturbed):
 
 
 def test_samples_are_a_function_of_seed_step_and_number():
-    train_gpt = example("train_gpt")
-    text = train_gpt.Text(np.arange(1000) % 251, b"", "")
-    draw = lambda step, samples, seed=0: train_gpt.sample(text, 16, 12, seed, step, samples)
+    texts = example("_text")
+    text = texts.Text(np.arange(1000) % 251, b"", "")
+    draw = lambda step, samples, seed=0: texts.sample(text, 16, 12, seed, step, samples)
     whole = draw(3, range(12))
     assert whole.shape == (12, 16) and whole.dtype == torch.int64
     assert torch.equal(whole, torch.cat([draw(3, range(i, i + 4)) for i in (0, 4, 8)]))
@@ -669,20 +670,20 @@ def test_samples_are_a_function_of_seed_step_and_number():
 
 
 def test_every_held_out_byte_but_the_first_is_guessed_once():
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     held_out = bytes(range(31))
-    text = train_gpt.Text(None, held_out, "")
-    guessed = torch.cat([ids[:, 1:].reshape(-1) for ids in train_gpt.windows(text, 7, 2)])
+    text = texts.Text(None, held_out, "")
+    guessed = torch.cat([ids[:, 1:].reshape(-1) for ids in texts.windows(text, 7, 2)])
     assert guessed.tolist() == list(held_out[1:])
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_train_and_held_out_text_are_apart(tmp_path, count):
-    train_gpt = example("train_gpt")
+    texts = example("_text")
     for i in range(count):
         (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 200)
-    text = train_gpt.read_text(tmp_path, 8, 16)
-    again = train_gpt.read_text(tmp_path, 8, 16)
+    text = texts.read_text(tmp_path, 8, 16)
+    again = texts.read_text(tmp_path, 8, 16)
     assert text.fingerprint == again.fingerprint and text.held_out == again.held_out
     assert (len(text.held_out) - 1) % 15 == 0
     train = bytes(text.train)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import Agreement, Asked
+from ..collectives import named
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
@@ -79,11 +80,15 @@ class Pipeline:
         except BaseException:  # what is left half done is of no use to another step
             self._runtimes.clear()
             self.store.take()
+            for p, grad in before.items():
+                p.grad = grad
             raise
-        if own:
-            self._complete(before)
+        with named(f"{name}: the step's sums", self.group):
+            if own:
+                self._complete(before)
+            total = self._total(losses, calls[0].inputs.tokens.device)
         model.counted(arguments)
-        return self._total(losses, calls[0].inputs.tokens.device)
+        return total
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime of calls of these shapes: what is sent is alike in all of them."""

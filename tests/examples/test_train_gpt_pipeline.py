@@ -1,0 +1,293 @@
+"""The training example over pipeline stages: every schedule learns what one process learns, a checkpoint goes on at any
+layout and schedule, a killed stage is named, and what is written is one model.
+
+A run is 8 steps of a GPT-2 with dropout, with a checkpoint every third and after the last; the one before the last is
+where runs are resumed that nothing had to stop.
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.examples.launch import example, interrupted, ok, run
+from tests.examples.test_train_gpt import STEPS, begun, close, latest, losses, main, same_run, trained
+from tpfuse.pipeline import SCHEDULES
+
+SCRIPT = "train_gpt.py"
+SMALL = "--width 32 --layers 4 --heads 4 --seq 32 --batch 8 --max-mb 0.03 --prompt import --lr 3e-4"
+SMALL += f" --steps {STEPS} --checkpoint-every 3 --validate-every 4"
+DROPPING = "--family gpt2 --dropout 0.1"
+ZBV = "--pp 2 --schedule zbv --micro-batches 4"
+
+
+def arguments(out: Path, *more: str) -> list:
+    return [*" ".join((SMALL, *more)).split(), "--out", out]
+
+
+def once(tmp_path_factory, name: str, procs: int, *more: str) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp(name)
+    return out, ok(SCRIPT, *arguments(out, *more), procs=procs)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """The directory and stdout of a run on one process."""
+    return once(tmp_path_factory, "alone", 1, DROPPING)
+
+
+@pytest.fixture(scope="session")
+def staged(tmp_path_factory):
+    """The same of a run over two ranks with two stages each."""
+    return once(tmp_path_factory, "staged", 2, DROPPING, ZBV)
+
+
+def back(out: Path, of: Path) -> Path:
+    """Copies a finished run, and points it back to its checkpoint before the last."""
+    shutil.copytree(of, out)
+    (out / "checkpoints" / "latest").write_text("step-00000006\n")
+    return out
+
+
+def held_out(out: Path) -> list[float]:
+    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [r["held_out_bits"] for r in records if "held_out_bits" in r]
+
+
+# ---- what is learnt, written and read ----
+
+
+def test_stages_learn_what_one_process_learns(alone, staged):
+    close(staged[0], alone[0])
+    np.testing.assert_allclose(held_out(staged[0]), held_out(alone[0]), rtol=1e-5)
+    assert "pp=2 (zbv) x tp=1 x dp=1" in staged[1] and "continues 'import':\nimport" in staged[1]
+
+
+def test_the_files_of_stages_are_one_model(alone, staged, monkeypatch, capsys):
+    """best/ and hf/ alike: transformers' bits are those of the log, and generate.py goes on as from another's."""
+    transformers = pytest.importorskip("transformers")
+    text, bits = example("_text").read_text(None, 0.03, 32), held_out(staged[0])[-1]
+    for folder in staged[0] / "hf", next((staged[0] / "best").iterdir()):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            calls = example("_text").windows(text, 32, 64)
+            nats = sum(float(model(ids, labels=ids).loss) * ids[:, 1:].numel() for ids in calls)
+        assert nats / np.log(2) / (len(text.held_out) - 1) == pytest.approx(bits, rel=1e-5)
+        assert trained(folder)["held_out_bits"] == bits
+    written = []
+    for out in staged[0], alone[0]:
+        monkeypatch.setattr("sys.argv", ["generate.py", "--model", str(out / "hf"), "--max-new-tokens", "8", "import"])
+        example("generate").main()
+        written.append(capsys.readouterr().out.split("tokens in")[0])
+    assert written[0] == written[1] and "> import" in written[0]
+
+
+def test_a_run_over_stages_goes_on_without_them(tmp_path, alone, staged):
+    """To rounding, the optimizer's state too."""
+    out = back(tmp_path / "out", staged[0])
+    said = ok(SCRIPT, *arguments(out, DROPPING, "--resume"), procs=1)
+    assert f"resumed at step 6 of {STEPS}" in said
+    close(out, alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "zbv"])
+def test_every_schedule_learns_the_same(tmp_path, alone, schedule):
+    ok(SCRIPT, *arguments(tmp_path, DROPPING, "--pp 2 --micro-batches 4 --schedule", schedule), procs=2)
+    close(tmp_path, alone[0])
+    np.testing.assert_allclose(held_out(tmp_path), held_out(alone[0]), rtol=1e-5)
+
+
+LAYOUTS = {  # of which run, and how it goes on
+    "stages": ("alone", 2, "--pp 2 --micro-batches 8"),
+    "copies": ("alone", 2, "--pp 2 --schedule chimera --micro-batches 2"),
+    "another schedule": ("staged", 2, "--pp 2 --schedule interleaved --micro-batches 2"),
+    "uneven": ("staged", 2, "--pp 2 --schedule 1f1b --stage-layers 1 3 --micro-batches 2"),
+    "more stages": ("staged", 4, "--pp 4 --schedule gpipe --micro-batches 4"),
+    "dp and tp": ("staged", 8, "--pp 2 --dp 2 --tp 2 --schedule zbv --micro-batches 4"),
+    "no stages": ("staged", 4, "--dp 2 --tp 2 --micro-batches 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_checkpoint_goes_on_at_another_layout(tmp_path, request, alone, kind):
+    of, procs, layout = LAYOUTS[kind]
+    out = back(tmp_path / "out", request.getfixturevalue(of)[0])
+    said = ok(SCRIPT, *arguments(out, DROPPING, layout, "--resume"), procs=procs)
+    assert f"resumed at step 6 of {STEPS}" in said
+    close(out, alone[0])
+
+
+FAMILIES = {  # two layouts of each: its first run is resumed at the second
+    "llama": ("--dropout 0.1 --layers 5", ZBV + " --stage-layers 1 2 1 1", 2, "--micro-batches 2", 1),
+    "mistral": ("--untied", "--pp 2 --schedule zero-bubble --micro-batches 4", 2, "--tp 2", 2),
+    "qwen2": ("--untied --dropout 0.1", "--pp 2 --tp 2 --micro-batches 2", 4, ZBV, 2),
+    "qwen3": ("", "--pp 2 --schedule chimera --micro-batches 4", 2, "--pp 2 --stage-layers 3 1", 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tmp_path, family):
+    """Tied and untied, stages of unequal numbers of layers: what was trained at one layout goes on at another."""
+    transformers = pytest.importorskip("transformers")
+    model, layout, procs, other, others = FAMILIES[family]
+    model = f"--family {family} {model}"
+    first = tmp_path / "first"
+    ok(SCRIPT, *arguments(first, model, layout), procs=procs)
+    again = back(tmp_path / "again", first)
+    ok(SCRIPT, *arguments(again, model, other, "--resume"), procs=others)
+    close(again, first)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(first / "hf")
+    assert loaded.config.model_type == family and loaded.config.tie_word_embeddings == ("--untied" not in model)
+
+
+@pytest.mark.slow
+def test_packed_documents(tmp_path):
+    """Without dropout, whose masks depend on the rows: what one process learns of the same documents."""
+    alone, staged = tmp_path / "alone", tmp_path / "staged"
+    ok(SCRIPT, *arguments(alone, "--pack"), procs=1)
+    ok(SCRIPT, *arguments(staged, "--pack --pp 2 --dp 2 --schedule zbv --micro-batches 4"), procs=4)
+    close(staged, alone)
+    again = back(tmp_path / "again", staged)
+    ok(SCRIPT, *arguments(again, "--pack --pp 2 --dp 2 --schedule zbv --micro-batches 4 --resume"), procs=4)
+    same_run(again, staged)
+
+
+# ---- stopped and killed ----
+
+
+@pytest.mark.slow
+def test_ctrl_c_finishes_the_step_and_the_run_goes_on(tmp_path, staged):
+    stop = lambda launcher: os.kill(launcher, signal.SIGINT)
+    given = arguments(tmp_path, DROPPING, ZBV)
+    code, said = interrupted(SCRIPT, *given, procs=2, when=begun(tmp_path), send=stop)
+    reached = len(losses(tmp_path))
+    assert code != 0 and said.count("stopped by SIGINT") == 1 and latest(tmp_path) == f"step-{reached:08d}", said
+    again = said.split("stopped by SIGINT")[1].splitlines()[1]
+    assert ZBV in again and again.endswith("--resume")
+    ok(SCRIPT, *given, "--resume", procs=2)
+    same_run(tmp_path, staged[0])
+
+
+KILLS = [  # (where, on which rank, in the how-manieth, the checkpoint then found, what the other rank says)
+    ("forward", 1, 6, 3, "rank 0 of 2: stage 0 waits for stage 1 on rank 1, which has ended"),
+    ("backward", 0, 6, 3, "waits for stage"),
+    ("step", 1, 6, 3, "rank"),
+    ("shards", 1, 2, 3, "rank 1"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where, rank, count, found, words", KILLS)
+def test_a_killed_stage_is_named_and_the_run_goes_on(tmp_path, staged, where, rank, count, found, words):
+    given = arguments(tmp_path, DROPPING, ZBV)
+    done = run(SCRIPT, *given, procs=2, killed=(f"{where}@{rank}", count))
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert done.returncode != 0 and any(words in line for line in errors), done.stderr
+    assert latest(tmp_path) == f"step-{found:08d}"
+    said = ok(SCRIPT, *given, "--resume", procs=2)
+    assert f"resumed at step {found} of {STEPS}" in said
+    same_run(tmp_path, staged[0])
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "processes, flags, said",
+    [
+        (1, "--pp 2", "--tp 1 x --dp 1 x --pp 2 needs 2 processes, and there are 1: torchrun --nproc-per-node 2 "),
+        (4, "--pp 3", "--tp 1 x --dp 1 x --pp 3 needs 3 processes, and there are 4"),
+        (1, "--pp 0", "--pp: must be at least 1, got 0"),
+        (1, "--schedule zbv", "--schedule is of a pipeline: give --pp 2 or more"),
+        (1, "--stage-layers 2 1", "--stage-layers is of a pipeline: give --pp 2 or more"),
+        (2, "--pp 2 --schedule 2f2b", "--schedule: invalid choice: '2f2b'"),
+        (2, "--pp 2 --batch 8 --micro-batches 3", "--batch 8 is not divisible by --dp 1 x --micro-batches 3"),
+        (2, "--pp 2 --main-grad", "--main-grad is not built over pipeline stages"),
+        (2, "--pp 2 --schedule zbv --compile", "--schedule zbv splits the backward pass, which --compile does not"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, processes, flags, said):
+    monkeypatch.setattr(example("_common"), "WORLD", processes)
+    code, err = main(monkeypatch, capsys, *flags.split(), "--out", str(tmp_path / "out"))
+    assert code == 2 and said in err and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--layers 3 --schedule zbv", "zbv over 2 ranks cuts the model into 4 stages, and it has 3 layers"),
+        ("--stage-layers 3 2", "stage's layers must be 2 positive integers whose sum is 4, got"),
+        ("--schedule dualpipev --micro-batches 2", "dualpipev needs as many micro-batches as stages, 4"),
+        ("--layers 5", "a run goes on with its own --family, --size"),
+        ("--untied", "a run goes on with its own --family, --size"),
+    ],
+)
+def test_what_stages_cannot_do_is_one_line(tmp_path, staged, flags, said):
+    """When it is resumed too, and the run is as it was."""
+    out = back(tmp_path / "out", staged[0])
+    done = run(SCRIPT, *arguments(out, DROPPING, "--pp 2 --micro-batches 4", flags, "--resume"), procs=2)
+    errors = [line for line in done.stderr.splitlines() if "train_gpt.py: error: " in line]
+    assert done.returncode != 0 and len(errors) == 1 and said in errors[0], done.stderr
+    assert losses(out) == losses(staged[0])
+
+
+# ---- what a replica computes ----
+
+
+def batches(monkeypatch, dp_rank: int, *flags: str):
+    """Returns what replica ``dp_rank`` computes, as the script would with these flags, on its own text."""
+    options, texts = example("_options"), example("_text")
+    monkeypatch.setattr(example("_common"), "WORLD", 4)
+    monkeypatch.setattr("sys.argv", [SCRIPT, *" ".join((SMALL, "--pp 2 --tp 1 --dp 2", *flags)).split()])
+    args = options.parse()
+    text = texts.read_text(None, 0.03, args.seq)
+    spans = texts.paragraphs(text, args.seq)
+    device = torch.device("cpu")
+    return example("_batches").Batches(args, text, spans, options.config_of(args), dp_rank, device)
+
+
+def test_a_pipelines_rows_hold_each_document_once(monkeypatch):
+    """As many rows as micro-batches, of one length; what fills them up does not count."""
+    found = []
+    for rank in range(2):
+        mine = batches(monkeypatch, rank, "--pack --micro-batches 4")
+        given = mine.whole(5)
+        ids, labels = given["input_ids"], given["labels"]
+        assert (
+            len(ids) == 4 and ids.shape == labels.shape and ids.shape[1] % 32 == 0 and given["first_sample"] == 4 * rank
+        )
+        for row, guesses, bounds, longest in zip(ids, labels, given["cu_seqlens"], given["max_seqlen"]):
+            assert bounds[0] == 0 and bounds[-1] == len(row) and int(bounds.diff().max()) == longest <= 32
+            pieces = [(row[a:b], guesses[a:b]) for a, b in zip(bounds[:-1], bounds[1:])]
+            found += [bytes(r.tolist()) for r, g in pieces if (g >= 0).all()]
+            assert all((g >= 0).all() or not (r.any() or (g >= 0).any()) for r, g in pieces)
+    spans = mine._spans(5)
+    assert sorted(found) == sorted(mine.text.train[a:b].tobytes() for a, b in spans)
+    assert mine.labels(5) == sum(len(document) - 1 for document in found)
+
+
+def test_more_micro_batches_than_documents_are_filled_up(monkeypatch):
+    mine = batches(monkeypatch, 0, "--pack --micro-batches 4")
+    few = mine._replace(text=mine.text, spans=mine.spans[:1])
+    monkeypatch.setattr(type(few), "_documents", lambda self, step: [torch.arange(1, 6), torch.arange(1, 9)])
+    given = few.whole(0)
+    assert given["input_ids"].shape == (4, 32) and sorted((given["labels"] >= 0).sum(1).tolist()) == [0, 0, 5, 8]
+
+
+def test_replicas_evaluate_every_held_out_byte_once(monkeypatch):
+    """In calls of one shape, as many on each."""
+    parts = [list(batches(monkeypatch, rank, "--micro-batches 2").held_out()) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) and {part["labels"].shape for part in parts[0] + parts[1]} == {(4, 32)}
+    labels = torch.cat([part["labels"] for parts in zip(*parts) for part in parts])
+    guessed = labels[:, 1:][labels[:, 1:] >= 0]
+    assert bytes(guessed.tolist()) == batches(monkeypatch, 0).text.held_out[1:]
