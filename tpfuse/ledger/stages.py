@@ -189,8 +189,8 @@ def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
         chunk,
         {kind: _counts(entries) for kind, entries in passes.items()},
         saved(),
-        sum(size for key, size in held.items() if key not in own),
-        like.numel() * like.element_size(),
+        held=sum(size for key, size in held.items() if key not in own),
+        rows=like.numel() * like.element_size(),
     )
 
 
