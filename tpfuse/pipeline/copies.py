@@ -8,22 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def staged_in(model: nn.Module) -> Any:
-    """Returns the module that holds pipeline stages, the model or one inside; None for a whole model."""
-    return next((m for m in model.modules() if getattr(m, "stage", None) is not None), None)
-
-
-def stages_of(name: str, staged: Any) -> dist.ProcessGroup:
-    """Returns the ranks that hold all stages.  ValueError of ``name`` before they are known."""
-    group: dist.ProcessGroup | None = staged.pp_group()
-    if group is None:
-        raise ValueError(
-            f"{name}: the model is one rank's stages, and the others are not known before"
-            " tpfuse.pipeline.schedule(model, mesh, ...)"
-        )
-    return group
-
-
 def copied(staged: Any) -> list[nn.Parameter]:
     """Returns the parameters that the rank opposite holds too: all of a second chain's, or a tied embedding."""
     return [p for name, p in staged.named_parameters() if staged.copies_of(name) == 2]

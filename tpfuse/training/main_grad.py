@@ -29,8 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
 from ..kernels.runtime.rules import some
 from ..layers.module import ParallelModule, Spec, named_specs
+from ..models.staged import staged_in
 from ..parallel import TensorParallel
-from ..pipeline.copies import copied, staged_in, stages_of, sum_copies
+from ..pipeline.copies import copied, sum_copies
 from .totals import Buffer, Held, Place, State
 
 _STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its Place
@@ -119,7 +120,7 @@ class MainGrad:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
         staged = staged_in(self._check_model())
         if staged is not None:
-            group, places = stages_of("MainGrad.reduce", staged), main_grads(copied(staged))
+            group, places = staged.stages("MainGrad.reduce"), main_grads(copied(staged))
             sum_copies([place.add(lambda total: total) for place in places], group)
         if self._ranks.size > 1:
             for buffer in self._buffers:

@@ -13,7 +13,7 @@ from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
-from ..pipeline.copies import staged_in, stages_of
+from ..models.staged import staged_in
 from ..together import gather
 from .main_grad import gradient, stepped
 
@@ -58,12 +58,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     check_when_due(model, lambda: model, "clip_grad_norm_")
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     pipeline = staged_in(model)
-    stages = None if pipeline is None else stages_of("clip_grad_norm_", pipeline)
-    if not grads and stages is None:  # of a pipeline the other stages may have some
+    stages = None if pipeline is None else pipeline.stages("clip_grad_norm_")
+    if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
     parts = {name: part_of(grad, whole) for (name, grad), whole in zip(grads.items(), wholes, strict=True)}
-    if stages is None:
+    if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))
     else:
         parts = {name: p._replace(copies=p.copies * pipeline.copies_of(name)) for name, p in parts.items()}
