@@ -16,6 +16,7 @@ ORDER = [
     "kernels",
     "together",
     "failure",
+    "rollcall",
     "gloo",
     "agreement",
     "parallel",

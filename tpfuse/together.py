@@ -6,33 +6,40 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+Gather = Callable[[Any, dist.ProcessGroup | None], list[Any]]
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
 
 
-def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None]) -> None:
+def raise_together(
+    error: Exception | None, groups: Iterable[dist.ProcessGroup | None], by: Gather | None = None
+) -> None:
     """Raises ``error`` if there is one; if another rank of the groups has one, an error with the same message.
 
-    That is a ValueError or an OSError where the other rank's is one, and a RuntimeError otherwise.
+    That is a ValueError or an OSError where the other rank's is one, and a RuntimeError otherwise.  ``by``: how the
+    messages are gathered.
     """
     message = None if error is None else _described(error)
     for group in groups:
         if group is not None:
-            message = next((found for found in gather(message, group) if found is not None), None)
+            message = next((found for found in (by or gather)(message, group) if found is not None), None)
     if error is not None:
         raise error
     if message is not None:
         raise (*_KINDS, RuntimeError)[message[0]](message[1])
 
 
-def together(action: Callable[[], T], groups: Iterable[dist.ProcessGroup | None]) -> T:
-    """Returns ``action()``; an error on every rank of the groups if it raises one on any.  Each rank calls it."""
+def together(action: Callable[[], T], groups: Iterable[dist.ProcessGroup | None], by: Gather | None = None) -> T:
+    """Returns ``action()``; an error on every rank of the groups if it raises one on any.  Each rank calls it.
+
+    ``by``: how the messages are gathered.
+    """
     result: list[T] = []
     error = None
     try:
         result.append(action())
     except Exception as e:
         error = e
-    raise_together(error, groups)
+    raise_together(error, groups, by)
     return result[0]
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.models.common import default_dtype
-from tpfuse import TensorParallel, add_lora, clip_grad_norm_, param_groups, save_adapter, save_checkpoint
+from tpfuse import TensorParallel, add_lora, clip_grad_norm_, param_groups, save_adapter
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.pipeline import SCHEDULES, schedule
@@ -255,7 +255,6 @@ def refusals(world):
         "no head": lambda: GPT(GPT2, lm_head=False, stage=(rank, 2)),
         "layers of no kind": lambda: staged("1f1b", GPT2, None, 8),
         "clip": lambda: clip_grad_norm_(staged(), 1.0),
-        "checkpoint": lambda: save_checkpoint("nowhere", model, torch.optim.SGD(model.parameters(), lr=0.1), step=0),
         "adapter": lambda: save_adapter(model, "nowhere"),
         "disabled": lambda: torch.no_grad()(step)(ids, labels=labels),
         "ddp": lambda: schedule(torch.nn.parallel.DistributedDataParallel(GPT(GPT2)), mesh, "1f1b", 4),
@@ -285,7 +284,6 @@ WORDS = {
     "no head": "pipeline stages need a language-model head",
     "layers of no kind": "must be 2 positive integers whose sum is 8, got 8",
     "clip": "the others are not known before tpfuse.pipeline.schedule",
-    "checkpoint": "checkpoints of a model's pipeline stages are not built",
     "adapter": "adapters of a model's pipeline stages are not built",
     "disabled": "step makes gradients, and they are disabled; call evaluate",
     "ddp": "DistributedDataParallel does not see gradients",

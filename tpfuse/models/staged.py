@@ -245,9 +245,20 @@ class StagedModel(FiledModel):
         tied = self.has_head and self.config.tie_embeddings and name == "embedding.weight"
         return 2 if tied and chains[0][0] != chains[0][-1] else 1
 
-    def pp_group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks that hold the other stages; None for a whole model, or before a schedule has been made."""
-        return None if self.pp_group_name is None else resolve(self.pp_group_name)
+    def stages(self, caller: str) -> dist.ProcessGroup:
+        """Returns the ranks that hold this model's stages; ValueError of ``caller`` before a schedule has been made."""
+        if self.pp_group_name is None:
+            raise ValueError(
+                f"{caller}: the model is one rank's stages, and the others are not known before"
+                " tpfuse.pipeline.schedule(model, mesh, ...)"
+            )
+        return resolve(self.pp_group_name)
+
+
+def staged_in(model: nn.Module) -> StagedModel | None:
+    """Returns the model in ``model``, or itself, of which only some stages are here; None where there is none."""
+    found = (module for module in model.modules() if isinstance(module, StagedModel) and module.stage is not None)
+    return next(found, None)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..kernels.runtime.rules import check_number, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
+from ..models.staged import staged_in
 from ..together import gather
 from .main_grad import gradient, stepped
 
@@ -56,18 +57,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     check_when_due(model, lambda: model, "clip_grad_norm_")
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
-    pipeline: Any = next((m for m in model.modules() if getattr(m, "stage", None) is not None), None)
+    pipeline = staged_in(model)
+    stages = None if pipeline is None else pipeline.stages("clip_grad_norm_")
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
     parts = {name: part_of(grad, whole) for (name, grad), whole in zip(grads.items(), wholes, strict=True)}
-    if pipeline is None:
+    if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))
     else:
         parts = {name: p._replace(copies=p.copies * pipeline.copies_of(name)) for name, p in parts.items()}
-        total = over_groups(total_norm(list(parts.values())).square(), (_stages(pipeline).group_name,)).sqrt()
+        total = over_groups(total_norm(list(parts.values())).square(), (stages.group_name,)).sqrt()
     if error_if_nonfinite:
-        _check_finite(total, parts, None if pipeline is None else _stages(pipeline))
+        _check_finite(total, parts, stages)
     scale_([part.elements for part in parts.values()], max_norm, total)
     return total.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
@@ -79,17 +81,6 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
         absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
         call = arguments | {"parameters without a gradient": absent}
         agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
-
-
-def _stages(model: Any) -> dist.ProcessGroup:
-    """Returns the ranks that hold the other stages of a model."""
-    group: dist.ProcessGroup | None = model.pp_group()
-    if group is None:
-        raise ValueError(
-            "clip_grad_norm_: the model is one rank's stages, and the others are not known before"
-            " tpfuse.pipeline.schedule(model, mesh, ...)"
-        )
-    return group
 
 
 def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGroup | None) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from ..._version import __version__
 from ...layers.module import named_specs
 from ...parallel import TensorParallel
+from .stages import stage_in
 
 # Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
 _FREE = "dropout", "attention_dropout", "embedding_dropout", "init_std", "family"
@@ -23,13 +24,17 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     """Returns what the last bits of a step depend on beside the state, as JSON has it."""
     tp = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.size, default=TensorParallel())
     world = dist.get_world_size() if dist.is_initialized() else 1
+    stage = stage_in(model)
+    stages = 1 if stage is None else stage.ranks
     split = tp.size > 1
     return {
         "torch": str(torch.__version__),
         "tpfuse": __version__,
         "threads": torch.get_num_threads(),
         "tensor-parallel size": tp.size,
-        "data-parallel size": world // tp.size,
+        "data-parallel size": world // tp.size // stages,
+        "pipeline-parallel size": stages,
+        "pipeline schedule": None if stage is None else stage.schedule,
         "sequence_parallel": split and tp.sequence_parallel,
         "overlap": tp.overlap if split else None,
         "one_machine": split and tp.one_machine,

@@ -4,18 +4,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...rollcall import RankEnded
+
 _LONGEST = 300  # characters of a message that another library wrote
 
 
 @contextmanager
 def named(function: str) -> Iterator[None]:
-    """Puts the public function's name before the message of every ValueError and OSError."""
+    """Puts the public function's name before the message of every ValueError, OSError and RankEnded."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"{function}: {error}") from None
     except OSError as error:
         raise OSError(f"{function}: {error}") from None
+    except RankEnded as error:
+        raise RankEnded(f"{function}: {error}") from None
 
 
 @contextmanager

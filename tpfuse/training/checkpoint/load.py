@@ -17,6 +17,7 @@ from .meta import Meta, files_of, opened, read_text
 from .pieces import Stored, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, Files, Part, parts, verify
+from .stages import held_elsewhere
 
 Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
 
@@ -26,10 +27,10 @@ def load_checkpoint(
 ) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
-    The tensor-parallel and data-parallel sizes may differ from those that wrote it (beyond the number of kv heads the
-    tensor-parallel size may not: the layout is another there).  Without ``optimizer`` only the model is restored.
-    Every file's checksum is compared.  Warnings say what else is not as it was and decides the last bits: versions,
-    threads, sizes, overlap, dtype.
+    The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it
+    (beyond the number of kv heads the tensor-parallel size may not: the layout is another there).  Without
+    ``optimizer`` only the model is restored.  Every file's checksum is compared.  Warnings say what else is not as it
+    was and decides the last bits: versions, threads, sizes, schedule, overlap, dtype.
 
     ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
     are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything
@@ -49,7 +50,9 @@ def load_checkpoint(
         ranks.first(lambda: warn_of_newer(path))
         if old and ranks.rank == 0:
             version1.warn(path)
-        ready = (_read_1 if old else _read)(checkpoint, _Wanted(model, state.entries_of(model), optimizer))
+        entries = state.entries_of(model)
+        wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizer)
+        ready = (_read_1 if old else _read)(checkpoint, wanted)
         _put(checkpoint.meta, ready, model, optimizer)
         if not old and ranks.rank == 0:
             warn_of_differences(path, checkpoint.meta["conditions"], conditions(model))
@@ -69,6 +72,7 @@ class _Wanted(NamedTuple):
 
     model: nn.Module
     entries: state.Entries
+    elsewhere: set[str]  # parameters of other pipeline stages
     optimizer: torch.optim.Optimizer | None
 
 
@@ -98,14 +102,15 @@ def _check_same(path: Path, raw: bytes) -> None:
 def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None:
     """ValueError where the checkpoint is not of this model and optimizer."""
     path, meta = checkpoint.path, checkpoint.meta
-    state.check_model(path, wanted.entries, stock)
+    state.check_model(path, wanted.entries, stock, wanted.elsewhere)
     if meta["version"] != 1:
         check_config(path, meta["config"], wanted.model)
     if wanted.optimizer is not None:
         kind = type(wanted.optimizer).__qualname__
         if meta.get("optimizer", kind) != kind:
             raise ValueError(f"the optimizer is {kind}, {path} was written with {meta['optimizer'][:60]}")
-        state.check_groups(path, state.groups_of(wanted.entries, wanted.optimizer), meta["param_groups"])
+        groups = state.groups_of(wanted.entries, wanted.optimizer)
+        state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
 
 
 def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:

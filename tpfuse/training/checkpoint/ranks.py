@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ...gloo import limit
-from ...together import gather, together
+from ...rollcall import roll_call
+from ...together import together
 
 T = TypeVar("T")
 _made: "list[tuple[dist.ProcessGroup, Ranks]]" = []  # at most one: the world it was made in, and its ranks
@@ -24,13 +25,13 @@ class Ranks(NamedTuple):
     group: dist.ProcessGroup | None
 
     def each(self, action: Callable[[], T]) -> T:
-        """Returns what ``action`` returned on this rank; an error of one rank is an error of all."""
-        return together(action, (self.group,))
+        """Returns what ``action`` returned on this rank; an error of one rank is an error of all, and so is its end."""
+        return together(action, (self.group,), roll_call)
 
     def gather(self, action: Callable[[], T]) -> list[T]:
         """As :meth:`each`; returns what ``action`` returned on every rank, in rank order."""
         mine = self.each(action)
-        return [mine] if self.group is None else gather(mine, self.group)
+        return [mine] if self.group is None else roll_call(mine, self.group)
 
     def first(self, action: Callable[[], T]) -> T:
         """Returns what ``action`` returned on rank 0, which alone calls it; its error is an error of all."""

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from ...layers.partial import warn_of_drift
+from ...pipeline.placement import Stage
+from ...rollcall import RankEnded
 from . import background as thread
 from .conditions import conditions, config_of
 from .errors import at, named
@@ -23,9 +25,12 @@ from .meta import VERSION, Meta, check_json, read_text, sealed
 from .pieces import Held, Piece, shares
 from .ranks import Ranks, all_ranks
 from .shards import NAMES, Shard, check_size, write_shard
-from .state import entries_of, groups_of, pieces_of, unwrap
+from .stages import check_stages, merged, stage_in
+from .state import Group, entries_of, groups_of, pieces_of, unwrap
 
-_OWN = "conditions"  # of meta.json: what may differ between ranks; rank 0's is kept
+_MODEL = "model."  # before the names of parameters
+_GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
+_OWN = "conditions", _GROUPS  # what may differ between ranks; of the first rank 0's is kept
 
 
 class _Save(NamedTuple):
@@ -77,14 +82,19 @@ def save_checkpoint(
 
     ValueError where the state cannot be saved or differs between ranks, OSError where the files cannot be written, the
     folder is not one that all ranks share, or another job saves in it: the same on every rank.  Then nothing of this
-    checkpoint is left, and the one before stays the latest.
+    checkpoint is left, and the one before stays the latest.  Where a rank ends meanwhile, RankEnded on the others (over
+    gloo) names it.
+
+    Of a model over pipeline stages the checkpoint holds the whole: every stage writes its own parameters, and of those
+    that two stages hold one writes each, the one with fewer bytes so far.
     """
     with named("save_checkpoint"):
         thread.settle()
         directory, ranks = Path(directory), all_ranks(background=background)
         thread.raise_earlier(directory, ranks)
         warn_of_drift(unwrap(model), "save_checkpoint")
-        save = _prepare(directory, ranks, lambda: _collect(unwrap(model), optimizer, step, extra))
+        inner = unwrap(model)
+        save = _prepare(directory, ranks, stage_in(inner), lambda: _collect(inner, optimizer, step, extra))
         if not background:
             return _write(save)
         copies = ranks.each(lambda: _copied(save.pieces))
@@ -106,31 +116,50 @@ def _collect(
     check_json("the optimizer's groups", groups)
     rng = dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta = dict(version=VERSION, step=step, extra=extra, **rng, optimizer=type(optimizer).__qualname__)
-    meta |= {"config": config_of(model), _OWN: conditions(model), "param_groups": groups}
+    meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
     return pieces_of(entries, optimizer), json.loads(
         json.dumps(meta)
     )  # a copy, which the caller's changes do not reach
 
 
-def _prepare(directory: Path, ranks: Ranks, collect: Callable[[], tuple[dict[str, Piece], Meta]]) -> _Save:
+class _Mine(NamedTuple):
+    """What a rank tells the others of its state."""
+
+    held: list[Held]
+    digests: dict[str, tuple[str, str]]
+    groups: list[Group]
+    stage: Stage | None
+
+    def parameters(self) -> set[str]:
+        return {p.name.removeprefix(_MODEL) for p in self.held if p.name.startswith(_MODEL)}
+
+
+def _prepare(
+    directory: Path, ranks: Ranks, stage: Stage | None, collect: Callable[[], tuple[dict[str, Piece], Meta]]
+) -> _Save:
     """Collects the state and divides it among the ranks."""
     pieces: dict[str, Piece] = {}
     meta: Meta = {}
 
-    def mine() -> tuple[list[Held], Meta]:
+    def mine() -> _Mine:
         found, about = collect()
         pieces.update(found)
         meta.update(about)
         held = [Held(n, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype) for n, p in found.items()]
-        return held, {key: _digest(value) for key, value in about.items() if key != _OWN}
+        digests = {key: _digest(value) for key, value in about.items() if key not in _OWN}
+        return _Mine(held, digests, about[_GROUPS], stage)
 
-    held, about = zip(*ranks.gather(mine), strict=True)
-    for key, (value, digest) in about[0].items():
-        for rank, others in enumerate(about):
-            if others[key][1] != digest:
+    every = ranks.gather(mine)
+    for key, (value, digest) in every[0].digests.items():
+        for rank, other in enumerate(every):
+            if other.digests[key][1] != digest:
                 raise ValueError(
-                    f"{key} must be the same on every rank, got {value} on rank 0 and {others[key][0]} on rank {rank}"
+                    f"{key} must be the same on every rank, got {value} on rank 0 and {other.digests[key][0]} on rank"
+                    f" {rank}"
                 )
+    check_stages([each.stage for each in every])
+    meta[_GROUPS] = merged([each.groups for each in every], [each.parameters() for each in every])
+    held = [each.held for each in every]
     names = shares(held)[ranks.rank]
     meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*held)}
     return _Save(directory, {name: pieces[name] for name in pieces if name in names}, meta, ranks)
@@ -157,9 +186,11 @@ def _write(save: _Save) -> Path:
         ranks.each(lambda: check_shared(path, begun.saving))
         shards = ranks.gather(lambda: _write_shard(save, path))
         kept = ranks.first(lambda: _publish(save, path, {k: v for d in shards for k, v in d.items()}, begun.job))
-    except BaseException:
+    except BaseException as error:
         if ranks.rank == 0:
             _discard(path)
+        if isinstance(error, RankEnded):
+            raise RankEnded(f"{path} is not whole and is not published: {error}") from error
         raise
     if ranks.rank == 0 and kept is not None:
         tidy(path, kept)

@@ -1,6 +1,6 @@
 """What a model and its optimizer hold, as pieces of whole tensors by name, and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def entries_of(model: nn.Module) -> Entries:
-    if getattr(model, "stage", None) is not None:
-        raise ValueError("checkpoints of a model's pipeline stages are not built")
     return {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True)}
 
 
@@ -95,25 +93,28 @@ def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]
 # ---- what fits ----
 
 
-def check_model(path: Path, entries: Entries, stored: Stock) -> None:
+def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collection[str]) -> None:
+    """ValueError where a checkpoint is not of this model, of which other ranks hold the parameters ``elsewhere``."""
     wanted = {f"model.{name}": spec.spread for name, (_, spec, _) in entries.items()}
     for name, shape in wanted.items():
         got = stored[name][1] if name in stored else "none"
         if got != shape:
             raise ValueError(f"{name} must be {shape} for this model, {path} has {got}")
-    extra = [name for name in stored if name.startswith("model.") and name not in wanted]
+    known = wanted.keys() | {f"model.{name}" for name in elsewhere}
+    extra = [name for name in stored if name.startswith("model.") and name not in known]
     if extra:
         raise ValueError(f"{path} holds {extra[0]}, which this model has no place for")
 
 
-def check_groups(path: Path, groups: list[Group], stored: list[Group]) -> None:
+def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere: Collection[str]) -> None:
+    """ValueError where the optimizer's groups are not those of a checkpoint, in any order of their parameters."""
     if len(groups) != len(stored):
         raise ValueError(f"the optimizer has {len(groups)} parameter groups, {path} has {len(stored)}")
     for i, (ours, theirs) in enumerate(zip(groups, stored, strict=True)):
-        if ours["params"] != theirs["params"]:
-            differing = sorted(set(ours["params"]) ^ set(theirs["params"])) or ours["params"]
+        differing = sorted(set(ours["params"]) ^ {name for name in theirs["params"] if name not in elsewhere})
+        if differing:
             raise ValueError(f"group {i} of the optimizer has other parameters than {path}: {', '.join(differing[:4])}")
-        for key in ours.keys() & theirs.keys():
+        for key in (ours.keys() & theirs.keys()) - {"params"}:
             if _kind(ours[key]) != _kind(theirs[key]):
                 raise ValueError(
                     f"{key} of group {i} of the optimizer is {ours[key]!r}, {path} has {str(theirs[key])[:60]!r}"
