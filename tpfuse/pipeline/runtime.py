@@ -54,7 +54,8 @@ class ChunkStage(PipelineStage):
         self.chunk, self.run, self.rows = chunk, run, rows
         self._sent: dict[int, list[dist.Work]] = {}  # outputs, by micro-batch
         self._sent_back: list[dist.Work] = []
-        ends = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.promote_types(rows.dtype, torch.float32)  # torch 2.11 compares the dtype
+        ends = torch.empty((), dtype=loss, device="meta", requires_grad=True)
         super().__init__(
             nn.Module(),  # run() is the stage; the runtime is to look for no tool on it
             number(chunk),
