@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import Agreement, Asked
-from ..collectives import named
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import refuse
@@ -72,12 +71,10 @@ class Pipeline:
             self._runtimes.clear()
             self.store.take()
             raise
-        with named(f"{name}: the step's sums", self.group):
-            if backward:
-                self._complete(before)
-            total = self._total(losses, calls[0].inputs.tokens.device)
+        if backward:
+            self._complete(before)
         model.counted(arguments)
-        return total
+        return self._total(losses, calls[0].inputs.tokens.device)
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime of calls of these shapes: what is sent is alike in all of them."""
