@@ -34,6 +34,7 @@ ORDER = [
     "ledger",
     "pipeline.gantt",
     "pipeline.command",
+    "plan",
     "parity",
     "doctor",
     "bench",

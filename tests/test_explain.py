@@ -89,3 +89,22 @@ def test_one_rank():
     assert tpfuse.explain(torch.nn.Sequential(ColumnParallelLinear(4, 4)), 8)[0].reason == "one rank: no messages"
     with pytest.raises(ValueError, match="explain: rows must be positive, got 0"):
         tpfuse.explain(ColumnParallelLinear(4, 4), 0)
+
+
+def _stages(world, name):
+    mesh = world.stages(2, 1, 1)["pp"]
+    config = GPTConfig(vocab_size=97, max_positions=64, hidden_size=64, num_layers=4, num_heads=4)
+    model = GPT(config, stage=(mesh.get_local_rank(), 2, name))
+    sent = [(p.layer, p.bytes, p.messages, p.reason) for p in tpfuse.explain(model, 24) if p.op == "send"]
+    assert "stage" in repr(tpfuse.explain(model)) and not [p for p in tpfuse.explain(GPT(config)) if p.op == "send"]
+    return sent
+
+
+def test_what_a_pipelines_stages_send(ranks):
+    """h [24, 64] in fp32 to the next rank, its gradient to the one before."""
+    size, first, last = 24 * 64 * 4, "h to rank 1", "its input's gradient to rank 0"
+    assert ranks(2, _stages, "1f1b") == [[("stage 0", size, 1, first)], [("stage 1", size, 1, last)]]
+    zbv = ranks(2, _stages, "zbv")  # stages 1 and 2 are on one rank
+    assert zbv[1] == [("stage 1", size, 1, last), ("stage 2", size, 1, "h to rank 0")]
+    names = [layer for layer, *_ in ranks(2, _stages, "chimera")[0]]
+    assert names == ["stage 0 of chain 0", "stage 1 of chain 1"]

@@ -10,7 +10,7 @@ from tests.ledger.test_steptime import built
 from tpfuse.__main__ import main, parser
 from tpfuse.ledger.presets import PRESETS
 
-COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline"
+COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives"
 
 
 def said(capsys, *argv) -> str:
@@ -62,6 +62,14 @@ def test_pipeline(capsys, tmp_path):
     assert "left out: chimera needs even numbers" in said(capsys, "pipeline", "--stages", "3")
     assert main(["pipeline", "--stages", "3", "--schedule", "chimera"]) == 2
     assert "chimera needs even numbers" in capsys.readouterr().err
+
+
+def test_collectives(capsys, tmp_path):
+    said_ = said(capsys, "collectives", "--ranks", "4,64", "--sizes", "1024", "--plot", str(tmp_path / "all.png"))
+    assert "direct 16.1 us" in said_ and "halving-doubling 72.1 us" in said_
+    assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
+    argv = "collectives", "--ranks", "2", "--sizes", "1000000000", "--latency", "0.5", "--bandwidth", "1", "--json"
+    assert json.loads(said(capsys, *argv))["seconds"]["ring"] == [[pytest.approx(2.000002)]]  # two rounds, one GB
 
 
 @pytest.mark.parametrize(

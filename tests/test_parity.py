@@ -54,8 +54,8 @@ def own(world, sp, dtype, fault):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sp", "no sp"])
+@pytest.mark.parametrize("R", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_right_model(ranks, R, sp, dtype):
     (first, skipped, text, rows), *others = ranks(R, own, sp, dtype, "")
     assert first is None and not skipped and text.endswith("the same to rounding"), text

@@ -1,5 +1,5 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, whether the installation works, and how fast the kernels are."""
+pipeline waits, which all-reduce is fastest, whether the installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from .doctor import doctor
 from .doctor.launched import world
 from .kernels.runtime.launch import pretending
 from .layers.block import SAVING
-from .ledger import dryrun, layer, machine, memory, mfu, plots, steptime
+from .ledger import dryrun, layer, machine, memory, mfu, plots, stages, steptime
 from .ledger.arguments import DTYPES, make_parser
 from .ledger.presets import load_config
 from .ledger.recorder import mue
@@ -23,6 +23,7 @@ from .models.stack import FULL, saving_of
 from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
+from .plan import command as collectives
 
 OURS_FULL = "full recompute"
 
@@ -40,6 +41,11 @@ def plan(args: Namespace, tp: int, dp: int, micro_batch: int) -> dryrun.Plan:
         optimizer=getattr(args, "optimizer", "adamw"),
         full=args.recompute == FULL,
     )
+
+
+def pipe(args: Namespace) -> stages.Pipe:
+    """Returns the pipeline that the options describe."""
+    return stages.Pipe(args.pp, args.schedule, args.micro_batches, args.chunks)
 
 
 def show(args: Namespace, text: str, values: object) -> None:
@@ -117,12 +123,12 @@ def run_memory(args: Namespace) -> None:
             )
         )
         values[name] = dict(a_layer=n, all_layers=n * s.L, measured_a_layer=measured)
-    counted = dryrun.run(config, chosen)
+    held, numbers = _held(args, config, chosen)
     text = [
         f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}",
         table(("", "sbh", "a layer", f"{s.L} layers", "measured a layer"), rows),
         "",
-        dryrun.memory_table(counted),
+        held,
     ]
     if args.plot:
         plots.bars(
@@ -130,8 +136,17 @@ def run_memory(args: Namespace) -> None:
             "bytes / sbh",
             args.plot,
         )
-    show(args, "\n".join(text), dict(activations=values, **dryrun.as_json(chosen, counted.held, counted.work)))
+    show(args, "\n".join(text), dict(activations=values, **numbers))
     drawn(args)
+
+
+def _held(args: Namespace, config: ModelConfig, chosen: dryrun.Plan) -> tuple[str, dict[str, Any]]:
+    """Returns what a rank holds, of a pipeline each: a table and plain numbers."""
+    if args.pp == 1:
+        counted = dryrun.run(config, chosen)
+        return dryrun.memory_table(counted), dryrun.as_json(chosen, counted.held, counted.work)
+    ranks = stages.run(config, chosen, pipe(args))
+    return stages.memory_table(ranks), dict(ranks=stages.as_json(ranks))
 
 
 def measured_layer(config: ModelConfig, chosen: dryrun.Plan) -> int:
@@ -151,6 +166,8 @@ def measured_layer(config: ModelConfig, chosen: dryrun.Plan) -> int:
 
 def run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
+    if args.sweep and args.pp > 1:
+        raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
     if args.sweep:
         with pretending(args.arch):
             points = dryrun.sweep(config, plan(args, 1, 1, args.micro_batch), args.tps, args.ranks)
@@ -163,6 +180,12 @@ def run_dryrun(args: Namespace) -> None:
             for p in points
         ]
         show(args, dryrun.sweep_table(points), every)
+    elif args.pp > 1:
+        if args.plot:
+            raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
+        with pretending(args.arch):
+            ranks = stages.run(config, plan(args, args.tp, args.dp, args.micro_batch), pipe(args))
+        show(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
     else:
         with pretending(args.arch):
             done = dryrun.run(config, plan(args, args.tp, args.dp, args.micro_batch))
@@ -245,6 +268,14 @@ def run_pipeline(args: Namespace) -> None:
     drawn(args)
 
 
+def run_collectives(args: Namespace) -> None:
+    compared = collectives.compare(args)
+    if args.plot:
+        collectives.draw(compared, args.plot)
+    show(args, compared.text(), compared.json())
+    drawn(args)
+
+
 def run_doctor(args: Namespace) -> int:
     """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
     with world(None) as group:
@@ -262,6 +293,7 @@ COMMANDS = {
     "calibrate": run_calibrate,
     "predict": run_predict,
     "pipeline": run_pipeline,
+    "collectives": run_collectives,
     "doctor": run_doctor,
     "bench": bench.run,
 }

@@ -10,7 +10,10 @@ from .kernels.runtime.errors import check
 from .layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from .layers.module import local
 from .models.head import LMHead
+from .models.staged import StagedModel
 from .parallel import TensorParallel
+from .pipeline.order import placement
+from .pipeline.placement import held_by
 from .sequence_parallel.choice import Sizes, form_of, hidden, sizes
 from .sequence_parallel.forms import plain
 
@@ -18,13 +21,14 @@ _MOST_ROWS = 1 << 24
 
 
 class Path(NamedTuple):
-    """One op of one layer.  ``bytes`` and ``messages`` are sent by this rank, forward and backward: under sequence
-    parallelism all of them, without it those that can hide (the sum of dx)."""
+    """One op of one layer; of a pipeline's stage what it sends to other ranks.  ``bytes`` and ``messages`` are sent by
+    this rank, forward and backward: under sequence parallelism all of them, without it those that can hide (the sum of
+    dx), and those of a stage."""
 
     layer: str
     op: str
     path: str  # "plain" or "pairwise"
-    weight: tuple[int, int]  # a rank's
+    weight: tuple[int, ...]  # a rank's; () of a stage
     rows: int | None
     bytes: int | None
     messages: int | None
@@ -64,7 +68,12 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     ValueError for ``rows`` below 1.
     """
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
-    return Paths(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model))
+    return Paths(
+        [
+            *(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model)),
+            *_sends(model, rows, dtype or next(model.parameters()).dtype),
+        ]
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
@@ -92,6 +101,28 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
         elif isinstance(module, VocabParallelEmbedding):
             columns = -(-module.num_embeddings // module.tp.size)
             yield _Layer(name, "embedding", local(module.weight), module.tp, columns=columns)
+
+
+def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
+    """What each of a model's pipeline stages sends to another rank, of a micro-batch of ``rows``."""
+    if not isinstance(model, StagedModel) or model.stage is None:
+        return
+    chains, tp = placement(model.stage.schedule, model.stage.ranks, held_by(model.stage)), model.tp
+    for chain, stage in ((c.chain, c.stage) for c in model.chunks):
+        ends = {"h": stage + 1, "its input's gradient": stage - 1}
+        places = {what: chains[chain][i] for what, i in ends.items() if 0 <= i < len(chains[chain])}
+        sent = [f"{what} to rank {rank}" for what, rank in places.items() if rank != model.stage.rank]
+        size = None if rows is None else -(-rows // tp.row_shards) * model.config.hidden_size * dtype.itemsize
+        yield Path(
+            layer=f"stage {stage}" + (f" of chain {chain}" if len(chains) > 1 else ""),
+            op="send",
+            path="plain",
+            weight=(),
+            rows=rows,
+            bytes=None if size is None else size * len(sent),
+            messages=None if size is None else len(sent),
+            reason=", ".join(sent) or "both neighbours are on this rank",
+        )
 
 
 def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:

@@ -83,9 +83,18 @@ def gradcheck(fn, *inputs) -> None:
 
 
 def opcheck(samples: list[tuple[Op, tuple]]):
-    """A test that runs torch.library.opcheck on (op, arguments) of a module's ``SAMPLES``."""
+    """A test that runs torch.library.opcheck on (op, arguments) of a module's ``SAMPLES``: every day on each op's
+    first."""
+    names = [op.name for op, _ in samples]
+    later = [name in names[:i] for i, name in enumerate(names)]
 
-    @pytest.mark.parametrize("op, args", samples, ids=[op.name for op, _ in samples])
+    @pytest.mark.parametrize(
+        "op, args",
+        [
+            pytest.param(*sample, id=name, marks=[pytest.mark.slow] * again)
+            for sample, name, again in zip(samples, names, later, strict=True)
+        ],
+    )
     def test_opcheck(op, args):
         torch.library.opcheck(op.overload, tuple(flatten(args)))
 

@@ -5,6 +5,7 @@ lies between and around the elements is NaN (integers: 0), so that a read beside
 joins by an entry of SAMPLES in samples.py.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,11 @@ def transposed(t: Tensor) -> Tensor:
 
 
 FORMS = strided, sliced, offset, repeated_rows, repeated_columns, transposed
+
+
+def one_after_another() -> Callable[[Tensor], Tensor]:
+    every = itertools.cycle(FORMS)
+    return lambda t: next(every)(t)
 
 
 def written(name: str) -> list[int]:
@@ -115,6 +121,16 @@ def test_sizes(monkeypatch, name, other, size):
         assert_launch(name, flatten(args))
 
 
+@CASE
+def test_forms_mixed(monkeypatch, name, other):
+    """Each tensor of a call in another form than the one before."""
+    if other:
+        take_other_paths(monkeypatch)
+    for args in on_device(name, 5, 13):
+        assert_launch(name, in_form(name, args, one_after_another()))
+
+
+@pytest.mark.slow
 @FORM
 @CASE
 def test_forms(monkeypatch, name, other, form):

@@ -21,7 +21,6 @@ def small(**changes):
 SHAPES = [
     (997, 1, 1, True),
     (997, 3, 7, False),
-    (997, 1, 127, True),
 ]
 
 

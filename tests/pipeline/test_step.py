@@ -9,50 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.models.common import default_dtype
-from tpfuse import TensorParallel, add_lora, clip_grad_norm_, param_groups, save_adapter
-from tpfuse.layers.module import named_specs
-from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+from tests.pipeline.common import DROP, GPT2, MODELS, ROWS, SEQ, adapted, batches, errors, made
+from tpfuse import TensorParallel, clip_grad_norm_, param_groups, save_adapter
+from tpfuse.models import GPT
 from tpfuse.pipeline import SCHEDULES, schedule
 from tpfuse.sequence_parallel import records
 from tpfuse.sequence_parallel.forms import plain
-
-ROWS, SEQ, VOCAB = 8, 12, 97
-SHAPE = dict(vocab_size=VOCAB, max_positions=16, hidden_size=24, num_layers=8, num_heads=4)
-DROP = dict(dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
-GPT2 = GPTConfig(**SHAPE, **DROP)
-LLAMA = dict(family="llama", norm="rms", gated=True, activation="silu", rope=dict(rope_theta=1e4), num_kv_heads=2)
-PLAIN = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
-MODELS = {
-    "gpt2": GPT2,
-    "untied": replace(GPT2, tie_embeddings=False),
-    "llama": GPTConfig(**SHAPE, **DROP, **LLAMA, **PLAIN, tie_embeddings=False),
-    "parallel": replace(GPT2, parallel_residual=True),
-    "branches": replace(GPT2, pre_norm=False, branch_norm=True),
-    "bert": BertConfig(**SHAPE, **DROP),
-}
-
-
-def made(config, **options):
-    if isinstance(config, BertConfig):
-        return Bert(config, masked_lm=True, seed=3, **options).train()
-    return GPT(config, seed=3, **options).train()
-
-
-def batches(steps, rows=ROWS):
-    g = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        ids = torch.randint(VOCAB, (rows, SEQ), generator=g)
-        yield ids, ids.masked_fill(torch.rand(rows, SEQ, generator=g) < 0.2, -100)
-
-
-def adapted(model, lora):
-    if lora:
-        add_lora(model, rank=2, alpha=4)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name.endswith(".B"):
-                    p.add_(0.01)
-    return model
 
 
 def curve(world, config, steps, options):
@@ -96,15 +58,6 @@ def staged_curve(world, layout, name, config, steps, first, options):
             optimizer.zero_grad()
         assert len(pipeline.store) == 0
         return losses, norms, worst, [name for name, _ in model.named_parameters()]
-
-
-def errors(model, first):
-    worst = 0.0
-    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
-        if p.requires_grad:
-            exact = first[name][spec.local(tp)]
-            worst = max(worst, float((p.grad - exact).abs().max() / first[name].abs().max()))
-    return worst
 
 
 def check_curve(ranks, layout, name, config, steps=3, **options):

@@ -98,7 +98,7 @@ def _forms(world, sp, op, form, data, least=2):
 
 @pytest.mark.parametrize("op, form", CASES)
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
-@pytest.mark.parametrize("R", [1, 2, 3, 4])
+@pytest.mark.parametrize("R", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_plain(ranks, R, sp, op, form):
     """fp64, all gradients; pieces of 2 rows and more, so that a tile of 24 / R is cut, and one of 7 rows a rank halves
     into 4 and 3."""

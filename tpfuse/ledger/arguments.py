@@ -9,6 +9,7 @@ import torch
 from ..kernels.runtime.launch import MULTIPROCESSORS
 from ..layers.block import SAVING
 from ..models.stack import RECOMPUTE
+from ..pipeline.order import SCHEDULES
 from . import machine, memory, mfu
 from .presets import PRESETS
 
@@ -49,6 +50,14 @@ def seconds(text: str) -> float:
     value = float(text)
     if not 1e-9 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, 1e-9 to 1e9, got {text}")
+    return value
+
+
+def rate(text: str) -> float:
+    """Returns a rate above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return value
 
 
@@ -115,6 +124,14 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             help="in backward make again what is cheap (selective: --saving smallest) or each block (full)",
         )
 
+    def spread(p: argparse.ArgumentParser) -> None:
+        p.add_argument("--pp", type=positive, default=1, metavar="N", help="ranks that the layers are spread over")
+        p.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of --pp: what its ranks do, and when")
+        p.add_argument(
+            "--micro-batches", type=positive, default=8, metavar="N", help="of --pp: parts of a step's batch"
+        )
+        p.add_argument("--chunks", type=positive, metavar="N", help="of --pp: stages a rank, where that is left open")
+
     p = command(
         "ledger",
         "One layer: the bytes of plain torch, of the operator table of 2020, and of tpfuse, side by side.",
@@ -149,6 +166,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     model(p)
     p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    spread(p)
     split(p, 2048, 1, "bf16")
     p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
 
@@ -159,6 +177,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     model(p)
     p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
     p.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas")
+    spread(p)
     split(p, 2048, 1, "bf16")
     p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
     p.add_argument(
@@ -221,6 +240,15 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
             f"--{name}", type=seconds, default=1.0, metavar="X", help=f"seconds of {what} of all layers of a rank"
         )
     p.add_argument("--communication", type=float, default=0.0, metavar="X", help="seconds from a rank to the next")
+
+    p = command("collectives", "Which all-reduce is the fastest, over sizes and numbers of ranks.")
+    powers = ",".join(str(4**k) for k in range(1, 7))
+    p.add_argument("--ranks", type=sizes, default=powers, metavar="N,..", help="ranks that sum")
+    kilobytes = ",".join(str(2**k) for k in range(10, 31, 2))
+    p.add_argument("--sizes", type=sizes, default=kilobytes, metavar="BYTES,..", help="bytes on each rank")
+    p.add_argument("--latency", type=seconds, default=5e-6, metavar="X", help="seconds a message is under way")
+    p.add_argument("--overhead", type=seconds, default=1e-6, metavar="X", help="seconds a message keeps a rank busy")
+    p.add_argument("--bandwidth", type=rate, default=25.0, metavar="GB/S", help="of a rank's link, each way")
 
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False

@@ -28,12 +28,13 @@ _BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
 
 
 @contextlib.contextmanager
-def fake_world(tp: int, dp: int = 1) -> Iterator[DeviceMesh]:
-    """Makes a mesh ("dp", "tp") of tp x dp ranks, of which this process is rank 0 and the others do not exist.
+def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[DeviceMesh]:
+    """Makes a mesh ("pp", "dp", "tp") of ranks of which this process is the first of ``stage``, a place on "pp", and
+    the others do not exist.
 
     ValueError for sizes below 1 or where a process group exists already.
     """
-    for name, n in (("tp", tp), ("dp", dp)):
+    for name, n in (("tp", tp), ("dp", dp), ("pp", pp)):
         if n < 1:
             raise ValueError(f"fake_world: {name} must be at least 1, got {n}")
     if dist.is_initialized():
@@ -42,9 +43,9 @@ def fake_world(tp: int, dp: int = 1) -> Iterator[DeviceMesh]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * dp)
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * dp * tp, world_size=pp * dp * tp)
     try:
-        yield init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        yield init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     finally:
         dist.destroy_process_group()
 

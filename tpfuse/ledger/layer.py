@@ -20,6 +20,7 @@ from ..models.config import ModelConfig
 from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
+from ..pipeline.placement import Stage
 from .aten import ATTENTION, GEMM, KINDS
 from .operators import BIAS, COPIES, DROPOUT, FUSED, NORMS, OTHER, PRODUCTS, SOFTMAX, UNFUSED, Operator, Sizes, flash
 from .plain import PlainLayer
@@ -48,13 +49,14 @@ def build(
     full: bool = False,
     dtype: torch.dtype,
     device: str = "meta",
+    stage: Stage | None = None,
 ) -> Model:
     """Returns the real model, with its language-model head; ``full``: recompute="full".
 
     ValueError for sizes that cannot be split.
     """
     with default_dtype(dtype), torch.device(device):
-        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None)
+        return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 
 
 def token_ids(batch: int, seq: int) -> Tensor:

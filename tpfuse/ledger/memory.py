@@ -15,7 +15,7 @@ The terms behind these are kept apart below, so that other dtypes, grouped heads
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -82,8 +82,9 @@ def _qk_norms(config: ModelConfig, e: int, t: int) -> float:
 
 
 @contextlib.contextmanager
-def saved_bytes(model: nn.Module | None = None) -> Iterator[Callable[[], int]]:
-    """Measures what a forward keeps for backward: each storage once, the model's own parameters not counted.
+def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
+    """Measures what a forward keeps for backward: each storage once, not counted the model's own parameters and those
+    of ``apart``.
 
         with saved_bytes(model) as saved:
             loss = model(ids, labels=ids).loss
@@ -91,7 +92,7 @@ def saved_bytes(model: nn.Module | None = None) -> Iterator[Callable[[], int]]:
 
     Meta tensors will do.
     """
-    own = set() if model is None else {_storage(p)._cdata for p in model.parameters()}
+    own = {_storage(p)._cdata for p in (*apart, *([] if model is None else model.parameters()))}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
     total: int | None = None
 
@@ -185,7 +186,8 @@ def state_bytes(
     bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
     weights = bytes_of(lambda size: size)
     whole = sum(p.numel() * p.element_size() for p in parameters)
-    units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in getattr(model, "blocks", [])]
+    blocks = getattr(model, "blocks", [])  # None where another pipeline rank holds it
+    units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks if block is not None]
     ends = whole - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
     wide = lambda size: max(size, 4) if main_grad else size

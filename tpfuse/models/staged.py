@@ -198,8 +198,8 @@ class StagedModel(FiledModel):
             micro.append(inputs._replace(**part))
         if inputs.reduction == "mean" and inputs.loss_normalizer is None:
             total = torch.stack([self.labelled(part) for part in micro]).sum()
-            if self.dp_group_name is not None:
-                dist.all_reduce(total, group=resolve(self.dp_group_name))
+            if (dp := self.dp_group()) is not None:
+                dist.all_reduce(total, group=dp)
             micro = [part._replace(loss_normalizer=total.clamp(min=1)) for part in micro]
         return [self._begin(part) for part in micro]
 
@@ -239,6 +239,10 @@ class StagedModel(FiledModel):
             return 2
         tied = self.has_head and self.config.tie_embeddings and name == "embedding.weight"
         return 2 if tied and chains[0][0] != chains[0][-1] else 1
+
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """Returns the replicas that the model was given; None for none."""
+        return None if self.dp_group_name is None else resolve(self.dp_group_name)
 
     def stages(self, caller: str) -> dist.ProcessGroup | None:
         """Returns the ranks that hold this model's stages; None for a whole model.

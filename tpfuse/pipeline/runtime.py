@@ -4,12 +4,14 @@ The runtime that takes a list of actions is private in torch (2.11 to 2.15): bes
 this is the one file that knows it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ..kernels.runtime.errors import check
@@ -28,11 +30,13 @@ class ChunkStage(PipelineStage):
 
     Stages of the second chain are numbered from ``stages`` + 1 on: the gap keeps the last of one chain and the first of
     the other from being neighbours.
+
+    A message takes memory from when its receive is posted until it is used, and the output that was sent until its
+    gradient arrives; torch's stages keep all of both, of every micro-batch, for as long as they live.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         chunk: Chunk,
         run: Callable[..., Tensor],
         *,
@@ -47,9 +51,11 @@ class ChunkStage(PipelineStage):
         ``build`` returns what makes the gradients of weights that the last backward pass has handed over.
         """
         self.chunk, self.run, self.rows = chunk, run, rows
+        self._sent: dict[int, list[dist.Work]] = {}  # outputs, by micro-batch
+        self._sent_back: list[dist.Work] = []
         ends = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
-            module,
+            nn.Module(),  # run() is the stage; the runtime is to look for no tool on it
             number(chunk),
             2 * chunk.stages + 1,
             device,
@@ -70,6 +76,66 @@ class ChunkStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leaves out messages of torch 2.11 from this rank to itself, where two neighbours are: gloo has none."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    # ---- messages ----
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        if not self.is_first:
+            self._place(self.args_recv_info.values(), None)
+        return made
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(*args, **kwargs)
+        self._place(self.grad_recv_info.values(), None)
+        return made
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._place([self.args_recv_info[fwd_chunk_id]], self.rows)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._place([self.grad_recv_info[bwd_chunk_id]], self.rows)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _place(self, messages: Iterable[Any], like: Tensor | None) -> None:
+        """Gives each message a tensor to be received into, or with None takes it away."""
+        for message in (message for each in messages for message in each):
+            message.buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
+        message: Any
+        (message,) = self.args_recv_info[fwd_chunk_id]
+        x, message.buffer = message.buffer, None
+        return (x.requires_grad_(self.has_backward),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+        (message,) = self.grad_recv_info[bwd_chunk_id]
+        gradient, message.buffer = message.buffer, None
+        return (gradient,)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends, and leaves the runtime nothing to send or to keep."""
+        self._sent[fwd_chunk_id] = schedules._batch_p2p(super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """As :meth:`get_fwd_send_ops`."""
+        self._sent_back += schedules._batch_p2p(super().get_bwd_send_ops(bwd_chunk_id))
+        return []
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        schedules._wait_batch_p2p(self._sent.pop(bwd_chunk_id, []))  # long over: its gradient is here
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def clear_runtime_states(self) -> None:
+        """Ends a step: waits for what is still being sent, and keeps nothing."""
+        for messages in (*self._sent.values(), self._sent_back):
+            schedules._wait_batch_p2p(messages)
+        self._sent, self._sent_back = {}, []
+        self.fwd_cache.clear()
+
+    # ---- passes ----
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         made = self.run(self.chunk, None if self.chunk.first else args[0], kwargs["call"].call)
@@ -116,10 +182,10 @@ class Runtime(schedules._PipelineScheduleRuntime):
 
     def run(self, calls: Sequence[Any]) -> dict[int, Tensor]:
         """Runs a step, a call of the model's a micro-batch -> the losses that are made on this rank, by micro-batch."""
-        for stage in self._stages:
-            stage.clear_runtime_states()
         tokens, kwargs = [(call.inputs.tokens,) for call in calls], [dict(call=_Opaque(call)) for call in calls]
         self._step_microbatches(tokens, kwargs, [None] * len(calls), return_outputs=False)
+        for stage in self._stages:
+            stage.clear_runtime_states()
         made, self.losses = self.losses, {}
         return {m: loss.detach() for m, loss in made.items()}
 
@@ -171,3 +237,26 @@ def _ready(order: Order, action: Action, done: set[Action]) -> bool:
 
 def _theirs(stage: int, kind: str, micro_batch: int) -> Any:
     return schedules._Action(stage, _OF[kind], micro_batch)
+
+
+# ---- FSDP2 ----
+
+
+def initialize(root: Any) -> None:
+    """Makes an FSDP2 module the root of those inside before one of them is called, which would then be one itself."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def end_backward(root: Any) -> None:
+    """Does what FSDP2 does behind a backward pass, for gradients that have come outside one."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def sum_into_shards(root: Any) -> None:
+    """Sums the unsharded gradients over the replicas into the shards, and frees the whole parameters."""
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=root), 1)  # type: ignore[arg-type]
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether FSDP2 replicates a module's parameters, and shards none."""
+    return isinstance(module, ReplicateModule)

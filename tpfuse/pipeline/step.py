@@ -2,26 +2,27 @@
 one loss on every rank."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import Agreement, Asked
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.main_grad import refuse
+from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
-from ..parallel import resolve
+from . import lost
+from .copies import copied, sum_copies
 from .order import SCHEDULES, Order, order
 from .placement import Chunk, Stage, held_by
 from .runtime import ChunkStage, Runtime
+from .sharded import Shards, check_sharded, is_shard, local
 
 
 class Pipeline:
@@ -30,7 +31,7 @@ class Pipeline:
     def __init__(self, model: Any, group: dist.ProcessGroup, made: Order):
         self.model, self.group, self.order = model, group, made
         self.splits = SCHEDULES[made.schedule].split
-        self.store = WeightGradients()
+        self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
         self._agreement = Agreement(Asked(f"pipeline {made.schedule}", axis="pipeline"), every=True)
 
@@ -42,15 +43,20 @@ class Pipeline:
         batch, of all data-parallel replicas where the model was given ``dp``, added to what was there: dropout's masks
         and the loss are those of one process.  Returns that loss, a scalar, the same on every rank.
 
+        Of a model with a MainGrad the gradients are added to ``.main_grad``, and nothing is summed over ranks before
+        its ``reduce()``.
+
         ValueError on every rank, before anything is sent, for arguments that the model does not take, a batch that
         cannot be cut evenly, and labels that are missing.
         """
-        return self._run(dict(arguments, input_ids=input_ids), backward=True)
+        with lost.named(self.order, self.group, self._dp):
+            return self._run(dict(arguments, input_ids=input_ids), backward=True)
 
     @torch.no_grad()
     def evaluate(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Returns the loss of a batch, the same on every rank; nothing is kept for backward."""
-        return self._run(dict(arguments, input_ids=input_ids), backward=False)
+        with lost.named(self.order, self.group, self._dp):
+            return self._run(dict(arguments, input_ids=input_ids), backward=False)
 
     def _run(self, arguments: dict[str, Any], *, backward: bool) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
@@ -58,20 +64,28 @@ class Pipeline:
             not backward or torch.is_grad_enabled(),
             f"{name}: step makes gradients, and they are disabled; call evaluate",
         )
-        self._agreement(self.group, arguments, {"training": model.training, "backward": backward}, dict)
+        mains = main_grads(model.parameters()) if backward else []
+        reduced = [main for main in mains if main.reduced]
+        how = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
+        self._agreement(self.group, arguments, how, dict)
+        for main in reduced[:1]:
+            main.check_open()
         calls = model.micro_batches(self.order.micro_batches, arguments)
         if backward:
-            refuse(model.parameters(), f"{name}: a MainGrad over pipeline stages is not built; train without one")
             compiled = self.splits and any(m._compiled_call_impl is not None for m in model.modules())
             check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
-        before = self._set_aside() if backward else {}
+        own = backward and not mains  # whether the gradients are summed here, and not by MainGrad
+        before = self._set_aside() if own else {}
         try:
-            losses = self._runtime(calls[0], backward).run(calls)
+            with self.shards.whole(backward=backward):
+                losses = self._runtime(calls[0], backward).run(calls)
         except BaseException:  # what is left half done is of no use to another step
             self._runtimes.clear()
             self.store.take()
+            for p, grad in before.items():
+                p.grad = grad
             raise
-        if backward:
+        if own:
             self._complete(before)
         model.counted(arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
@@ -85,10 +99,20 @@ class Pipeline:
             sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=like.dtype, device="meta")
             given: dict[str, Any] = dict(device=tokens.device, group=self.group)
             given |= dict(rows=sent.requires_grad_(), tokens=torch.empty_like(tokens, device="meta"))
-            given |= dict(build=self.store.take if self.splits else None)
-            stages = [ChunkStage(model, chunk, self._chunk, **given) for chunk in model.chunks]
+            given |= dict(build=self._take if self.splits else None)
+            stages = [ChunkStage(chunk, self._chunk, **given) for chunk in model.chunks]
             self._runtimes[key] = Runtime(stages, self.order, backward=backward)
         return self._runtimes[key]
+
+    def _take(self) -> Callable[[], None]:
+        """Returns what makes the gradients of weights that the last backward pass has handed over."""
+        make = self.store.take()
+
+        def run() -> None:
+            make()
+            self.shards.add_up()
+
+        return run
 
     def _chunk(self, chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         with self.store.deferring() if self.splits else contextlib.nullcontext():
@@ -99,7 +123,7 @@ class Pipeline:
 
     def _set_aside(self) -> dict[nn.Parameter, Tensor]:
         """Takes the gradients of earlier steps, which are complete, away from those that are summed over ranks."""
-        summed = self._copied() if self._dp is None else self.model.parameters()
+        summed = copied(self.model) if self._dp is None else self.model.parameters()
         before = {p: p.grad for p in summed if p.grad is not None}
         for p in before:
             p.grad = None
@@ -107,22 +131,18 @@ class Pipeline:
 
     def _complete(self, before: dict[nn.Parameter, Tensor]) -> None:
         """Sums the gradients of copies, and over the replicas; then adds those of ``before``."""
-        _sum_with(self.group.size() - 1 - self.group.rank(), self._copied(), self.group)
-        if self._dp is not None:
-            every = [_gradient(p) for p in self.model.parameters() if p.requires_grad]
-            for message in [dist.all_reduce(grad, group=self._dp, async_op=True) for grad in every]:
+        sum_copies([_gradient(p) for p in copied(self.model) if p.requires_grad], self.group)
+        if (dp := self._dp) is not None:
+            every = [_gradient(p) for p in self.model.parameters() if p.requires_grad and not is_shard(p, dp)]
+            for message in [dist.all_reduce(grad, group=dp, async_op=True) for grad in every]:
                 message.wait()
         for p, grad in before.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
-    def _copied(self) -> list[nn.Parameter]:
-        """Returns the parameters that the rank opposite holds too: all of a second chain's, or a tied embedding."""
-        return [p for name, p in self.model.named_parameters() if self.model.copies_of(name) == 2]
-
     @property
     def _dp(self) -> dist.ProcessGroup | None:
         """The replicas; None where there is one."""
-        group = None if self.model.dp_group_name is None else resolve(self.model.dp_group_name)
+        group: dist.ProcessGroup | None = self.model.dp_group()
         return None if group is None or group.size() == 1 else group
 
     def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
@@ -151,17 +171,13 @@ def schedule(
         "pipeline: DistributedDataParallel does not see gradients that a split backward pass makes later; give the"
         " model dp=mesh['dp'], and step sums them over the replicas",
     )
-    check(
-        not any(isinstance(module, FSDPModule) for module in model.modules()),
-        "pipeline: fully_shard over pipeline stages is not built; give the model dp=mesh['dp'], and step sums its"
-        " gradients over the replicas",
-    )
     stage: Stage | None = getattr(model, "stage", None)
     if stage is None:
         raise ValueError(
             f"pipeline: {type(model).__name__} has no stages; make it with stage=(mesh['pp'].get_local_rank(),"
             f" mesh['pp'].size(), {name!r})"
         )
+    check_sharded(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
     check_number("pipeline: micro_batches", micro_batches, whole())
     here = group.rank(), group.size()
@@ -189,16 +205,4 @@ def _chunks(name: str, stage: Stage) -> int | None:
 def _gradient(p: nn.Parameter) -> Tensor:
     if p.grad is None:
         p.grad = torch.zeros_like(p)
-    return p.grad
-
-
-def _sum_with(peer: int, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Adds the gradients of a peer's copies to these: the same bits on both, for the sum of two has no order."""
-    grads = [_gradient(p) for p in parameters if p.requires_grad]
-    theirs = [torch.empty_like(g) for g in grads]
-    ops = [dist.P2POp(dist.isend, g.contiguous(), group=group, group_peer=peer) for g in grads]
-    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x in theirs]
-    for message in dist.batch_isend_irecv(ops) if ops else []:
-        message.wait()
-    for g, x in zip(grads, theirs, strict=True):
-        g.add_(x)
+    return local(p.grad)

@@ -218,7 +218,7 @@ def _handing_over(after: Later) -> Run:
             after.give(name, dw)
             after.give("bias", db)
 
-        after.store.add(make)
+        after.store.add(make, work)
         return None, None
 
     return hand_over

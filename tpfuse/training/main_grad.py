@@ -16,8 +16,8 @@ this, and what is added first then finds zeros.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,93 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..collectives import all_reduce
-from ..kernels.runtime.main_grad import DDP, PLACES
+from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
 from ..kernels.runtime.rules import some
 from ..layers.module import ParallelModule, Spec, named_specs
+from ..models.staged import staged_in
 from ..parallel import TensorParallel
+from ..pipeline.copies import copied, sum_copies
+from .totals import Buffer, Held, Place, State
 
-T = TypeVar("T")
-Held = tuple["weakref.ref[nn.Module]", str]  # the module that holds a parameter, and its name there
-PIECE = 1 << 24  # elements of a message of ``reduce``
-ALIGNED = 64  # elements: where a gradient begins in its buffer
-
-
-class _State:
-    """What the places of one MainGrad share."""
-
-    reduced = False
-
-
-class _Place:
-    """A parameter's sum of gradients, and the weight that the optimizer steps on."""
-
-    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: _State, held: Held):
-        self.name, self.total, self.state, self._held = name, total, state, held
-        self.shares = p.dtype == total.dtype
-        value = p.detach() if self.shares else p.detach().to(total.dtype)
-        self.main = nn.Parameter(value)
-        self.version = p._version
-        self.clean = True  # the total is zeros
-        self.module: nn.Module | None = None  # that holds the weight
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter, where its module still holds it."""
-        owner, name = self._held[0](), self._held[1]
-        p = None if owner is None else owner._parameters.get(name)
-        return p if p is not None and PLACES.get(p) is self else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return set, ()  # of a parameter in a file: no place; torch.load(weights_only=True) takes a set
-
-    def add(self, write: Callable[[Tensor], T]) -> T:
-        """Returns ``write(total)``.  RuntimeError between reduce() and zero()."""
-        if self.main.grad is None:
-            if not self.clean:
-                self.total.zero_()
-            self.clean, self.main.grad, self.state.reduced = False, self.total, False
-        elif self.state.reduced:
-            raise RuntimeError(
-                f"MainGrad: backward() after reduce() would add to the gradient of {self.name} that is to be stepped"
-                " on; call main.zero() first"
-            )
-        return write(self.total)
-
-    def hook(self, p: Tensor) -> None:
-        """Adds what autograd has left in p.grad, for whatever does not add by itself."""
-        gradient, p.grad = p.grad, None
-        if gradient is not None:
-            self.add(lambda total: total.add_(gradient))
-
-    def check(self) -> None:
-        """RuntimeError if the gradient lacks its reduction."""
-        if self.main.grad is not None and not self.state.reduced:
-            raise RuntimeError(
-                f"MainGrad: the gradient of {self.name} was not reduced; call main.reduce() after the last backward()"
-                " of a step, without data parallelism too"
-            )
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Takes over what was written to the parameter since it was last rounded from the weight: a file that was
-        loaded, an average.  Elements that were not changed keep their fp32 value."""
-        p = self.parameter
-        if p is None or self.shares or p._version == self.version:
-            return
-        self.main.copy_(torch.where(self.main.to(p.dtype) == p, self.main, p.to(self.main.dtype)))
-        self.version = p._version
-
-    @torch.no_grad()
-    def store(self) -> None:
-        """Rounds the weight into the parameter."""
-        p = self.parameter
-        if p is not None and not self.shares:
-            p.copy_(self.main)
-            self.version = p._version
-
-
-_STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its _Place
+_STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its Place
 
 
 class _Weights(ParallelModule):
@@ -122,33 +44,6 @@ class _Weights(ParallelModule):
         name = f"weight_{len(self.specs)}"
         self.specs[name] = spec
         self.register_parameter(name, weight)
-
-
-class _Buffer:
-    """The sums of one device and dtype, side by side, and behind them a number for each that says it is there."""
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
-        sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
-        self.all = parameters[0].new_zeros(sum(sizes) + len(sizes), dtype=dtype, requires_grad=False)
-        *parts, self.present = self.all.split([*sizes, len(sizes)])
-        self.totals = [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self.places: list[_Place] = []
-
-    def reduce(self, ranks: TensorParallel) -> None:
-        """Averages the sums over the ranks, in rank order, piece by piece.  A gradient that no rank has stays None."""
-        missing = [place for place in self.places if place.main.grad is None]
-        for place in missing:
-            place.add(lambda total: total)
-        self.present.fill_(1.0)
-        lacking = {id(place) for place in missing}
-        for i, place in enumerate(self.places):
-            if id(place) in lacking:
-                self.present[i] = 0.0
-        for piece in self.all.split(PIECE):
-            piece.copy_(all_reduce(piece, ranks) / ranks.size)
-        for place, present in zip(self.places, self.present.tolist(), strict=True):
-            if not present:
-                place.main.grad = None
 
 
 class MainGrad:
@@ -164,12 +59,15 @@ class MainGrad:
         main.zero()
 
     ``dp`` is the data-parallel group: a one-dimensional DeviceMesh or a ProcessGroup, over which :meth:`reduce` takes
-    the mean, or None.  It takes DistributedDataParallel's place.  The trainable parameters are those of now; make it
-    after whatever replaces or freezes parameters, and before the optimizer, which is to hold :meth:`parameters` or
-    ``tpfuse.param_groups(model)``.  It lasts as long as the model's parameters do.
+    the mean, or None.  It takes DistributedDataParallel's place.  A model's pipeline stages, whose loss is one over all
+    replicas, want the sum: ``dp`` is then the model's own, and copies of a parameter on two stages are added up too.
+    The trainable parameters are those of now; make it after whatever replaces or freezes parameters, and before the
+    optimizer, which is to hold :meth:`parameters` or ``tpfuse.param_groups(model)``.  It lasts as long as the model's
+    parameters do.
 
     ValueError if the model is on the meta device, under DistributedDataParallel, made of DTensors (FSDP2 keeps fp32
-    gradients of its own), has no trainable parameter, or has a MainGrad already.  All data-parallel ranks call it.
+    gradients of its own), has no trainable parameter, or has a MainGrad already, and for a ``dp`` that is not that of
+    pipeline stages.  All data-parallel ranks call it.
     """
 
     def __init__(self, model: nn.Module, dp: "dist.ProcessGroup | dist.DeviceMesh | None" = None):
@@ -177,8 +75,9 @@ class MainGrad:
         named = [(n, s, tp, p) for (n, s, tp), p in zip(named_specs(model), model.parameters(), strict=True)]
         trained = [(n, s, tp, p) for n, s, tp, p in named if p.requires_grad]
         self._ranks = TensorParallel(dp)
+        _check_replicas(model, self._ranks)
         self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
-        self._model, self._state = weakref.ref(model), _State()
+        self._model, self._state = weakref.ref(model), State()
         holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Held]]] = {}
         for n, _, _, p in trained:
@@ -190,10 +89,10 @@ class MainGrad:
             PLACES[p].module.hold(spec, PLACES[p].main)
         _watch_optimizers()
 
-    def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> _Buffer:
-        buffer = _Buffer([p for _, p, _ in members], dtype)
+    def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> Buffer:
+        buffer = Buffer([p for _, p, _ in members], dtype)
         for (name, p, held), total in zip(members, buffer.totals, strict=True):
-            place = _Place(p, name, total, self._state, held=held)
+            place = Place(p, name, total, self._state, held=held)
             buffer.places.append(place)
             PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
             p.register_post_accumulate_grad_hook(place.hook)
@@ -212,16 +111,21 @@ class MainGrad:
     def reduce(self) -> None:
         """Averages the gradients over the data-parallel ranks and hands them to the optimizer.
 
-        It is called once a step, after the last backward, without data parallelism too.  The mean is taken in fp32
-        (fp64 for fp64) in rank order, so that the bits are the same on every rank and in every run.  RuntimeError if it
+        It is called once a step, after the last backward, without data parallelism too.  The mean (of pipeline stages
+        the sum, that of copies first) is taken in fp32 (fp64 for fp64) in rank order, so that the bits are the same on
+        every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it
         was called already, ValueError if parameters of the model were replaced, moved or made trainable since.
         """
         if self._state.reduced:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
-        self._check_model()
+        staged = staged_in(self._check_model())
+        if staged is not None:
+            group, places = staged.stages("MainGrad.reduce"), main_grads(copied(staged))
+            assert group is not None  # of stages
+            sum_copies([place.add(lambda total: total) for place in places], group)
         if self._ranks.size > 1:
             for buffer in self._buffers:
-                buffer.reduce(self._ranks)
+                buffer.reduce(self._ranks, self._ranks.size if staged is None else 1)
         self._state.reduced = True
 
     @torch.no_grad()
@@ -233,7 +137,8 @@ class MainGrad:
                 place.main.grad, place.clean = None, True
         self._state.reduced = False
 
-    def _check_model(self) -> None:
+    def _check_model(self) -> nn.Module:
+        """Returns the model.  ValueError if its parameters are others than they were."""
         model = self._model()
         if model is None:
             raise ValueError("MainGrad: the model no longer exists")
@@ -254,6 +159,7 @@ class MainGrad:
                     f"MainGrad: parameters of the model {what} since it was made: {some(found)}; make MainGrad, and the"
                     " optimizer after it, when the model is complete"
                 )
+        return model
 
 
 def _checked(model: nn.Module) -> nn.Module:
@@ -262,7 +168,7 @@ def _checked(model: nn.Module) -> nn.Module:
         raise ValueError(DDP)
     model = getattr(model, "_orig_mod", model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not parameters:
+    if not parameters and staged_in(model) is None:  # other stages may have some
         raise ValueError(f"MainGrad: {type(model).__name__} has no trainable parameter")
     for name, p in parameters:
         if p.is_meta:
@@ -279,12 +185,26 @@ def _checked(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
+    """ValueError where the replicas of pipeline stages, over which their loss is one, are other ranks."""
+    staged = staged_in(model)
+    if staged is None:
+        return
+    group = staged.dp_group()
+    theirs = None if group is None or group.size() == 1 else group.group_name
+    if theirs != (ranks.group_name if ranks.size > 1 else None):
+        raise ValueError(
+            "MainGrad: the loss of pipeline stages is over the replicas that the model was given; give both the same:"
+            f" {type(staged).__name__}(..., dp=mesh['dp']) and MainGrad(model, mesh['dp'])"
+        )
+
+
 # ---- for optimizers, clipping and checkpoints ----
 
 
 def stepped(p: nn.Parameter) -> nn.Parameter:
     """Returns what an optimizer steps on for a parameter: its weight in a MainGrad, up to date, or itself."""
-    place: _Place | None = PLACES.get(p) if PLACES else None
+    place: Place | None = PLACES.get(p) if PLACES else None
     if place is None:
         return p
     place.refresh()
@@ -293,7 +213,7 @@ def stepped(p: nn.Parameter) -> nn.Parameter:
 
 def gradient(p: nn.Parameter) -> Tensor | None:
     """Returns a parameter's gradient, that in a MainGrad if it has one.  RuntimeError if that is not reduced yet."""
-    place: _Place | None = PLACES.get(p) if PLACES else None
+    place: Place | None = PLACES.get(p) if PLACES else None
     if place is None:
         return p.grad
     place.check()
@@ -321,7 +241,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             place.store()
 
 
-def _place_of(weight: nn.Parameter) -> _Place | None:
+def _place_of(weight: nn.Parameter) -> Place | None:
     """Returns the place of what an optimizer steps on."""
     reference = _STEPPED.get(weight)
     return None if reference is None else reference()

@@ -313,7 +313,7 @@ def without_a_bias(m, D, dtype=torch.float32, **left_out):
     [
         ((17, 72), {}),
         ((2, 128), dict(rms=True, beta=False)),
-        ((2, 128), dict(dropout=False, residual=False)),
+        pytest.param((2, 128), dict(dropout=False, residual=False), marks=pytest.mark.slow),
         ((0, 72), {}),
     ],
     ids=str,

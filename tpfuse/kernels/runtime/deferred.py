@@ -9,10 +9,11 @@ as its weight, through casts, views and hooks, as autograd would have sent it.  
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .main_grad import Main, mains
 
@@ -21,7 +22,7 @@ class WeightGradients:
     """Work that backward has left, in its order."""
 
     def __init__(self) -> None:
-        self._work: list[Callable[[], None]] = []
+        self._work: list[tuple[Callable[[], None], Any]] = []
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -32,12 +33,17 @@ class WeightGradients:
         finally:
             _current.reset(token)
 
-    def add(self, work: Callable[[], None]) -> None:
-        self._work.append(work)
+    def add(self, work: Callable[[], None], needs: Any) -> None:
+        """``needs``: the tensors that the work keeps until it is run, in any nesting of tuples."""
+        self._work.append((work, needs))
+
+    def held(self) -> list[Tensor]:
+        """Returns the tensors that are kept for the work handed over since the last :meth:`take`."""
+        return [x for _, needs in self._work for x in tree_leaves(needs) if isinstance(x, Tensor)]
 
     def take(self) -> Callable[[], None]:
         """Returns what makes the gradients handed over since the last call, once."""
-        work, self._work = self._work[::-1], []
+        work, self._work = [work for work, _ in self._work[::-1]], []
 
         def run() -> None:
             with torch.no_grad():
@@ -79,7 +85,7 @@ class Later(NamedTuple):
     def keep(self, name: str, gradient: Tensor | None) -> None:
         """Hands over a gradient that has been made already."""
         if gradient is not None and self.wants(name):
-            self.store.add(lambda: self.give(name, gradient))
+            self.store.add(lambda: self.give(name, gradient), gradient)
 
 
 def deferring() -> bool:

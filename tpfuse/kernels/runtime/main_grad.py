@@ -22,6 +22,13 @@ T = TypeVar("T")
 class Place(Protocol):
     """Where the gradient of a parameter is added."""
 
+    @property
+    def reduced(self) -> bool:
+        """Whether the total has been reduced, so that nothing may be added."""
+
+    def check_open(self) -> None:
+        """RuntimeError where the total has been reduced."""
+
     def add(self, write: Callable[[Tensor], T]) -> T:
         """Returns ``write(total)``, which adds to the total so far, fp32 (fp64) in the parameter's shape, in place."""
 
@@ -111,6 +118,11 @@ def refuse(parameters: Iterable[Tensor], error: str) -> None:
     """Raises ValueError(error) if one of the parameters has a main_grad."""
     if PLACES and any(p in PLACES for p in parameters):
         raise ValueError(error)
+
+
+def main_grads(parameters: Iterable[Tensor]) -> list[Place]:
+    """Returns the places of those parameters that have one."""
+    return [place for p in parameters if (place := PLACES.get(p)) is not None] if PLACES else []
 
 
 DDP = (

@@ -1,0 +1,189 @@
+"""FSDP2 over the replicas of pipeline stages against one process: losses, norms, gradients; what is gathered, when."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.common import default_dtype
+from tests.pipeline.common import GPT2, MODELS, ROWS, batches, made
+from tests.pipeline.test_step import curve
+from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_, param_groups
+from tpfuse.pipeline import SCHEDULES, schedule
+
+F64 = torch.float64
+
+
+def sharded(mesh, name, config=GPT2, *, whole=True, **options):
+    """This rank's stages, their blocks sharded over the replicas, and with ``whole`` the rest too."""
+    pp, dp = mesh["pp"], mesh["dp"]
+    model = made(config, tp=TensorParallel(mesh["tp"]), dp=dp, stage=(pp.get_local_rank(), pp.size(), name))
+    if mesh["tp"].size() > 1:
+        as_dtensor(model, mesh["tp"])
+    for block in model.blocks:
+        if block is not None:
+            fully_shard(block, mesh=dp, **options)
+    if whole:
+        fully_shard(model, mesh=dp, **options)
+    return model
+
+
+def rows(mesh):
+    each = ROWS // mesh["dp"].size()
+    return slice(mesh["dp"].get_local_rank() * each, (mesh["dp"].get_local_rank() + 1) * each)
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def worst(model, first):
+    return max(
+        float((full(p.grad) - first[name]).abs().max() / first[name].abs().max())
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
+
+
+def sharded_curve(world, layout, name, config, whole, first):
+    mesh = world.stages(*layout)
+    with default_dtype(F64):
+        model = sharded(mesh, name, config, whole=whole)
+        pipeline = schedule(model, mesh["pp"], name, ROWS // mesh["dp"].size())
+        optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
+        losses, norms, error, mine = [], [], None, rows(mesh)
+        for ids, labels in batches(2):
+            losses.append(pipeline.step(ids[mine], labels=labels[mine]).item())
+            error = worst(model, first) if error is None else error
+            norms.append(clip_grad_norm_(model, 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+        return losses, norms, error, numbers / sum(p.numel() for p in model.parameters())
+
+
+LAYOUTS = [(2, 2, 1), (2, 2, 2)]
+DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv"), ((2, 2, 1), "chimera")}
+
+
+def check(ranks, layout, name, config=GPT2, whole=True):
+    losses, norms, first = ranks(1, curve, config, 2, {})[0]
+    size = layout[0] * layout[1] * layout[2]
+    for theirs, their_norms, error, share in ranks(size, sharded_curve, layout, name, config, whole, first):
+        assert theirs == pytest.approx(losses, rel=1e-9)
+        assert their_norms == pytest.approx(norms, rel=1e-9)
+        assert error < 1e-9
+        assert not whole or layout[2] > 1 or share < 0.51
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    [
+        pytest.param(layout, name, marks=[] if (layout, name) in DAILY else pytest.mark.slow, id=f"{layout}-{name}")
+        for layout in LAYOUTS
+        for name in SCHEDULES
+    ],
+)
+def test_every_schedule_gives_one_processs_curve(ranks, layout, name):
+    check(ranks, layout, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
+def test_every_kind_of_model(ranks, kind):
+    check(ranks, (2, 2, 1), "zbv", MODELS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_blocks_alone(ranks, name):
+    check(ranks, (2, 2, 1), name, whole=False)
+
+
+def counted(world, name):
+    """Two steps whose gradients add up, and an evaluation -> the error against one process, the messages over the
+    replicas of the second step, the groups that FSDP2 holds, and whether everything is sharded again."""
+    mesh = world.stages(2, 2, 1)
+    with default_dtype(F64):
+        whole, model = made(GPT2), sharded(mesh, name)
+        pipeline, mine = schedule(model, mesh["pp"], name, ROWS // 2), rows(mesh)
+        every = list(batches(2))
+        for step, (ids, labels) in enumerate(every):
+            whole(ids, labels=labels, step=step, first_sample=0).loss.backward()
+        pipeline.step(every[0][0][mine], labels=every[0][1][mine], step=0)
+        with Messages() as messages:
+            pipeline.step(every[1][0][mine], labels=every[1][1][mine], step=1)
+        grads = [p.grad.to_local().clone() for p in model.parameters()]
+        loss = pipeline.evaluate(every[0][0][mine], labels=every[0][1][mine], step=0)
+        assert loss.item() == pytest.approx(whole(every[0][0], labels=every[0][1], step=0, first_sample=0).loss.item())
+        assert all(torch.equal(p.grad.to_local(), g) for p, g in zip(model.parameters(), grads, strict=True))
+        error = worst(model, {key: p.grad for key, p in whole.named_parameters()})
+        groups = sum(isinstance(m, FSDPModule) for m in model.modules())
+        return error, dict(messages.seen), groups, all(isinstance(p, DTensor) for p in model.parameters())
+
+
+class Messages(TorchDispatchMode):
+    """Counts the messages by which FSDP2 gathers and reduces."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_allgather_base_", "_reduce_scatter_base_"):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_a_step_gathers_and_reduces_each_group_once(ranks, name):
+    for error, seen, groups, again in ranks(4, counted, name):
+        assert error < 1e-9 and again
+        assert seen == {"_allgather_base_": groups, "_reduce_scatter_base_": groups}
+
+
+def mixed(world, name):
+    """The largest error of gradients in fp32 of 16-bit passes, and that of one process whose gradients are 16-bit."""
+    mesh = world.stages(2, 2, 1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ((ids, labels),) = batches(1)
+    with default_dtype(F64):
+        exact = made(GPT2)
+        exact(ids, labels=labels, step=0, first_sample=0).loss.backward()
+    first = {key: p.grad for key, p in exact.named_parameters()}
+    whole, model = made(GPT2).to(torch.bfloat16), sharded(mesh, name, mp_policy=policy)
+    whole(ids, labels=labels, step=0, first_sample=0).loss.backward()
+    schedule(model, mesh["pp"], name, 4).step(ids[rows(mesh)], labels=labels[rows(mesh)], step=0)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return worst(model, first), worst(whole, first)
+
+
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
+def test_mixed_precision(ranks, name):
+    for error, own in ranks(4, mixed, name):
+        assert error < 2 * own
+
+
+def refusals(world):
+    mesh = world.stages(2, 2, 1)
+    pp, dp = mesh["pp"], mesh["dp"]
+    options = dict(stage=(pp.get_local_rank(), 2))
+    tries = {
+        "no dp": fully_shard(made(GPT2, **options), mesh=dp),
+        "other ranks": fully_shard(made(GPT2, dp=dp, **options), mesh=pp),
+    }
+    found = {}
+    for key, model in tries.items():
+        with pytest.raises(ValueError) as caught:
+            schedule(model, pp, "1f1b", 4)
+        found[key] = str(caught.value)
+    return found
+
+
+def test_other_replicas_are_refused(ranks):
+    for found in ranks(4, refusals):
+        assert all("is sharded over ranks that are not the model's replicas" in words for words in found.values())

@@ -1,0 +1,26 @@
+"""Parameters that two ranks of a pipeline hold, and the sum of their gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def copied(staged: Any) -> list[nn.Parameter]:
+    """Returns the parameters that the rank opposite holds too: all of a second chain's, or a tied embedding."""
+    return [p for name, p in staged.named_parameters() if staged.copies_of(name) == 2]
+
+
+def sum_copies(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Adds the gradients of the opposite rank's copies to these: the same bits on both, for the sum of two has no
+    order."""
+    peer, gradients = group.size() - 1 - group.rank(), [g for g in gradients if g.numel()]
+    theirs = [torch.empty_like(g) for g in gradients]
+    ops = [dist.P2POp(dist.isend, g.contiguous(), group=group, group_peer=peer) for g in gradients]
+    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x in theirs]
+    for message in dist.batch_isend_irecv(ops) if ops else []:
+        message.wait()
+    for g, x in zip(gradients, theirs, strict=True):
+        g.add_(x)

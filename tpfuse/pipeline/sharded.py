@@ -1,0 +1,95 @@
+"""FSDP2 over the replicas of a pipeline's stages.
+
+Parameters are gathered once a step, before its first micro-batch, and are whole until its last: forward and backward
+passes of a stage alternate, and a gather between them is a message that the other stages wait for.  Gradients are added
+up unsharded, those that a split backward pass makes later too, and are summed into the shards once, at the end of the
+step: the sum, not FSDP2's mean, for the loss is one over all replicas.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..kernels.runtime.errors import check
+from .runtime import end_backward, initialize, is_replicated, sum_into_shards
+
+
+class Shards:
+    """The FSDP2 modules of a model; there may be none."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        inner = {id(m) for outer in self.modules for m in outer.modules() if m is not outer}
+        self.roots = [m for m in self.modules if id(m) not in inner]
+
+    @contextlib.contextmanager
+    def whole(self, *, backward: bool) -> Iterator[None]:
+        """In it, all parameters are whole; behind it sharded, and with ``backward`` the gradients are in the shards."""
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        for root in self.roots:
+            initialize(root)
+            root.set_is_last_backward(False)
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(False)
+        handles: list[Any] = [module.unshard(async_op=True) for module in self.modules]
+        for handle in handles:
+            handle.wait()
+        try:
+            yield
+            for root in self.roots if backward else ():
+                sum_into_shards(root)
+        except BaseException:
+            for p in self.model.parameters() if self.roots else ():
+                p.grad = None
+            raise
+        finally:
+            for module in self.modules:
+                module.reshard()
+
+    def add_up(self) -> None:
+        """Adds what weights' own actions have made to the sum in ``reduce_dtype``, as FSDP2 does behind a backward."""
+        for root in self.roots:
+            end_backward(root)
+
+
+def check_sharded(model: Any) -> None:
+    """ValueError where FSDP2 shards a model's stages over other ranks than the replicas that its loss is over."""
+    check(
+        not any(is_replicated(m) for m in model.modules()),
+        "pipeline: replicate over pipeline stages is not built; give the model dp=mesh['dp'], and step sums its"
+        " gradients over the replicas",
+    )
+    group: dist.ProcessGroup | None = model.dp_group()
+    for name, p in model.named_parameters():
+        meshes = [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim)] if isinstance(p, DTensor) else []
+        others = [g for g in meshes if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]
+        check(
+            not others,
+            f"pipeline: {name} is sharded over ranks that are not the model's replicas; give the model dp=mesh['dp'],"
+            " and fully_shard the same mesh",
+        )
+
+
+def is_shard(p: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a parameter is this rank's shard of one over the replicas."""
+    if not isinstance(p, DTensor):
+        return False
+    return any(p.device_mesh.get_group(i).group_name == group.group_name for i in range(p.device_mesh.ndim))
+
+
+def local(x: Tensor) -> Tensor:
+    """Returns this rank's elements, in the memory of ``x``."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _name(group: dist.ProcessGroup | None) -> str | None:
+    return None if group is None else group.group_name
