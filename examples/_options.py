@@ -163,8 +163,6 @@ def parse() -> argparse.Namespace:
     if args.pp == 1 and (args.schedule or args.stage_layers):
         parser.error(f"{'--schedule' if args.schedule else '--stage-layers'} is of a pipeline: give --pp 2 or more")
     args.schedule = args.schedule or "1f1b"
-    if args.pp > 1 and args.main_grad:
-        parser.error("--main-grad is not built over pipeline stages: leave out one of it and --pp")
     if args.pp > 1 and args.compile and SCHEDULES[args.schedule].split:
         parser.error(f"--schedule {args.schedule} splits the backward pass, which --compile does not")
     for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr), ("--temperature", args.temperature)):

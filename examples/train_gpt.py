@@ -68,19 +68,26 @@ class Setup(NamedTuple):
 def forward_backward(on: Setup, step: int) -> float:
     """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss."""
     labels = on.batches.labels(step)
-    if on.pipeline is not None:
+    if on.pipeline is None:
+        loss = micro_batches(on, step, labels / on.args.dp)  # DDP averages over dp
+    else:
         with on.autocast():
-            return on.pipeline.step(**on.batches.whole(step), loss_normalizer=labels, step=step).item()
+            loss = on.pipeline.step(**on.batches.whole(step), loss_normalizer=labels, step=step).item()
+    if on.main is not None:
+        on.main.reduce()
+    return loss
+
+
+def micro_batches(on: Setup, step: int, normalizer: float) -> float:
+    """Forward and backward over one micro-batch after another -> the sum of their losses."""
     total, calls = 0.0, on.batches.micro_batches(step)
     for i, call in enumerate(calls):
         wait = on.replica is not on.model and i < len(calls) - 1
         with on.replica.no_sync() if wait else nullcontext():
-            with on.autocast():  # DDP averages over dp
-                loss = on.replica(**call, loss_normalizer=labels / on.args.dp, step=step).loss
+            with on.autocast():
+                loss = on.replica(**call, loss_normalizer=normalizer, step=step).loss
             loss.backward()
         total += loss.item()
-    if on.main is not None:
-        on.main.reduce()
     return total
 
 
@@ -246,9 +253,9 @@ def main() -> None:
         main, replica, pipeline = None, model, None
         if stage is not None:
             pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches)
-        elif args.main_grad:
+        if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
-        elif args.dp > 1:
+        elif args.dp > 1 and stage is None:
             replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
         bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None

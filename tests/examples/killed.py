@@ -14,6 +14,7 @@ import runpy
 import shutil
 import signal
 import sys
+import traceback
 
 import tpfuse
 from tpfuse.pipeline.runtime import ChunkStage
@@ -65,4 +66,8 @@ match where:
 count("save_checkpoint", "save")
 sys.argv = [script, *arguments]
 sys.path[0] = os.path.dirname(script)
-runpy.run_path(script, run_name="__main__")
+try:
+    runpy.run_path(script, run_name="__main__")
+except Exception:
+    traceback.print_exc()  # of forked processes the launcher prints one's error alone
+    raise

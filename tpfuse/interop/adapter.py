@@ -8,11 +8,13 @@ base_model.model.{head}.weight           [L, D]        of a classification head,
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, gather_object
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
@@ -20,6 +22,7 @@ from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
 from ..layers.module import Spec, local, named_specs, unwrapped_name
 from ..parallel import TensorParallel
+from ..rollcall import roll_call
 from ..together import raise_together, together
 from .huggingface.directory import open_tensors, read_json
 from .huggingface.disk import NewFiles, save_file
@@ -61,27 +64,32 @@ class _Entry(NamedTuple):
 def save_adapter(model: nn.Module, path: str | Path) -> None:
     """Writes the adapters of ``model`` as a directory that PEFT loads, whole or not at all.
 
-    Every rank calls it; one writes.  OSError, on every rank and before any tensor is gathered, where ``path`` cannot be
-    written.
+    Every rank calls it; one writes, who gets the adapters of other pipeline stages.  OSError, on every rank and before
+    any tensor is gathered, where ``path`` cannot be written.
     """
-    base = _base(model, "save_adapter")
-    check(any(adapted_layers(base)), "save_adapter: the model has no adapters")
-    new = together(lambda: NewFiles(Path(path), "save_adapter") if base.writes else None, base.groups())
+    base, caller = _base(model, "save_adapter"), "save_adapter"
+    adapted = _adapted(base, caller)
+    stages = base.stages(caller)
+    leads = base.writes and (stages is None or stages.rank() == 0)
+    new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups(), roll_call)
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     entries = *_entries(base), *_beside(base).values()
     for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
-        if new is not None:
+        if base.writes:
             tensors[name] = tensor.cpu()
-    if new is not None:
-        try:
-            with new as folder:
-                (folder / CONFIG).write_text(json.dumps(_config(base), indent=2, sort_keys=True) + "\n")
-                save_file(tensors, folder / WEIGHTS)
+    with nullcontext() if new is None else new:
+        for others in _of_others(tensors, stages):
+            tensors = others | tensors
+        if new is not None:
+            try:
+                config = json.dumps(_config(base, adapted), indent=2, sort_keys=True)
+                (new.folder / CONFIG).write_text(config + "\n")
+                save_file(tensors, new.folder / WEIGHTS)
                 new.publish()
-        except Exception as e:
-            error = e
-    raise_together(error, base.groups())
+            except Exception as e:
+                error = e
+        raise_together(error, base.groups(), roll_call)
 
 
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:
@@ -93,7 +101,8 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     the model does not have, or a tensor that is missing or has another shape; OSError where the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
-    own = _beside(base)
+    own, here = _beside(base), hf_layers(base)
+    layers = {name: sizes for stage in base.over_stages("load_adapter", here) for name, sizes in stage.items()}
 
     def examine() -> tuple[dict[str, Any], Any, list[str], dict[str, _Entry]]:
         config, handle = _read(path)
@@ -106,13 +115,17 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
-        return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=hf_layers(base)), heads
+        return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=layers), heads
 
     config, handle, modules, heads = together(examine, base.groups())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
-    add_lora(model, rank=rank, alpha=alpha, targets=modules)
+    modules = [name for name in modules if name in here]
+    if modules:
+        add_lora(model, rank=rank, alpha=alpha, targets=modules)
+    else:  # other stages have them
+        model.requires_grad_(False)
 
     def read() -> list[tuple[nn.Parameter, Tensor]]:
         values = []
@@ -141,9 +154,38 @@ def _base(model: nn.Module, caller: str) -> PretrainedModule:
     base = base_of(model)
     if not isinstance(base, PretrainedModule):
         raise ValueError(f"{caller}: {type(base).__name__} has no names of Hugging Face; a model of tpfuse.models does")
-    if getattr(base, "stage", None) is not None:
-        raise ValueError(f"{caller}: adapters of a model's pipeline stages are not built")
     return base
+
+
+def _of_others(tensors: dict[str, Tensor], stages: ProcessGroup | None) -> list[dict[str, Tensor]]:
+    """Returns the tensors of every stage on the first, and none on others; each rank of the pipeline calls it."""
+    if stages is None:
+        return []
+    every: list[Any] | None = [None] * stages.size() if stages.rank() == 0 else None
+    gather_object(tensors, every, group=stages, group_dst=0)
+    return every or []
+
+
+class _Adapted(NamedTuple):
+    """What is adapted over all stages of a model, and other modules that hold parameters, by Hugging Face's names."""
+
+    modules: set[str]
+    others: set[str]
+    rank: int
+    alpha: float
+
+
+def _adapted(base: PretrainedModule, caller: str) -> _Adapted:
+    """ValueError where nothing is adapted, or stages have adapters of other ranks or scales."""
+    loras = [lora for *_, lora in adapted_layers(base)]
+    names = (base.hf_name(name) for source in base.sources().values() for name in source.names)
+    mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
+    every = base.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
+    modules, holders, sizes = (set().union(*each) for each in zip(*every, strict=True))
+    check(bool(modules), f"{caller}: the model has no adapters")
+    check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {shown(sorted(sizes))}")
+    ((rank, alpha),) = sizes
+    return _Adapted(modules, holders - modules, rank, alpha)
 
 
 def _entries(base: PretrainedModule) -> list[_Entry]:
@@ -186,15 +228,13 @@ def _pattern(source: Source) -> str:
 # ---- the config ----
 
 
-def _config(base: PretrainedModule) -> dict[str, Any]:
-    lora = next(lora for *_, lora in adapted_layers(base))
-    rank = len(lora.A)
-    alpha = lora.scale * rank
+def _config(base: PretrainedModule, adapted: _Adapted) -> dict[str, Any]:
+    alpha = adapted.alpha
     return BUILT | dict(
-        r=rank,
+        r=adapted.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=0.0,
-        target_modules=_targets(base),
+        target_modules=_targets(adapted),
         fan_in_fan_out=base.config.hf.transposed,
         init_lora_weights=True,
         inference_mode=True,
@@ -223,16 +263,14 @@ def _saved(base: PretrainedModule) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in beside(base)))
 
 
-def _targets(base: PretrainedModule) -> list[str]:
+def _targets(adapted: _Adapted) -> list[str]:
     """Returns the shortest endings that name the adapted modules and no other."""
-    adapted = {module for *_, lora in adapted_layers(base) for module in lora.adapted}
-    names = (base.hf_name(name) for source in base.sources().values() for name in source.names)
-    others = {name.rpartition(".")[0] for name in names} - adapted
     targets = set()
-    for module in adapted:
+    for module in adapted.modules:
         parts = module.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        targets.add(next(end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)))
+        alone = lambda end: not any(f".{other}".endswith(f".{end}") for other in adapted.others)
+        targets.add(next(filter(alone, endings)))
     return sorted(targets)
 
 

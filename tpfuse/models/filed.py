@@ -50,7 +50,7 @@ class FiledModel(PretrainedModule):
         family = self.config.hf
         if self.classifier is not None:
             return self.classifier.classifier.to_hf(family, self.hf_source or {})
-        return {"architectures": [family.base_architecture if self.head is None else family.architecture]}
+        return {"architectures": [family.base_architecture if not self.has_head else family.architecture]}
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes a directory that transformers loads: full tensors, config.json, the tokenizer the model came with."""

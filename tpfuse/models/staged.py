@@ -6,7 +6,6 @@ that there is of block i.  A tied embedding is on the first stage and on the las
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -231,10 +230,6 @@ class StagedModel(FiledModel):
             return ()
         return tuple(re.escape(n) for source in self.config.hf.sources(self.config).values() for n in source.names)
 
-    def save_pretrained(self, path: str | Path) -> None:
-        self.check_whole("save_pretrained")
-        super().save_pretrained(path)
-
     def copies_of(self, name: str) -> int:
         """Returns how many ranks of the pipeline hold the parameter ``name``."""
         if self.stage is None:
@@ -249,8 +244,13 @@ class StagedModel(FiledModel):
         """Returns the replicas that the model was given; None for none."""
         return None if self.dp_group_name is None else resolve(self.dp_group_name)
 
-    def stages(self, caller: str) -> dist.ProcessGroup:
-        """Returns the ranks that hold this model's stages; ValueError of ``caller`` before a schedule has been made."""
+    def stages(self, caller: str) -> dist.ProcessGroup | None:
+        """Returns the ranks that hold this model's stages; None for a whole model.
+
+        ValueError of ``caller`` before a schedule has been made.
+        """
+        if self.stage is None:
+            return None
         if self.pp_group_name is None:
             raise ValueError(
                 f"{caller}: the model is one rank's stages, and the others are not known before"

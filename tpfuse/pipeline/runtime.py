@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ..failure import explained
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
 from .action import BACKWARD, FORWARD, INPUT, Action
@@ -178,8 +177,6 @@ class Runtime(schedules._PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
             stage.has_backward = backward
-        self.fwd_recv_ops = _Receives(lambda stage: self._waiting(order, stage, stage - 1))
-        self.bwd_recv_ops = _Receives(lambda stage: self._waiting(order, stage, stage + 1))
         passes = [[a for a in actions if backward or a.kind == FORWARD] for actions in order.actions]
         self.pipeline_order_with_comms = _with_messages(order, passes, offset)
         self.losses: dict[int, Tensor] = {}
@@ -193,14 +190,6 @@ class Runtime(schedules._PipelineScheduleRuntime):
         made, self.losses = self.losses, {}
         return {m: loss.detach() for m, loss in made.items()}
 
-    def _waiting(self, order: Order, stage: int, other: int) -> str:
-        """Says which stage waits for which, both by the runtime's numbers."""
-        offset, rank = order.stages + 1, self.stage_index_to_group_rank[other]
-        return (
-            f"pipeline {order.schedule}, rank {self.rank} of {len(order.actions)}: stage {stage % offset} waits for"
-            f" stage {other % offset} on rank {rank}, which has ended or has come to no such message in time"
-        )
-
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: Any, *rest: Any) -> None:
         if stage.is_last:
             self.losses[mb_index] = output
@@ -210,30 +199,6 @@ class Runtime(schedules._PipelineScheduleRuntime):
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
         pass
-
-
-class _Receives(dict[tuple[int, int], list[Any]]):
-    """Messages on their way to this rank, by stage and micro-batch; ``words(stage)`` begin the error of a lost one."""
-
-    def __init__(self, words: Callable[[int], str]):
-        super().__init__()
-        self.words = words
-
-    def __setitem__(self, key: tuple[int, int], messages: list[Any]) -> None:
-        super().__setitem__(key, [_Awaited(message, lambda: self.words(key[0])) for message in messages])
-
-
-class _Awaited:
-    """A message whose error says from where it was to come, and why its sender has ended, where that has said so."""
-
-    def __init__(self, message: dist.Work, words: Callable[[], str]):
-        self.message, self.words = message, words
-
-    def wait(self) -> None:
-        try:
-            self.message.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.words()}: {explained(error)}") from error
 
 
 def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int) -> dict[int, list[Any]]:

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import Agreement, Asked
-from ..collectives import named
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
+from . import lost
 from .copies import copied, sum_copies
 from .order import SCHEDULES, Order, order
 from .placement import Chunk, Stage, held_by
@@ -49,12 +49,14 @@ class Pipeline:
         ValueError on every rank, before anything is sent, for arguments that the model does not take, a batch that
         cannot be cut evenly, and labels that are missing.
         """
-        return self._run(dict(arguments, input_ids=input_ids), backward=True)
+        with lost.named(self.order, self.group, self._dp):
+            return self._run(dict(arguments, input_ids=input_ids), backward=True)
 
     @torch.no_grad()
     def evaluate(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Returns the loss of a batch, the same on every rank; nothing is kept for backward."""
-        return self._run(dict(arguments, input_ids=input_ids), backward=False)
+        with lost.named(self.order, self.group, self._dp):
+            return self._run(dict(arguments, input_ids=input_ids), backward=False)
 
     def _run(self, arguments: dict[str, Any], *, backward: bool) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
@@ -83,12 +85,10 @@ class Pipeline:
             for p, grad in before.items():
                 p.grad = grad
             raise
-        with named(f"{name}: the step's sums", self.group):
-            if own:
-                self._complete(before)
-            total = self._total(losses, calls[0].inputs.tokens.device)
+        if own:
+            self._complete(before)
         model.counted(arguments)
-        return total
+        return self._total(losses, calls[0].inputs.tokens.device)
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime of calls of these shapes: what is sent is alike in all of them."""

@@ -121,6 +121,7 @@ class MainGrad:
         staged = staged_in(self._check_model())
         if staged is not None:
             group, places = staged.stages("MainGrad.reduce"), main_grads(copied(staged))
+            assert group is not None  # of stages
             sum_copies([place.add(lambda total: total) for place in places], group)
         if self._ranks.size > 1:
             for buffer in self._buffers:

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
+from ...rollcall import roll_call
 from .source import Source
+
+T = TypeVar("T")
 
 
 class PretrainedModule(nn.Module):
@@ -33,8 +36,20 @@ class PretrainedModule(nn.Module):
         raise NotImplementedError
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Returns the process groups this model knows of: tensor-parallel, then data-parallel."""
+        """Returns the process groups this model knows of: tensor-parallel, data-parallel, then its pipeline's."""
         raise NotImplementedError
+
+    def stages(self, caller: str) -> dist.ProcessGroup | None:
+        """Returns the ranks that hold the model's pipeline stages; None where the whole model is here.
+
+        ValueError of ``caller`` where they are not known yet.
+        """
+        return None
+
+    def over_stages(self, caller: str, value: T) -> list[T]:
+        """Returns a value of every stage's, in the order of the pipeline; each rank of it calls this."""
+        group = self.stages(caller)
+        return [value] if group is None else roll_call(value, group)
 
     def sources(self) -> dict[str, Source]:
         """Returns, for every parameter of the whole model, the tensors of a Hugging Face file that it is made of."""
@@ -58,7 +73,7 @@ class PretrainedModule(nn.Module):
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the one that writes files."""
+        """Whether this rank is the one that writes the files of its stages, of the whole model where that is here."""
         return self.tp.rank == 0 and not self.dp_rank
 
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:

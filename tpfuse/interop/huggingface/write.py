@@ -1,14 +1,15 @@
 """A model -> a directory that transformers loads: full tensors, config.json, the tokenizer it came with."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
-from ...parallel import TensorParallel
+from ...parallel import TensorParallel, host
+from ...rollcall import roll_call
 from ...together import raise_together, together
 from .directory import own_file
 from .disk import NewFiles, save_file
@@ -26,6 +28,7 @@ from .read import CONFIG, INDEX, SINGLE
 from .source import written
 
 MAX_SHARD_BYTES = 5 << 30
+_CALLER = "save_pretrained"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -64,50 +67,80 @@ def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
         yield model.hf_name(hf_name), tensor
 
 
+class _Written(NamedTuple):
+    """What a rank wrote: its files with the names of their tensors, and the bytes of their parameters."""
+
+    shards: list[tuple[str, list[str]]]
+    size: int
+
+
 def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) -> None:
     """Writes the directory, in files of at most ``shard_bytes`` (MAX_SHARD_BYTES).  Every rank calls it; one writes.
 
+    Of a model over pipeline stages one rank of each writes its shards, and what two hold is the first one's; the first
+    stage's puts them under their names, so that no rank has the whole model.
+
     Files appear whole or not at all, under their final names only when all are written.  ValueError where adapters are
     not merged into the weights: they have a format of their own.  OSError, on every rank and before any tensor is
-    gathered, where ``path`` cannot be written.
+    gathered, where ``path`` cannot be written; RankEnded (over gloo) on the others where a rank ends meanwhile.
     """
+    groups = model.groups()
+    together(lambda: _check_merged(model), groups, roll_call)
+    stages = model.stages(_CALLER)
+    rank = 0 if stages is None else stages.rank()
+    leads = model.writes and rank == 0
+    new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups, roll_call)
+    with contextlib.nullcontext() if new is None else new:
+        every = [name for name, *_ in model.stored_parameters()]
+        others = model.over_stages(_CALLER, (every, None if new is None else new.folder))
+        mine = set(every).difference(*(names for names, _ in others[:rank]))
+        stored = [each for each in model.stored_parameters() if each[0] in mine]
+        tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in stored)
+        shards: list[tuple[str, list[str]]] = []
+        error: Exception | None = None
+        folder = others[0][1]
+        if model.writes and folder is not None:
+            try:
+                shards = _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
+            except Exception as e:
+                error = e
+        for _ in tensors:  # the collectives that remain: all of them here, or those after an error
+            pass
+        raise_together(error, groups, roll_call)
+        size = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in stored)
+        shards_of = model.over_stages(_CALLER, _Written(shards, size))
+        together(lambda: None if new is None else _finish(model, new, shards_of), groups, roll_call)
+
+
+def _check_merged(model: PretrainedModule) -> None:
     if any(m.adapter is not None for m in model.modules() if isinstance(m, Adaptable)):
         raise ValueError(
-            "save_pretrained: the model has adapters; use save_adapter for them, or merge_lora to have them in the"
-            " weights"
+            f"{_CALLER}: the model has adapters; use save_adapter for them, or merge_lora to have them in the weights"
         )
-    new = together(lambda: NewFiles(path, "save_pretrained") if model.writes else None, model.groups())
-    tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
-    error: Exception | None = None
-    if new is not None:
-        try:
-            _write(model, new, tensors, shard_bytes or MAX_SHARD_BYTES)
-        except Exception as e:
-            error = e
-    for _ in tensors:  # the collectives that remain: all of them here, or those after an error
-        pass
-    raise_together(error, model.groups())
 
 
-def _write(model: PretrainedModule, new: NewFiles, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Writes shards and config.json in a temporary directory, and moves the files over when all are there."""
+def _finish(model: PretrainedModule, new: NewFiles, every: Sequence[_Written]) -> None:
+    """Gives the shards their names, writes config.json, and moves the files over when all are there."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
     config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
-    with new as folder:
-        shards = _write_shards(model, folder, tensors, shard_bytes)
-        if len(shards) > 1:
-            total = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in model.stored_parameters())
-            files = {tensor: file for file, shard in shards.items() for tensor in shard}
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-        _write_json(folder / CONFIG, config)
-        if model.source is not None:
-            _copy_tokenizer(model.source, folder)
-        names = new.publish()
-        for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
-            stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
-            if stale and old.name not in names and (old.is_symlink() or not old.is_dir()):
-                old.unlink()
+    folder, shards = new.folder, [shard for each in every for shard in each.shards]
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for (shard, _), file in zip(shards, files, strict=True):
+        os.replace(folder / shard, folder / file)
+    if count > 1:
+        places = {tensor: file for (_, names), file in zip(shards, files, strict=True) for tensor in names}
+        total = sum(each.size for each in every)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(folder / CONFIG, config)
+    if model.source is not None:
+        _copy_tokenizer(model.source, folder)
+    published = new.publish()
+    for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
+        stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
+        if stale and old.name not in published and (old.is_symlink() or not old.is_dir()):
+            old.unlink()
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -121,28 +154,29 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_shards(
-    model: PretrainedModule, folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
-) -> dict[str, list[str]]:
-    """Writes the tensors in files of at most ``shard_bytes``; returns file -> names."""
-    shards: list[list[str]] = []
+    model: PretrainedModule, path: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
+) -> list[tuple[str, list[str]]]:
+    """Writes the tensors in files of at most ``shard_bytes``, whose names begin as ``path``; returns each with its
+    tensors' names."""
+    if not path.parent.is_dir():
+        raise OSError(f"{_CALLER}: {path.parent} of {host()[0]} is not there: all ranks must share one folder")
+    shards: list[tuple[str, list[str]]] = []
     pending: dict[str, Tensor] = {}
     sources = model.sources()
 
     def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}")
-        shards.append(list(pending))
+        file = path.with_name(f"{path.name}-{len(shards)}")
+        save_file(pending, file)
+        shards.append((file.name, list(pending)))
         pending.clear()
 
     for hf_name, tensor in written((sources[name], full) for name, full in tensors):
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
             flush()
         pending[model.hf_name(model.config.hf.filed.get(hf_name, hf_name))] = tensor.cpu()
-    flush()
-    count = len(shards)
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    for i, file in enumerate(files):
-        os.replace(folder / f"shard-{i}", folder / file)
-    return dict(zip(files, shards, strict=True))
+    if pending:
+        flush()
+    return shards
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
