@@ -46,9 +46,8 @@ class Run:
         from pytorch_optimizer import ScalableShampoo
 
         mesh = init_device_mesh("cpu", (asked.ranks, asked.tp), mesh_dim_names=("pp", "tp"))
-        config = GPTConfig(
-            vocab_size=256, max_positions=SEQ, hidden_size=asked.hidden, num_layers=asked.layers, num_heads=4
-        )
+        sizes = dict(vocab_size=256, max_positions=SEQ, hidden_size=asked.hidden, num_layers=asked.layers, num_heads=4)
+        config = GPTConfig(**sizes, tie_embeddings=False)  # two copies would be refreshed in different steps
         stage = mesh["pp"].get_local_rank(), asked.ranks, asked.schedule
         model = GPT(config, tp=tpfuse.TensorParallel(mesh["tp"]), stage=stage, seed=0).train()
         self.asked, self.at, self.refreshed = asked, 0, dict[int, list[int]]()
@@ -101,19 +100,18 @@ class Run:
         return run
 
     def seconds(self) -> list[list[float]]:
-        """Returns what each rank's pieces take, the median of three, averaged over the tensor-parallel ranks."""
-        own = []
-        for root in self.roots():
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                root()
-                times.append(time.perf_counter() - begin)
-            own.append(statistics.median(times))
-        every = torch.tensor(own, dtype=torch.float64)
+        """Returns what each rank's pieces take: the median of those of one size, the mean of tensor-parallel ranks."""
+        every = [state["pre_conditioner"] for state in self.optimizer.state.values()]
+        sizes = [len(matrix) for each in every for matrix in each.statistics]
+        times: dict[int, list[float]] = {}
+        for size, root in zip(sizes, self.roots()):
+            begin = time.perf_counter()
+            root()
+            times.setdefault(size, []).append(time.perf_counter() - begin)
+        own = torch.tensor([statistics.median(times[size]) for size in sizes], dtype=torch.float64)
         if self.asked.tp > 1:
-            dist.all_reduce(every, group=self.pipeline.model.tp.group)
-        return gather((every / self.asked.tp).tolist(), self.pipeline.group)
+            dist.all_reduce(own, group=self.pipeline.model.tp.group)
+        return gather((own / self.asked.tp).tolist(), self.pipeline.group)
 
 
 def _root(roots: Any, i: int) -> Callable[[], None]:

@@ -17,10 +17,11 @@ from tpfuse.pipeline import SCHEDULES, schedule
 F64 = torch.float64
 
 
-def sharded(mesh, name, config=GPT2, *, whole=True, **options):
-    """This rank's stages, their blocks sharded over the replicas, and with ``whole`` the rest too."""
+def sharded(mesh, name, config=GPT2, *, whole=True, how=None, **options):
+    """This rank's stages, made with ``how``: blocks sharded over the replicas, and with ``whole`` the rest too."""
     pp, dp = mesh["pp"], mesh["dp"]
-    model = made(config, tp=TensorParallel(mesh["tp"]), dp=dp, stage=(pp.get_local_rank(), pp.size(), name))
+    stage = pp.get_local_rank(), pp.size(), name
+    model = made(config, tp=TensorParallel(mesh["tp"]), dp=dp, stage=stage, **(how or {}))
     if mesh["tp"].size() > 1:
         as_dtensor(model, mesh["tp"])
     for block in model.blocks:
@@ -48,10 +49,10 @@ def worst(model, first):
     )
 
 
-def sharded_curve(world, layout, name, config, whole, first):
+def sharded_curve(world, layout, name, config, options, first):
     mesh = world.stages(*layout)
     with default_dtype(F64):
-        model = sharded(mesh, name, config, whole=whole)
+        model = sharded(mesh, name, config, **options)
         pipeline = schedule(model, mesh["pp"], name, ROWS // mesh["dp"].size())
         optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
         losses, norms, error, mine = [], [], None, rows(mesh)
@@ -69,14 +70,14 @@ LAYOUTS = [(2, 2, 1), (2, 2, 2)]
 DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv"), ((2, 2, 1), "chimera")}
 
 
-def check(ranks, layout, name, config=GPT2, whole=True):
+def check(ranks, layout, name, config=GPT2, **options):
     losses, norms, first = ranks(1, curve, config, 2, {})[0]
     size = layout[0] * layout[1] * layout[2]
-    for theirs, their_norms, error, share in ranks(size, sharded_curve, layout, name, config, whole, first):
+    for theirs, their_norms, error, share in ranks(size, sharded_curve, layout, name, config, options, first):
         assert theirs == pytest.approx(losses, rel=1e-9)
         assert their_norms == pytest.approx(norms, rel=1e-9)
         assert error < 1e-9
-        assert not whole or layout[2] > 1 or share < 0.51
+        assert not options.get("whole", True) or layout[2] > 1 or share < 0.51
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,12 @@ def test_every_kind_of_model(ranks, kind):
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_blocks_alone(ranks, name):
     check(ranks, (2, 2, 1), name, whole=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [dict(saving="smallest"), dict(recompute="full")], ids=["smallest", "full"])
+def test_beside_other_features(ranks, how):
+    check(ranks, (2, 2, 1), "zbv", MODELS["llama"], how=how)
 
 
 def counted(world, name):
