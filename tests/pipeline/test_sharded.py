@@ -155,6 +155,27 @@ def test_a_step_gathers_and_reduces_each_group_once(ranks, name):
         assert seen == {"_allgather_base_": groups, "_reduce_scatter_base_": groups}
 
 
+def failed(world):
+    """The error of a step's gradients after one that fails in its first forward pass."""
+    mesh = world.stages(1, 2, 1)
+    with default_dtype(F64):
+        whole, model = made(GPT2), sharded(mesh, "1f1b")
+        pipeline = schedule(model, mesh["pp"], "1f1b", 4)
+        ((ids, labels),) = batches(1)
+        hook = model.blocks[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            pipeline.step(ids[rows(mesh)], labels=labels[rows(mesh)], step=0)
+        hook.remove()
+        assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+        pipeline.step(ids[rows(mesh)], labels=labels[rows(mesh)], step=0)
+        whole(ids, labels=labels, step=0, first_sample=0).loss.backward()
+        return worst(model, {key: p.grad for key, p in whole.named_parameters()})
+
+
+def test_a_step_after_one_that_has_failed(ranks):
+    assert max(ranks(2, failed)) < 1e-9
+
+
 def mixed(world, name):
     """The largest error of gradients in fp32 of 16-bit passes, and that of one process whose gradients are 16-bit."""
     mesh = world.stages(2, 2, 1)
