@@ -193,13 +193,15 @@ def text(asked: Asked, found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+def arguments() -> Asked:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.pipeline_fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in Asked()._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    asked = Asked(**vars(parser.parse_args()))
-    print(text(asked, on_ranks(asked.ranks * asked.tp, measured, asked)))
+    return Asked(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments()
+    print(text(asked, on_ranks(asked.ranks * asked.tp, measured, asked)))
