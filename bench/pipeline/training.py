@@ -26,7 +26,8 @@ def text() -> Tensor:
 
 def config(args: argparse.Namespace) -> GPTConfig:
     sizes = dict(hidden_size=args.width, num_layers=args.layers, num_heads=args.heads, max_positions=args.seq)
-    return GPTConfig(vocab_size=256, activation="gelu_tanh", tie_embeddings=False, **sizes)
+    none = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+    return GPTConfig(vocab_size=256, activation="gelu_tanh", tie_embeddings=False, **none, **sizes)
 
 
 class Saved:
