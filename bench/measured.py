@@ -1,4 +1,5 @@
-"""The tables of docs/measured.md, made from the results in bench/results/; a figure without a result says so.
+"""The tables of docs/measured.md, and a row of the README, made from the results in bench/results/; a figure without a
+result says so.
 
 python -m bench.measured
 """
@@ -10,6 +11,7 @@ from bench import documents
 from tpfuse.bench.definition import discover
 
 PAGE = documents.DOCS / "measured.md"
+README = documents.DOCS.parent / "README.md"
 RESULTS = pathlib.Path(__file__).with_name("results")
 COMMAND = "bench.measured"
 NOT_YET = "not measured yet"
@@ -263,6 +265,53 @@ def host(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+# ---- pipelines ----
+
+
+def pipeline(result: dict) -> str:
+    """A row a schedule and who runs it."""
+    if not result.get("rows"):
+        return f"Training under each schedule: {NOT_YET}."
+    heads = "schedule", "", "tokens/s over tpfuse's 1F1B (quartiles)", "bubble %, simulated", "saved at the peak, MiB"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in sorted(result["rows"], key=lambda row: row["bubble"], reverse=True):
+        low, mid, high = row["speed"]
+        cells = row["schedule"], row["provider"], f"{mid:.2f} ({low:.2f} to {high:.2f})", f"{100 * row['bubble']:.1f}"
+        lines.append(f"| {' | '.join(cells)} | {row['saved_bytes'] / 2**20:.1f} |")
+    return "\n".join(lines)
+
+
+def sleeping(result: dict) -> str:
+    """A row a schedule: the real runtime with sleeping stages beside the simulator."""
+    if not result.get("sleeping"):
+        return f"Sleeping stages: {NOT_YET}."
+    heads = "schedule", "the fastest step, s (the slowest)", "simulated, s", "difference", "bubble %", "simulated"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in result["sleeping"]["rows"]:
+        cells = row["schedule"], f"{row['seconds']:.3f} ({row['spread'][1]:.3f})", f"{row['simulated']:.3f}"
+        shares = f"{100 * row['bubble']:.1f}", f"{100 * row['simulated_bubble']:.1f}"
+        lines.append(f"| {' | '.join(cells)} | {100 * row['difference']:+.1f} % | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def sleeping_in_short(result: dict) -> str:
+    """The row of the README."""
+    what = "bubble of 1F1B / ZBV; largest difference of seven schedules from the simulator"
+    heads = "| four ranks that sleep in place of computing | |\n|---|---|\n"
+    if not result.get("sleeping"):
+        return f"{heads}| {what} | {NOT_YET} |"
+    rows = {row["schedule"]: row for row in result["sleeping"]["rows"]}
+    worst = max(abs(row["difference"]) for row in rows.values())
+    bubbles = " / ".join(f"{100 * rows[name]['bubble']:.1f} %" for name in ("1f1b", "zbv"))
+    return f"{heads}| {what} | {bubbles}; {100 * worst:.1f} % |"
+
+
+def whole_result(name: str) -> dict:
+    """All that a bench has written; {} before it has run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
     made = {
@@ -270,9 +319,17 @@ def parts() -> dict[str, str]:
         "generate": generate(results("generate")),
         "gpu": gpu(reports()),
         "host": host(results("host")),
+        "pipeline": pipeline(whole_result("pipeline")),
+        "sleeping": sleeping(whole_result("pipeline")),
     }
     return made | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
 
 
+def short() -> dict[str, str]:
+    """As :func:`parts`, of the README."""
+    return {"pipeline": sleeping_in_short(whole_result("pipeline"))}
+
+
 if __name__ == "__main__":
     documents.write(PAGE, COMMAND, parts())
+    documents.write(README, COMMAND, short())

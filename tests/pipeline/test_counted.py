@@ -120,6 +120,8 @@ def check(ranks, layout, name, **options):
                 calls, size = sums.get(op, (0, 0))
                 sums[op] = calls + m.calls, size + m.bytes
         assert messages["send"] == sums["send"] and messages["allreduce_"] == sums["all_reduce"]
+        assert messages["recv_"][1] == 0  # is none of what this rank sends
+    assert sum(m["recv_"][0] for *_, m in every) == sum(m["send"][0] for *_, m in every)
     return predicted
 
 

@@ -17,10 +17,11 @@ from tpfuse.pipeline import SCHEDULES, schedule
 F64 = torch.float64
 
 
-def sharded(mesh, name, config=GPT2, *, whole=True, **options):
-    """This rank's stages, their blocks sharded over the replicas, and with ``whole`` the rest too."""
+def sharded(mesh, name, config=GPT2, *, whole=True, how=None, **options):
+    """This rank's stages, made with ``how``: blocks sharded over the replicas, and with ``whole`` the rest too."""
     pp, dp = mesh["pp"], mesh["dp"]
-    model = made(config, tp=TensorParallel(mesh["tp"]), dp=dp, stage=(pp.get_local_rank(), pp.size(), name))
+    stage = pp.get_local_rank(), pp.size(), name
+    model = made(config, tp=TensorParallel(mesh["tp"]), dp=dp, stage=stage, **(how or {}))
     if mesh["tp"].size() > 1:
         as_dtensor(model, mesh["tp"])
     for block in model.blocks:
@@ -48,10 +49,10 @@ def worst(model, first):
     )
 
 
-def sharded_curve(world, layout, name, config, whole, first):
+def sharded_curve(world, layout, name, config, options, first):
     mesh = world.stages(*layout)
     with default_dtype(F64):
-        model = sharded(mesh, name, config, whole=whole)
+        model = sharded(mesh, name, config, **options)
         pipeline = schedule(model, mesh["pp"], name, ROWS // mesh["dp"].size())
         optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
         losses, norms, error, mine = [], [], None, rows(mesh)
@@ -69,14 +70,14 @@ LAYOUTS = [(2, 2, 1), (2, 2, 2)]
 DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv"), ((2, 2, 1), "chimera")}
 
 
-def check(ranks, layout, name, config=GPT2, whole=True):
+def check(ranks, layout, name, config=GPT2, **options):
     losses, norms, first = ranks(1, curve, config, 2, {})[0]
     size = layout[0] * layout[1] * layout[2]
-    for theirs, their_norms, error, share in ranks(size, sharded_curve, layout, name, config, whole, first):
+    for theirs, their_norms, error, share in ranks(size, sharded_curve, layout, name, config, options, first):
         assert theirs == pytest.approx(losses, rel=1e-9)
         assert their_norms == pytest.approx(norms, rel=1e-9)
         assert error < 1e-9
-        assert not whole or layout[2] > 1 or share < 0.51
+        assert not options.get("whole", True) or layout[2] > 1 or share < 0.51
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,12 @@ def test_blocks_alone(ranks, name):
     check(ranks, (2, 2, 1), name, whole=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [dict(saving="smallest"), dict(recompute="full")], ids=["smallest", "full"])
+def test_beside_other_features(ranks, how):
+    check(ranks, (2, 2, 1), "zbv", MODELS["llama"], how=how)
+
+
 def counted(world, name):
     """Two steps whose gradients add up, and an evaluation -> the error against one process, the messages over the
     replicas of the second step, the groups that FSDP2 holds, and whether everything is sharded again."""
@@ -121,7 +128,9 @@ def counted(world, name):
         assert loss.item() == pytest.approx(whole(every[0][0], labels=every[0][1], step=0, first_sample=0).loss.item())
         assert all(torch.equal(p.grad.to_local(), g) for p, g in zip(model.parameters(), grads, strict=True))
         error = worst(model, {key: p.grad for key, p in whole.named_parameters()})
-        groups = sum(isinstance(m, FSDPModule) for m in model.modules())
+        inner = {p for block in model.blocks if block is not None for p in block.parameters()}
+        groups = sum(isinstance(block, FSDPModule) for block in model.blocks)
+        groups += any(p not in inner for p in model.parameters())  # a rank may have nothing but blocks
         return error, dict(messages.seen), groups, all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -144,6 +153,27 @@ def test_a_step_gathers_and_reduces_each_group_once(ranks, name):
     for error, seen, groups, again in ranks(4, counted, name):
         assert error < 1e-9 and again
         assert seen == {"_allgather_base_": groups, "_reduce_scatter_base_": groups}
+
+
+def failed(world):
+    """The error of a step's gradients after one that fails in its first forward pass."""
+    mesh = world.stages(1, 2, 1)
+    with default_dtype(F64):
+        whole, model = made(GPT2), sharded(mesh, "1f1b")
+        pipeline = schedule(model, mesh["pp"], "1f1b", 4)
+        ((ids, labels),) = batches(1)
+        hook = model.blocks[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            pipeline.step(ids[rows(mesh)], labels=labels[rows(mesh)], step=0)
+        hook.remove()
+        assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+        pipeline.step(ids[rows(mesh)], labels=labels[rows(mesh)], step=0)
+        whole(ids, labels=labels, step=0, first_sample=0).loss.backward()
+        return worst(model, {key: p.grad for key, p in whole.named_parameters()})
+
+
+def test_a_step_after_one_that_has_failed(ranks):
+    assert max(ranks(2, failed)) < 1e-9
 
 
 def mixed(world, name):

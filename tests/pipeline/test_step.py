@@ -299,6 +299,26 @@ def test_gradients_of_two_steps_add_up(ranks, layout, name):
     assert max(ranks(layout[0] * layout[1], accumulated, layout, name)) < 1e-9
 
 
+def failed(world):
+    """Gradients of a step, and what is left of them after one that fails in its first forward pass."""
+    mesh = world.stages(1, 2, 1)
+    model = made(GPT2, stage=(0, 1), dp=mesh["dp"])
+    pipeline = schedule(model, mesh["pp"], "1f1b", 4)
+    for step, (ids, labels) in enumerate(batches(2)):
+        mine = slice(4 * world.rank, 4 * world.rank + 4)
+        if step:
+            model.norm_in.register_forward_hook(lambda *_: 1 / 0)
+            before = [p.grad.clone() for p in model.parameters()]
+            with pytest.raises(RuntimeError, match="failed to run forward"):
+                pipeline.step(ids[mine], labels=labels[mine])
+            return all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+        pipeline.step(ids[mine], labels=labels[mine])
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_those_before(ranks):
+    assert ranks(2, failed) == [True, True]
+
+
 def evaluated_between_steps(world, name):
     mesh = world.stages(2, 1, 1)["pp"]
     with default_dtype(torch.float64):

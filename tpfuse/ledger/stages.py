@@ -188,7 +188,7 @@ def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
     return StageWork(
         chunk,
         {kind: _counts(entries) for kind, entries in passes.items()},
-        saved(),
+        saved=saved(),
         held=sum(size for key, size in held.items() if key not in own),
         rows=like.numel() * like.element_size(),
     )

@@ -42,9 +42,10 @@ class Placed(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """``placed[r]`` is the work of rank r, in its order; all of it is done within ``steps`` steps."""
+    """``placed[r]`` is the ``work`` of rank r, in its order; all of it is done within ``steps`` steps."""
 
     timeline: Timeline
+    work: tuple[Work, ...]
     placed: tuple[tuple[Placed, ...], ...]
     steps: int
 
@@ -78,7 +79,40 @@ def fill(timeline: Timeline, work: Sequence[Work]) -> Filling:
         _check(n, piece, ranks, ends)
         ends[n] = ranks[piece.rank].place(n, piece.seconds, max((ends[a] for a in piece.after), default=0.0))
     placed = tuple(tuple(rank.placed) for rank in ranks)
-    return Filling(timeline, placed, 1 + max((p.step for row in placed for p in row), default=0))
+    return Filling(timeline, tuple(work), placed, 1 + max((p.step for row in placed for p in row), default=0))
+
+
+class Filler:
+    """Runs the work of one rank of a filling, step by step and then again from its first step."""
+
+    def __init__(self, filling: Filling, rank: int):
+        """ValueError for work of the rank that needs what happens on another: no rank waits for another's work."""
+        self.filling, self.step = filling, 0
+        self._runs: dict[tuple[int, int], list[Callable[[], Any]]] = {}
+        own = {e.action for e in filling.timeline.events[rank]}
+        for placed in filling.placed[rank]:
+            piece = filling.work[placed.number]
+            for a in piece.after:
+                here = a in own if isinstance(a, Action) else filling.work[a].rank == rank
+                check(
+                    here,
+                    f"fill: work {placed.number} of rank {rank} cannot be run: it needs {_said(a)}, of another rank",
+                )
+            if piece.run is not None:
+                self._runs.setdefault((placed.step, placed.before), []).append(piece.run)
+
+    def before(self, place: int) -> None:
+        """Runs what this step has in the bubble before the action at ``place``."""
+        for run in self._runs.get((self.step, place), ()):
+            run()
+
+    def end(self) -> None:
+        """Goes on to the next step."""
+        self.step = (self.step + 1) % self.filling.steps
+
+
+def _said(a: Action | int) -> str:
+    return f"action {a}" if isinstance(a, Action) else f"work {a}"
 
 
 class _Gap(NamedTuple):

@@ -4,7 +4,9 @@ The runtime that takes a list of actions is private in torch (2.11 to 2.15): bes
 this is the one file that knows it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,15 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
-from .action import BACKWARD, FORWARD, INPUT, Action
+from .action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action
 from .order import Order
 from .placement import Chunk
 
 _OF = {kind.value: kind for kind in schedules._ComputationType}
 # the message behind a pass, the one that takes it, and which stage that is of
 _SENT = {FORWARD: ("SEND_F", "RECV_F", 1), BACKWARD: ("SEND_B", "RECV_B", -1), INPUT: ("SEND_B", "RECV_B", -1)}
+
+Passes = list[tuple[Chunk, str, float]]  # a stage's pass of a kind, and the seconds that it took
 
 
 class ChunkStage(PipelineStage):
@@ -51,9 +55,11 @@ class ChunkStage(PipelineStage):
         ``build`` returns what makes the gradients of weights that the last backward pass has handed over.
         """
         self.chunk, self.run, self.rows = chunk, run, rows
+        self.passes: Passes | None = None
         self._sent: dict[int, list[dist.Work]] = {}  # outputs, by micro-batch
         self._sent_back: list[dist.Work] = []
-        ends = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.promote_types(rows.dtype, torch.float32)  # torch 2.11 compares the dtype
+        ends = torch.empty((), dtype=loss, device="meta", requires_grad=True)
         super().__init__(
             nn.Module(),  # run() is the stage; the runtime is to look for no tool on it
             number(chunk),
@@ -124,10 +130,6 @@ class ChunkStage(PipelineStage):
         self._sent_back += schedules._batch_p2p(super().get_bwd_send_ops(bwd_chunk_id))
         return []
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        schedules._wait_batch_p2p(self._sent.pop(bwd_chunk_id, []))  # long over: its gradient is here
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
     def clear_runtime_states(self) -> None:
         """Ends a step: waits for what is still being sent, and keeps nothing."""
         for messages in (*self._sent.values(), self._sent_back):
@@ -145,6 +147,31 @@ class ChunkStage(PipelineStage):
             f" {self.chunk.stage} made {described(made)}",
         )
         return made
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clocked(FORWARD):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        schedules._wait_batch_p2p(self._sent.pop(bwd_chunk_id, []))  # long over: its gradient is here
+        with self._clocked(BACKWARD if kwargs["full_backward"] else INPUT):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._clocked(WEIGHT):
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _clocked(self, kind: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        if self.passes is not None:
+            self.passes.append((self.chunk, kind, self._now() - begin))
+
+    def _now(self) -> float:
+        if self.passes is not None and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
 
 
 def number(chunk: Chunk) -> int:
@@ -178,10 +205,18 @@ class Runtime(schedules._PipelineScheduleRuntime):
             stage.has_backward = backward
         passes = [[a for a in actions if backward or a.kind == FORWARD] for actions in order.actions]
         self.pipeline_order_with_comms = _with_messages(order, passes, offset)
+        self._actions = self.pipeline_order_with_comms[self.rank]
         self.losses: dict[int, Tensor] = {}
 
-    def run(self, calls: Sequence[Any]) -> dict[int, Tensor]:
-        """Runs a step, a call of the model's a micro-batch -> the losses that are made on this rank, by micro-batch."""
+    def run(self, calls: Sequence[Any], before: Callable[[int], None], passes: Passes | None) -> dict[int, Tensor]:
+        """Runs a step, a call of the model's a micro-batch -> the losses that are made on this rank, by micro-batch.
+
+        ``before(place)`` is called before the pass at each place, and behind the last.  ``passes`` collects their
+        seconds.
+        """
+        for stage in self._stages:
+            stage.passes = passes  # type: ignore[attr-defined]
+        self.pipeline_order_with_comms[self.rank] = _Announced(self._actions, before)
         tokens, kwargs = [(call.inputs.tokens,) for call in calls], [dict(call=_Opaque(call)) for call in calls]
         self._step_microbatches(tokens, kwargs, [None] * len(calls), return_outputs=False)
         for stage in self._stages:
@@ -198,6 +233,25 @@ class Runtime(schedules._PipelineScheduleRuntime):
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
         pass
+
+
+class _Announced(list[Any]):
+    """Actions of which each pass is announced by its place when the one before has been made and its messages are on
+    their way; once, for torch reads the list again to report an error."""
+
+    def __init__(self, actions: Sequence[Any], before: Callable[[int], None]):
+        super().__init__(actions)
+        self.before: Callable[[int], None] | None = before
+
+    def __iter__(self) -> Iterator[Any]:
+        before, self.before, place = self.before, None, 0
+        for action in super().__iter__():
+            if before is not None and action.computation_type.value in KINDS:
+                before(place)
+                place += 1
+            yield action
+        if before is not None:
+            before(place)
 
 
 def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int) -> dict[int, list[Any]]:

@@ -23,7 +23,6 @@ class Shards:
     """The FSDP2 modules of a model; there may be none."""
 
     def __init__(self, model: nn.Module):
-        self.model = model
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         inner = {id(m) for outer in self.modules for m in outer.modules() if m is not outer}
         self.roots = [m for m in self.modules if id(m) not in inner]
@@ -48,8 +47,8 @@ class Shards:
             for root in self.roots if backward else ():
                 sum_into_shards(root)
         except BaseException:
-            for p in self.model.parameters() if self.roots else ():
-                p.grad = None
+            for root in self.roots:
+                _forget(root)
             raise
         finally:
             for module in self.modules:
@@ -59,6 +58,14 @@ class Shards:
         """Adds what weights' own actions have made to the sum in ``reduce_dtype``, as FSDP2 does behind a backward."""
         for root in self.roots:
             end_backward(root)
+
+
+def _forget(root: Any) -> None:
+    """Drops what a step that has failed left in whole parameters."""
+    for p in root.parameters():
+        p.grad = None
+    if hasattr(root, "reset_iter_state"):  # newer versions of torch
+        root.reset_iter_state()
 
 
 def check_sharded(model: Any) -> None:

@@ -2,6 +2,7 @@
 one loss on every rank."""
 
 import contextlib
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,14 @@ from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
 from . import lost
+from .action import KINDS
+from .bubbles import Filler, Filling
 from .copies import copied, sum_copies
 from .order import SCHEDULES, Order, order
 from .placement import Chunk, Stage, held_by
-from .runtime import ChunkStage, Runtime
+from .runtime import ChunkStage, Passes, Runtime
 from .sharded import Shards, check_sharded, is_shard, local
+from .simulator import Timeline, simulate
 
 
 class Pipeline:
@@ -33,6 +37,7 @@ class Pipeline:
         self.splits = SCHEDULES[made.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
+        self._filler: Filler | None = None
         self._agreement = Agreement(Asked(f"pipeline {made.schedule}", axis="pipeline"), every=True)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -58,7 +63,35 @@ class Pipeline:
         with lost.named(self.order, self.group, self._dp):
             return self._run(dict(arguments, input_ids=input_ids), backward=False)
 
-    def _run(self, arguments: dict[str, Any], *, backward: bool) -> Tensor:
+    def measure(self, input_ids: Tensor | None = None, **arguments: Any) -> Timeline:
+        """Runs a step, and returns the timeline that its passes make without work in its bubbles, for :func:`fill`.
+
+        A stage's pass takes the median over its micro-batches, and the mean over replicas, tensor-parallel ranks and
+        chains: the timeline, and what is placed in it, is the same on every rank.  What a first step compiles would
+        count too: take a second.  Gradients are made as by ``step``.
+        """
+        passes: Passes = []
+        with lost.named(self.order, self.group, self._dp):
+            self._run(dict(arguments, input_ids=input_ids), backward=True, passes=passes)
+        return simulate(self.order, *self._seconds(passes))
+
+    def fill(self, filling: Filling | None) -> None:
+        """Runs the work of a filling in the bubbles of every ``step`` from now on, all of it once in ``filling.steps``
+        steps; None: no more.
+
+        A piece is run right before the pass behind its bubble, whose input is on its way by then.  No pass moves: a
+        piece that takes longer than was said makes the step longer.  Every rank runs its own pieces, which send nothing
+        and leave parameters and gradients alone.  ValueError for a filling of another order, and for work that needs
+        what happens on another rank.
+        """
+        check(
+            filling is None or filling.timeline.order == self.order,
+            "pipeline: the filling is of another order; fill the timeline of pipeline.measure(...), or one that"
+            " simulate(pipeline.order, ...) makes",
+        )
+        self._filler = None if filling is None else Filler(filling, self.group.rank())
+
+    def _run(self, arguments: dict[str, Any], *, backward: bool, passes: Passes | None = None) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
         check(
             not backward or torch.is_grad_enabled(),
@@ -76,9 +109,11 @@ class Pipeline:
             check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
         own = backward and not mains  # whether the gradients are summed here, and not by MainGrad
         before = self._set_aside() if own else {}
+        filler = self._filler if backward and passes is None else None
         try:
             with self.shards.whole(backward=backward):
-                losses = self._runtime(calls[0], backward).run(calls)
+                runtime = self._runtime(calls[0], backward)
+                losses = runtime.run(calls, _nothing if filler is None else filler.before, passes)
         except BaseException:  # what is left half done is of no use to another step
             self._runtimes.clear()
             self.store.take()
@@ -87,6 +122,8 @@ class Pipeline:
             raise
         if own:
             self._complete(before)
+        if filler is not None:
+            filler.end()
         model.counted(arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
 
@@ -145,6 +182,23 @@ class Pipeline:
         group: dist.ProcessGroup | None = self.model.dp_group()
         return None if group is None or group.size() == 1 else group
 
+    def _seconds(self, passes: Passes) -> tuple[list[float], list[float], list[float]]:
+        """Returns the seconds of F, I and W of each stage, the same on every rank."""
+        parameter = next(self.model.parameters())
+        found = torch.zeros(2, self.order.stages, len(KINDS), dtype=torch.float64, device=parameter.device)
+        for chunk, kind in {(chunk, kind) for chunk, kind, _ in passes}:
+            median = statistics.median(seconds for *which, seconds in passes if which == [chunk, kind])
+            found[:, chunk.stage, KINDS.index(kind)] += found.new_tensor([median, 1.0])
+        for group in (self.group, self._dp, self.model.tp.group if self.model.tp.size > 1 else None):
+            if group is not None:
+                dist.all_reduce(found, group=group)
+        times = (found[0] / found[1].clamp(min=1)).tolist()  # F, B, I, W; a B makes as much as an I and a W
+        return (
+            [t[0] for t in times],
+            [t[2] or t[1] / 2 for t in times],
+            [t[3] or t[1] / 2 for t in times],
+        )
+
     def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
         """Returns the sum of all micro-batches' losses in their order, over the replicas too."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -200,6 +254,10 @@ def schedule(
 def _chunks(name: str, stage: Stage) -> int | None:
     held = held_by(stage)
     return held if name in SCHEDULES and held in SCHEDULES[name].chunks else None
+
+
+def _nothing(place: int) -> None:
+    """What a step does in its bubbles without a filling."""
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

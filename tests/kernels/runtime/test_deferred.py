@@ -95,3 +95,13 @@ def test_what_is_frozen_stays_so():
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == (not p.requires_grad), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def test_what_waits_is_held_until_it_is_taken():
+    """Of each linear layer its input and the gradient of its output; of a weight nothing."""
+    model, call = model_and_call(saving="smallest")
+    store = handed_over(model, call)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert store.held() and not own & {x.untyped_storage().data_ptr() for x in store.held()}
+    store.take()()
+    assert store.held() == []

@@ -1,0 +1,130 @@
+"""The real runtime with stages that sleep a stated time in place of computing, beside the simulator.
+
+Sleeping takes no core, so four ranks wait for each other on two cores as they would on four devices.  Two constants of
+the simulator are measured in the same run, without any schedule: ``overhead``, what an action takes beside its sleep,
+by a pipeline of one rank; ``communication``, half of a message's way to a neighbour and back.  A step's time is that of
+the fastest: what else runs on the machine makes a rank wake up late, never early.
+"""
+
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.pipeline import SCHEDULES, Chunk, Order, WeightGradients, order, simulate
+from tpfuse.pipeline.runtime import ChunkStage, Runtime
+
+ROWS = torch.empty(64, 64, device="meta").requires_grad_()  # what is sent
+
+
+class _Sleep(torch.autograd.Function):
+    """F seconds forward, I backward, and W with them or, where there is a store, when its work is run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, store: WeightGradients | None) -> Tensor:
+        ctx.seconds, ctx.store = seconds, store
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.store is None:
+            time.sleep(2 * ctx.seconds)
+        else:
+            time.sleep(ctx.seconds)
+            ctx.store.add(lambda: time.sleep(ctx.seconds), ())
+        return dy.clone(), None, None
+
+
+def runtime(made: Order, group: dist.ProcessGroup, seconds: float) -> Runtime:
+    """Returns this rank's runtime, each of whose passes F, I and W sleeps ``seconds``."""
+    store = WeightGradients() if SCHEDULES[made.schedule].split else None
+
+    def run(chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
+        x = torch.zeros(ROWS.shape).requires_grad_() if x is None else x
+        y: Tensor = _Sleep.apply(x, seconds, store)
+        return y.sum() if chunk.last else y
+
+    chunks = [
+        Chunk(i, made.stages, range(0), c)
+        for c, ranks in enumerate(made.ranks)
+        for i, rank in enumerate(ranks)
+        if rank == group.rank()
+    ]
+    given: dict[str, Any] = dict(
+        device=torch.device("cpu"), group=group, rows=ROWS, build=None if store is None else store.take
+    )
+    given |= dict(tokens=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+    return Runtime([ChunkStage(torch.nn.Identity(), c, run, **given) for c in chunks], made, backward=True)
+
+
+def step(made: Runtime, micro_batches: int) -> float:
+    """Returns the seconds of a step from a common start; the slowest rank counts."""
+    calls = [SimpleNamespace(inputs=SimpleNamespace(tokens=torch.zeros(1, 1, dtype=torch.int64)))] * micro_batches
+    dist.barrier()
+    begin = time.perf_counter()
+    made.run(calls)
+    return slowest(time.perf_counter() - begin)
+
+
+def slowest(seconds: float) -> float:
+    both = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return float(both)
+
+
+def overhead(micro_batches: int, seconds: float, rounds: int) -> float:
+    """Returns what an action takes beside its sleep: the median over steps of pipelines of one rank each."""
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    alone = runtime(order("1f1b", 1, micro_batches), groups[dist.get_rank()], seconds)
+    times = [step(alone, micro_batches) for _ in range(rounds + 1)][1:]
+    return max(0.0, (statistics.median(times) - 3 * seconds * micro_batches) / (2 * micro_batches))
+
+
+def communication(rounds: int) -> float:
+    """Returns half the seconds of a message there and back between neighbours."""
+    x, peer, times = torch.zeros(ROWS.shape), dist.get_rank() ^ 1, []
+    for _ in range(10 * rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        for way in (dist.send, dist.recv) if dist.get_rank() % 2 == 0 else (dist.recv, dist.send):
+            way(x, peer)
+        times.append(slowest(time.perf_counter() - begin) / 2)
+    return statistics.median(times[1:])
+
+
+def measure(micro_batches: int, seconds: float, rounds: int, say: Any) -> dict[str, Any]:
+    """Runs every schedule in turn, ``rounds`` times; the fastest step counts.
+
+    ``seconds`` are those of F, of I and of W of all of a rank's layers.
+    """
+    size, rows = dist.get_world_size(), []
+    say("sleeping stages: what an action and a message take")
+    constants = dict(overhead=overhead(micro_batches, seconds, rounds), communication=communication(rounds))
+    orders = {name: order(name, size, micro_batches) for name in SCHEDULES}
+    runtimes = {name: runtime(made, dist.group.WORLD, seconds / made.chunks) for name, made in orders.items()}
+    times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    for i in range(rounds + 1):
+        for name, made in runtimes.items():
+            say(f"sleeping stages: round {i} of {rounds}, {name}")
+            taken = step(made, micro_batches)
+            times[name] += [taken] if i else []  # the first makes connections
+    for name, made in orders.items():
+        timeline = simulate(made, *[seconds / made.chunks] * 3, **constants)
+        taken, asleep = min(times[name]), 3 * seconds * micro_batches
+        rows.append(
+            dict(
+                schedule=name,
+                seconds=taken,
+                spread=[min(times[name]), max(times[name])],
+                simulated=timeline.seconds,
+                difference=taken / timeline.seconds - 1,
+                bubble=1 - asleep / taken,
+                simulated_bubble=1 - asleep / timeline.seconds,
+            )
+        )
+    return dict(rows=rows, **constants)
