@@ -13,7 +13,7 @@ import transformers
 
 from tests.common import assert_equal
 from tests.models.common import default_dtype, scramble
-from tests.pipeline.test_step import MODELS, ROWS, SEQ, VOCAB, made
+from tests.pipeline.common import MODELS, ROWS, SEQ, VOCAB, made
 from tpfuse import TensorParallel
 from tpfuse.interop.huggingface import disk
 from tpfuse.interop.huggingface import write as hf_write

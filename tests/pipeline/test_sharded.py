@@ -67,7 +67,7 @@ def sharded_curve(world, layout, name, config, options, first):
 
 
 LAYOUTS = [(2, 2, 1), (2, 2, 2)]
-DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv"), ((2, 2, 1), "chimera")}
+DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv")}
 
 
 def check(ranks, layout, name, config=GPT2, **options):

@@ -96,15 +96,19 @@ def test_twenty_steps(ranks, name):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
 def test_every_kind_of_model(ranks, kind, name):
     check_curve(ranks, (2, 1, 1), name, MODELS[kind], steps=1)
 
 
 @pytest.mark.parametrize(
     "options",
-    [dict(saving="smallest"), dict(recompute="full"), dict(lora=True), dict(overlap="pairwise")],
-    ids=["smallest", "full", "lora", "overlap"],
+    [
+        pytest.param(dict(saving="smallest"), id="smallest", marks=pytest.mark.slow),
+        pytest.param(dict(recompute="full"), id="full", marks=pytest.mark.slow),
+        pytest.param(dict(lora=True), id="lora"),
+        pytest.param(dict(overlap="pairwise"), id="overlap"),
+    ],
 )
 def test_beside_other_features(ranks, options):
     check_curve(ranks, (2, 1, 2), "zbv", MODELS["llama"], steps=1, **options)
@@ -161,7 +165,7 @@ def counts(world, name):
         return dict(counted.seen), kinds, sum(len(chunk.layers) for chunk in model.chunks)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "zbv", "chimera"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow), "zbv", "chimera"])
 def test_no_gemm_runs_twice_and_weights_wait_for_w(ranks, name):
     for seen, kinds, layers in ranks(2, counts, name):
         passes = {kind: {phase: n for (k, phase), n in seen.items() if k == kind} for kind in set(GEMMS.values())}
@@ -294,7 +298,10 @@ def accumulated(world, layout, name):
         return errors(model, {key: p.grad for key, p in whole.named_parameters()})
 
 
-@pytest.mark.parametrize("layout, name", [((2, 1, 1), "1f1b"), ((2, 1, 1), "chimera"), ((2, 2, 1), "zbv")])
+@pytest.mark.parametrize(
+    "layout, name",
+    [pytest.param((2, 1, 1), "1f1b", marks=pytest.mark.slow), ((2, 1, 1), "chimera"), ((2, 2, 1), "zbv")],
+)
 def test_gradients_of_two_steps_add_up(ranks, layout, name):
     assert max(ranks(layout[0] * layout[1], accumulated, layout, name)) < 1e-9
 
@@ -330,7 +337,10 @@ def evaluated_between_steps(world, name):
         return max(map(abs, found))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("1f1b", "zbv", "chimera") else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES],
+)
 def test_evaluate_between_steps(ranks, name):
     assert max(ranks(2, evaluated_between_steps, name)) < 1e-12
 
@@ -355,7 +365,7 @@ def in_low_precision(world, name, autocast):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zbv"])
 def test_in_low_precision(ranks, name, autocast):
     for error, dtype in ranks(2, in_low_precision, name, autocast):
         assert error < 4 and dtype == torch.float32
