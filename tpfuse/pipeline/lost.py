@@ -2,6 +2,7 @@
 does not say whose it was."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from ..failure import explained
 from .order import Order
 
 _TAG = 1 << 30  # of messages that nobody receives
+_LOOKS, _PAUSE = 4, 0.2  # times, and seconds between: a closed connection may be noticed later than its message failed
 
 
 @contextlib.contextmanager
@@ -38,13 +40,20 @@ def _lost(group: dist.ProcessGroup) -> list[int]:
     """Returns the ranks of a group to which the connection is broken: over gloo a message to one fails at once."""
     if dist.get_backend(group) != "gloo":
         return []
-    found = []
-    for rank in (rank for rank in range(group.size()) if rank != group.rank()):
-        try:
-            dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_TAG)
-        except RuntimeError:
-            found.append(rank)
-    return found
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE * (look > 0))
+        if found := [rank for rank in peers if _fails(group, rank)]:
+            return found
+    return []
+
+
+def _fails(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_TAG)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _stages(order: Order, rank: int) -> str:
