@@ -1,7 +1,9 @@
 """Without a GPU, kernels run in Triton's interpreter; ``ranks`` runs a function on gloo processes."""
 
+import collections
 import os
 import signal
+import zlib
 
 os.environ["OMP_NUM_THREADS"] = "1"  # here and in processes that tests start: tensors are tiny, cores are shared
 
@@ -30,11 +32,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter_speed.install()
 
 
+SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline"
+FEW = 8  # cases of a test that all run every day
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items):
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    cases = collections.defaultdict(list)
+    for item in items:
+        in_folder = item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in SAMPLED))
+        if in_folder and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for every in cases.values():
+        for item in every if len(every) > FEW else ():
+            if zlib.crc32(item.nodeid.encode()) % 2:  # by name: another half for each value of each parameter
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
