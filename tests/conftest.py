@@ -33,7 +33,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline"
-FEW = 8  # cases of a test that all run every day
+FEW = 6  # cases of a test that all run every day
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
             cases[item.nodeid.partition("[")[0]].append(item)
     for every in cases.values():
         for item in every if len(every) > FEW else ():
-            if zlib.crc32(item.nodeid.encode()) % 2:  # by name: another half for each value of each parameter
+            if zlib.crc32(item.nodeid.encode()) % 3:  # by name: spread over the values of all parameters
                 item.add_marker(pytest.mark.slow)
 
 

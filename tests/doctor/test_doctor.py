@@ -86,6 +86,7 @@ def test_the_exit_code_is_1_for_a_fault(monkeypatch, capsys, tmp_path):
     assert "! folder" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_as_text_and_json(tmp_path):
     command = [sys.executable, "-m", "tpfuse", "doctor", "--folder", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)

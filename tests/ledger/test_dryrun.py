@@ -73,7 +73,7 @@ def test_a_dry_rank_recomputes_what_a_real_one_does(ranks, sequence_parallel):
     assert calls(dry) - calls(plain) == of_forward
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_a_recomputing_rank_saves_and_sends_is_what_the_formulas_say(sequence_parallel):
     on = Plan(tp=4, seq=512, micro_batch=8, sequence_parallel=sequence_parallel, full=True)
     rows = {
@@ -136,6 +136,7 @@ def test_peak_is_of_activations_alone():
     assert done.work.saved < done.work.peak < 2 * done.work.saved
 
 
+@pytest.mark.slow
 def test_sweep_from_one_rank_to_4096():
     points = sweep(load_config("gpt-530b"), Plan(seq=2048), [1, 8, 64], [1, 64, 4096])
     assert [(p.plan.tp, p.ranks) for p in points] == [

@@ -166,7 +166,7 @@ def _both_forms(world, sp, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
+@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sp", "no sp"])
 def test_overlapped_ops_declare_what_the_plain_ones_do(ranks, sp, kind):
     for off, on in ranks(2, _both_forms, sp, kind):
         assert on[0] == off[0] > 0

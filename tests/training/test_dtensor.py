@@ -234,7 +234,7 @@ def generated(world, register):
     return True
 
 
-@pytest.mark.parametrize("register", [True, False])
+@pytest.mark.parametrize("register", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fsdp_generates_where_the_method_is_registered(ranks, register):
     assert all(ranks(4, generated, register))
 

@@ -52,7 +52,13 @@ def loaded_weights(world, directory):
 @pytest.mark.parametrize(
     "where", [((2, 1, 2), "zbv"), pytest.param(((4, 1, 1), "chimera"), marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("save, load", [(saved, loaded), (saved_as_dtensors, loaded_weights)], ids=["plain", "dtensor"])
+@pytest.mark.parametrize(
+    "save, load",
+    [
+        pytest.param(saved, loaded, id="plain", marks=pytest.mark.slow),
+        pytest.param(saved_as_dtensors, loaded_weights, id="dtensor"),
+    ],
+)
 def test_saved_by_stages_and_loaded_in_one_process(ranks, tmp_path, where, save, load):
     (pp, dp, tp), _ = where
     every = ranks(pp * dp * tp, save, where, str(tmp_path))

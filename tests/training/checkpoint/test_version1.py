@@ -66,7 +66,7 @@ def both_ways(world, directory, save):
     return whole(training.model), training.steps(2, 3)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_at_another_split(ranks, tmp_path, size):
     weights, steps = ranks(2, both_ways, tmp_path, True)[0]
     found, again = ranks(size, both_ways, tmp_path, False)[0]
