@@ -39,6 +39,17 @@ class Asked(NamedTuple):
     cycles: int = 3  # refreshes of every root that are run
 
 
+HELP = dict(
+    schedule="gpipe, 1f1b, ...",
+    ranks="of the pipeline",
+    tp="tensor-parallel ranks of each of them",
+    micro_batches="parts of a step's batch",
+    hidden="width of the model",
+    layers="of the model",
+    cycles="refreshes of every root that are run",
+)
+
+
 class Run:
     """A model over stages, its optimizer, and how often each of this rank's roots was made."""
 
@@ -198,7 +209,8 @@ def arguments() -> Asked:
         prog="python -m bench.pipeline_fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in Asked()._asdict().items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+        words = dict(metavar="NAME" if isinstance(default, str) else "N", help=f"{HELP[name]} (default {default})")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, **words)
     return Asked(**vars(parser.parse_args()))
 
 
