@@ -66,7 +66,7 @@ def sharded_curve(world, layout, name, config, options, first):
         return losses, norms, error, numbers / sum(p.numel() for p in model.parameters())
 
 
-LAYOUTS = [(2, 2, 1), (2, 2, 2)]
+EVERY = [*(((2, 2, 1), name) for name in SCHEDULES), ((2, 2, 2), "zbv"), ((2, 2, 2), "chimera")]
 DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv")}
 
 
@@ -84,8 +84,7 @@ def check(ranks, layout, name, config=GPT2, **options):
     "layout, name",
     [
         pytest.param(layout, name, marks=[] if (layout, name) in DAILY else pytest.mark.slow, id=f"{layout}-{name}")
-        for layout in LAYOUTS
-        for name in SCHEDULES
+        for layout, name in EVERY
     ],
 )
 def test_every_schedule_gives_one_processs_curve(ranks, layout, name):
