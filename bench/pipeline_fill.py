@@ -13,7 +13,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,25 +30,21 @@ NEVER = 1 << 30  # steps
 SEQ, ROWS = 64, 2  # of a micro-batch
 
 
-class Asked(NamedTuple):
-    schedule: str = "1f1b"
-    ranks: int = 4
-    tp: int = 1
-    micro_batches: int = 8
-    hidden: int = 192
-    layers: int = 8
-    cycles: int = 3  # refreshes of every root that are run
+def _option(default: Any, words: str) -> Any:
+    return field(default=default, metadata=dict(help=f"{words} (default {default})"))
 
 
-HELP = dict(
-    schedule="gpipe, 1f1b, ...",
-    ranks="of the pipeline",
-    tp="tensor-parallel ranks of each of them",
-    micro_batches="parts of a step's batch",
-    hidden="width of the model",
-    layers="of the model",
-    cycles="refreshes of every root that are run",
-)
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command line."""
+
+    schedule: str = _option("1f1b", "gpipe, 1f1b, ...")
+    ranks: int = _option(4, "of the pipeline")
+    tp: int = _option(1, "tensor-parallel ranks of each of them")
+    micro_batches: int = _option(8, "parts of a step's batch")
+    hidden: int = _option(192, "width of the model")
+    layers: int = _option(8, "of the model")
+    cycles: int = _option(3, "refreshes of every root that are run")
 
 
 class Run:
@@ -208,9 +205,10 @@ def arguments() -> Asked:
     parser = argparse.ArgumentParser(
         prog="python -m bench.pipeline_fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in Asked()._asdict().items():
-        words = dict(metavar="NAME" if isinstance(default, str) else "N", help=f"{HELP[name]} (default {default})")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, **words)
+    for each in fields(Asked):
+        kind = type(each.default)
+        words = dict(metavar="NAME" if kind is str else "N", help=each.metadata["help"])
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default, **words)
     return Asked(**vars(parser.parse_args()))
 
 

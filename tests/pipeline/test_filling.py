@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench import pipeline_fill
 from tests.models.common import default_dtype
 from tests.pipeline.common import GPT2, batches, made
 from tpfuse import TensorParallel
@@ -177,13 +178,10 @@ def test_what_is_refused_says_why(ranks):
 
 
 def test_shampoo_of_pytorch_optimizer(ranks):
-    pytest.importorskip("pytorch_optimizer")
-    from bench.pipeline_fill import Asked, measured
-
-    (found, _) = ranks(2, on_rank, measured, Asked(ranks=2, micro_batches=4, layers=2, hidden=32, cycles=2))
+    (found, _) = ranks(2, shampoo, pipeline_fill.Asked(ranks=2, micro_batches=4, layers=2, hidden=32, cycles=2))
     assert found["same"] and found["differs"]
     assert found["planned"] >= found["demand"] and found["reached"] == [found["planned"]]
 
 
-def on_rank(world, measured, asked):
-    return measured(asked)
+def shampoo(world, asked):
+    return pipeline_fill.measured(asked)

@@ -113,8 +113,8 @@ class MainGrad:
 
         It is called once a step, after the last backward, without data parallelism too.  The mean (of pipeline stages
         the sum, that of copies first) is taken in fp32 (fp64 for fp64) in rank order, so that the bits are the same on
-        every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it
-        was called already, ValueError if parameters of the model were replaced, moved or made trainable since.
+        every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it was called already,
+        ValueError if parameters of the model were replaced, moved or made trainable since.
         """
         if self._state.reduced:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
