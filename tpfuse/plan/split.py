@@ -1,0 +1,77 @@
+"""What is planned: a job, the ways to split it, and what the pieces of its model cost one rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..models.config import ModelConfig
+
+PARTS = GEMM, ATTENTION, MEMORY, TP = "GEMM", "attention", "memory-bound", "tp"  # where a pass spends its time
+
+
+class Job(NamedTuple):
+    """What is trained: ``batch`` sequences of ``seq`` tokens a step, over all ranks."""
+
+    config: ModelConfig
+    batch: int
+    seq: int
+    dtype: torch.dtype = torch.bfloat16
+    optimizer: str = "adamw"
+
+
+class Split(NamedTuple):
+    """How a job is spread over dp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "tp"): tp varies fastest.
+
+    ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``: as of a ledger's Plan.  ``sharded``:
+    FSDP2 over dp; else replicas.  ``layers``: the number of blocks of each stage; None: not chosen yet.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    micro_batch: int = 1
+    saving: str = "fastest"
+    full: bool = False
+    sharded: bool = False
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+class Piece(NamedTuple):
+    """What one part of a model costs one rank: the embedding, a block, or the head with the loss.
+
+    ``passes``: action kind (F, B, I, W of tpfuse.pipeline.action) -> one of PARTS -> seconds of a micro-batch.
+    ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive beside those
+    during a pass.  ``parameters``: elements on this rank, before FSDP.
+    """
+
+    passes: Mapping[str, Mapping[str, float]]
+    saved: float
+    held: float
+    transient: float
+    parameters: float
+
+    def seconds(self, kind: str) -> float:
+        """Returns how long a pass takes."""
+        return sum(self.passes[kind].values())
+
+
+class Pieces(NamedTuple):
+    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage."""
+
+    embedding: Piece
+    blocks: Sequence[Piece]
+    head: Piece
+    rows: float
+
+
+class Costs(Protocol):
+    """Tells what the pieces of a job's model cost; ValueError for a split that the model cannot do."""
+
+    def __call__(self, job: Job, split: Split) -> Pieces: ...
