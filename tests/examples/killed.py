@@ -7,6 +7,7 @@ WHERE, in the COUNT-th step or the COUNT-th save, and as WHERE@RANK on that rank
     shards              a save's first file is written, nothing is synced
     rename              everything is on disk, ``latest`` still names the one before
     clean               ``latest`` names the new one, an older one is about to be removed
+    slow                nowhere: every step waits COUNT tenths of a second, for a signal from outside to find it
 """
 
 import os
@@ -14,6 +15,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 import traceback
 
 import tpfuse
@@ -46,7 +48,7 @@ def count(name, key):
 
 where, number, script, *arguments = sys.argv[1:]
 where, _, rank = where.partition("@")
-if rank not in ("", os.environ["RANK"]):
+if rank not in ("", os.environ.get("RANK", "")):
     where = "never"
 in_save = lambda: calls["save"] == int(number)
 match where:
@@ -57,6 +59,9 @@ match where:
     case "step":
         before(tpfuse, "clip_grad_norm_", lambda *_: calls["step"] == int(number))
         count("clip_grad_norm_", "step")
+    case "slow":
+        before_step, wait = tpfuse.clip_grad_norm_, int(number) / 10
+        tpfuse.clip_grad_norm_ = lambda *args: time.sleep(wait) or before_step(*args)
     case "shards":
         before(os, "fsync", lambda *_: in_save())
     case "rename":

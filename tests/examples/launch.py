@@ -115,10 +115,11 @@ def children(pid: int) -> list[int]:
 
 
 def interrupted(script: str, *args, procs: int, when, send, timeout: float = 300) -> tuple[int | None, str]:
-    """Starts it, calls ``send(its process id)`` once ``when()`` holds -> (exit code, stdout and stderr)."""
+    """Starts it, with steps that wait, calls ``send(its process id)`` once ``when()`` holds -> (exit code, stdout and
+    stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
-        with started(arguments(script, *args), procs, out, out) as process:
+        with started(arguments(script, *args, killed=("slow", 2)), procs, out, out) as process:
             deadline = time.monotonic() + timeout
             while not when():
                 assert process.is_alive() and time.monotonic() < deadline, out.read_text()

@@ -1,8 +1,8 @@
 """The training example end to end, in real processes: what a newcomer runs, how it is stopped, and that it goes on bit
 for bit.
 
-A run is 8 steps of a GPT-2 with dropout and a checkpoint every third.  Kills are at exact points (killed.py), so no
-test depends on the time it takes.
+A run is 8 steps of a small GPT-2 with dropout and a checkpoint every third.  Kills are at exact points (killed.py), and
+a run that is to be stopped waits in every step, so no test depends on the time it takes.
 """
 
 import json
@@ -29,11 +29,12 @@ pytest.importorskip("matplotlib")
 SCRIPT = "train_gpt.py"
 STEPS = 8
 MAX_MB = 0.03
+WIDTH, LAYERS, HEADS = 64, 2, 4
+SHAPED = ["--width", WIDTH, "--layers", LAYERS, "--heads", HEADS]
+CONFIG = dict(hidden_size=WIDTH, num_layers=LAYERS, num_heads=HEADS)
 TINY = [
     "--family",
     "gpt2",
-    "--size",
-    "3m",
     "--dropout",
     0.1,
     "--prompt",
@@ -56,7 +57,7 @@ TINY = [
 
 
 def arguments(out: Path, tp: int, dp: int, *more) -> list:
-    return [*TINY, "--tp", tp, "--dp", dp, "--out", out, *more]
+    return [*TINY, *SHAPED, "--tp", tp, "--dp", dp, "--out", out, *more]
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -150,11 +151,15 @@ def begun(out: Path):
 
 
 TO_LAUNCHER = [
-    (tp, dp, procs, number, lambda pid, number=number: os.kill(pid, number))
-    for tp, dp, procs in [(2, 1, 2), (1, 3, 3), (1, 1, 0)]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    (*sizes, number, lambda pid, number=number: os.kill(pid, number))
+    for sizes, numbers in {
+        (2, 1, 2): (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+        (1, 3, 3): (signal.SIGTERM,),
+        (1, 1, 0): (signal.SIGINT, signal.SIGHUP),
+    }.items()
+    for number in numbers
 ]
-TO_ALL = [(2, 1, 2, number, everyone(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+TO_ALL = [(2, 1, 2, number, everyone(number)) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 @pytest.mark.slow
@@ -212,7 +217,8 @@ def test_a_process_that_hangs_ends_the_run(tmp_path):
         os.kill(children(launcher)[1], signal.SIGSTOP)
 
     code, said = interrupted(SCRIPT, *flags, procs=2, when=begun(tmp_path), send=stop)
-    assert code != 0 and "RuntimeError" in said and "that the others wait for longer than 4 s ends the run" in said
+    assert code != 0 and ("RuntimeError" in said or "RankEnded" in said)  # in a step, or in a save
+    assert "that the others wait for longer than 4 s ends the run" in said
     assert latest(tmp_path).startswith("step-")
 
 
@@ -268,7 +274,7 @@ def test_transformers_loads_it_and_agrees(undisturbed):
     out, _ = undisturbed(2, 1)
     model = transformers.GPT2LMHeadModel.from_pretrained(out / "hf").eval()
     assert sum(p.numel() for p in model.parameters()) == parameter_count(
-        GPTConfig(vocab_size=256, max_positions=32, **example("_options").SIZES["3m"])
+        GPTConfig(vocab_size=256, max_positions=32, **CONFIG)
     )
     text = texts.read_text(None, MAX_MB, 32)
     nats = 0.0
@@ -408,7 +414,7 @@ def test_the_best_model_survives_a_kill(tmp_path):
 
 def test_a_run_of_before_families_is_a_gpt2(monkeypatch):
     train_gpt, options = example("train_gpt"), example("_options")
-    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, TINY)])
+    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, TINY), "--size", "3m"])
     args = options.parse()
     text = example("_text").Text(None, b"", "fingerprint")
     on = train_gpt.Setup(args=args, text=text, **dict.fromkeys(train_gpt.Setup._fields[2:]))
@@ -485,11 +491,8 @@ def test_packed_and_balanced_is_every_document_alone(packed):
     text = texts.read_text(None, MAX_MB, 96)
     spans = texts.documents(texts.paragraphs(text, 96), 6 * 96, 0, 0)
     assert len({end - start for start, end in spans}) > 2 and 5 * 96 < (spans[:, 1] - spans[:, 0]).sum() <= 6 * 96
-    width = example("_options").SIZES["3m"]["hidden_size"]
     rates = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.0)
-    model = GPT(
-        GPTConfig(vocab_size=256, max_positions=96, init_std=width**-0.5, **example("_options").SIZES["3m"], **rates)
-    )
+    model = GPT(GPTConfig(vocab_size=256, max_positions=96, init_std=WIDTH**-0.5, **CONFIG, **rates))
     count, total = sum(end - start - 1 for start, end in spans), 0.0
     for start, end in spans:
         ids = torch.from_numpy(text.train[start:end].astype(np.int64))[None]

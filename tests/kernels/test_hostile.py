@@ -142,12 +142,13 @@ def test_forms(monkeypatch, name, other, form):
 
 
 @pytest.mark.slow
-@FORM
+@pytest.mark.parametrize("first", [0, len(FORMS) // 2])
 @CASE
-def test_forms_one_by_one(monkeypatch, name, other, form):
+def test_forms_one_by_one(monkeypatch, name, other, first):
+    """One tensor at a time, each in another form than the one before."""
     if other:
         take_other_paths(monkeypatch)
     for args in on_device(name, 7, 19):
         for i, arg in enumerate(flatten(args)):
             if isinstance(arg, Tensor):
-                assert_launch(name, in_form(name, args, form, only=i))
+                assert_launch(name, in_form(name, args, FORMS[(first + i) % len(FORMS)], only=i))
