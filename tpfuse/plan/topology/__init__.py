@@ -3,10 +3,12 @@
 from .bandwidth import all_reduce, all_to_all, bisection
 from .build import NETWORKS, dragonfly, fat_tree, hamming_mesh, torus
 from .network import Network
+from .placement import Links, links, place
 from .rings import cycles, rings
 
 __all__ = [
     "NETWORKS",
+    "Links",
     "Network",
     "all_reduce",
     "all_to_all",
@@ -15,6 +17,8 @@ __all__ = [
     "dragonfly",
     "fat_tree",
     "hamming_mesh",
+    "links",
+    "place",
     "rings",
     "torus",
 ]

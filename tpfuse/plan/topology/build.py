@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from ...kernels.runtime.errors import check
 from .network import AOC, DAC, PORTS, TRACE, Network, empty, fold, join
 
+
 def fat_tree(accelerators: int, down: int = PORTS // 2) -> Network:
     """Returns a fat tree (Leiserson 1985) whose leaves have ``down`` of their 64 ports to accelerators, the rest up.
 

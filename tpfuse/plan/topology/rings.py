@@ -24,9 +24,7 @@ def cycles(rows: int, columns: int) -> tuple[Ring, ...]:
     if min(rows, columns) == 1:
         return (tuple(range(rows * columns)),)
     if rows < columns if (rows - columns) % 2 == 0 else rows % 2:  # the other way round
-        return tuple(
-            tuple(node % rows * columns + node // rows for node in ring) for ring in cycles(columns, rows)
-        )
+        return tuple(tuple(node % rows * columns + node // rows for node in ring) for ring in cycles(columns, rows))
     if (rows - columns) % 2:
         return (_along([1, -1] * (rows // 2), columns),)
     up = (rows + columns) // 2
@@ -63,3 +61,8 @@ def rings(network: Network) -> tuple[Ring, ...]:
     if network.grid is None:
         return (tuple(range(network.accelerators)),)
     return cycles(*network.grid)
+
+
+def hops_of(ring: Ring) -> list[tuple[int, int]]:
+    """Returns the pairs of neighbours, the last with the first too."""
+    return list(zip(ring, (*ring[1:], ring[0])))

@@ -22,7 +22,7 @@ def spread(graph: Any, source: object, wanted: Mapping[Any, float]) -> dict[Edge
             for near, edge in graph.adj[node].items():
                 if near not in seen:
                     level[near] = level.get(near, 0) + paths * edge["links"]
-        check(bool(level), f"plan: the network has no way from {source} to {waiting and next(iter(waiting))}")
+        check(bool(level), f"plan: the network has no way from {source} to {next(iter(waiting))}")
         seen.update(level)
         waiting.difference_update(level)
         levels.append(level)
@@ -30,13 +30,12 @@ def spread(graph: Any, source: object, wanted: Mapping[Any, float]) -> dict[Edge
     onward: dict[Any, float] = {}
     for nearer, level in zip(levels[-2::-1], levels[:0:-1]):
         leaving: dict[Any, float] = {}
-        for node, paths in level.items():
+        for node in level.keys() & (wanted.keys() | onward.keys()):
             arriving = wanted.get(node, 0.0) + onward.get(node, 0.0)
-            if arriving:
-                for near, edge in graph.adj[node].items():
-                    if near in nearer:
-                        part = arriving * nearer[near] * edge["links"] / paths
-                        crossing[frozenset((near, node))] = part
-                        leaving[near] = leaving.get(near, 0.0) + part
+            for near, edge in graph.adj[node].items():
+                if near in nearer:
+                    part = arriving * nearer[near] * edge["links"] / level[node]
+                    crossing[frozenset((near, node))] = part
+                    leaving[near] = leaving.get(near, 0.0) + part
         onward = leaving
     return crossing
