@@ -40,7 +40,7 @@ class Compared(NamedTuple):
                 r.switches,
                 r.copper,
                 r.optical,
-                f"{r.dollars / 1e6:.3g}",
+                f"{r.dollars / 1e6:.2f}",
                 *(f"{100 * share:.1f}" for share in r[4:]),
             )
             for name, r in self.rows.items()
