@@ -23,9 +23,9 @@ def dragonfly(accelerators: int, routers: int = 8, terminals: int = 16, parallel
     """Returns a Dragonfly (Kim, Dally, Scott & Abts 2008) of groups of ``routers``.
 
     A router has ``terminals`` accelerators, ``parallel`` links to each other router of its group (copper), and as many
-    links to other groups (optical) as terminals: the balance p = h of that paper.  Four parallel links are the most that
-    eight routers of 64 ports have room for.  Groups are joined all to all, as often as the ports allow; ports that are
-    left join the nearest groups.
+    links to other groups (optical) as terminals: the balance p = h of that paper.  Four parallel links are the most
+    that eight routers of 64 ports have room for.  Groups are joined all to all, as often as the ports allow; ports that
+    are left join the nearest groups.
     """
     local = parallel * (routers - 1)
     used = 2 * terminals + local
