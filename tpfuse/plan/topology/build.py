@@ -14,7 +14,7 @@ def fat_tree(accelerators: int, down: int = PORTS // 2) -> Network:
     """
     check(1 <= down < PORTS, f"plan: a leaf of a fat tree has 1 to {PORTS - 1} ports down, got {down}")
     graph = empty(accelerators)
-    fold(graph, "tree", [(i, DAC) for i in range(accelerators)], down, PORTS - down)
+    fold(graph, "tree", [(i, DAC) for i in range(accelerators)], down=down, up=PORTS - down)
     taper = "" if 2 * down <= PORTS else f" {down}:{PORTS - down}"
     return Network(f"fat tree{taper}", graph, accelerators, planes=16, ports=1)
 
@@ -78,7 +78,7 @@ def torus(accelerators: int) -> Network:
             join(graph, here, r * columns + (c + 1) % columns, _hop(c, columns))
             join(graph, here, (r + 1) % rows * columns + c, _hop(r, rows))
     whole = rows % 2 == 0 and columns % 2 == 0
-    return Network("2-D torus", graph, accelerators, 4, 4, grid=(rows, columns), board=2 if whole else 1)
+    return Network("2-D torus", graph, accelerators, planes=4, ports=4, grid=(rows, columns), board=2 if whole else 1)
 
 
 def _hop(i: int, side: int) -> str:
@@ -112,9 +112,9 @@ def hamming_mesh(accelerators: int, board: int) -> Network:
         for i in range(0, len(lines), board):
             for j in range(i, i + board, together):
                 ports = [(node, part) for line in lines[j : min(j + together, i + board)] for node in line]
-                fold(graph, (name, j), ports, PORTS // 2, PORTS // 2)
+                fold(graph, (name, j), ports, down=PORTS // 2, up=PORTS // 2)
     name = "HyperX" if board == 1 else f"Hx{board}Mesh"
-    return Network(name, graph, accelerators, 4, 4, grid=(rows, columns), board=board)
+    return Network(name, graph, accelerators, planes=4, ports=4, grid=(rows, columns), board=board)
 
 
 def _ends(side: int, board: int) -> list[int]:

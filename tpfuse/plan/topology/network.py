@@ -112,4 +112,4 @@ def fold(graph: Any, name: object, below: Iterable[tuple[object, str]], down: in
             join(graph, leaves[i // up], (name, "spine", i % spines), AOC)
     else:
         for j in range(up):
-            fold(graph, (name, j), [(leaf, AOC) for leaf in leaves], PORTS // 2, PORTS // 2)
+            fold(graph, (name, j), [(leaf, AOC) for leaf in leaves], down=PORTS // 2, up=PORTS // 2)
