@@ -10,7 +10,7 @@ from tests.ledger.test_steptime import built
 from tpfuse.__main__ import main, parser
 from tpfuse.ledger.presets import PRESETS
 
-COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives"
+COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives", "topology"
 
 
 def said(capsys, *argv) -> str:
@@ -70,6 +70,15 @@ def test_collectives(capsys, tmp_path):
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
     argv = "collectives", "--ranks", "2", "--sizes", "1000000000", "--latency", "0.5", "--bandwidth", "1", "--json"
     assert json.loads(said(capsys, *argv))["seconds"]["ring"] == [[pytest.approx(2.000002)]]  # two rounds, one GB
+
+
+def test_topology(capsys, tmp_path):
+    said_ = said(capsys, "topology", "--accelerators", "64", "--plot", str(tmp_path / "networks.png"))
+    rows = {line[:10].strip(): line.split() for line in said_.splitlines()}
+    assert rows["Hx2Mesh"][-4:] == ["0.68", "25.0", "32.6", "100.0"] and "2-D torus" in rows
+    assert (tmp_path / "networks.png").read_bytes()[:4] == b"\x89PNG"
+    values = json.loads(said(capsys, "topology", "--accelerators", "62", "--json"))
+    assert values["left out"] and values["fat tree"]["all_reduce"] == 1.0
 
 
 @pytest.mark.parametrize(

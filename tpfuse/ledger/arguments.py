@@ -250,6 +250,9 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     p.add_argument("--overhead", type=seconds, default=1e-6, metavar="X", help="seconds a message keeps a rank busy")
     p.add_argument("--bandwidth", type=rate, default=25.0, metavar="GB/S", help="of a rank's link, each way")
 
+    p = command("topology", "What eight networks of as many accelerators cost, and what they carry. Needs networkx.")
+    p.add_argument("--accelerators", type=positive, default=1024, metavar="N", help="that each network joins")
+
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False
     )
