@@ -74,7 +74,9 @@ def test_this_machine():
     messages = {"all_reduce of 2": Line(2e-4, 0, 1e-9), "all_reduce of 4": Line(6e-4, 0, 0.0)}
     machine = Machine(2, {"float32": {2: Table({}, messages, 0.0), 4: Table({}, messages, 0.0)}})
     two, four = (this_machine(machine, n, torch.float32) for n in (2, 4))
-    assert tuple(two.link(2, 1)) == pytest.approx((1e-4, 1e9, 0)) and four.link(4, 1) == Link(1e-4, float("inf"))
+    assert tuple(two.link(2, 1)) == pytest.approx((1e-4, 1e9, 0)) and four.link(4, 1) == Link(
+        pytest.approx(1e-4), float("inf")
+    )
     assert this_machine(machine, 1, torch.float32).link(1, 1).latency == 0
     bare = Machine(2, {"float32": {2: Table({}, {}, 0.0)}})
     with pytest.raises(ValueError, match="all_reduce over 2 ranks was not calibrated"):
