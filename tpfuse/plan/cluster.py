@@ -143,9 +143,8 @@ _SHARE = number(0, 1, "(]")
 _CLUSTER = "device", "devices", "levels"
 _LEVEL: dict[str, Rule] = dict(ranks=COUNT, bandwidth=POSITIVE, latency=NOT_NEGATIVE)
 _DEVICE: dict[str, Rule] = dict(bandwidth=POSITIVE, memory=POSITIVE)
-_SHARES: dict[str, Rule] = dict(
-    gemm=_SHARE, attention=_SHARE, reached=_SHARE, launch=NOT_NEGATIVE, arch=one_of(MULTIPROCESSORS)
-)
+_SHARES: dict[str, Rule] = dict(gemm=_SHARE, attention=_SHARE, reached=_SHARE)
+_MORE: dict[str, Rule] = _SHARES | dict(launch=NOT_NEGATIVE, arch=one_of(MULTIPROCESSORS))
 
 
 def read(path: Path) -> Cluster:

@@ -10,8 +10,8 @@ Their differences are the pieces, call by call:
 
 so that the pieces of any stage add up to what it runs, where norms that a fused op would have made stand alone at its
 ends.  Every micro-batch has runs of its own, for not all calls are linear in the rows: a norm's partial sums stop to
-grow where all multiprocessors are busy, an embedding's are cut by the root of the rows.  Each call takes what the device
-needs for it.  Parameters have gradients already, which each micro-batch but a step's first adds to.
+grow where all multiprocessors are busy, an embedding's are cut by the root of the rows.  Each call takes what the
+device needs for it.  Parameters have gradients already, which each micro-batch but a step's first adds to.
 """
 
 import contextlib
