@@ -15,12 +15,14 @@ device needs for it.  Parameters have gradients already, which each micro-batch 
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import pretending
@@ -61,14 +63,17 @@ class Runs(NamedTuple):
     rows: int
 
 
-class Parameters(NamedTuple):
-    """Elements on a rank; ``shared``: of the head's, those that the embedding on the same rank has."""
+Sizes = Counter[tuple[int, int]]  # (rows, elements of one) -> how many parameters are so large
 
-    embedding: int
-    block: int
-    head: int
-    border: int
-    shared: int
+
+class Parameters(NamedTuple):
+    """Those on a rank; ``shared``: of the head's, those that the embedding on the same rank has."""
+
+    embedding: Sizes
+    block: Sizes
+    head: Sizes
+    border: Sizes
+    shared: Sizes
 
 
 class LedgerCosts:
@@ -96,17 +101,19 @@ class LedgerCosts:
             self._pieces[found] = self._priced(job, split, self._parameters[shape])
         pieces = self._pieces[found]
         if {chain[0] for chain in chains} & {chain[-1] for chain in chains}:  # both ends are on one rank
-            own = pieces.head.parameters - self._parameters[shape].shared
-            return pieces._replace(head=pieces.head._replace(parameters=own))
+            own = self._parameters[shape]
+            sizes = _less(own.head, own.shared)
+            return pieces._replace(head=pieces.head._replace(parameters=_elements(sizes), sizes=sizes))
         return pieces
 
     def _priced(self, job: Job, split: Split, own: Parameters) -> Pieces:
         with pretending(self.cluster.device.arch) if self.cluster.device.arch else contextlib.nullcontext():
             runs = counted(job, split)
 
-        def piece(of: Counted, stage: int, elements: int) -> Piece:
+        def piece(of: Counted, stage: int, sizes: Sizes) -> Piece:
             passes = {kind: self._seconds(of.passes[kind], job.dtype, split) for kind in KINDS}
-            return Piece(passes, of.saved, of.held, transient=runs.beside[stage], parameters=elements)
+            alive, elements = runs.beside[stage], _elements(sizes)
+            return Piece(passes, of.saved, of.held, transient=alive, parameters=elements, sizes=sizes)
 
         blocks = {window: piece(of, _MIDDLE, own.block) for window, of in runs.blocks.items()}
         return Pieces(
@@ -152,17 +159,34 @@ def counted(job: Job, split: Split) -> Runs:
 
 
 def parameters(job: Job, tp: int) -> Parameters:
-    """Counts the elements of a rank's pieces."""
+    """Counts the parameters of a rank's pieces."""
     config, how = with_layers(job.config, 3), dict[str, Any](saving="fastest", dtype=job.dtype)
     with fake_world(tp) as mesh:
         group = TensorParallel(mesh["tp"], sequence_parallel=True)
         of = [build(config, tp=group, stage=Stage(r, 3, layers=(1, 1, 1)), **how) for r in range(3)]
         whole = build(config, tp=group, **how)
-    size = lambda module: sum(p.numel() for p in module.parameters())
-    block = size(whole.blocks[0])
-    first, middle, last = (size(model) - block for model in of)
-    head = last - middle
-    return Parameters(first, block, head, middle, shared=first + 3 * block + head - size(whole))
+    block = _sizes(whole.blocks[0])
+    embedding, border, end = (_less(_sizes(model), block) for model in of)
+    head = _less(end, border)
+    apart = Counter(embedding)
+    apart.update(head)
+    apart.update({size: 3 * count for size, count in block.items()})
+    return Parameters(embedding, block, head, border, shared=_less(apart, _sizes(whole)))
+
+
+def _sizes(module: nn.Module) -> Sizes:
+    return Counter((len(p), math.prod(p.shape[1:])) for p in module.parameters())
+
+
+def _less(one: Sizes, other: Sizes) -> Sizes:
+    """Returns the difference, of which a count may be negative."""
+    left = Counter(one)
+    left.subtract(other)
+    return Counter({size: count for size, count in left.items() if count})
+
+
+def _elements(sizes: Sizes) -> int:
+    return sum(count * rows * columns for (rows, columns), count in sizes.items())
 
 
 def _alike(config: ModelConfig, layer: int) -> ModelConfig:
