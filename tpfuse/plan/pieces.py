@@ -153,7 +153,7 @@ def counted(job: Job, split: Split) -> Runs:
         dict(zip(kinds, blocks, strict=True)),
         _sum((1, stages[_LAST]), (-1, block), (-1, border)),
         border,
-        [max(run.beside.values()) for run in ran[0]],
+        beside=[max(run.beside.values()) for run in ran[0]],
         rows=ran[0][0].rows,
     )
 

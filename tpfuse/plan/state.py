@@ -51,5 +51,5 @@ def optimizer_seconds(elements: float, job: Job, split: Split, device: AnyDevice
     size = job.dtype.itemsize
     states, own = OPTIMIZERS[job.optimizer](size), round(elements / split.dp if split.sharded else elements)
     read, written = own * (2 * size + states), own * (size + states)
-    step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read, written, read + written, flops=0)
+    step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read=read, written=written, least=read + written, flops=0)
     return device.seconds(step, job.dtype)
