@@ -198,7 +198,7 @@ def _alike(config: ModelConfig, layer: int) -> ModelConfig:
 
 def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> list[StageRun]:
     """Runs the stages, which one model has all of."""
-    stage = Stage(0, 1, "interleaved", len(_LAYERS), _LAYERS)
+    stage = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
     model = build(config, tp=tp, saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
     for p in model.parameters():
         p.grad = torch.empty_like(p)
