@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.plan.test_pieces import MODELS, job_of
+from tpfuse.kernels.runtime.launch import pretending
 from tpfuse.ledger import Pipe, Plan, dry_pipeline, dry_run
 from tpfuse.plan.cluster import Cluster, Level, preset
 from tpfuse.plan.collectives import ALL_REDUCE, seconds
@@ -27,6 +28,19 @@ def test_a_whole_model_holds_what_its_dry_run_says(name, optimizer):
     assert rank_state(pieces, all_layers, job, split) == held.state
     # BERT's two types of tokens and Llama's two matrices of a gate are padded to four rows
     assert rank_state(pieces, all_layers, job, split._replace(sharded=True)) == held.sharded
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("split", [Split(tp=2, micro_batch=2), Split(tp=1, micro_batch=3, full=True)])
+def test_saved_and_transient_bytes_are_no_less_than_the_peak(name, split):
+    """More by what is free already when the embedding's gradient is made, the first thing of a model so small."""
+    job = job_of(name)
+    plan = Plan(tp=split.tp, seq=128, micro_batch=split.micro_batch, full=split.full)
+    with pretending("sm_80"):
+        work = dry_run(job.config, plan).work
+    pieces = COSTS(job, split).stage(range(4))
+    said = sum(piece.saved for piece in pieces) + max(piece.transient for piece in pieces)
+    assert 0.999 * work.peak < said < 1.5 * work.peak
 
 
 def test_where_shapes_are_not_known_the_cut_is_even():

@@ -87,6 +87,7 @@ class LedgerCosts:
         self.cluster = cluster
         self._parameters: dict[tuple[Any, ...], Parameters] = {}
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
+        self._joined: dict[tuple[Any, ...], Pieces] = {}
 
     def __call__(self, job: Job, split: Split) -> Pieces:
         chains = placement(split.schedule, split.pp, split.chunks)
@@ -99,12 +100,14 @@ class LedgerCosts:
             if shape not in self._parameters:
                 self._parameters[shape] = parameters(job, split.tp)
             self._pieces[found] = self._priced(job, split, self._parameters[shape])
-        pieces = self._pieces[found]
-        if {chain[0] for chain in chains} & {chain[-1] for chain in chains}:  # both ends are on one rank
-            own = self._parameters[shape]
-            sizes = _less(own.head, own.shared)
-            return pieces._replace(head=pieces.head._replace(parameters=_elements(sizes), sizes=sizes))
-        return pieces
+        together = bool({chain[0] for chain in chains} & {chain[-1] for chain in chains})  # both ends are on one rank
+        if not (together and self._parameters[shape].shared):
+            return self._pieces[found]
+        ends = found, stages == 1
+        if ends not in self._joined:
+            alone = job.dtype.itemsize if stages == 1 else 0
+            self._joined[ends] = _joined(self._pieces[found], self._parameters[shape], size=alone)
+        return self._joined[ends]
 
     def _priced(self, job: Job, split: Split, own: Parameters) -> Pieces:
         with pretending(self.cluster.device.arch) if self.cluster.device.arch else contextlib.nullcontext():
@@ -135,6 +138,20 @@ class LedgerCosts:
             if e.wire:
                 took[TP] += count * max(0.0, over_tp(e.op, e.wire, split, self.cluster) - computed)
         return took
+
+
+def _joined(pieces: Pieces, own: Parameters, *, size: int) -> Pieces:
+    """Returns the pieces where embedding and head are one parameter of a rank.
+
+    ``size``: bytes of an element of its gradient, which in a single stage stays from the head to the embedding, where
+    what the head had saved was; 0 where they are of different stages, each of which adds its own at once.
+    """
+    sizes, kept = _less(own.head, own.shared), max(0, size * _elements(own.shared) - pieces.head.saved)
+    longer = {id(piece): piece._replace(transient=piece.transient + kept) for piece in pieces.blocks}
+    return pieces._replace(
+        blocks=tuple(longer[id(piece)] for piece in pieces.blocks),
+        head=pieces.head._replace(parameters=_elements(sizes), sizes=sizes),
+    )
 
 
 def counted(job: Job, split: Split) -> Runs:
