@@ -1,6 +1,7 @@
 """What is planned: a job, the ways to split it, and what the pieces of its model cost one rank."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,7 +49,9 @@ class Piece(NamedTuple):
 
     ``passes``: action kind (F, B, I, W of tpfuse.pipeline.action) -> one of PARTS -> seconds of a micro-batch.
     ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive beside those
-    during a pass.  ``parameters``: elements on this rank, before FSDP.
+    during a pass.  ``parameters``: elements on this rank, before FSDP.  ``sizes``: (rows, elements of one) -> how many
+    parameters are so large, which FSDP cuts by rows; empty where that is not known.  Counts below 0 are of what another
+    piece has in this one's place.
     """
 
     passes: Mapping[str, Mapping[str, float]]
@@ -56,6 +59,7 @@ class Piece(NamedTuple):
     held: float
     transient: float
     parameters: float
+    sizes: Mapping[tuple[int, int], int] = MappingProxyType({})
 
     def seconds(self, kind: str) -> float:
         """Returns how long a pass takes."""
@@ -63,12 +67,23 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage."""
+    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage.
+
+    ``border``: what every stage but the first costs beside its blocks, where a norm that is fused with the block before
+    it stands alone; None: nothing.
+    """
 
     embedding: Piece
     blocks: Sequence[Piece]
     head: Piece
     rows: float
+    border: Piece | None = None
+
+    def stage(self, layers: range) -> list[Piece]:
+        """Returns the pieces of the stage that holds the blocks ``layers``."""
+        first = [self.embedding] if layers[0] == 0 else [] if self.border is None else [self.border]
+        last = [self.head] if layers[-1] == len(self.blocks) - 1 else []
+        return [*first, *(self.blocks[layer] for layer in layers), *last]
 
 
 class Costs(Protocol):
