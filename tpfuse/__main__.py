@@ -1,5 +1,6 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, which all-reduce is fastest, whether the installation works, and how fast the kernels are."""
+pipeline waits, which all-reduce is fastest, how a block is laid out over ranks, whether the installation works, and how
+fast the kernels are."""
 
 import json
 import sys
@@ -24,6 +25,7 @@ from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
 from .plan import command as collectives
+from .plan.intra import command as layouts
 
 OURS_FULL = "full recompute"
 
@@ -276,6 +278,14 @@ def run_collectives(args: Namespace) -> None:
     drawn(args)
 
 
+def run_layouts(args: Namespace) -> None:
+    solved = layouts.solve(args)
+    if args.plot:
+        layouts.draw(solved, args.plot)
+    show(args, solved.text(), solved.json())
+    drawn(args)
+
+
 def run_doctor(args: Namespace) -> int:
     """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
     with world(None) as group:
@@ -294,6 +304,7 @@ COMMANDS = {
     "predict": run_predict,
     "pipeline": run_pipeline,
     "collectives": run_collectives,
+    "layouts": run_layouts,
     "doctor": run_doctor,
     "bench": bench.run,
 }
