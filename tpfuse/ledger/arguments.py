@@ -287,9 +287,7 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
 
 
 def _layouts(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--mesh", type=mesh, default="8", metavar="N|NxM", help="ranks along one or two axes, the outer one first"
-    )
+    p.add_argument("--mesh", type=mesh, default="8", metavar="N|NxM", help="ranks of one or two axes, the outer first")
     p.add_argument("--seq", type=positive, default=2048, metavar="N", help="positions a sequence")
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences that the mesh runs at once")
     p.add_argument(

@@ -1,6 +1,8 @@
 """``python -m tpfuse layouts``: the layout of every op of a block on a mesh, solved, searched and explained."""
 
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +25,13 @@ EXACT, DESCENT, SECOND, MEGATRON = "exact", "descent", "second best", "Megatron"
 
 
 class Layouts(NamedTuple):
-    """What was found by each way, the exact one first; ``failed``: ways that found none, and why."""
+    """What was found by each way, the exact one first; ``took``: seconds of a search; ``failed``: ways that found none,
+    and why."""
 
     title: str
     space: Space
     found: dict[str, Found]
+    took: dict[str, float]
     failed: dict[str, str]
     explained: bool
 
@@ -37,12 +41,17 @@ class Layouts(NamedTuple):
 
     def text(self) -> str:
         results, best = self.results(), self.found[EXACT]
-        header = ("", "takes", *results[EXACT].parts, "sent", "state")
+        header = ("", "takes", *results[EXACT].parts, "sent", "state", "found in")
         rows = []
         for name, r in results.items():
+            parts = (duration(x) if x else "-" for x in r.parts.values())
             sizes = quantity(r.sent, "B"), quantity(r.memory, "B")
-            rows.append((name, duration(r.seconds), *(duration(x) if x else "-" for x in r.parts.values()), *sizes))
-        pages = [self.title, f"{results[EXACT].text()}\n{FOOTNOTE}", table(header, rows)]
+            rows.append((name, duration(r.seconds), *parts, *sizes, duration(self.took[name])))
+        pages = [
+            f"{self.title}; {self.space.problem.variables:,} variables",
+            f"{results[EXACT].text()}\n{FOOTNOTE}",
+            table(header, rows),
+        ]
         pages += [f"{name}: {why}" for name, why in self.failed.items()]
         if self.explained:
             pages += [f"every op's layouts beside the chosen ones (*):\n{explain(self.space, best)}"]
@@ -52,7 +61,7 @@ class Layouts(NamedTuple):
 
     def json(self) -> dict[str, Any]:
         results = {name: result.json() for name, result in self.results().items()}
-        return dict(variables=self.space.problem.variables, found=results, failed=self.failed)
+        return dict(variables=self.space.problem.variables, found=results, took=self.took, failed=self.failed)
 
 
 def solve(args: Namespace) -> Layouts:
@@ -71,23 +80,33 @@ def solve(args: Namespace) -> Layouts:
     if args.split_weights:
         limit = least_memory(space.problem)
     problem = space.problem._replace(limit=limit)
-    found, failed = {EXACT: exact(problem)}, {}
-    ways = {DESCENT: lambda: descent(problem, space.starts())}
+    ways: dict[str, Callable[[], Found]] = {
+        EXACT: lambda: exact(problem),
+        DESCENT: lambda: descent(problem, space.starts()),
+    }
     if args.explain:
         ways[SECOND] = lambda: exact(problem, [found[EXACT].pick])
+    for axes in dict.fromkeys([(len(sizes) - 1,), tuple(range(len(sizes)))]):
+        name = f"{MEGATRON} ({', '.join(map(str, axes))})"
+        ways[name] = lambda axes=axes: problem.found(space.megatron(axes))  # type: ignore[misc]
+    found: dict[str, Found] = {}
+    took: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for name, way in ways.items():
+        began = time.perf_counter()
         try:
             found[name] = way()
         except ValueError as error:
+            if name == EXACT:
+                raise
             failed[name] = str(error)
-    for axes in dict.fromkeys([(len(sizes) - 1,), tuple(range(len(sizes)))]):
-        found[f"{MEGATRON} ({', '.join(map(str, axes))})"] = problem.found(space.megatron(axes))
+        took[name] = time.perf_counter() - began
     held = "no limit on state" if args.memory is None else f"{quantity(limit, 'B')} of state"
     title = (
         f"{args.model}, batch {args.batch} x {args.seq}, {args.blocks} of {job.config.num_layers} blocks on"
         f" {' x '.join(map(str, sizes))} ranks, {'weights split' if args.split_weights else held}"
     )
-    return Layouts(title, space, found, failed, args.explain)
+    return Layouts(title, space, found, took=took, failed=failed, explained=args.explain)
 
 
 def draw(layouts: Layouts, path: Path) -> None:
