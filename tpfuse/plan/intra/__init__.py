@@ -1,4 +1,4 @@
-"""How the ops of a transformer block are laid out over a mesh of ranks: all layouts, what they cost, and the fastest."""
+"""How the ops of a transformer block are laid out on a mesh of ranks: the layouts, their costs, and the fastest."""
 
 from .conversions import Mesh
 from .descent import descent
