@@ -139,6 +139,7 @@ def test_layouts(capsys, tmp_path):
     assert values["found"]["exact"]["seconds"] < values["found"]["Megatron (0)"]["seconds"]
     two = json.loads(said(capsys, *argv[:3], "--mesh", "2x4", "--batch", "2", "--json"))
     assert len(two["found"]["exact"]["ops"][0]["input"]) == 2 and "Megatron (0, 1)" in two["found"]
+    assert "Megatron (0): batch, positions, heads or widths do not divide" in said(capsys, *argv[:3], "--mesh", "5")
 
 
 ERRORS = {

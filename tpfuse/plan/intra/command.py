@@ -72,7 +72,7 @@ def solve(args: Namespace) -> Layouts:
     sizes, widths = args.mesh, args.bandwidth or [25.0] * (len(args.mesh) - 1) + [230.0]
     check(len(widths) == len(sizes), f"layouts: --bandwidth needs {len(sizes)} numbers, one an axis, got {len(widths)}")
     mesh = Mesh(sizes, tuple(Link(args.latency, width * 1e9) for width in widths))
-    job = Job(load_config(args.model), args.batch, args.seq, DTYPES[args.dtype], args.optimizer)
+    job = Job(load_config(args.model), args.batch, args.seq, dtype=DTYPES[args.dtype], optimizer=args.optimizer)
     space = Space(
         stack(job, args.blocks), mesh, Rates(args.tflops * 1e12, args.memory_bandwidth * 1e9, args.micro_batches)
     )
@@ -88,7 +88,7 @@ def solve(args: Namespace) -> Layouts:
         ways[SECOND] = lambda: exact(problem, [found[EXACT].pick])
     for axes in dict.fromkeys([(len(sizes) - 1,), tuple(range(len(sizes)))]):
         name = f"{MEGATRON} ({', '.join(map(str, axes))})"
-        ways[name] = lambda axes=axes: problem.found(space.megatron(axes))  # type: ignore[misc]
+        ways[name] = lambda axes=axes: _megatron(space, axes)  # type: ignore[misc]
     found: dict[str, Found] = {}
     took: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -107,6 +107,13 @@ def solve(args: Namespace) -> Layouts:
         f" {' x '.join(map(str, sizes))} ranks, {'weights split' if args.split_weights else held}"
     )
     return Layouts(title, space, found, took=took, failed=failed, explained=args.explain)
+
+
+def _megatron(space: Space, axes: tuple[int, ...]) -> Found:
+    """Returns what Megatron's layouts cost, with or without the memory; ValueError where shapes do not allow them."""
+    pick = space.nearest(space.megatron(axes))
+    check(space.exactly(pick, space.megatron(axes)), "batch, positions, heads or widths do not divide evenly")
+    return space.problem.found(pick)
 
 
 def draw(layouts: Layouts, path: Path) -> None:

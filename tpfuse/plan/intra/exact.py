@@ -67,7 +67,7 @@ def _solve(problem: Problem, excluded: Sequence[Pick]) -> Pick | None:
     counts = [len(s) for s in problem.seconds]
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     nodes = [range(a, b) for a, b in zip(starts, starts[1:])]
-    table = _Rows([], [], [], [], [])
+    table = _Rows(rows=[], columns=[], values=[], low=[], high=[])
     for node in nodes:
         table.add(node, [1.0] * len(node), low=1.0, high=1.0)
     at = starts[-1]

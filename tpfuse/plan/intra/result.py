@@ -59,7 +59,8 @@ class Result(NamedTuple):
         ops, paid = [], []
         for op, s in zip(space.graph.ops, space.chosen(found)):
             weight = s.weight if op.weights else None
-            ops.append(Chosen(op.name, s.input, weight, s.output, s.computes + s.sums, sent=s.sent, memory=s.memory))
+            seconds = s.computes + s.sums
+            ops.append(Chosen(op.name, s.input, weight, s.output, seconds=seconds, sent=s.sent, memory=s.memory))
         for edge, steps in space.paid(found):
             named = [(space.graph.ops[edge.source].name, space.graph.ops[edge.to].name)]
             there = tuple(f"{t.step.forward} ({t.axis})" for t in steps if t.step.forward)

@@ -28,6 +28,7 @@ from .signatures import (
 
 GRADIENTS = "gradients"  # seconds of the sums of weights' gradients
 PARTS = *split.PARTS, GRADIENTS
+Wanted = Sequence[Sequence[tuple[str, str]]]  # the types of input and output, of each op on each axis
 
 
 class Rates(NamedTuple):
@@ -146,18 +147,22 @@ class Space:
 
     # ---- where a descent begins ----
 
-    def nearest(self, wanted: Sequence[Sequence[tuple[str, str]]]) -> Pick:
-        """Returns for each op the strategy with most of the (input, output) types wanted of it, one pair an axis."""
-        alike = lambda s, pairs: sum((x.input == a) + (x.output == b) for x, (a, b) in zip(s.signatures, pairs))
+    def nearest(self, wanted: Wanted) -> Pick:
+        """Returns for each op the strategy that has most of what is wanted."""
         return tuple(
-            max(range(len(some)), key=lambda i: alike(some[i], pairs)) for some, pairs in zip(self.strategies, wanted)
+            max(range(len(some)), key=lambda i: _alike(some[i], types)) for some, types in zip(self.strategies, wanted)
         )
 
-    def uniform(self, layout: Layout) -> Pick:
-        """Returns strategies that keep every tensor in one layout, as far as there are any."""
-        return self.nearest([[(kind, kind) for kind in layout]] * len(self.graph.ops))
+    def exactly(self, pick: Pick, wanted: Wanted) -> bool:
+        """Returns whether strategies have all that is wanted."""
+        whole = 2 * len(self.mesh.sizes)
+        return all(_alike(some[i], types) == whole for some, i, types in zip(self.strategies, pick, wanted))
 
-    def megatron(self, axes: Sequence[int]) -> Pick:
+    def uniform(self, layout: Layout) -> Wanted:
+        """Returns one layout for every tensor."""
+        return [[(kind, kind) for kind in layout]] * len(self.graph.ops)
+
+    def megatron(self, axes: Sequence[int]) -> Wanted:
         """Returns Megatron's tensor parallelism with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)
         on some axes of the mesh, and batches on the others."""
         wanted = []
@@ -167,12 +172,16 @@ class Space:
                 after_a_norm = self.graph.ops[op.inputs[0]].kind == NORM
                 on = (FORKED, WIDTH) if after_a_norm else (WIDTH, PARTIAL)
             wanted.append([on if k in axes else (BATCH, BATCH) for k in range(len(self.mesh.sizes))])
-        return self.nearest(wanted)
+        return wanted
 
     def starts(self) -> list[Pick]:
-        """Returns where descents begin: uniform layouts, and Megatron's on each axis and on all."""
+        """Returns what is nearest to uniform layouts, and to Megatron's on each axis and on all."""
         every = range(len(self.mesh.sizes))
         kinds = [kind for kind in TYPES if kind not in (FORKED, PARTIAL)]
-        starts = [self.uniform(layout) for layout in itertools.product(kinds, repeat=len(self.mesh.sizes))]
-        starts += [self.megatron([k]) for k in every] + [self.megatron(every)]
-        return list(dict.fromkeys(starts))
+        wanted = [self.uniform(layout) for layout in itertools.product(kinds, repeat=len(self.mesh.sizes))]
+        wanted += [self.megatron([k]) for k in every] + [self.megatron(every)]
+        return list(dict.fromkeys(map(self.nearest, wanted)))
+
+
+def _alike(strategy: Strategy, types: Sequence[tuple[str, str]]) -> int:
+    return sum((s.input == a) + (s.output == b) for s, (a, b) in zip(strategy.signatures, types))
