@@ -10,7 +10,7 @@ from tests.ledger.test_steptime import built
 from tpfuse.__main__ import main, parser
 from tpfuse.ledger.presets import PRESETS
 
-COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives", "topology"
+COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives", "topology", "layouts"
 
 
 def said(capsys, *argv) -> str:
@@ -136,7 +136,25 @@ def test_predict(capsys, tmp_path):
     assert text.splitlines()[0].split()[:3] == ["tp", "dp", "micro-batch"] and len(text.splitlines()) == 4
 
 
+def test_layouts(capsys, tmp_path):
+    argv = "layouts", "--model", "gpt-22b", "--mesh", "8"
+    text = said(capsys, *argv, "--split-weights", "--explain", "--plot", str(tmp_path / "layouts.png"))
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines() if line}
+    assert rows["fc 1"][2:5] == ["Replicate*", "Shard(0)", "Shard(2)"] and rows["exact"][1:3] == ["4.05", "ms"]
+    assert "second best: out Replicate* -> Shard(2)" in text and (tmp_path / "layouts.png").exists()
+    values = json.loads(said(capsys, *argv, "--micro-batches", "8", "--memory", "80", "--json"))
+    assert values["variables"] == 141 and values["failed"] == {}
+    assert values["found"]["exact"]["ops"][3]["output"] == ["Shard(1)"]
+    assert values["found"]["exact"]["seconds"] < values["found"]["Megatron (0)"]["seconds"]
+    two = json.loads(said(capsys, *argv[:3], "--mesh", "2x4", "--batch", "2", "--json"))
+    assert len(two["found"]["exact"]["ops"][0]["input"]) == 2 and "Megatron (0, 1)" in two["found"]
+    assert "Megatron (0): batch, positions, heads or widths do not divide" in said(capsys, *argv[:3], "--mesh", "5")
+
+
 ERRORS = {
+    "layouts --model gpt-22b --memory 3": "the least that would do is 43,505,418,240",
+    "layouts --model gpt-22b --mesh 4x8 --bandwidth 25": "--bandwidth needs 2 numbers, one an axis, got 1",
+    "layouts --model bert-base": "got post_norm=True",
     "dryrun --model gpt2 --tp 5": "num_heads=12 is not divisible by tensor-parallel size 5; use 1, 2, 3, 4, 6 or 12",
     "dryrun --model gpt2 --seq 4096": "4096 positions are more than the model's max_positions=1024",
     "dryrun --model gtp2": "model 'gtp2' is neither a local config.json nor one of",

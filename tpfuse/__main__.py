@@ -1,6 +1,6 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, which all-reduce is fastest, what networks cost and carry, whether the installation works, and how fast
-the kernels are."""
+pipeline waits, which all-reduce is fastest, what networks cost and carry, how a block is laid out over ranks, whether
+the installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -25,6 +25,7 @@ from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
 from .plan import command as collectives
+from .plan.intra import command as layouts
 from .plan.topology import command as topology
 
 OURS_FULL = "full recompute"
@@ -286,6 +287,14 @@ def run_topology(args: Namespace) -> None:
     drawn(args)
 
 
+def run_layouts(args: Namespace) -> None:
+    solved = layouts.solve(args)
+    if args.plot:
+        layouts.draw(solved, args.plot)
+    show(args, solved.text(), solved.json())
+    drawn(args)
+
+
 def run_doctor(args: Namespace) -> int:
     """Returns 1 where there is a fault, 0 otherwise; of several ranks the first prints."""
     with world(None) as group:
@@ -305,6 +314,7 @@ COMMANDS = {
     "pipeline": run_pipeline,
     "collectives": run_collectives,
     "topology": run_topology,
+    "layouts": run_layouts,
     "doctor": run_doctor,
     "bench": bench.run,
 }

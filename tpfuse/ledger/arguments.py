@@ -26,6 +26,14 @@ memory, and the path: the kernels, or "by torch". Such as: bench layer_norm --dt
 tpfuse,torch,compile"""
 
 
+LAYOUTS = """Which layout each op of a transformer block has on a mesh of ranks, in the words of DTensor: an activation
+[batch, seq, width] is Shard(0), Shard(1), Shard(2) (of heads, where there are heads), Replicate or Partial on each axis
+of the mesh, a weight [out, in] is Shard(0) (Megatron's columns), Shard(1) (its rows) or Replicate. Solved exactly
+(integer programming) for the least seconds of forward and backward, beside what coordinate descent finds, and
+Megatron's own. Needs scipy: pip install 'tpfuse[plan]'. Such as: layouts --model gpt-22b --mesh 8 --split-weights
+--explain"""
+
+
 class Help(argparse.HelpFormatter):
     """Defaults are shown, where there is one to show."""
 
@@ -66,6 +74,19 @@ def sizes(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def mesh(text: str) -> tuple[int, ...]:
+    """Returns the axes of "4x8"."""
+    try:
+        return tuple(positive(part) for part in text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ranks an axis such as 8 or 4x8, got {text!r}") from None
+
+
+def rates(text: str) -> list[float]:
+    """Returns the rates of "25,230"."""
+    return [rate(part) for part in text.split(",")]
+
+
 def json_place(text: str) -> Path:
     """Returns the file of --json, whose suffix tells it from an op that stands behind --json."""
     if not text.endswith(".json"):
@@ -95,8 +116,8 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
         p.set_defaults(run=commands[name])
         return p
 
-    def command(name: str, what: str, plot: bool = True) -> argparse.ArgumentParser:
-        p = named(name, what)
+    def command(name: str, what: str, plot: bool = True, more: str | None = None) -> argparse.ArgumentParser:
+        p = named(name, what, more)
         out = p.add_argument_group("output")
         out.add_argument("--json", action="store_true", help="numbers for programs in place of tables")
         if plot:
@@ -253,6 +274,10 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     p = command("topology", "What eight networks of as many accelerators cost, and what they carry. Needs networkx.")
     p.add_argument("--accelerators", type=positive, default=1024, metavar="N", help="that each network joins")
 
+    p = command("layouts", "How each op of a block is laid out on a mesh of ranks: the fastest way.", more=LAYOUTS)
+    model(p)
+    _layouts(p)
+
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False
     )
@@ -262,6 +287,35 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
 
     _bench(named("bench", "Kernels alone, at any shape: against plain torch, torch.compile and Liger Kernel.", BENCH))
     return top
+
+
+def _layouts(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--mesh", type=mesh, default="8", metavar="N|NxM", help="ranks of one or two axes, the outer first")
+    p.add_argument("--seq", type=positive, default=2048, metavar="N", help="positions a sequence")
+    p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences that the mesh runs at once")
+    p.add_argument(
+        "--micro-batches", type=positive, default=1, metavar="N", help="of --batch, a sum of the weights' gradients"
+    )
+    p.add_argument("--blocks", type=positive, default=1, metavar="N", help="blocks in a row, each laid out for itself")
+    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations")
+    p.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw-fp32", help="whose states are held")
+    held = p.add_mutually_exclusive_group()
+    held.add_argument(
+        "--memory", type=rate, metavar="GB", help="a rank's, for weights, gradients and optimizer of all the blocks"
+    )
+    held.add_argument(
+        "--split-weights", action="store_true", help="the least memory there is: every matrix split over all ranks"
+    )
+    p.add_argument("--tflops", type=rate, default=234.0, metavar="X", help="that a rank reaches: 75 %% of an A100")
+    p.add_argument("--memory-bandwidth", type=rate, default=1632.0, metavar="GB/S", help="the same: 80 %%")
+    p.add_argument(
+        "--bandwidth",
+        type=rates,
+        metavar="GB/S,..",
+        help="of a rank's link along each axis; 230 the last, 25 the first",
+    )
+    p.add_argument("--latency", type=seconds, default=1e-6, metavar="X", help="seconds a message is under way")
+    p.add_argument("--explain", action="store_true", help="what every other layout would cost, and the second best")
 
 
 def _bench(p: argparse.ArgumentParser) -> None:
