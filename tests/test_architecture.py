@@ -25,6 +25,7 @@ ORDER = [
     "sequence_parallel",
     "pipeline",
     "layers",
+    "ok_topk",
     "foreign",
     "interop.huggingface",
     "models",

@@ -14,6 +14,7 @@ from .layers import reparametrized as _reparametrized
 from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
 from .layers.plain import replicated
+from .ok_topk import OkTopk, ok_topk_hook
 from .parallel import TensorParallel
 from .parity import check_parity
 from .training import state_dict as _state_dict
@@ -31,6 +32,7 @@ _state_dict.install()
 __all__ = [
     "AcceleratorMixin",
     "MainGrad",
+    "OkTopk",
     "TensorParallel",
     "TrainerMixin",
     "WholeMatrices",
@@ -47,6 +49,7 @@ __all__ = [
     "load_checkpoint",
     "make_rng",
     "merge_lora",
+    "ok_topk_hook",
     "parallelize",
     "param_groups",
     "replicated",

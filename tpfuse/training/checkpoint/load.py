@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...ok_topk import OkTopk
 from ...parallel import host
 from . import background as thread
 from . import state, version1
 from .conditions import check_config, conditions, warn_of_differences
 from .errors import named
 from .folder import META, read_latest, warn_of_newer
+from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, opened, read_text
 from .pieces import Stored, fill
 from .ranks import Ranks, all_ranks
@@ -23,14 +25,20 @@ Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
 
 
 def load_checkpoint(
-    directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    hook: OkTopk | None = None,
 ) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
     The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it
     (beyond the number of kv heads the tensor-parallel size may not: the layout is another there).  Without
-    ``optimizer`` only the model is restored.  Every file's checksum is compared.  Warnings say what else is not as it
-    was and decides the last bits: versions, threads, sizes, schedule, overlap, dtype.
+    ``optimizer`` only the model is restored, and without ``hook`` no communication hook's residuals, of which a warning
+    tells; at another number of replicas each residual is the mean of those that were saved.  Every file's checksum is
+    compared.  Warnings say what else is not as it was and decides the last bits: versions, threads, sizes, schedule,
+    overlap, dtype.
 
     ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
     are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything
@@ -51,9 +59,10 @@ def load_checkpoint(
         if old and ranks.rank == 0:
             version1.warn(path)
         entries = state.entries_of(model)
-        wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizer)
+        wanted = _Wanted(model, entries, held_elsewhere(ranks, model, entries), optimizer, hook=hook)
         ready = (_read_1 if old else _read)(checkpoint, wanted)
         _put(checkpoint.meta, ready, model, optimizer)
+        put_hook(hook, ready.hook)
         if not old and ranks.rank == 0:
             warn_of_differences(path, checkpoint.meta["conditions"], conditions(model))
         return checkpoint.meta["step"], checkpoint.meta["extra"]
@@ -74,6 +83,7 @@ class _Wanted(NamedTuple):
     entries: state.Entries
     elsewhere: set[str]  # parameters of other pipeline stages
     optimizer: torch.optim.Optimizer | None
+    hook: OkTopk | None
 
 
 class _Ready(NamedTuple):
@@ -81,6 +91,7 @@ class _Ready(NamedTuple):
 
     parameters: state.Values
     optimizer: state.OptimizerState
+    hook: HookState | None
 
 
 def _find(directory: Path) -> tuple[str, bytes] | None:
@@ -117,13 +128,13 @@ def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
     stock = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in checkpoint.meta["tensors"].items()}
     checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
     sources = _verified(checkpoint, stock)
-    return checkpoint.ranks.each(lambda: _filled(checkpoint.path, stock, sources, wanted))
+    return checkpoint.ranks.each(lambda: _filled(checkpoint, stock, sources, wanted))
 
 
 def _read_1(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
     stock, sources = checkpoint.ranks.each(lambda: version1.read_index(checkpoint.path))
     checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
-    return checkpoint.ranks.each(lambda: _filled(checkpoint.path, stock, sources, wanted))
+    return checkpoint.ranks.each(lambda: _filled(checkpoint, stock, sources, wanted))
 
 
 def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
@@ -147,12 +158,14 @@ def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
     return sources
 
 
-def _filled(path: Path, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _Ready:
+def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _Ready:
     """Reads what this rank needs."""
+    path, meta, ranks = checkpoint
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
     for name, piece in pieces.items():
         fill(f"{name} of {path}", piece, sources[name])
-    return _Ready(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer))
+    residuals = read_hook(wanted.hook, Reading(path, meta, stock, entries=wanted.entries, ranks=ranks), sources)
+    return _Ready(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals)
 
 
 def _put(meta: Meta, ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

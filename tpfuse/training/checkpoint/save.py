@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from ...layers.partial import warn_of_drift
+from ...ok_topk import OkTopk
 from ...pipeline.placement import Stage
 from ...rollcall import RankEnded
 from . import background as thread
 from .conditions import conditions, config_of
 from .errors import at, named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
+from .hooks import hook_pieces
 from .job import Job, check_held, take
 from .meta import VERSION, Meta, check_json, read_text, sealed
 from .pieces import Held, Piece, shares
@@ -50,6 +52,7 @@ def save_checkpoint(
     *,
     step: int,
     extra: Any = None,
+    hook: OkTopk | None = None,
     background: Literal[False] = False,
 ) -> Path: ...
 @overload
@@ -60,6 +63,7 @@ def save_checkpoint(
     *,
     step: int,
     extra: Any = None,
+    hook: OkTopk | None = None,
     background: Literal[True],
 ) -> thread.Saving: ...
 def save_checkpoint(
@@ -69,11 +73,13 @@ def save_checkpoint(
     *,
     step: int,
     extra: Any = None,
+    hook: OkTopk | None = None,
     background: bool = False,
 ) -> Path | thread.Saving:
     """Writes ``directory``/step-..., then makes it the latest.  Every rank calls it; returns the path.
 
-    ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.
+    ``extra`` is the caller's own state (JSON values: sampler position, scheduler), the same on every rank.  ``hook``:
+    the state of a communication hook, whose residuals are saved with it.
 
     ``background``: returns as soon as the state is copied to the CPU; the files are written while training goes on.
     Returned is then a handle, whose ``result()`` waits and gives the path or the error; an error that nobody asked for
@@ -94,7 +100,13 @@ def save_checkpoint(
         thread.raise_earlier(directory, ranks)
         warn_of_drift(unwrap(model), "save_checkpoint")
         inner = unwrap(model)
-        save = _prepare(directory, ranks, stage_in(inner), lambda: _collect(inner, optimizer, step, extra))
+
+        def collect() -> tuple[dict[str, Piece], Meta]:
+            pieces, meta = _collect(inner, optimizer, step, extra)
+            residuals, said = hook_pieces(entries_of(inner), hook, ranks)
+            return pieces | residuals, meta | said
+
+        save = _prepare(directory, ranks, stage_in(inner), collect)
         if not background:
             return _write(save)
         copies = ranks.each(lambda: _copied(save.pieces))

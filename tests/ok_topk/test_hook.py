@@ -1,0 +1,229 @@
+"""The hook under DistributedDataParallel, on real processes."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tpfuse
+from tpfuse import OkTopk, ok_topk_hook
+
+BUCKETS = 0.005  # MB
+
+
+def net(dtype=torch.float64, extra=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 30), nn.Tanh(), nn.Linear(30, 1)]
+    model = nn.Sequential(*layers).to(dtype)
+    if extra:
+        model.register_parameter("unused", nn.Parameter(torch.ones(7, dtype=dtype)))
+        model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=dtype)))
+        model[2].bias.requires_grad_(False)
+    return model
+
+
+def rows(step, rank, dtype=torch.float64):
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64).to(dtype)
+    return x, 2 * x[:, :1]
+
+
+def loss_of(model, step, rank, dtype=torch.float64):
+    x, y = rows(step, rank, dtype)
+    return (model(x) - y).square().mean()
+
+
+def hooked(model, density=0.05, group=None, hook=ok_topk_hook, **options):
+    ddp_options = {key: options.pop(key) for key in list(options) if key in ("find_unused_parameters",)}
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKETS, **ddp_options)
+    state = OkTopk(density, group=group, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def gradients(model):
+    """Zeros where there is none."""
+    every = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+    return torch.cat([g.flatten() for g in every])
+
+
+def residuals(model, state):
+    parts = {id(p): part for unit in state.units for p, part in unit.parts()}
+    return torch.cat([parts[id(p)].flatten() for p in model.parameters() if id(p) in parts])
+
+
+def trained(world, density, steps, dtype, extra):
+    """-> of each step the averages, this rank's own gradient at the same weights, and its residual"""
+    model = net(dtype, extra)
+    ddp, state = hooked(model, density, find_unused_parameters=extra)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(steps):
+        alone = copy.deepcopy(model)
+        loss_of(alone, step, world.rank, dtype).backward()
+        loss_of(ddp, step, world.rank, dtype).backward()
+        found.append((gradients(model), gradients(alone), residuals(model, state).clone()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("extra", [False, True], ids=["plain", "frozen, unused and empty parameters"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_given_and_what_is_kept_is_what_there_was(ranks, size, extra):
+    every = ranks(size, trained, 0.05, 5, torch.float64, extra)
+    given = had = 0
+    for steps in zip(*every, strict=True):
+        averages, owns, kept = zip(*steps, strict=True)
+        assert all(torch.equal(averages[0], other) for other in averages)
+        assert 0 < averages[0].count_nonzero() < 0.4 * averages[0].numel()
+        given, had = given + size * averages[0], had + sum(owns)
+        torch.testing.assert_close(given + sum(kept), had, rtol=1e-12, atol=1e-13)
+
+
+def test_at_density_one_it_is_the_average(ranks):
+    for steps in zip(*ranks(3, trained, 1.0, 4, torch.float64, False), strict=True):
+        averages, owns, _ = zip(*steps, strict=True)
+        torch.testing.assert_close(averages[0], sum(owns) / 3, rtol=1e-12, atol=1e-14)
+
+
+def test_residuals_of_narrow_gradients_are_wide(ranks):
+    for averages, _, kept in ranks(2, trained, 0.05, 3, torch.bfloat16, False)[0]:
+        assert (averages.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
+
+
+def warm(world):
+    model = net()
+    ddp, state = hooked(model, 0.05, warmup_steps=2)
+    plain = DistributedDataParallel(net(), bucket_cap_mb=BUCKETS)
+    same = []
+    for step in range(3):
+        for each in (ddp, plain):
+            each.zero_grad()
+            loss_of(each, step, world.rank).backward()
+        same.append(torch.allclose(gradients(ddp), gradients(plain), rtol=1e-12))
+    return same, state.step
+
+
+def test_warm_up_steps_are_dense(ranks):
+    assert ranks(2, warm) == [([True, True, False], 3)] * 2
+
+
+def accumulated(world):
+    """-> gradients of two micro-batches under no_sync, and of a hook that is given their sum at once"""
+    model = net()
+    ddp, _ = hooked(model)
+    with ddp.no_sync():
+        loss_of(ddp, 0, world.rank).backward()
+    loss_of(ddp, 1, world.rank).backward()
+    other, _ = hooked(net())
+    (loss_of(other.module, 0, world.rank)).backward()
+    loss_of(other, 1, world.rank).backward()
+    return torch.equal(gradients(model), gradients(other))
+
+
+def test_no_sync(ranks):
+    assert ranks(2, accumulated) == [True, True]
+
+
+def uneven(world):
+    model = net()
+    ddp, state = hooked(model)
+    with ddp.join():
+        for step in range(2 + world.rank):
+            ddp.zero_grad()
+            loss_of(ddp, step, world.rank).backward()
+    return state.step
+
+
+def test_ranks_with_fewer_batches_join(ranks):
+    assert ranks(2, uneven) == [3, 3]
+
+
+def spoilt(world, value):
+    model = net()
+    ddp, state = hooked(model)
+    loss_of(ddp, 0, world.rank).backward()
+    before, said = residuals(model, state).clone(), None
+    x, y = rows(1, world.rank)
+    if world.rank == 1:
+        x[0, 0] = value
+    try:
+        (ddp(x) - y).square().mean().backward()
+    except ValueError as error:
+        said = str(error)
+    kept = torch.equal(before, residuals(model, state))
+    ddp.zero_grad()
+    loss_of(ddp, 2, world.rank).backward()
+    return said, kept, bool(torch.isfinite(gradients(model)).all()), state.step
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks, value):
+    (said, *first), (also_said, *second) = ranks(2, spoilt, value)
+    shape = {"nan": "(1,)", "inf": "(50, 20)"}[str(value)]  # of the first in its bucket: tanh of an infinity is finite
+    assert f"on rank 1 of the replicas in a parameter of shape {shape}" in said
+    assert (also_said, first, second) == (said, [True, True, 2], [True, True, 2])
+
+
+def again(world):
+    """A hook's state under a second model."""
+    ddp, state = hooked(net())
+    loss_of(ddp, 0, world.rank).backward()
+    other = DistributedDataParallel(net())
+    other.register_comm_hook(state, ok_topk_hook)
+    try:
+        loss_of(other, 0, world.rank).backward()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_state_is_of_one_model(ranks):
+    assert all("use a new OkTopk" in said for said in ranks(2, again))
+
+
+def counted(world):
+    """-> bytes that the state says it has sent, and those of the messages"""
+    ddp, state = hooked(net())
+    loss_of(ddp, 0, world.rank).backward()
+    sizes, swap, all_gather = [], dist.batch_isend_irecv, dist.all_gather
+
+    def swapped(works):
+        sizes.extend(work.tensor.numel() * work.tensor.element_size() for work in works if work.op is dist.isend)
+        return swap(works)
+
+    def gathered(every, x, **kwargs):
+        sizes.append((world.size - 1) * x.numel() * x.element_size())
+        return all_gather(every, x, **kwargs)
+
+    with mock.patch.object(dist, "batch_isend_irecv", swapped), mock.patch.object(dist, "all_gather", gathered):
+        loss_of(ddp, 1, world.rank).backward()
+    return state.sent, sum(sizes)
+
+
+def test_every_byte_is_counted(ranks):
+    for said, sent in ranks(3, counted):
+        assert said == sent > 0
+
+
+BAD = [
+    (dict(density=0), "density"),
+    (dict(density=1.5), "density"),
+    (dict(density=float("nan")), "density"),
+    (dict(warmup_steps=-1), "warmup_steps"),
+    (dict(exact_every=0), "exact_every"),
+    (dict(borders_every=1.5), "borders_every"),
+]
+
+
+@pytest.mark.parametrize("given, named", BAD)
+def test_bad_settings_are_named(given, named):
+    with pytest.raises(ValueError, match=f"OkTopk: {named} must"):
+        OkTopk(**given)
+
+
+def test_without_a_process_group_it_says_so():
+    with pytest.raises(ValueError, match="there is no process group"):
+        _ = tpfuse.OkTopk().replicas

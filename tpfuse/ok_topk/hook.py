@@ -1,0 +1,201 @@
+"""The communication hook: DistributedDataParallel's gradients by :func:`sparse_sum`, with what was not sent kept."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import check_numbers, number, whole
+from ..layers.module import wholes
+from .algorithm import Dials, State, Summed, sparse_sum
+from .messages import Replicas
+
+_RULES = dict(density=number(1e-9, 1), warmup_steps=whole(0), exact_every=whole(), borders_every=whole())
+
+
+class Unit:
+    """Parameters whose gradients are one vector: those of one of DDP's buckets in the first step, for good, either the
+    slices among them or those that every tensor-parallel rank has whole, of which all must choose the same entries.
+
+    ``residual`` [n], of fp32 or wider: what this rank's gradients have had that was not given to a sum yet.
+    """
+
+    def __init__(self, parameters: list[Tensor], residual: Tensor):
+        self.parameters, self.residual, self.state = parameters, residual, State()
+
+    def parts(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Yields each parameter with its part of the residual, shaped as the parameter."""
+        sizes = [p.numel() for p in self.parameters]
+        for p, part in zip(self.parameters, self.residual.split(sizes), strict=True):
+            yield p, part.view(p.shape)
+
+
+class _Bucket(NamedTuple):
+    """What DDP hands to the hook, and what it waits for."""
+
+    buffer: Tensor
+    gradients: list[Tensor]  # views of the buffer
+    parameters: list[Tensor]
+    done: torch.futures.Future[Tensor]
+
+
+class OkTopk:
+    """The state of :func:`ok_topk_hook`, for one DistributedDataParallel.
+
+        state = tpfuse.OkTopk(density=0.01, warmup_steps=100, group=mesh["dp"].get_group())
+        ddp.register_comm_hook(state, tpfuse.ok_topk_hook)
+
+    Of each bucket a step sends the ``density`` of its entries that are largest in the sum over the replicas; the rest
+    stays with the rank that has it and is added to its next gradient (error feedback).  In the first ``warmup_steps``
+    steps gradients are averaged whole.  ``exact_every``: steps after which the thresholds are estimated exactly;
+    ``borders_every``: steps after which the regions that ranks add up are balanced anew.
+
+    Every rank holds a residual of its parameters' size, in fp32 (or fp64, as the gradients).  Checkpoints hold it:
+    ``save_checkpoint(..., hook=state)`` and ``load_checkpoint(..., hook=state)``.
+
+    ``sent``: the bytes that this rank has sent in the last step, of which ``sent_entries`` were values and indices.
+
+    ValueError for a density that is not in (0, 1], or steps that are not integers in their range.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        *,
+        warmup_steps: int = 0,
+        exact_every: int = 128,
+        borders_every: int = 64,
+        group: dist.ProcessGroup | None = None,
+    ):
+        given = dict(density=density, warmup_steps=warmup_steps, exact_every=exact_every, borders_every=borders_every)
+        check_numbers("OkTopk", given, _RULES)
+        self.warmup_steps, self.group = warmup_steps, group
+        self.dials = Dials(density, exact_every, borders_every)
+        self.step = 0
+        self.units: list[Unit] = []
+        self.sent = self.sent_entries = 0
+        self._buckets: list[_Bucket] = []
+
+    @property
+    def _over(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD if self.group is None else self.group
+        check(group is not None, "OkTopk: there is no process group; call torch.distributed.init_process_group first")
+        return group  # type: ignore[return-value]
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among the replicas."""
+        return self._over.rank()
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self._over.size()
+
+    def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._buckets.append(_Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), done))
+        if bucket.is_last():
+            buckets, self._buckets = self._buckets, []
+            try:
+                self._finish(buckets)
+            except ValueError as error:
+                _raise_later(error)
+            for each in buckets:
+                each.done.set_result(each.buffer)
+        return done
+
+    def _finish(self, buckets: list[_Bucket]) -> None:
+        """Puts the averages into the buckets.  Nothing is changed before every rank's gradients are found finite."""
+        replicas = Replicas(self._over)
+        _check_finite(buckets, replicas)
+        if self.step < self.warmup_steps:
+            for bucket in buckets:
+                dist.all_reduce(bucket.buffer.div_(replicas.size), group=self._over)
+        else:
+            self._sum(buckets, replicas)
+        self.step += 1
+        self.sent, self.sent_entries = replicas.sent, replicas.entries
+
+    def _sum(self, buckets: list[_Bucket], replicas: Replicas) -> None:
+        gradients = {id(p): g for b in buckets for p, g in zip(b.parameters, b.gradients, strict=True)}
+        if not self.units:
+            self.units = [unit for bucket in buckets for unit in _units(bucket)]
+        held = {id(p) for unit in self.units for p in unit.parameters}
+        check(
+            held == gradients.keys(), "ok_topk_hook: the parameters are not those of the first step: use a new OkTopk"
+        )
+        for unit in self.units:
+            for p, part in unit.parts():
+                part += gradients[id(p)].view(p.shape)
+            made = sparse_sum(unit.residual, unit.state, self.dials, replicas)
+            _give(unit, made, gradients, replicas.size)
+
+
+def ok_topk_hook(state: OkTopk, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages gradients over the replicas by what is large in them (Li & Hoefler 2022, arXiv:2201.07598).
+
+        ddp.register_comm_hook(state, tpfuse.ok_topk_hook)
+
+    The messages go when the last bucket is there: they do not overlap with the backward pass.
+
+    The backward pass ends in a ValueError on every rank, which names the rank and the parameter, where a gradient is
+    not finite; no residual has changed then, and the step can be left out.
+    """
+    return state._take(bucket)
+
+
+def _raise_later(error: ValueError) -> None:
+    """Raises out of the backward pass once DDP has ended its own part of it: a hook's error would leave DDP in the
+    middle, where it can do no further step."""
+
+    def now() -> None:
+        raise error
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(now))  # DDP queues its end after the hook's return
+
+
+def _units(bucket: _Bucket) -> list[Unit]:
+    known = wholes()
+    sliced = [p in known and known[p].spec.dim is not None and known[p].tp.size > 1 for p in bucket.parameters]
+    every = [[p for p, is_slice in zip(bucket.parameters, sliced, strict=True) if is_slice == way] for way in (1, 0)]
+    wide = torch.promote_types(bucket.buffer.dtype, torch.float32)
+    return [
+        Unit(parameters, bucket.buffer.new_zeros(sum(p.numel() for p in parameters), dtype=wide))
+        for parameters in every
+        if parameters
+    ]
+
+
+def _give(unit: Unit, made: Summed, gradients: dict[int, Tensor], size: int) -> None:
+    """Writes the average over the gradients, and takes from the residual what has been given."""
+    average = torch.zeros_like(unit.residual)
+    average[made.total.index] = made.total.value / size
+    for p, part in zip(unit.parameters, average.split([p.numel() for p in unit.parameters]), strict=True):
+        gradients[id(p)].copy_(part.view_as(gradients[id(p)]))
+    unit.residual[made.given] = 0
+    unit.state = made.state
+
+
+def _check_finite(buckets: list[_Bucket], replicas: Replicas) -> None:
+    first = [_first_bad(bucket) for bucket in buckets]
+    found = replicas.gather(torch.tensor(first, dtype=torch.int32, device=buckets[0].buffer.device))
+    if not found.any():
+        return
+    rank, place = (int(x) for x in found.nonzero()[0])
+    shape = tuple(buckets[place].parameters[int(found[rank, place]) - 1].shape)
+    raise ValueError(
+        f"ok_topk_hook: gradients must be finite, got a NaN or an infinity on rank {rank} of the replicas in a"
+        f" parameter of shape {shape}; nothing was sent or kept of this step"
+    )
+
+
+def _first_bad(bucket: _Bucket) -> int:
+    """Returns 0 where a bucket is finite, else 1 + the first parameter whose gradient is not."""
+    if bool(torch.isfinite(bucket.buffer).all()):
+        return 0
+    return next(i + 1 for i, g in enumerate(bucket.gradients) if not bool(torch.isfinite(g).all()))

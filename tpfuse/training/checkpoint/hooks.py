@@ -1,0 +1,138 @@
+"""What a communication hook holds, in a checkpoint: each replica's residual by parameter, and the thresholds of a rank.
+
+A residual is a part of the gradient that is still to come: a step adds their mean over the replicas to the average.  So
+at another number of replicas each starts from the mean of those that were saved, and the sum that is to come is kept.
+Thresholds are of one layout: at another they are estimated anew.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ok_topk import OkTopk, State, Unit
+from .meta import Meta
+from .pieces import Piece, Stored, fill, piece, whole
+from .ranks import Ranks
+from .state import Entries, Stock
+
+KEY = "hook"  # in meta.json
+
+
+def _residual(replica: int, name: str) -> str:
+    return f"residual.{replica}.{name}"
+
+
+def _thresholds(rank: int, unit: int) -> str:
+    return f"thresholds.{rank}.{unit}"
+
+
+def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[dict[str, Piece], Meta]:
+    """Returns what is here of a hook, sharing its memory, and what meta.json says of it.
+
+    ValueError where the hook's parameters are not the model's.
+    """
+    if hook is None:
+        return {}, {}
+    names = {id(p): name for name, (p, *_) in entries.items()}
+    found: dict[str, Piece] = {}
+    units: list[list[str]] = []
+    for i, unit in enumerate(hook.units):
+        missing = [p for p in unit.parameters if id(p) not in names]
+        if missing:
+            raise ValueError(f"the hook holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
+        for p, part in unit.parts():
+            _, spec, tp = entries[names[id(p)]]
+            found[_residual(hook.replica, names[id(p)])] = piece(part, spec, tp)
+        found[_thresholds(ranks.rank, i)] = whole(_as_tensor(unit.state))
+        units.append([names[id(p)] for p in unit.parameters])
+    return found, {KEY: dict(replicas=hook.replicas, step=hook.step, units=units)}
+
+
+def _as_tensor(state: State) -> Tensor:
+    values = [math.nan if x is None else x for x in (state.own, state.sums)]
+    return torch.tensor([state.step, *values, *state.borders], dtype=torch.float64)
+
+
+def _as_state(x: Tensor) -> State:
+    step, own, sums, *borders = x.tolist()
+    own, sums = (None if math.isnan(v) else v for v in (own, sums))
+    return State(int(step), own, sums, tuple(map(int, borders)))
+
+
+class HookState(NamedTuple):
+    """What was read of a hook, in tensors of its own."""
+
+    step: int
+    units: list[Unit]
+
+
+class Reading(NamedTuple):
+    """What is read, for whom."""
+
+    path: Path
+    meta: Meta
+    stock: Stock
+    entries: Entries
+    ranks: Ranks
+
+
+def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> HookState | None:
+    """Returns a hook's state; None where none is asked for, or the checkpoint has none.
+
+    ValueError where the checkpoint's hook has other parameters than the model.
+    """
+    said: Any = reading.meta.get(KEY)
+    if said is None or hook is None:
+        if said is not None and said["units"] and reading.ranks.rank == 0:
+            warnings.warn(
+                f"load_checkpoint: {reading.path} holds the residuals of an OkTopk, and hook= is not given: what they"
+                " hold of the gradients is left out",
+                stacklevel=5,
+            )
+        return None
+    units = []
+    for i, names in enumerate(said["units"]):
+        unknown = [name for name in names if name not in reading.entries]
+        if unknown:
+            raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
+        parts = [_mean(hook, name, reading, sources) for name in names]
+        unit = Unit([reading.entries[name][0] for name in names], torch.cat([part.flatten() for part in parts]))
+        key = _thresholds(reading.ranks.rank, i)
+        if _same_layout(hook, reading) and key in reading.stock:
+            kept = whole(torch.empty(reading.stock[key][1], dtype=torch.float64))
+            fill(key, kept, sources[key])
+            unit.state = _as_state(kept.local)
+        units.append(unit)
+    return HookState(said["step"], units)
+
+
+def _same_layout(hook: OkTopk, reading: Reading) -> bool:
+    world = sum(name.startswith("thresholds.") and name.endswith(".0") for name in reading.stock)
+    return bool(reading.meta[KEY]["replicas"] == hook.replicas and world == reading.ranks.size)
+
+
+def _mean(hook: OkTopk, name: str, reading: Reading, sources: Mapping[str, Sequence[Stored]]) -> Tensor:
+    """Returns this rank's part of a parameter's residual: its own, or the mean over the replicas that were."""
+    p, spec, tp = reading.entries[name]
+    replicas = reading.meta[KEY]["replicas"]
+    own = [hook.replica] if replicas == hook.replicas else range(replicas)
+    here, total = piece(p, spec, tp), None
+    for replica in own:
+        key = _residual(replica, name)
+        if key not in reading.stock:
+            raise ValueError(f"{reading.path} has no {key}")
+        part = here._replace(local=torch.empty(here.local.shape, dtype=reading.stock[key][0]))
+        fill(f"{key} of {reading.path}", part, sources[key])
+        total = part.local if total is None else total.add_(part.local)
+    assert total is not None
+    return total.div_(len(own)).to(p.device)
+
+
+def put_hook(hook: OkTopk | None, read: HookState | None) -> None:
+    if hook is not None:
+        hook.step, hook.units = (0, []) if read is None else read
