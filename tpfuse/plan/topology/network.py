@@ -6,11 +6,11 @@ are those of one plane, and costs and bytes a second are those of one plane time
 
 The parts are those of HammingMesh (Hoefler et al. 2022, arXiv:2209.01346): links of 400 Gb/s, switches of 64 ports,
 copper (DAC) of 5 m and active optical cables (AoC) of 20 m.  That an accelerator has sixteen links is theirs too: four
-planes of four ports in meshes, sixteen planes of one port in switched networks.  The rest is assumed.  Prices, and which
-cables are optical (all between switches but those inside a Dragonfly's group, the columns of a HammingMesh, all of a
-torus that leave a board), are such that the costs of its table II come out; traces on boards cost nothing.  Seconds:
-5 ns a metre of cable, 300 ns through a switch or through an accelerator that forwards, and 1 us for a message to leave
-one accelerator's memory and reach another's.
+planes of four ports in meshes, sixteen planes of one port in switched networks.  The rest is assumed.  Prices, and
+which cables are optical (all between switches but those inside a Dragonfly's group, the columns of a HammingMesh, all
+of a torus that leave a board), are such that the costs of its table II come out; traces on boards cost nothing.
+Seconds: 5 ns a metre of cable, 300 ns through a switch or through an accelerator that forwards, and 1 us for a message
+to leave one accelerator's memory and reach another's.
 """
 
 from collections.abc import Iterable
