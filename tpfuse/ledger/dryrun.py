@@ -24,7 +24,7 @@ from .recorder import Ledger
 from .shapes import Shape
 from .text import Progress, progress, quantity, table
 
-_BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
+BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def held_by(model: Model, plan: Plan) -> Held:
     """Returns what this rank holds of a model."""
     parameters: list[Tensor] = list(model.parameters())
     ring = (plan.dp - 1) / plan.dp
-    buckets = dist._compute_bucket_assignment_by_size(parameters[::-1], _BUCKETS)[0] if plan.dp > 1 else []
+    buckets = dist._compute_bucket_assignment_by_size(parameters[::-1], BUCKETS)[0] if plan.dp > 1 else []
     gradients = sum(p.numel() * p.element_size() for p in parameters)
     return Held(
         parameters=sum(p.numel() for p in parameters),

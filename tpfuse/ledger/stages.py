@@ -6,7 +6,7 @@ same, call by call and byte by byte.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,20 @@ class Pipe(NamedTuple):
     schedule: str = "1f1b"
     micro_batches: int = 8
     chunks: int | None = None
+
+
+class StageRun(NamedTuple):
+    """A micro-batch's calls of a stage, by pass, and bytes.
+
+    ``beside``: the most alive during a pass beside what is saved, or of a pass backward, beside what it begins with.
+    The others are as of StageWork.
+    """
+
+    passes: Mapping[str, Sequence[Entry]]
+    beside: Mapping[str, int]
+    saved: int
+    held: int
+    rows: int
 
 
 class StageWork(NamedTuple):
@@ -166,32 +180,52 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         )
 
 
-def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
-    """Runs a micro-batch through a stage; with ``split`` the gradients of weights wait."""
+def run_stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
+    """Runs a micro-batch through a stage; with ``split`` the gradients of weights wait.
+
+    Gradients are added to those that parameters have, and stay.
+    """
     ids, store = token_ids(plan.micro_batch, plan.seq), WeightGradients()
     (call,) = model.micro_batches(1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
     given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
     like = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
     x = None if chunk.first else torch.empty_like(like, requires_grad=True)
+    ends, beside = [0], dict[str, int]()
+
+    def end(kind: str, alive: int) -> None:
+        """Notes how many bytes were alive during a pass, beside ``alive`` of those that it begins or ends with."""
+        ends.append(len(ledger.entries))
+        beside[kind] = max(0, ledger.peak - alive)
+        ledger.peak = ledger.live
+
     with Ledger() as ledger:
         with saved_bytes(model, given) as saved, store.deferring() if split else contextlib.nullcontext():
             made = model.run_chunk(chunk, x, call)
-        forward = len(ledger.entries)
+        end(FORWARD, saved())
+        begun = ledger.live
         made.backward(None if chunk.last else like)
-        back = len(ledger.entries)
+        end(INPUT, begun)
+        begun = ledger.live
         own = {p.untyped_storage()._cdata for p in (*model.parameters(), *given)}
         held = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in store.held())}
         store.take()()
-    model.zero_grad()
-    every = ledger.entries
-    passes = {FORWARD: every[:forward], BACKWARD: every[forward:], INPUT: every[forward:back], WEIGHT: every[back:]}
-    return StageWork(
-        chunk,
-        {kind: _counts(entries) for kind, entries in passes.items()},
+        end(WEIGHT, begun)
+    (_, forward, back, _), every = ends, ledger.entries
+    return StageRun(
+        {FORWARD: every[:forward], BACKWARD: every[forward:], INPUT: every[forward:back], WEIGHT: every[back:]},
+        beside | {BACKWARD: max(beside[INPUT], beside[WEIGHT])},
         saved=saved(),
         held=sum(size for key, size in held.items() if key not in own),
         rows=like.numel() * like.element_size(),
     )
+
+
+def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
+    """Returns the sums of a stage's run."""
+    ran = run_stage(model, chunk, plan, split=split)
+    model.zero_grad()
+    passes = {kind: _counts(entries) for kind, entries in ran.passes.items()}
+    return StageWork(chunk, passes, saved=ran.saved, held=ran.held, rows=ran.rows)
 
 
 def _counts(entries: Iterable[Entry]) -> Counts:

@@ -54,23 +54,30 @@ class Cluster(NamedTuple):
         """Returns a port in a ring of ``ranks`` devices that are ``stride`` apart; ValueError for more than there
         are."""
         crossed = self._crossed(ranks, stride)
-        inside = [1, *(level.ranks for level in self.levels)]  # devices that a level's parts have
-        members = (min(ranks, max(1, size // stride)) for size in inside)
-        return Link(crossed[-1].latency, min(m * level.bandwidth for m, level in zip(members, crossed)))
+        return Link(crossed[-1][1].latency, min(m * level.bandwidth for m, level in crossed))
+
+    def direct(self, ranks: int, stride: int) -> Link:
+        """Returns a port in such a group where each rank sends to every other, over its own card: of n members, m of
+        them in a unit, n - m of n - 1 messages leave it."""
+        crossed = self._crossed(ranks, stride)
+        rates = (level.bandwidth * (ranks - 1) / (ranks - m) for m, level in crossed if m < ranks)
+        return Link(crossed[-1][1].latency, min(rates, default=self.levels[0].bandwidth))
 
     def neighbour(self, ranks: int, stride: int) -> Link:
         """Returns the link from one to the next of a line of ``ranks`` devices that are ``stride`` apart: the slowest
         of the line's, over each device's own card."""
         crossed = self._crossed(ranks, stride)
-        return Link(crossed[-1].latency, min(level.bandwidth for level in crossed))
+        return Link(crossed[-1][1].latency, min(level.bandwidth for _, level in crossed))
 
-    def _crossed(self, ranks: int, stride: int) -> tuple[Level, ...]:
-        """The levels up to the first that has every such group inside one unit."""
+    def _crossed(self, ranks: int, stride: int) -> list[tuple[int, Level]]:
+        """The levels up to the first that has every such group inside one unit, each with the group's members in one of
+        the parts that the level joins."""
         check(ranks >= 1 and stride >= 1, f"plan: a group needs ranks and stride of at least 1, got {ranks}, {stride}")
         span = ranks * stride
         check(span <= self.devices, f"plan: {ranks} ranks {stride} apart need {span} devices, got {self.devices}")
         last = next((i for i, x in enumerate(self.levels) if x.ranks % span == 0), len(self.levels) - 1)
-        return self.levels[: last + 1]
+        parts = [1, *(level.ranks for level in self.levels)]
+        return [(min(ranks, max(1, size // stride)), level) for size, level in zip(parts, self.levels[: last + 1])]
 
 
 NODE = 8

@@ -63,12 +63,23 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage."""
+    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage.
+
+    ``border``: what every stage but the first costs beside its blocks, where a norm that is fused with the block before
+    it stands alone; None: nothing.
+    """
 
     embedding: Piece
     blocks: Sequence[Piece]
     head: Piece
     rows: float
+    border: Piece | None = None
+
+    def stage(self, layers: range) -> list[Piece]:
+        """Returns the pieces of the stage that holds the blocks ``layers``."""
+        first = [self.embedding] if layers[0] == 0 else [] if self.border is None else [self.border]
+        last = [self.head] if layers[-1] == len(self.blocks) - 1 else []
+        return [*first, *(self.blocks[layer] for layer in layers), *last]
 
 
 class Costs(Protocol):
