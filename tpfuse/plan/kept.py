@@ -18,13 +18,13 @@ assert set(_CHANGE) == set(KINDS)
 
 def enough(schedule: str, ranks: int, micro_batches: int, chunks: int) -> int:
     """Returns how many micro-batches keep as much at a time as ``micro_batches``, where that is fewer."""
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "chimera"):  # which keeps all; whose greedy order repeats nothing soon
         return micro_batches
     if len(SCHEDULES[schedule].chunks) > 1:  # whose warm-up depends on the length of a round
         rounds = max(1, micro_batches // ranks)
         return micro_batches // rounds * min(rounds, _ROUNDS)
-    few = _ROUNDS * ranks * max(chunks, SCHEDULES[schedule].chains)
-    return min(micro_batches, few + few % 2)
+    few = _ROUNDS * ranks * chunks
+    return min(micro_batches, few)
 
 
 @lru_cache(maxsize=None)
