@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.launch import MULTIPROCESSORS
 from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, POSITIVE, Rule, brief, check_number, number, one_of, shown
 from ..ledger.machine import Machine
 from .collectives import ALL_REDUCE, Link
@@ -142,7 +143,8 @@ _SHARE = number(0, 1, "(]")
 _CLUSTER = "device", "devices", "levels"
 _LEVEL: dict[str, Rule] = dict(ranks=COUNT, bandwidth=POSITIVE, latency=NOT_NEGATIVE)
 _DEVICE: dict[str, Rule] = dict(bandwidth=POSITIVE, memory=POSITIVE)
-_SHARES: dict[str, Rule] = dict(gemm=_SHARE, attention=_SHARE, reached=_SHARE, launch=NOT_NEGATIVE)
+_SHARES: dict[str, Rule] = dict(gemm=_SHARE, attention=_SHARE, reached=_SHARE)
+_MORE: dict[str, Rule] = _SHARES | dict(launch=NOT_NEGATIVE, arch=one_of(MULTIPROCESSORS))
 
 
 def read(path: Path) -> Cluster:
@@ -192,7 +194,7 @@ def _device(where: str, values: Any) -> Device:
         check(known is None, f"{where}: device must be a table or one of {', '.join(DEVICES)}, got {shown(values)}")
         return DEVICES[values]
     where = f"{where}: device"
-    _fields(where, values, ("name", "peak", *_DEVICE), tuple(_SHARES))
+    _fields(where, values, ("name", "peak", *_DEVICE), tuple(_MORE))
     check(isinstance(values["name"], str), f"{where}: name must be a string, got {shown(values['name'])}")
     peak = values["peak"]
     check(
@@ -203,7 +205,7 @@ def _device(where: str, values: Any) -> Device:
         dtype = getattr(torch, name, None)
         check(isinstance(dtype, torch.dtype), f"{where}: peak must be by dtypes such as bfloat16, got {shown(name)}")
         check_number(f"{where}: peak.{name}", value, POSITIVE)
-    for name, rule in (_DEVICE | _SHARES).items():
+    for name, rule in (_DEVICE | _MORE).items():
         if name in values:
             check_number(f"{where}: {name}", values[name], rule)
     return Device(**values)

@@ -36,7 +36,7 @@ class Device(NamedTuple):
 
     ``peak``: flop/s by dtype ("bfloat16"); ``bandwidth``: bytes/s of its memory, of ``memory`` bytes; ``gemm`` and
     ``attention``: the share of the peak that they reach; ``reached``: that of the bandwidth; ``launch``: seconds of a
-    call.
+    call; ``arch``: whose launch parameters, and with them bytes, tpfuse's kernels have; None: a CPU's.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Device(NamedTuple):
     attention: float = 0.5
     reached: float = 0.8
     launch: float = 3e-6
+    arch: str | None = None
 
     def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
         """Returns the seconds of a call with operands of ``dtype``; what it sends is apart.  ValueError for a dtype
@@ -70,6 +71,7 @@ class Here(NamedTuple):
     ranks: int
     memory: float
     name: str = "here"
+    arch: None = None
 
     def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
         """Returns the seconds of a call; ValueError for a dtype or an op that was not calibrated."""
@@ -96,16 +98,17 @@ def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, 
     return MappingProxyType({name: half * 1e12 for name in names} | {"float32": single * 1e12})
 
 
-# NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM); AMD "Instinct MI300X".
+# NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM); AMD "Instinct MI300X".  V100 has the
+# launch parameters of A100, since tpfuse's kernels have none of its own.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         d.name: d
         for d in (
-            Device("v100", _peak(125, 15.7, bfloat16=False), 0.9e12, 32e9, gemm=0.5, reached=0.75),
-            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9),
-            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9),
-            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9),
-            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9),
+            Device("v100", _peak(125, 15.7, bfloat16=False), 0.9e12, 32e9, gemm=0.5, reached=0.75, arch="sm_80"),
+            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80"),
+            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90"),
+            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90"),
+            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942"),
         )
     }
 )
