@@ -16,8 +16,8 @@ def cut(costs: Sequence[Array]) -> tuple[int, ...] | None:
     """Returns how many blocks each stage has, none empty; None where no cut is finite.
 
     ``costs[s]`` [L + 1, L + 1]: at [i, j] the seconds of stage s with the blocks i to j (excluded), infinite where it
-    may not have them.  Of cuts whose slowest stage takes the same, the one whose last stages are the longest: the first
-    keep more micro-batches.
+    may not have them.  The stages before any are cut so too; of equal cuts the one whose last stages are longer: the
+    first keep more micro-batches.
     """
     last = len(costs[0]) - 1
     empty = np.tril(np.full((last + 1, last + 1), np.inf))
