@@ -1,0 +1,1 @@
+"""The planner against published numbers: ``python -m bench.plan.published``."""

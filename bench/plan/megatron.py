@@ -1,0 +1,211 @@
+"""Megatron-LM's own layer as entries of a ledger: what a device runs, op by op, with its flops, bytes and messages.
+
+From the text of Shoeybi et al. 2019 (arXiv:1909.08053) and Korthikanti et al. 2022 (arXiv:2205.05198): 16-bit operands;
+attention in products, softmax and dropout of their own, each of which reads and writes all scores; bias and gelu in one
+kernel, bias, dropout and residual in one; two all-reduces a layer each way, with sequence parallelism an all-gather and
+a reduce-scatter in place of each.  The second gather of rows that sequence parallelism makes backward runs beside a
+product, and is not counted.  Every op is one pass over its operands.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tpfuse.kernels.runtime.errors import check
+from tpfuse.ledger.aten import COMMUNICATION, ELEMENTWISE, GEMM
+from tpfuse.ledger.memory import activation_bytes
+from tpfuse.ledger.recorder import Entry
+from tpfuse.models.config import ModelConfig
+from tpfuse.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
+from tpfuse.pipeline.order import SCHEDULES
+from tpfuse.plan.cluster import Cluster
+from tpfuse.plan.messages import over_tp
+from tpfuse.plan.split import GEMM as PRODUCTS
+from tpfuse.plan.split import MEMORY, TP, Job, Piece, Pieces, Split
+
+E = 2  # bytes of a number
+MASK = 1  # of a number's dropout
+RECOMPUTE = {"fastest": "none", "smallest": "selective"}  # of a split's saving
+
+
+class Sizes(NamedTuple):
+    """One rank's: ``rows`` of all tp ranks, width, heads and positions, tp, and the ranks that share rows."""
+
+    rows: int
+    width: int
+    heads: int
+    seq: int
+    tp: int
+    shards: int
+
+    @property
+    def tile(self) -> int:
+        """The numbers of one activation, of all ranks."""
+        return self.rows * self.width
+
+    @property
+    def scores(self) -> int:
+        return self.rows * self.heads * self.seq // self.tp
+
+
+class Layer(NamedTuple):
+    """Calls of a layer; ``core``: of its forward, the part of attention that selective recomputation repeats."""
+
+    forward: list[Entry]
+    core: list[Entry]
+    backward: list[Entry]
+
+
+def _product(rows: int, n: int, k: int, batch: int = 1) -> Entry:
+    read, written = E * batch * (rows * k + k * n), E * batch * rows * n
+    return Entry("gemm", GEMM, "", read, written, read + written, flops=2 * batch * rows * n * k)
+
+
+def _both(of: Entry) -> list[Entry]:
+    """The gradients of both operands of a product, whose bytes are shared out evenly."""
+    return [of._replace(read=of.written + of.read // 2, written=of.read // 2)] * 2
+
+
+def _through(op: str, read: int, written: int) -> Entry:
+    return Entry(op, ELEMENTWISE, "", read, written, read + written, flops=0)
+
+
+def _sent(op: str, wire: int) -> Entry:
+    return Entry(op, COMMUNICATION, "", 0, 0, 0, flops=0, wire=wire)
+
+
+def _gather(s: Sizes) -> list[Entry]:
+    """Rows in front of a column-parallel product, forward; backward the message behind its gradient."""
+    return [_sent("all_gather", E * s.tile * (s.tp - 1) // s.tp)] if s.shards > 1 else []
+
+
+def _sum(s: Sizes) -> list[Entry]:
+    """The message behind a row-parallel product."""
+    return [_sent("reduce_scatter" if s.shards > 1 else "all_reduce", E * s.tile)] if s.tp > 1 else []
+
+
+def layer(s: Sizes) -> Layer:
+    """Returns the calls of one layer."""
+    h, t, T, p = s.width, s.tp, E * s.tile, s.scores
+    per_head, batch = h // s.heads, s.rows // s.seq * s.heads // t
+    qkv, out = _product(s.rows, 3 * h // t, h), _product(s.rows, h, h // t)
+    fc1, fc2 = _product(s.rows, 4 * h // t, h), _product(s.rows, h, 4 * h // t)
+    scores, mixed = _product(s.seq, s.seq, per_head, batch), _product(s.seq, per_head, s.seq, batch)
+    norm = _through("layer_norm", T // s.shards, T // s.shards)
+    finish = _through("bias_dropout_add", 2 * T // s.shards, (T + MASK * s.tile) // s.shards)
+    copies = [_through("permute", n * T // t, n * T // t) for n in (3, 1)]
+    core = [scores, _through("softmax", E * p, E * p), _through("dropout", E * p, (E + MASK) * p), mixed]
+    gelu = _through("bias_gelu", 4 * T // t, 4 * T // t)
+    forward = [
+        *(norm, *_gather(s), qkv, copies[0], *core, copies[1], out, *_sum(s), finish),
+        *(norm, *_gather(s), fc1, gelu, fc2, *_sum(s), finish),
+    ]
+    own = (T // s.shards, s.tile // s.shards)
+    ends = [  # of a branch: of dropout, of the bias, of the norm (dx, then its weights) and of the residual's sum
+        _through("dropout_backward", own[0] + MASK * own[1], own[0]),
+        _through("bias_backward", own[0], 0),
+        _through("norm_backward", 2 * own[0], own[0]),
+        _through("norm_weights_backward", 2 * own[0], 0),
+        _through("add", 2 * own[0], own[0]),
+    ]
+    of_gelu = [_through("bias_gelu_backward", 8 * T // t, 4 * T // t), _through("bias_backward", 4 * T // t, 0)]
+    of_core = [
+        *_both(mixed),
+        _through("dropout_backward", (E + MASK) * p, E * p),
+        _through("softmax_backward", 2 * E * p, E * p),
+        *_both(scores),
+    ]
+    # what a gather is forward is a sum backward, and the other way round
+    backward = [
+        *(*ends, *_gather(s), *_both(fc2), *of_gelu, *_both(fc1), *_sum(s)),
+        *(*ends, *_gather(s), *_both(out), *copies, *of_core, *_both(qkv), *_sum(s)),
+    ]
+    return Layer(forward, core, backward)
+
+
+def head(s: Sizes, vocabulary: int) -> Layer:
+    """Returns the calls of the last norm, the logits and their loss in fp32."""
+    norm, logits = _through("layer_norm", E * s.tile, E * s.tile), _product(s.rows, vocabulary // s.tp, s.width)
+    n = s.rows * vocabulary // s.tp
+    loss = [
+        _through(op, read * n, written * n)
+        for op, read, written in (("cast", 2, 4), ("max", 4, 0), ("sub", 4, 4), ("exp", 4, 4), ("sum", 4, 0))
+    ]
+    back = [_through("softmax", 4 * n, 4 * n), _through("loss_backward", 4 * n, 4 * n), _through("cast", 4 * n, 2 * n)]
+    return Layer([norm, *_gather(s), logits, *loss], [], [*back, *_both(logits), *_sum(s), norm])
+
+
+def embedding(s: Sizes) -> Layer:
+    """Returns the calls of the lookup, the sum over the vocabulary's ranks, positions and dropout."""
+    T = E * s.tile
+    finish = _through("add_dropout", 2 * T // s.shards, (T + MASK * s.tile) // s.shards)
+    return Layer([_through("lookup", T, T), *_sum(s), finish], [], [finish, *_gather(s), _through("scatter", T, T)])
+
+
+class MegatronCosts:
+    """The pieces of a GPT as Megatron-LM runs them, on a cluster.
+
+    A split's saving "smallest" is selective recomputation, its ``full`` that of whole layers.  ValueError for what
+    Megatron-LM of these papers does not do: schedules that split the backward pass, and heads that tp does not divide.
+    """
+
+    def __init__(self, cluster: Cluster, *, sequence_parallel: bool):
+        self.cluster, self.sequence_parallel = cluster, sequence_parallel
+
+    def __call__(self, job: Job, split: Split) -> Pieces:
+        config, t = job.config, split.tp
+        check(not SCHEDULES[split.schedule].split, f"megatron: backward passes are not split, got {split.schedule}")
+        check(config.num_heads % t == 0, f"megatron: {config.num_heads} heads are not divisible by tp={t}")
+        shards = t if self.sequence_parallel else 1
+        rows = split.micro_batch * job.seq
+        s = Sizes(rows, config.hidden_size, config.num_heads, job.seq, t, shards)
+        block = self._piece(layer(s), job, split, parameters=_block_parameters(config, t))
+        vocabulary = config.vocab_size * config.hidden_size / t
+        ends = self._piece(embedding(s), job, split, parameters=vocabulary + job.seq * config.hidden_size)
+        last = self._piece(head(s, config.vocab_size), job, split, parameters=2 * config.hidden_size)
+        last = last._replace(
+            saved=E * s.tile / shards + 4 * rows * config.vocab_size / t,
+            parameters=last.parameters + (vocabulary if split.pp > 1 else 0),  # a copy of the tied table
+        )
+        # pipeline ranks of a tp group send a part each, and gather it there (Narayanan et al. 2021, 4.1)
+        return Pieces(ends, (block,) * config.num_layers, last, rows=E * s.tile / t)
+
+    def _piece(self, of: Layer, job: Job, split: Split, parameters: float) -> Piece:
+        again = of.forward if split.full else of.core if split.saving == "smallest" else []
+        if not of.core:
+            again = []  # embedding and head are not made again
+        backward = self._seconds([*again, *of.backward], job, split)
+        kept = "full" if split.full else RECOMPUTE[split.saving]
+        saved, whole = (_saved(job, split, how, self.sequence_parallel) for how in (kept, "none"))
+        return Piece(
+            {FORWARD: self._seconds(of.forward, job, split), BACKWARD: backward, INPUT: backward, WEIGHT: {}},
+            saved=saved if of.core else 0.0,
+            held=0.0,
+            transient=whole - saved if of.core else 0.0,
+            parameters=parameters,
+        )
+
+    def _seconds(self, calls: Iterable[Entry], job: Job, split: Split) -> dict[str, float]:
+        took = {PRODUCTS: 0.0, MEMORY: 0.0, TP: 0.0}
+        for e in calls:
+            if e.kind == COMMUNICATION:
+                took[TP] += over_tp(e.op, e.wire, split, self.cluster)
+            else:
+                took[PRODUCTS if e.kind == GEMM else MEMORY] += self.cluster.device.seconds(e, job.dtype)
+        return took
+
+
+def _saved(job: Job, split: Split, recompute: str, sequence_parallel: bool) -> float:
+    return activation_bytes(
+        job.config, split.tp, sequence_parallel and split.tp > 1, recompute, seq=job.seq, batch=split.micro_batch
+    )
+
+
+def _block_parameters(config: ModelConfig, tp: int) -> float:
+    """Returns the elements of one layer on a rank."""
+    return (12 * config.hidden_size**2 + 7 * config.hidden_size) / tp + 6 * config.hidden_size
+
+
+def optimizer(elements: float) -> Entry:
+    """Returns Adam's pass over a rank's elements in mixed precision: fp32 gradients, weights and both moments are read,
+    all but the gradients and 16-bit weights written (Narayanan et al. 2021)."""
+    return _through("adam", 16 * round(elements), 14 * round(elements))
