@@ -141,7 +141,9 @@ class _Search:
         self.job, self.means, self.keep = job, means, keep
         self._spans: dict[tuple[int, bool], Spans] = {}
         self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
-        self.least = np.inf
+        self._totals: dict[tuple[int, int], Stages] = {}
+        self._full: set[tuple[Any, ...]] = set()  # where there is no room for the state, or for a smaller micro-batch
+        self.least = float("inf")
 
     def run(self, splits: list[Split]) -> Found:
         shown, best, simulated, looked, fit = Progress(), list[Step](), 0, 0, 0
@@ -151,13 +153,13 @@ class _Search:
             for i, split in enumerate(splits):
                 shown.show(f"plan: pieces of split {i + 1} of {len(splits)}")
                 try:
-                    spans = self.spans(split)
+                    room = self.may_fit(split)
                 except ValueError as error:
                     errors[str(error)] = None
                     continue
                 looked += 1
-                if self.may_fit(split, spans):
-                    heapq.heappush(waiting, (self.at_least(split, spans), next(ticket), split, None))
+                if room:
+                    heapq.heappush(waiting, (self.at_least(split), next(ticket), split, None))
             while waiting and (len(best) < self.keep or waiting[0][0] < best[-1].seconds):
                 fastest = f", the best {duration(best[0].seconds)}" if best else ""
                 shown.show(f"plan: {len(waiting)} splits to go, {simulated} simulated{fastest}")
@@ -183,22 +185,40 @@ class _Search:
             self._spans[key] = Spans(pieces, split=later)
         return self._spans[key]
 
-    def may_fit(self, split: Split, spans: Spans) -> bool:
-        """Whether the fullest rank may have room: it has as many parameters as the mean, and a stage's micro-batch."""
-        every = spans.total(split.pp * split.chunks)
-        elements = float(every.parameters[0]) * SCHEDULES[split.schedule].chains / split.pp
+    def may_fit(self, split: Split) -> bool:
+        """Whether the fullest rank may have room: it has as many parameters as the mean, and its blocks' passes.
+
+        Pieces take long to cost: those of the smallest micro-batch say what the state is, and where one does not fit, a
+        larger one is not costed.
+        """
+        place = split.tp, split.pp, split.sharded, split.schedule, split.chunks
+        kind = *place, split.saving, split.full
+        if place in self._full or kind in self._full:
+            return False
+        simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
+        elements = self._total(simplest, split).parameters[0] * SCHEDULES[split.schedule].chains / split.pp
         state = float(self.means.state(self.job, split, elements))
-        return self._room(state)
+        if not self._room(state):
+            self._full.add(place)
+        elif not self._room(state + self.spans(split).transient(3)[1]):
+            self._full.add(kind)
+        return place not in self._full and kind not in self._full
+
+    def _total(self, split: Split, cut: Split) -> Stages:
+        """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
+        spans, count = self.spans(split), cut.pp * cut.chunks
+        if (key := (id(spans), count)) not in self._totals:
+            self._totals[key] = spans.total(count)
+        return self._totals[key]
 
     def _room(self, size: float) -> bool:
         if size > self.means.limit:
             self.least = min(self.least, size)
         return size <= self.means.limit
 
-    def at_least(self, split: Split, spans: Spans) -> float:
+    def at_least(self, split: Split) -> float:
         """Returns seconds of compute of the slowest rank, at least: the mean's."""
-        every = spans.total(split.pp * split.chunks)
-        return float(every.both[0]) * micro_batches(self.job, split) / split.pp
+        return float(self._total(split, split).both[0]) * micro_batches(self.job, split) / split.pp
 
     def placed(self, split: Split) -> Load | None:
         """Returns the load of a split with its layers; None where no rank has room for it."""
