@@ -1,5 +1,6 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, which all-reduce is fastest, whether the installation works, and how fast the kernels are."""
+pipeline waits, which all-reduce is fastest, which split of a model is fastest, whether the
+installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -24,6 +25,7 @@ from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
 from .plan import command as collectives
+from .plan import planning
 
 OURS_FULL = "full recompute"
 
@@ -294,6 +296,7 @@ COMMANDS = {
     "predict": run_predict,
     "pipeline": run_pipeline,
     "collectives": run_collectives,
+    "plan": planning.run,
     "doctor": run_doctor,
     "bench": bench.run,
 }

@@ -26,6 +26,12 @@ memory, and the path: the kernels, or "by torch". Such as: bench layer_norm --dt
 tpfuse,torch,compile"""
 
 
+PLAN = """Searches every dp x tp x pp, schedule, chunks, micro-batch, saving, recompute, and FSDP or DDP for the fastest
+step that fits into memory, and prints the ten best with where their time goes. Passes are costed op by op from dry runs
+of the model's own stages, and run by a clock over the schedule's own list of actions. Such as: plan --model gpt3-175b
+--devices 512 --device a100-80gb --global-batch 1536 --seq 2048 --explain 1"""
+
+
 class Help(argparse.HelpFormatter):
     """Defaults are shown, where there is one to show."""
 
@@ -50,6 +56,14 @@ def seconds(text: str) -> float:
     value = float(text)
     if not 1e-9 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, 1e-9 to 1e9, got {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """Returns a share above 0, of 1 at most."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
 
 
@@ -250,6 +264,8 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
     p.add_argument("--overhead", type=seconds, default=1e-6, metavar="X", help="seconds a message keeps a rank busy")
     p.add_argument("--bandwidth", type=rate, default=25.0, metavar="GB/S", help="of a rank's link, each way")
 
+    _plan(named("plan", "The fastest ways to split a model's training over devices, and why.", PLAN))
+
     p = command(
         "doctor", "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.", False
     )
@@ -259,6 +275,32 @@ def make_parser(commands: Mapping[str, Callable[[argparse.Namespace], int | None
 
     _bench(named("bench", "Kernels alone, at any shape: against plain torch, torch.compile and Liger Kernel.", BENCH))
     return top
+
+
+def _plan(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    on = p.add_argument_group("what it runs on")
+    on.add_argument("--devices", type=positive, metavar="N", help="how many")
+    on.add_argument("--device", metavar="NAME", help="v100, a100-80gb, h100, h200, mi300x, or here: these CPUs")
+    on.add_argument("--cluster", type=Path, metavar="FILE.toml", help="devices and links of your own, in their place")
+    on.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="of here: by calibrate")
+    on.add_argument("--memory-share", type=share, default=0.9, metavar="X", help="of a device's memory, to be filled")
+    what = p.add_argument_group("what is trained")
+    what.add_argument("--global-batch", type=positive, default=8, metavar="N", help="sequences a step, over all ranks")
+    what.add_argument("--seq", type=positive, default=256, metavar="N", help="positions a sequence")
+    what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bf16; here: fp32)")
+    what.add_argument("--optimizer", choices=memory.OPTIMIZERS, default="adamw", help="its states")
+    what.add_argument(
+        "--fix",
+        metavar="FIELD=VALUE,..",
+        help="search the others alone: dp, tp, pp, schedule, chunks, micro_batch, saving, full=yes|no, sharded=yes|no,"
+        " layers=3-4-4-3; all of them: cost that plan",
+    )
+    out = p.add_argument_group("output")
+    out.add_argument("--explain", type=positive, metavar="N", help="plan N part by part, and what would change it")
+    out.add_argument("--check", action="store_true", help="of here: run the best plan and three others as well")
+    out.add_argument("--plot", type=Path, metavar="PNG", help="draw the plans (needs matplotlib)")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write them; examples/train_gpt.py --plan FILE runs it")
 
 
 def _bench(p: argparse.ArgumentParser) -> None:

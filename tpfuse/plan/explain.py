@@ -33,7 +33,9 @@ def formulas(planned: Planned, step: Step) -> str:
     )
     gradients = quantity(step.parameters * size, "B")
     how = "FSDP's gathers and scatters" if split.sharded else "all-reduces"
-    says[DP] = f"{how} of {gradients} of gradients over {split.dp}, what nothing hides" if split.dp > 1 else "no replicas"
+    says[DP] = (
+        f"{how} of {gradients} of gradients over {split.dp}, what nothing hides" if split.dp > 1 else "no replicas"
+    )
     says[OPTIMIZER] = f"{job.optimizer} over {quantity(step.parameters / (split.dp if split.sharded else 1))} elements"
     rows = [
         (part, duration(step.parts[part]), f"{100 * step.parts[part] / step.seconds:.1f} %", says[part])

@@ -81,7 +81,9 @@ def check_fixed(fixed: Fixed) -> None:
         check(name in Split._fields, f"plan: --fix knows {', '.join(Split._fields)}, got {name!r}")
         choices = dict(schedule=tuple(SCHEDULES), saving=SAVING, full=(False, True), sharded=(False, True))
         if name in choices:
-            check(value in choices[name], f"plan: {name} must be one of {', '.join(map(str, choices[name]))}, got {value}")
+            check(
+                value in choices[name], f"plan: {name} must be one of {', '.join(map(str, choices[name]))}, got {value}"
+            )
         elif name == "layers":
             check(bool(value) and min(value) >= 1, f"plan: layers must be positive numbers of blocks, got {value}")
         else:
