@@ -10,10 +10,10 @@ from tpfuse.plan.search import candidates, search
 from tpfuse.plan.split import Split
 
 
-def brute(job, devices, means, fixed={}):
+def brute(job, devices, means, fixed=()):
     """Seconds of every split that fits, the fastest first, and the least bytes of those that do not."""
     looking, took = searching._Search(job, means, 10), []
-    for split in candidates(job, devices, fixed):
+    for split in candidates(job, devices, dict(fixed)):
         try:
             load = looking.placed(split)
         except ValueError:

@@ -46,7 +46,9 @@ def test_a_step_is_the_simulators(name, data):
     later = SCHEDULES[name].split
     F, B, I, W = stages.passes.T.tolist()  # noqa: E741
     timeline = simulate(made, F, I if later else B, W if later else [0.0] * len(W), communication=hop)
-    ends = [events[-1].end + dp + up for events, dp, up in zip(timeline.events, loaded.dp, loaded.update, strict=True)]
+    after = loaded.copies + loaded.dp + loaded.update
+    assert (loaded.copies > 0).all() == (name == "chimera" and hop > 0)
+    ends = [events[-1].end + more for events, more in zip(timeline.events, after, strict=True)]
     assert step.seconds == pytest.approx(max(ends)) and step.rank == ends.index(max(ends))
     assert sum(loaded.busy) == pytest.approx(sum(timeline.busy))
     assert sum(step.parts.values()) == pytest.approx(step.seconds) and tuple(step.parts) == STEP_PARTS

@@ -73,8 +73,8 @@ def correlation(predicted: list[float], measured: list[float]) -> float:
 def measure(job: Job, split: Split, *, steps: int = 5) -> float:
     """Returns the seconds of a step, the median of ``steps``, on processes of this machine of one thread each."""
     if split.pp == 1:
-        shape = dict(seq=job.seq, micro_batch=split.micro_batch, dtype=job.dtype)
-        plan = Plan(split.tp, split.dp, saving=split.saving, full=split.full, **shape)
+        how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype)
+        plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, **how)
         return steptime.measure(job.config, plan, batch=job.batch, steps=steps)
     return on_ranks(split.ranks, functools.partial(_train, job, split, steps))
 

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: each part with its numbers, what binds it, the runner-up, and what would change the choice."""
+"""Why a plan is the best: each part with its numbers, what binds it, the runner-up, what would change the choice."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,8 +26,8 @@ def formulas(planned: Planned, step: Step) -> str:
     busy = sum(step.parts[part] for part in PARTS)
     share = 100 * step.parts[PP] / step.seconds
     says[PP] = (
-        f"{duration(step.seconds)} by the clock less {duration(step.seconds - step.parts[PP])} at work: {share:.1f} % of"
-        f" the step waiting; a message takes {duration(step.hop)}"
+        f"{duration(step.seconds)} by the clock less {duration(step.seconds - step.parts[PP])} at work: {share:.1f} %"
+        f" of the step waiting; a message takes {duration(step.hop)}"
         if split.pp > 1
         else "no pipeline"
     )

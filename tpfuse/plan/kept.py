@@ -1,7 +1,7 @@
 """What a rank keeps for backward at a time, of how many micro-batches, by the order's own list of actions."""
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def enough(schedule: str, ranks: int, micro_batches: int, chunks: int) -> int:
     return min(micro_batches, few)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kept(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[Array, ...]:
     """Returns, of each rank, what it keeps at a time: rows of counts [chains, stages, 2], saved and held, each row
     once.  ValueError as :func:`order`."""

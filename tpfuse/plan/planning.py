@@ -18,7 +18,7 @@ from .explain import Changed, binding, changes, formulas, named, runner_up
 from .means import means_of
 from .report import Planned, Scale, draw
 from .search import Found, check_fixed, fits, search
-from .split import Costs, Job, Split
+from .split import Job, Split
 from .step import Means
 
 HERE = "here"
@@ -145,10 +145,12 @@ def explained(plans: Planned, means: Means, cluster: Cluster, number: int) -> st
 
 def other_worlds(plans: Planned, means: Means, cluster: Cluster) -> Mapping[str, Changed]:
     """Searches again with links, memory and batch of twice and half the size."""
-    job, found = plans.job, {}
+    job, found = plans.job, dict[str, Changed]()
+    same = means.costs
     for word, factor in (("twice", 2.0), ("half", 0.5)):
         levels = tuple(level._replace(bandwidth=factor * level.bandwidth) for level in cluster.levels)
-        links = means_of(cluster._replace(levels=levels))._replace(limit=means.limit)
+        wider = cluster._replace(levels=levels)
+        links = means_of(wider, costs=same.on(wider))._replace(limit=means.limit)
         room = means._replace(limit=factor * means.limit)
         batch = job._replace(batch=max(1, int(factor * job.batch)))
         for key, what, of, by in (

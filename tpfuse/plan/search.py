@@ -9,6 +9,7 @@ among the fastest any more is never looked at.
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,8 @@ Fixed = Mapping[str, Any]  # fields of Split -> value
 
 
 class Found(NamedTuple):
-    """The fastest steps, the fastest first; ``looked``: splits costed, of which ``fits`` had their memory, and the clock
-    ran for ``simulated``.  ``least``: of those that do not fit, the fewest bytes of the fullest rank.  ``complete``:
+    """The fastest steps, the fastest first; ``looked``: splits costed, of which ``fits`` had their memory, and the
+    clock ran for ``simulated``.  ``least``: of those that do not fit, the fewest bytes of the fullest rank.  ``complete``:
     False where it was interrupted.
     """
 
@@ -40,7 +41,7 @@ class Found(NamedTuple):
     complete: bool = True
 
 
-def search(job: Job, devices: int, means: Means, *, fixed: Fixed = {}, keep: int = 10) -> Found:
+def search(job: Job, devices: int, means: Means, *, fixed: Fixed = MappingProxyType({}), keep: int = 10) -> Found:
     """Returns the ``keep`` fastest splits that have the values of ``fixed``; after Ctrl-C the fastest so far.
 
     ValueError where the model, the batch and the schedules leave no split of so many devices, and for a field or a
@@ -141,7 +142,7 @@ class _Search:
 
     def __init__(self, job: Job, means: Means, keep: int):
         self.job, self.means, self.keep = job, means, keep
-        self._spans: dict[tuple[int, bool], Spans] = {}
+        self._spans: dict[tuple[Any, ...], Spans] = {}
         self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._totals: dict[tuple[int, int], Stages] = {}
         self._full: set[tuple[Any, ...]] = set()  # where there is no room for the state, or for a smaller micro-batch
@@ -182,9 +183,11 @@ class _Search:
 
     def spans(self, split: Split) -> Spans:
         """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
-        pieces, later = self.means.costs(self.job, split), SCHEDULES[split.schedule].split
-        if (key := (id(pieces), later)) not in self._spans:
-            self._spans[key] = Spans(pieces, split=later)
+        # Without a pipeline, and under some schedules, both ends are on one rank, which a tied embedding is on once.
+        key = split.tp, split.micro_batch, split.saving, split.full, split.schedule, split.pp == 1
+        if key not in self._spans:
+            pieces = self.means.costs(self.job, split)
+            self._spans[key] = Spans(pieces, split=SCHEDULES[split.schedule].split)
         return self._spans[key]
 
     def may_fit(self, split: Split) -> bool:

@@ -1,7 +1,7 @@
 """A step under a split: how long it takes, where the time goes, and what each rank holds.
 
 Passes run by the simulator's clock over the schedule's own list of actions.  What it leaves to the rank that ends last
-is "pp": bubbles, and the messages between stages that nothing hides.  Assumed of the rest, as tpfuse runs it:
+is "pp": bubbles, the messages between stages that nothing hides, and the sums of Chimera's copies.  Assumed of the rest, as tpfuse runs it:
 
     dp    replicas sum once a step: with stages after the last pass, hidden by nothing; without, as DDP does, under the
           last backward pass, where the device sends beside its computing.  Sharded without stages, FSDP gathers twice
@@ -22,7 +22,7 @@ from ..pipeline.action import BACKWARD, FORWARD, KINDS
 from ..pipeline.clock import Clock
 from ..pipeline.order import SCHEDULES, order, placement
 from .kept import kept
-from .spans import Array, Spans, Stages
+from .spans import Array, Spans
 from .split import PARTS, Costs, Job, Split
 
 PP, DP, OPTIMIZER = "pp", "dp", "optimizer"
@@ -104,6 +104,8 @@ class Load:
         self.parameters = self._by_rank(stages.parameters[:, None])[:, 0]
         self.dp = np.array([exposed(self, n) for n in self.parameters])
         self.update = np.array([means.update(job, split, n) for n in self.parameters])
+        # Chimera's two copies sum their gradients: each rank with the one that holds the same stages.
+        self.copies = np.array([_copies(self, n) for n in self.parameters])
         self.transient = spans.transient(len(stages.saved))
 
     def _by_rank(self, of_stages: Array) -> Array:
@@ -132,7 +134,8 @@ class Load:
         its busy time, and (where backward passes are whole, so that its last action is one) what it has made goes on up
         to the first stage.
         """
-        after, first, least = self.dp + self.update, np.full(self.split.pp, np.inf), np.full(self.split.pp, np.inf)
+        after = self.copies + self.dp + self.update
+        first, least = np.full((2, self.split.pp), np.inf)
         for chain in self.chains:
             far = self.hop * (np.diff(chain) != 0)
             down, up = (np.cumsum([0.0, *(self.stages.seconds(kind)[:-1] + far)]) for kind in (FORWARD, BACKWARD))
@@ -146,14 +149,21 @@ class Load:
         split = self.split
         made = clock_of(split.schedule, split.pp, self.count, split.chunks)
         _, ends = made.run(made.costs(dict(zip(KINDS, self.stages.passes.T))), self.hop)
-        done = ends[made.begins[1:] - 1] + self.dp + self.update
+        done = ends[made.begins[1:] - 1] + self.copies + self.dp + self.update
         rank = int(done.argmax())
         parts = dict(zip(PARTS, self.parts[rank].tolist()))
         beside = {DP: float(self.dp[rank]), OPTIMIZER: float(self.update[rank])}
         seconds = float(done[rank])
-        parts |= {PP: max(0.0, seconds - sum(parts.values()) - sum(beside.values()))} | beside
+        waits = seconds - sum(parts.values()) - sum(beside.values())
+        parts |= {PP: waits if split.pp > 1 else 0.0} | beside
         elements = float(self.parameters[rank])
         return Step(split, self.count, seconds, parts, rank, elements, self.memory, self.hop)
+
+
+def _copies(load: Load, parameters: float) -> float:
+    if len(load.chains) == 1:
+        return 0.0
+    return load.means.hop(load.split, parameters * load.job.dtype.itemsize)
 
 
 _F, _B = KINDS.index(FORWARD), KINDS.index(BACKWARD)
