@@ -64,7 +64,7 @@ def checked(plans: Planned, means: Means) -> str:
 def correlation(predicted: list[float], measured: list[float]) -> float:
     """Returns Spearman's rank correlation; ValueError where scipy is missing."""
     try:
-        from scipy.stats import spearmanr
+        from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise ValueError("plan: --check needs scipy: pip install tpfuse[plan]") from None
     return float(spearmanr(predicted, measured).statistic) if len(predicted) > 1 else float("nan")

@@ -16,6 +16,7 @@ from .cluster import Cluster, Level, preset, read, this_machine
 from .devices import Device
 from .explain import Changed, binding, changes, formulas, named, runner_up
 from .means import means_of
+from .pieces import LedgerCosts
 from .report import Planned, Scale, draw
 from .search import Found, check_fixed, fits, search
 from .split import Job, Split
@@ -146,7 +147,7 @@ def explained(plans: Planned, means: Means, cluster: Cluster, number: int) -> st
 def other_worlds(plans: Planned, means: Means, cluster: Cluster) -> Mapping[str, Changed]:
     """Searches again with links, memory and batch of twice and half the size."""
     job, found = plans.job, dict[str, Changed]()
-    same = means.costs
+    assert isinstance(same := means.costs, LedgerCosts)
     for word, factor in (("twice", 2.0), ("half", 0.5)):
         levels = tuple(level._replace(bandwidth=factor * level.bandwidth) for level in cluster.levels)
         wider = cluster._replace(levels=levels)

@@ -28,9 +28,10 @@ Fixed = Mapping[str, Any]  # fields of Split -> value
 
 
 class Found(NamedTuple):
-    """The fastest steps, the fastest first; ``looked``: splits costed, of which ``fits`` had their memory, and the
-    clock ran for ``simulated``.  ``least``: of those that do not fit, the fewest bytes of the fullest rank.  ``complete``:
-    False where it was interrupted.
+    """The fastest steps, the fastest first.
+
+    ``looked``: splits costed, of which ``fits`` were seen to have room, and the clock ran for ``simulated``.
+    ``least``: of those without room, the fewest bytes of the fullest rank.  ``complete``: False where interrupted.
     """
 
     steps: list[Step]
@@ -95,13 +96,13 @@ def check_fixed(fixed: Fixed) -> None:
 
 
 def _every(job: Job, devices: int) -> Iterator[Split]:
-    kinds = [dict(saving=saving, full=full) for full in (False, True) for saving in SAVING]
+    kinds: list[dict[str, Any]] = [dict(saving=saving, full=full) for full in (False, True) for saving in SAVING]
     for pp in _divisors(devices):
         for tp in _divisors(devices // pp):
             dp = devices // pp // tp
             if pp > job.config.num_layers or job.batch % dp:
                 continue
-            ways = [dict(sharded=sharded) for sharded in ((False, True) if dp > 1 else (False,))]
+            ways: list[dict[str, Any]] = [dict(sharded=sharded) for sharded in ((False, True) if dp > 1 else (False,))]
             for micro_batch in _divisors(job.batch // dp):
                 split = Split(dp, tp, pp, micro_batch=micro_batch)
                 pipes = list(_pipes(pp, micro_batches(job, split), job.config.num_layers))
@@ -142,7 +143,7 @@ class _Search:
 
     def __init__(self, job: Job, means: Means, keep: int):
         self.job, self.means, self.keep = job, means, keep
-        self._spans: dict[tuple[Any, ...], Spans] = {}
+        self._spans: dict[tuple[Any, ...], Spans | ValueError] = {}
         self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._totals: dict[tuple[int, int], Stages] = {}
         self._full: set[tuple[Any, ...]] = set()  # where there is no room for the state, or for a smaller micro-batch
@@ -184,11 +185,18 @@ class _Search:
     def spans(self, split: Split) -> Spans:
         """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
         # Without a pipeline, and under some schedules, both ends are on one rank, which a tied embedding is on once.
-        key = split.tp, split.micro_batch, split.saving, split.full, split.schedule, split.pp == 1
+        schedule = SCHEDULES[split.schedule]
+        together = split.pp == 1 or schedule.v or schedule.chains > 1
+        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, together
         if key not in self._spans:
-            pieces = self.means.costs(self.job, split)
-            self._spans[key] = Spans(pieces, split=SCHEDULES[split.schedule].split)
-        return self._spans[key]
+            try:
+                self._spans[key] = Spans(self.means.costs(self.job, split), split=schedule.split)
+            except ValueError as error:
+                self._spans[key] = error
+        found = self._spans[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
     def may_fit(self, split: Split) -> bool:
         """Whether the fullest rank may have room: it has as many parameters as the mean, and its blocks' passes.

@@ -1,7 +1,8 @@
 """A step under a split: how long it takes, where the time goes, and what each rank holds.
 
 Passes run by the simulator's clock over the schedule's own list of actions.  What it leaves to the rank that ends last
-is "pp": bubbles, the messages between stages that nothing hides, and the sums of Chimera's copies.  Assumed of the rest, as tpfuse runs it:
+is "pp": bubbles, the messages between stages that nothing hides, and the sums of Chimera's copies.  Assumed of the
+rest, as tpfuse runs it:
 
     dp    replicas sum once a step: with stages after the last pass, hidden by nothing; without, as DDP does, under the
           last backward pass, where the device sends beside its computing.  Sharded without stages, FSDP gathers twice
