@@ -97,8 +97,8 @@ def test_a_model_that_no_split_suits():
 def test_a_model_that_fits_nowhere():
     found = search(fake.job(4, 8), 2, fake.means(limit=5.0))
     assert found.steps == [] and found.fits == 0 and 5.0 < found.least < float("inf")
-    assert not searching.fits(fake.job(4, 8), 2, fake.means(limit=5.0))
-    assert searching.fits(fake.job(4, 8), 2, fake.means(limit=100.0))
+    assert not searching.fits(fake.job(4, 8), 2, fake.means(limit=5.0), {})
+    assert searching.fits(fake.job(4, 8), 2, fake.means(limit=100.0), {})
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch):

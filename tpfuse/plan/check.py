@@ -32,7 +32,7 @@ def chosen(plans: Planned, means: Means) -> list[Step]:
     for pp in range(1, devices + 1):
         for tp in range(1, devices // pp + 1):
             if devices % (tp * pp) == 0:
-                fixed = dict(dp=devices // tp // pp, tp=tp, pp=pp, sharded=False)
+                fixed = dict(plans.fixed, dp=devices // tp // pp, tp=tp, pp=pp, sharded=False)
                 try:
                     found += search(job, devices, means, fixed=fixed, keep=1).steps
                 except ValueError:  # which the model, or the batch, does not allow

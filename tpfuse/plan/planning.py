@@ -5,7 +5,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..ledger.arguments import DTYPES
@@ -18,12 +18,19 @@ from .explain import Changed, binding, changes, formulas, named, runner_up
 from .means import means_of
 from .pieces import LedgerCosts
 from .report import Planned, Scale, draw
-from .search import Found, check_fixed, fits, search
+from .search import Fixed, check_fixed, fits, search
 from .split import Job, Split
 from .step import Means
 
 HERE = "here"
 _MOST = 64  # times the devices at which a model that fits nowhere is tried
+
+
+class Nothing(NamedTuple):
+    """A search that found nothing: the fewest bytes of a fullest rank, and the fields that were given."""
+
+    least: float
+    fixed: Fixed
 
 
 def planned(args: Namespace) -> tuple[Planned, Means, Cluster]:
@@ -37,10 +44,10 @@ def planned(args: Namespace) -> tuple[Planned, Means, Cluster]:
     found = search(job, cluster.devices, means, fixed=fixed)
     if not found.steps:
         check(found.complete, "plan: interrupted before the first plan")
-        raise ValueError(_nowhere(job, cluster, means, found))
+        raise ValueError(_nowhere(job, cluster, means, Nothing(found.least, fixed)))
     device = cluster.device
     peak = device.peak.get(str(dtype).removeprefix("torch.")) if isinstance(device, Device) else None
-    return Planned(job, Scale(cluster.devices, peak, means.limit), found), means, cluster
+    return Planned(job, Scale(cluster.devices, peak, means.limit), found, fixed), means, cluster
 
 
 def cluster_of(args: Namespace) -> Cluster:
@@ -80,7 +87,7 @@ def _value(name: str, value: str) -> Any:
         raise ValueError(f"plan: --fix {name} must be a positive integer, got {value!r}") from None
 
 
-def _nowhere(job: Job, cluster: Cluster, means: Means, found: Found) -> str:
+def _nowhere(job: Job, cluster: Cluster, means: Means, nothing: Nothing) -> str:
     """Returns why nothing fits, and how many devices would do."""
     enough = None
     for times in range(2, _MOST + 1):
@@ -88,14 +95,14 @@ def _nowhere(job: Job, cluster: Cluster, means: Means, found: Found) -> str:
         levels = (*cluster.levels, Level(devices, cluster.levels[-1].bandwidth, cluster.levels[-1].latency))
         wider = means_of(cluster._replace(devices=devices, levels=levels), costs=means.costs)
         try:
-            if fits(job, devices, wider._replace(limit=means.limit)):
+            if fits(job, devices, wider._replace(limit=means.limit), nothing.fixed):
                 enough = devices
                 break
         except ValueError:  # a number of devices that this batch cannot be split over
             continue
     advice = f"; {enough} would do" if enough else f"; nor do up to {_MOST} times as many"
     return (
-        f"plan: no split of {cluster.devices} devices holds the model: a rank needs {quantity(found.least, 'B')} at"
+        f"plan: no split of {cluster.devices} devices holds the model: a rank needs {quantity(nothing.least, 'B')} at"
         f" least, and may hold {quantity(means.limit, 'B')}{advice}"
     )
 
@@ -160,12 +167,12 @@ def other_worlds(plans: Planned, means: Means, cluster: Cluster) -> Mapping[str,
             ("batch", "the batch", batch, means),
         ):
             name = key if factor > 1 else f"half {key}"
-            found[name] = Changed(f"{word} {what}", _best(of, plans.scale.devices, by))
+            found[name] = Changed(f"{word} {what}", _best(plans._replace(job=of), by))
     return found
 
 
-def _best(job: Job, devices: int, means: Means) -> Any:
+def _best(plans: Planned, means: Means) -> Any:
     try:
-        return next(iter(search(job, devices, means, keep=1).steps), None)
+        return next(iter(search(plans.job, plans.scale.devices, means, fixed=plans.fixed, keep=1).steps), None)
     except ValueError:  # a batch that the devices cannot share
         return None

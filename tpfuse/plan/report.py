@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..ledger.mfu import model_flops
 from ..ledger.plots import figure
 from ..ledger.text import duration, quantity, table
-from .search import Found
+from .search import Fixed, Found
 from .split import Job, Split
 from .step import STEP_PARTS, Step
 
@@ -26,11 +27,12 @@ class Scale(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A job's plans."""
+    """A job's plans; ``fixed``: the fields of Split that were given."""
 
     job: Job
     scale: Scale
     found: Found
+    fixed: Fixed = MappingProxyType({})
 
     def mfu(self, step: Step) -> float | None:
         """Model flops over the peak of all devices, in %."""

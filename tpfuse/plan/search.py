@@ -51,10 +51,10 @@ def search(job: Job, devices: int, means: Means, *, fixed: Fixed = MappingProxyT
     return _Search(job, means, keep).run(candidates(job, devices, fixed))
 
 
-def fits(job: Job, devices: int, means: Means) -> bool:
+def fits(job: Job, devices: int, means: Means, fixed: Fixed) -> bool:
     """Whether any split holds the job."""
     looking = _Search(job, means, 1)
-    return any(looking.placed(split) for split in candidates(job, devices, {}))
+    return any(looking.has_room(split) for split in candidates(job, devices, fixed))
 
 
 # ---- the candidates ----
@@ -232,6 +232,12 @@ class _Search:
     def at_least(self, split: Split) -> float:
         """Returns seconds of compute of the slowest rank, at least: the mean's."""
         return float(self._total(split, split).both[0]) * micro_batches(self.job, split) / split.pp
+
+    def has_room(self, split: Split) -> bool:
+        try:
+            return self.may_fit(split) and self.placed(split) is not None
+        except ValueError:  # a split that the model cannot do
+            return False
 
     def placed(self, split: Split) -> Load | None:
         """Returns the load of a split with its layers; None where no rank has room for it."""

@@ -124,7 +124,7 @@ class Load:
         for rank, rows in enumerate(kept(split.schedule, split.pp, self.count, split.chunks)):
             beside = max(self.transient[s] for chain in self.chains for s, r in enumerate(chain) if r == rank)
             most = float((rows * sizes).sum((1, 2, 3)).max())
-            found.append(Memory(float(self.means.state(self.job, split, self.parameters[rank])), most + beside))
+            found.append(Memory(float(self.means.state(self.job, split, self.parameters[rank])), float(most + beside)))
         return tuple(found)
 
     @property
