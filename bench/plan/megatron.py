@@ -57,7 +57,8 @@ class Layer(NamedTuple):
 
 def _product(rows: int, n: int, k: int, batch: int = 1) -> Entry:
     read, written = E * batch * (rows * k + k * n), E * batch * rows * n
-    return Entry("gemm", GEMM, "", read, written, read + written, flops=2 * batch * rows * n * k)
+    flops = 2 * batch * rows * n * k
+    return Entry("gemm", GEMM, "", read=read, written=written, least=read + written, flops=flops)
 
 
 def _both(of: Entry) -> list[Entry]:
@@ -66,11 +67,11 @@ def _both(of: Entry) -> list[Entry]:
 
 
 def _through(op: str, read: int, written: int) -> Entry:
-    return Entry(op, ELEMENTWISE, "", read, written, read + written, flops=0)
+    return Entry(op, ELEMENTWISE, "", read=read, written=written, least=read + written, flops=0)
 
 
 def _sent(op: str, wire: int) -> Entry:
-    return Entry(op, COMMUNICATION, "", 0, 0, 0, flops=0, wire=wire)
+    return Entry(op, COMMUNICATION, "", read=0, written=0, least=0, flops=0, wire=wire)
 
 
 def _gather(s: Sizes) -> list[Entry]:
@@ -157,7 +158,7 @@ class MegatronCosts:
         check(config.num_heads % t == 0, f"megatron: {config.num_heads} heads are not divisible by tp={t}")
         shards = t if self.sequence_parallel else 1
         rows = split.micro_batch * job.seq
-        s = Sizes(rows, config.hidden_size, config.num_heads, job.seq, t, shards)
+        s = Sizes(rows, config.hidden_size, config.num_heads, job.seq, tp=t, shards=shards)
         block = self._piece(layer(s), job, split, parameters=_block_parameters(config, t))
         vocabulary = config.vocab_size * config.hidden_size / t
         ends = self._piece(embedding(s), job, split, parameters=vocabulary + job.seq * config.hidden_size)

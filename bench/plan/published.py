@@ -57,7 +57,8 @@ def one_layer() -> list[Row]:
     rows = []
     for what, parallel, split, paper in LAYER:
         (block, *_) = MegatronCosts(cluster, sequence_parallel=parallel)(job, split).blocks
-        rows.append(Row("table 4", what, "ms", 1e3 * (block.seconds("F") + block.seconds("B")), paper))
+        ours = 1e3 * (block.seconds("F") + block.seconds("B"))
+        rows.append(Row("table 4", what, "ms", ours=ours, paper=paper))
     return rows
 
 
@@ -105,11 +106,12 @@ def of_model(p: Published) -> list[Row]:
     """Rows of one model."""
     full, selective = iteration(p, full=True), iteration(p, full=False)
     rows = [
-        Row("table 5", f"GPT {p.name}, full recomputation", "s", full.seconds, p.full_seconds),
-        Row("table 5", f"GPT {p.name}, selective, sequence parallel", "s", selective.seconds, p.seconds),
+        Row("table 5", f"GPT {p.name}, full recomputation", "s", ours=full.seconds, paper=p.full_seconds),
+        Row("table 5", f"GPT {p.name}, selective, sequence parallel", "s", ours=selective.seconds, paper=p.seconds),
     ]
     if p.name == "1t":
-        rows.append(Row("table 5", "GPT 1t, the same, if no rank waited", "s", selective.without_bubble, p.seconds))
+        what, ours = "GPT 1t, the same, if no rank waited", selective.without_bubble
+        rows.append(Row("table 5", what, "s", ours=ours, paper=p.seconds))
     return rows
 
 
@@ -140,7 +142,7 @@ def weak_scaling() -> list[Row]:
         took += cluster.device.seconds(optimizer(sum(piece.parameters for piece in parts)), job.dtype)
         rate = model_flops(config, 1024, 8) / tp / took
         base = base or rate
-        rows.append(Row("figure 5", f"V100, tp {tp}", "% of linear", 100 * rate / base, paper))
+        rows.append(Row("figure 5", f"V100, tp {tp}", "% of linear", ours=100 * rate / base, paper=paper))
     return rows
 
 
@@ -155,7 +157,10 @@ def gpipe() -> list[Row]:
         return simulate(order("gpipe", ranks, micro_batches), share, share, share).seconds
 
     speed = lambda ranks: seconds(2, 1) / seconds(ranks, 32)
-    return [Row("table 2", f"K = {k}, M = 32", "times", speed(k), paper) for k, paper in ((2, 1.8), (4, 3.4), (8, 6.3))]
+    return [
+        Row("table 2", f"K = {k}, M = 32", "times", ours=speed(k), paper=paper)
+        for k, paper in ((2, 1.8), (4, 3.4), (8, 6.3))
+    ]
 
 
 FORWARD, BACKWARD = 16.1, 26.9  # ms of a stage, which the paper's two times at D = 4 say: two equations
@@ -178,7 +183,8 @@ def pipefisher() -> list[Row]:
             work = [Work(rank, depth * CURVATURE + INVERSION) for rank in range(depth)]
             ours = timeline.seconds, 100 * timeline.bubble, demand(timeline, work)
             for what, unit, here, there in zip(("step", "bubble", "work"), ("ms", "%", "bubbles"), ours, paper):
-                rows.append(Row("schedules", f"{what} of {schedule}, D = N = {depth}", unit, here, there))
+                what = f"{what} of {schedule}, D = N = {depth}"
+                rows.append(Row("schedules", what, unit, ours=here, paper=there))
     return rows
 
 

@@ -45,6 +45,13 @@ def test_a_neighbour_has_one_card():
     assert THREE.neighbour(2, 4) == Link(2e-6, 60e9)
 
 
+def test_where_each_sends_to_every_other():
+    """Of 16 ranks over two nodes a rank has seven others beside it and sends to eight by its own card."""
+    assert TWO.direct(16, 1) == Link(1e-5, 25e9 * 15 / 8) and TWO.direct(8, 1) == Link(1e-6, 230e9)
+    assert TWO.direct(8, 8) == Link(1e-5, 25e9) and TWO.direct(1, 1).bandwidth == 230e9
+    assert THREE.direct(8, 1) == Link(2e-6, 60e9 * 7 / 4)
+
+
 def test_a_group_too_large():
     with pytest.raises(ValueError, match="plan: 16 ranks 8 apart need 128 devices, got 64"):
         TWO.link(16, 8)
@@ -150,6 +157,7 @@ def test_what_a_file_must_not_be(tmp_path, old, new, words):
         ("memory = 64e9", "", "device: needs memory, got"),
         ("memory = 64e9", "memory = 0", "device: memory must be positive and finite, got 0"),
         ("gemm = 0.6", "gemm = 1.6", r"device: gemm must lie in \(0, 1\], got 1.6"),
+        ("gemm = 0.6", 'arch = "sm_70"', "device: arch must be one of sm_80, sm_90, gfx942, got 'sm_70'"),
         ("gemm = 0.6", "gem = 0.6", "device: knows name, peak, .*, got gem"),
         ("peak.float32 = 1e13", "peak = 3", "peak must be a table of flop/s by dtype, such as"),
         ("peak.float32", "peak.float33", "peak must be by dtypes such as bfloat16, got 'float33'"),

@@ -15,12 +15,14 @@ device needs for it.  Parameters have gradients already, which each micro-batch 
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import pretending
@@ -61,14 +63,17 @@ class Runs(NamedTuple):
     rows: int
 
 
-class Parameters(NamedTuple):
-    """Elements on a rank; ``shared``: of the head's, those that the embedding on the same rank has."""
+Sizes = Counter[tuple[int, int]]  # (rows, elements of one) -> how many parameters are so large
 
-    embedding: int
-    block: int
-    head: int
-    border: int
-    shared: int
+
+class Parameters(NamedTuple):
+    """Those on a rank; ``shared``: of the head's, those that the embedding on the same rank has."""
+
+    embedding: Sizes
+    block: Sizes
+    head: Sizes
+    border: Sizes
+    shared: Sizes
 
 
 class LedgerCosts:
@@ -82,6 +87,7 @@ class LedgerCosts:
         self.cluster = cluster
         self._parameters: dict[tuple[Any, ...], Parameters] = {}
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
+        self._joined: dict[tuple[Any, ...], Pieces] = {}
         self._runs: dict[tuple[Any, ...], Runs] = {}
 
     def on(self, cluster: Cluster) -> "LedgerCosts":
@@ -101,11 +107,14 @@ class LedgerCosts:
             if shape not in self._parameters:
                 self._parameters[shape] = parameters(job, split.tp)
             self._pieces[found] = self._priced(job, split, self._parameters[shape])
-        pieces = self._pieces[found]
-        if {chain[0] for chain in chains} & {chain[-1] for chain in chains}:  # both ends are on one rank
-            own = pieces.head.parameters - self._parameters[shape].shared
-            return pieces._replace(head=pieces.head._replace(parameters=own))
-        return pieces
+        together = bool({chain[0] for chain in chains} & {chain[-1] for chain in chains})  # both ends are on one rank
+        if not (together and self._parameters[shape].shared):
+            return self._pieces[found]
+        ends = found, stages == 1
+        if ends not in self._joined:
+            alone = job.dtype.itemsize if stages == 1 else 0
+            self._joined[ends] = _joined(self._pieces[found], self._parameters[shape], size=alone)
+        return self._joined[ends]
 
     def _priced(self, job: Job, split: Split, own: Parameters) -> Pieces:
         shape = job.config, job.dtype, job.seq, split.tp, split.micro_batch
@@ -115,9 +124,10 @@ class LedgerCosts:
                 self._runs[key] = counted(job, split)
         runs = self._runs[key]
 
-        def piece(of: Counted, stage: int, elements: int) -> Piece:
+        def piece(of: Counted, stage: int, sizes: Sizes) -> Piece:
             passes = {kind: self._seconds(of.passes[kind], job.dtype, split) for kind in KINDS}
-            return Piece(passes, of.saved, of.held, transient=runs.beside[stage], parameters=elements)
+            alive, elements = runs.beside[stage], _elements(sizes)
+            return Piece(passes, of.saved, of.held, transient=alive, parameters=elements, sizes=sizes)
 
         blocks = {window: piece(of, _MIDDLE, own.block) for window, of in runs.blocks.items()}
         return Pieces(
@@ -141,6 +151,20 @@ class LedgerCosts:
         return took
 
 
+def _joined(pieces: Pieces, own: Parameters, *, size: int) -> Pieces:
+    """Returns the pieces where embedding and head are one parameter of a rank.
+
+    ``size``: bytes of an element of its gradient, which in a single stage stays from the head to the embedding, where
+    what the head had saved was; 0 where they are of different stages, each of which adds its own at once.
+    """
+    sizes, kept = _less(own.head, own.shared), max(0, size * _elements(own.shared) - pieces.head.saved)
+    longer = {id(piece): piece._replace(transient=piece.transient + kept) for piece in pieces.blocks}
+    return pieces._replace(
+        blocks=tuple(longer[id(piece)] for piece in pieces.blocks),
+        head=pieces.head._replace(parameters=_elements(sizes), sizes=sizes),
+    )
+
+
 def counted(job: Job, split: Split) -> Runs:
     """Runs the stages of a job at a split's micro-batch, and takes them apart."""
     config = job.config
@@ -157,23 +181,40 @@ def counted(job: Job, split: Split) -> Runs:
         dict(zip(kinds, blocks, strict=True)),
         _sum((1, stages[_LAST]), (-1, block), (-1, border)),
         border,
-        [max(run.beside.values()) for run in ran[0]],
+        beside=[max(run.beside.values()) for run in ran[0]],
         rows=ran[0][0].rows,
     )
 
 
 def parameters(job: Job, tp: int) -> Parameters:
-    """Counts the elements of a rank's pieces."""
+    """Counts the parameters of a rank's pieces."""
     config, how = with_layers(job.config, 3), dict[str, Any](saving="fastest", dtype=job.dtype)
     with fake_world(tp) as mesh:
         group = TensorParallel(mesh["tp"], sequence_parallel=True)
         of = [build(config, tp=group, stage=Stage(r, 3, layers=(1, 1, 1)), **how) for r in range(3)]
         whole = build(config, tp=group, **how)
-    size = lambda module: sum(p.numel() for p in module.parameters())
-    block = size(whole.blocks[0])
-    first, middle, last = (size(model) - block for model in of)
-    head = last - middle
-    return Parameters(first, block, head, middle, shared=first + 3 * block + head - size(whole))
+    block = _sizes(whole.blocks[0])
+    embedding, border, end = (_less(_sizes(model), block) for model in of)
+    head = _less(end, border)
+    apart = Counter(embedding)
+    apart.update(head)
+    apart.update({size: 3 * count for size, count in block.items()})
+    return Parameters(embedding, block, head, border, shared=_less(apart, _sizes(whole)))
+
+
+def _sizes(module: nn.Module) -> Sizes:
+    return Counter((len(p), math.prod(p.shape[1:])) for p in module.parameters())
+
+
+def _less(one: Sizes, other: Sizes) -> Sizes:
+    """Returns the difference, of which a count may be negative."""
+    left = Counter(one)
+    left.subtract(other)
+    return Counter({size: count for size, count in left.items() if count})
+
+
+def _elements(sizes: Sizes) -> int:
+    return sum(count * rows * columns for (rows, columns), count in sizes.items())
 
 
 def _alike(config: ModelConfig, layer: int) -> ModelConfig:
@@ -185,7 +226,7 @@ def _alike(config: ModelConfig, layer: int) -> ModelConfig:
 
 def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> list[StageRun]:
     """Runs the stages, which one model has all of."""
-    stage = Stage(0, 1, "interleaved", len(_LAYERS), _LAYERS)
+    stage = Stage(0, 1, "interleaved", chunks=len(_LAYERS), layers=_LAYERS)
     model = build(config, tp=tp, saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
     for p in model.parameters():
         p.grad = torch.empty_like(p)

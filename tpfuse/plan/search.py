@@ -187,7 +187,7 @@ class _Search:
         # Without a pipeline, and under some schedules, both ends are on one rank, which a tied embedding is on once.
         schedule = SCHEDULES[split.schedule]
         together = split.pp == 1 or schedule.v or schedule.chains > 1
-        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, together
+        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, together, split.pp == 1
         if key not in self._spans:
             try:
                 self._spans[key] = Spans(self.means.costs(self.job, split), split=schedule.split)

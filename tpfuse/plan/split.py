@@ -1,6 +1,7 @@
 """What is planned: a job, the ways to split it, and what the pieces of its model cost one rank."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,7 +49,9 @@ class Piece(NamedTuple):
 
     ``passes``: action kind (F, B, I, W of tpfuse.pipeline.action) -> one of PARTS -> seconds of a micro-batch.
     ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive beside those
-    during a pass.  ``parameters``: elements on this rank, before FSDP.
+    during a pass.  ``parameters``: elements on this rank, before FSDP.  ``sizes``: (rows, elements of one) -> how many
+    parameters are so large, which FSDP cuts by rows; empty where that is not known.  Counts below 0 are of what another
+    piece has in this one's place.
     """
 
     passes: Mapping[str, Mapping[str, float]]
@@ -56,6 +59,7 @@ class Piece(NamedTuple):
     held: float
     transient: float
     parameters: float
+    sizes: Mapping[tuple[int, int], int] = MappingProxyType({})
 
     def seconds(self, kind: str) -> float:
         """Returns how long a pass takes."""

@@ -14,16 +14,26 @@ def rank_parameters(pieces: Pieces, stages: Sequence[range]) -> float:
     return sum(piece.parameters for layers in stages for piece in pieces.stage(layers))
 
 
-def rank_state(pieces: Pieces, stages: Sequence[range], job: Job, split: Split) -> State:
-    """Returns the bytes of a rank that holds the blocks ``stages``, as of ``ledger.state_bytes``.
+def rank_share(pieces: Pieces, stages: Sequence[range], split: Split) -> float:
+    """Returns the elements of a rank after FSDP, which cuts each parameter by its rows and pads them; an even cut where
+    they are not known."""
+    if not split.sharded:
+        return rank_parameters(pieces, stages)
+    held = [piece for layers in stages for piece in pieces.stage(layers)]
+    even = sum(piece.parameters / split.dp for piece in held if not piece.sizes)
+    cut = lambda rows, columns: -(-rows // split.dp) * columns
+    return even + sum(count * cut(*size) for piece in held for size, count in piece.sizes.items())
 
-    The same numbers, but for what FSDP pads: it cuts every parameter by its first dimension.  Buckets are DDP's, which
-    a pipeline does not have.
+
+def rank_state(pieces: Pieces, stages: Sequence[range], job: Job, split: Split) -> State:
+    """Returns the bytes of a rank that holds the blocks ``stages``: the same as of ``ledger.state_bytes``.
+
+    Buckets are DDP's, which a pipeline does not have.
     """
     size, elements = job.dtype.itemsize, rank_parameters(pieces, stages)
     blocks = [size * pieces.blocks[layer].parameters for layers in stages for layer in layers]
     whole = size * elements
-    share = whole / split.dp if split.sharded else whole
+    share = size * rank_share(pieces, stages, split)
     replicas = split.dp > 1
     gathered = sum(sorted([*blocks, whole - sum(blocks)])[-2:]) if split.sharded and replicas else 0
     return State(
@@ -36,10 +46,10 @@ def rank_state(pieces: Pieces, stages: Sequence[range], job: Job, split: Split) 
 
 
 def optimizer_seconds(elements: float, job: Job, split: Split, device: AnyDevice) -> float:
-    """Returns the seconds of an optimizer's step over ``elements`` of a rank, before FSDP: one pass through memory that
-    reads parameters, gradients and states and writes parameters and states."""
+    """Returns the seconds of an optimizer's step over ``elements`` of a rank, which FSDP cuts evenly: one pass through
+    memory that reads parameters, gradients and states and writes parameters and states."""
     size = job.dtype.itemsize
     states, own = OPTIMIZERS[job.optimizer](size), round(elements / split.dp if split.sharded else elements)
     read, written = own * (2 * size + states), own * (size + states)
-    step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read, written, read + written, flops=0)
+    step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read=read, written=written, least=read + written, flops=0)
     return device.seconds(step, job.dtype)
