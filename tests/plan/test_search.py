@@ -1,13 +1,20 @@
 """The search, against every split there is."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan import fake
+from tpfuse.layers.block import SAVING
+from tpfuse.ledger.presets import load_config
 from tpfuse.plan import search as searching
+from tpfuse.plan.cluster import preset
+from tpfuse.plan.pieces import LedgerCosts
 from tpfuse.plan.search import candidates, search
-from tpfuse.plan.split import Split
+from tpfuse.plan.spans import Spans
+from tpfuse.plan.split import Job, Split
 
 
 def brute(job, devices, means, fixed=()):
@@ -99,6 +106,17 @@ def test_a_model_that_fits_nowhere():
     assert found.steps == [] and found.fits == 0 and 5.0 < found.least < float("inf")
     assert not searching.fits(fake.job(4, 8), 2, fake.means(limit=5.0), {})
     assert searching.fits(fake.job(4, 8), 2, fake.means(limit=100.0), {})
+
+
+def test_the_first_bound_holds_for_the_ledgers_pieces():
+    job = Job(load_config("gpt-3m"), 8, 64)
+    costs, kinds = LedgerCosts(preset("a100-80gb", 2)), []
+    for tp, schedule in itertools.product((1, 2), ("1f1b", "zbv")):
+        for saving, full in itertools.product(SAVING, (False, True)):
+            split = Split(tp=tp, pp=2, schedule=schedule, chunks=1 + (schedule == "zbv"), saving=saving, full=full)
+            kinds.append((split, Spans(costs(job, split), split=schedule == "zbv").total(2).both[0]))
+        least = next(seconds for split, seconds in kinds if split == searching._plain(kinds[-1][0]))
+        assert all(seconds >= least for split, seconds in kinds if split.tp == tp)
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch):

@@ -4,10 +4,14 @@ by branch and bound.
 Candidates wait in order of what they take at least.  A candidate that comes up first gets its layers, is thrown away
 where a rank would hold too much, and waits again by a closer bound; then the clock runs.  What waits once it cannot be
 among the fastest any more is never looked at.
+
+Pieces are what takes long to cost.  So the first bound is of the pieces that keep most: passes that recompute, or whose
+weight gradients wait, take no less (tests/plan/test_search.py holds the ledger's to that).
 """
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -146,36 +150,42 @@ class _Search:
         self._spans: dict[tuple[Any, ...], Spans | ValueError] = {}
         self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._totals: dict[tuple[int, int], Stages] = {}
-        self._full: set[tuple[Any, ...]] = set()  # where there is no room for the state, or for a smaller micro-batch
+        self._state: dict[tuple[Any, ...], float] = {}
+        self._full: dict[Split, int] = {}  # splits, and the smallest micro-batch known to find no room in them
         self.least = float("inf")
 
     def run(self, splits: list[Split]) -> Found:
         shown, best, simulated, looked, fit = Progress(), list[Step](), 0, 0, 0
         waiting: list[tuple[float, int, Split, Load | None]] = []
         ticket, complete, errors = itertools.count(), True, dict[str, None]()
+
+        def wait(bound: float, split: Split, load: Load | None = None) -> None:
+            heapq.heappush(waiting, (bound, next(ticket), split, load))
+
         try:
             for i, split in enumerate(splits):
                 shown.show(f"plan: pieces of split {i + 1} of {len(splits)}")
                 try:
-                    room = self.may_fit(split)
+                    looked += 1
+                    if self.holds_state(split):
+                        wait(self.at_least(split, _plain(split)), split)
                 except ValueError as error:
                     errors[str(error)] = None
-                    continue
-                looked += 1
-                if room:
-                    heapq.heappush(waiting, (self.at_least(split), next(ticket), split, None))
+                    looked -= 1
             while waiting and (len(best) < self.keep or waiting[0][0] < best[-1].seconds):
                 fastest = f", the best {duration(best[0].seconds)}" if best else ""
                 shown.show(f"plan: {len(waiting)} splits to go, {simulated} simulated{fastest}")
-                _, _, split, load = heapq.heappop(waiting)
-                if load is None:
-                    load = self.placed(split)
-                    if load is not None:
-                        fit += 1
-                        heapq.heappush(waiting, (load.bound, next(ticket), load.split, load))
-                else:
+                bound, _, split, load = heapq.heappop(waiting)
+                if load is not None:
                     simulated += 1
                     best = sorted([*best, load.step()], key=_rank)[: self.keep]
+                elif self.holds_pass(split):
+                    own = self.at_least(split, split)
+                    if own > bound:
+                        wait(own, split)
+                    elif (load := self.placed(split)) is not None:
+                        fit += 1
+                        wait(load.bound, load.split, load)
         except KeyboardInterrupt:
             complete = False
         shown.done()
@@ -198,24 +208,30 @@ class _Search:
             raise found
         return found
 
-    def may_fit(self, split: Split) -> bool:
-        """Whether the fullest rank may have room: it has as many parameters as the mean, and its blocks' passes.
+    def holds_state(self, split: Split) -> bool:
+        """Whether the fullest rank may have room for its state."""
+        return self._room(self.state(split))
 
-        Pieces take long to cost: those of the smallest micro-batch say what the state is, and where one does not fit, a
-        larger one is not costed.
-        """
-        place = split.tp, split.pp, split.sharded, split.schedule, split.chunks
-        kind = *place, split.saving, split.full
-        if place in self._full or kind in self._full:
+    def holds_pass(self, split: Split) -> bool:
+        """Whether it may have room for a block's pass too; where a smaller micro-batch has none, a larger one has
+        none."""
+        kind = split._replace(micro_batch=1)
+        if split.micro_batch >= self._full.get(kind, math.inf):
             return False
-        simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
-        elements = self._total(simplest, split).parameters[0] * SCHEDULES[split.schedule].chains / split.pp
-        state = float(self.means.state(self.job, split, elements))
-        if not self._room(state):
-            self._full.add(place)
-        elif not self._room(state + self.spans(split).transient(3)[1]):
-            self._full.add(kind)
-        return place not in self._full and kind not in self._full
+        if self._room(self.state(split) + self.spans(split).transient(3)[1]):
+            return True
+        self._full[kind] = split.micro_batch
+        return False
+
+    def state(self, split: Split) -> float:
+        """Returns the bytes of the fullest rank's state, at least: it has as many parameters as the mean."""
+        stages, chains = split.pp * split.chunks, SCHEDULES[split.schedule].chains
+        place = split.dp, split.tp, split.pp, split.sharded, stages, chains
+        if place not in self._state:
+            simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
+            elements = self._total(simplest, split).parameters[0] * chains / split.pp
+            self._state[place] = float(self.means.state(self.job, split, elements))
+        return self._state[place]
 
     def _total(self, split: Split, cut: Split) -> Stages:
         """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
@@ -229,13 +245,13 @@ class _Search:
             self.least = min(self.least, size)
         return size <= self.means.limit
 
-    def at_least(self, split: Split) -> float:
-        """Returns seconds of compute of the slowest rank, at least: the mean's."""
-        return float(self._total(split, split).both[0]) * micro_batches(self.job, split) / split.pp
+    def at_least(self, split: Split, pieces: Split) -> float:
+        """Returns seconds of compute of the slowest rank, at least: the mean's, by the pieces of another split."""
+        return float(self._total(pieces, split).both[0]) * micro_batches(self.job, split) / split.pp
 
     def has_room(self, split: Split) -> bool:
         try:
-            return self.may_fit(split) and self.placed(split) is not None
+            return self.holds_state(split) and self.holds_pass(split) and self.placed(split) is not None
         except ValueError:  # a split that the model cannot do
             return False
 
@@ -277,6 +293,11 @@ class _Search:
         """Those of each stage: of all in the middle the same."""
         middle = spans.windows(1, count) if count > 2 else None
         return [middle if middle is not None and 0 < s < count - 1 else spans.windows(s, count) for s in range(count)]
+
+
+def _plain(split: Split) -> Split:
+    """Returns the split whose pieces take least of those that differ in schedule and in what is kept."""
+    return split._replace(schedule="1f1b", chunks=1, saving=SAVING[0], full=False)
 
 
 def _rank(step: Step) -> tuple[Any, ...]:
