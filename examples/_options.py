@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import math
 import sys
 from pathlib import Path
@@ -41,7 +42,33 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
 
 def stage_of(args: argparse.Namespace, rank: int) -> Stage | None:
     """Returns which stages of the model a rank of the pipeline holds; None without --pp."""
-    return Stage(rank, args.pp, args.schedule, layers=args.stage_layers) if args.pp > 1 else None
+    return Stage(rank, args.pp, args.schedule, args.chunks, args.stage_layers) if args.pp > 1 else None
+
+
+def follow(plan: Path, args: argparse.Namespace) -> None:
+    """Sets the options of the split to those of a plan; ValueError that names the field that cannot be done."""
+    try:
+        values = json.loads(plan.read_text())
+        job, split = values["job"], values["plans"][0]
+        dp, tp, pp, count = (split[name] for name in ("dp", "tp", "pp", "micro_batches"))
+        staged = dict(schedule=split["schedule"], chunks=split["chunks"], stage_layers=split["layers"])
+        kept = dict(saving=split["saving"], recompute="full" if split["full"] else None)
+        sharded, layers, batch = split["sharded"], job["num_layers"], job["batch"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"--plan {plan} is not what python -m tpfuse plan --json writes ({error!r})") from None
+    if sharded:
+        raise ValueError("--plan: sharded is true, and this script has no FSDP: plan with --fix sharded=no")
+    shape = args.layers or SIZES[args.size]["num_layers"]
+    for name, planned, here in (
+        ("--layers", layers, shape),
+        ("--batch", batch, args.batch),
+        ("--seq", job["seq"], args.seq),
+    ):
+        if planned != here:
+            raise ValueError(f"--plan: it is of {name} {planned}, and this run has {here}")
+    open_ = pp > 1 and len(SCHEDULES[staged["schedule"]].chunks) > 1
+    chosen = dict(staged, chunks=staged["chunks"] if open_ else None) if pp > 1 else {}
+    vars(args).update(dp=dp, tp=tp, pp=pp, micro_batches=count, **kept, **chosen)
 
 
 def parse() -> argparse.Namespace:
@@ -95,6 +122,12 @@ def parse() -> argparse.Namespace:
     add("--pp", type=common.positive, default=1, metavar="N", help="pipeline ranks, which share the layers")
     add("--schedule", choices=SCHEDULES, help="of the pipeline, with --pp (default: 1f1b)")
     add(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="the best split that python -m tpfuse plan --json FILE found, in place of the options below",
+    )
+    add(
         "--stage-layers",
         type=common.positive,
         nargs="+",
@@ -120,6 +153,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="add gradients in fp32 inside the GEMMs and average them in rank order (tpfuse.MainGrad, in DDP's place)",
     )
+    add("--recompute", choices=("full",), help="make each block again in backward, and keep its input alone")
     add("--compile", action="store_true", help="torch.compile of the blocks (which takes a C++ compiler on a CPU)")
     add("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
     add(
@@ -146,7 +180,13 @@ def parse() -> argparse.Namespace:
     add("--prompt", metavar="TEXT", help="what it continues (default: a class of Python, as far as half of --seq)")
     add("--temperature", type=float, default=0.5, metavar="T", help="lower is closer to the likeliest")
     add("--top-p", type=float, default=0.9, metavar="P", help="of the fewest bytes that have probability P together")
+    add("--chunks", type=common.positive, metavar="N", help="stages a rank, of schedules that leave it open")
     args = parser.parse_args()
+    if args.plan is not None:
+        try:
+            follow(args.plan, args)
+        except ValueError as error:
+            parser.error(str(error))
 
     shape = SIZES[args.size]
     args.width = args.width or shape["hidden_size"]

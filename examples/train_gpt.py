@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --family gpt2 --width 256 --heads 8 --dropout 0.1
     torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, balanced over the replicas
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
+    torchrun --nproc-per-node 4 examples/train_gpt.py --plan plan.json --batch 8   # of python -m tpfuse plan --json
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
 What is learnt does not depend on the split: sample i of step s is a function of (seed, s), its dropout masks of
@@ -246,7 +247,9 @@ def main() -> None:
         config = config_of(args)
         with device:
             stage = stage_of(args, mesh["pp"].get_local_rank())
-            model = GPT(config, tp=tp, dp=mesh["dp"], stage=stage, seed=args.seed, saving=args.saving)
+            model = GPT(
+                config, tp=tp, dp=mesh["dp"], stage=stage, seed=args.seed, saving=args.saving, recompute=args.recompute
+            )
         if args.compile:
             for block in filter(None, model.blocks):  # None: of another stage
                 block.compile()

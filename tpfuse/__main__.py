@@ -1,6 +1,6 @@
 """``python -m tpfuse``: where the bytes go, what a model needs at any scale, how near the limit it runs, how long a
-pipeline waits, which all-reduce is fastest, what networks cost and carry, how a block is laid out over ranks, whether
-the installation works, and how fast the kernels are."""
+pipeline waits, which split of a model is fastest, which all-reduce is, what networks cost and carry, how a block is
+laid out over ranks, whether the installation works, and how fast the kernels are."""
 
 import json
 import sys
@@ -14,7 +14,8 @@ from .doctor.launched import world
 from .kernels.runtime.launch import pretending
 from .layers.block import SAVING
 from .ledger import dryrun, layer, machine, memory, mfu, plots, stages, steptime
-from .ledger.arguments import DTYPES, make_parser
+from .ledger.arguments import make_parser
+from .ledger.options import DTYPES
 from .ledger.presets import load_config
 from .ledger.recorder import mue
 from .ledger.shapes import Shape
@@ -25,6 +26,7 @@ from .parallel import TensorParallel
 from .pipeline import command as pipeline
 from .pipeline import gantt
 from .plan import command as collectives
+from .plan import planning
 from .plan.intra import command as layouts
 from .plan.topology import command as topology
 
@@ -315,6 +317,7 @@ COMMANDS = {
     "collectives": run_collectives,
     "topology": run_topology,
     "layouts": run_layouts,
+    "plan": planning.run,
     "doctor": run_doctor,
     "bench": bench.run,
 }

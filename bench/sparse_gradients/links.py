@@ -171,4 +171,3 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump(dict(torch=torch.__version__, arguments=vars(args), rows=rows), file, indent=1)
-

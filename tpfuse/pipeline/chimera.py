@@ -38,7 +38,8 @@ def actions(ranks: int, micro_batches: int, *, backward: float) -> list[list[Act
             needs += [Action(stage + 1, BACKWARD, ms[count], chain)] if stage < ranks - 1 else []
         else:
             needs = [Action(stage - 1, FORWARD, ms[count], chain)] if stage else []
-            needs += [Action(stage, BACKWARD, m, chain) for m in ms[: max(count - (ranks - stage) + 1, 0)]]
+            before = count - (ranks - stage)  # whose backward pass, of those before it too, frees a place
+            needs += [Action(stage, BACKWARD, ms[before], chain)] if before >= 0 else []
         return Action(stage, kind, ms[count], chain) if all(map(over, needs)) else None
 
     while len(ends) < 4 * half * ranks:

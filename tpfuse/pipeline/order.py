@@ -117,7 +117,7 @@ def order(schedule: str, ranks: int, micro_batches: int, *, chunks: int | None =
     held = kind.chunks[0] if chunks is None else chunks
     choices = f"{kind.chunks[0]}" if len(kind.chunks) == 1 else f"{kind.chunks[0]} to {kind.chunks[-1]}"
     check(held in kind.chunks, f"pipeline: {schedule} has {choices} stages a rank, got {held}")
-    _check_numbers(schedule, ranks, micro_batches, held)
+    possible(schedule, ranks, micro_batches, held)
     actions = tuple(map(tuple, kind.make(Asked(ranks, micro_batches, held, backward))))
     return Order(schedule, micro_batches, actions, placement(schedule, ranks, held))
 
@@ -130,7 +130,8 @@ def placement(schedule: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], 
     return (down + down[::-1] if kind.v else down * chunks,)
 
 
-def _check_numbers(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
+def possible(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    """ValueError where a known schedule cannot do these numbers."""
     if schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, micro_batches // ranks)
         check(

@@ -1,11 +1,12 @@
 """How long a pipeline's step takes, and what each rank holds: its true action lists, run by a clock."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, number
 from .action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from .clock import clock
 from .order import Order
 
 Seconds = float | Sequence[float]  # of every stage, or of each
@@ -61,28 +62,16 @@ def simulate(
     them time.  ``overhead``: what every action takes beside.  ValueError for times that are not finite numbers of at
     least 0, another number of them than stages, and an order in which ranks wait for each other for ever.
     """
-    cost = _costs(order, dict(F=F, I=I, W=W))
+    times = _times(order, dict(F=F, I=I, W=W))
     for name, value in dict(communication=communication, overhead=overhead).items():
         check_number(f"simulate: {name}", value, _TIME)
-    ends: dict[Action, float] = {}
-    free = [0.0] * len(order.actions)
-    todo = [list(reversed(actions)) for actions in order.actions]
-    events: list[list[Event]] = [[] for _ in order.actions]
-    while any(todo):
-        moved = False
-        for r, actions in enumerate(todo):
-            while actions and (ready := _ready(order, actions[-1], ends, communication)) is not None:
-                action = actions.pop()
-                start = max(free[r], ready)
-                free[r] = ends[action] = start + cost(action) + overhead
-                events[r].append(Event(action, start, free[r]))
-                moved = True
-        waiting = ", ".join(f"rank {r} for {actions[-1]}" for r, actions in enumerate(todo) if actions)
-        check(moved, f"simulate: the order of {order.schedule} ends in a deadlock: {waiting}")
-    return Timeline(order, tuple(map(tuple, events)))
+    starts, ends = (iter(x.tolist()) for x in clock(order, times, communication, overhead))
+    events = (tuple(Event(a, next(starts), next(ends)) for a in actions) for actions in order.actions)
+    return Timeline(order, tuple(events))
 
 
-def _costs(order: Order, given: Mapping[str, Seconds]) -> Callable[[Action], float]:
+def _times(order: Order, given: Mapping[str, Seconds]) -> dict[str, list[float]]:
+    """Returns the seconds of every kind of action, of each stage."""
     times: dict[str, list[float]] = {}
     for kind, seconds in given.items():
         each = list(seconds) if isinstance(seconds, Sequence) else [seconds] * order.stages
@@ -94,26 +83,7 @@ def _costs(order: Order, given: Mapping[str, Seconds]) -> Callable[[Action], flo
             check_number(f"simulate: {kind}", value, _TIME)
         times[kind] = each
     times[BACKWARD] = [i + w for i, w in zip(times[INPUT], times[WEIGHT], strict=True)]
-    return lambda action: times[action.kind][action.stage]
-
-
-def _ready(order: Order, action: Action, ends: Mapping[Action, float], communication: float) -> float | None:
-    """When what an action needs has arrived; None: not yet known."""
-    stage, kind, m, chain = action
-    needs: list[Action] = []
-    if kind == FORWARD:
-        needs = [Action(stage - 1, FORWARD, m, chain)] if stage else []
-    elif kind == WEIGHT:
-        needs = [Action(stage, INPUT, m, chain)]
-    else:
-        needs = [Action(stage, FORWARD, m, chain)]
-        if stage < order.stages - 1:
-            above = (Action(stage + 1, way, m, chain) for way in (BACKWARD, INPUT))
-            needs.append(next((a for a in above if a in ends), Action(stage + 1, BACKWARD, m, chain)))
-    if any(a not in ends for a in needs):
-        return None
-    places = order.ranks[chain]
-    return max((ends[a] + (communication if places[a.stage] != places[stage] else 0.0) for a in needs), default=0.0)
+    return times
 
 
 def _peak(events: Sequence[Event], last: str) -> int:

@@ -88,6 +88,13 @@ class LedgerCosts:
         self._parameters: dict[tuple[Any, ...], Parameters] = {}
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         self._joined: dict[tuple[Any, ...], Pieces] = {}
+        self._runs: dict[tuple[Any, ...], Runs] = {}
+
+    def on(self, cluster: Cluster) -> "LedgerCosts":
+        """Returns the costs on other links between the same devices, which share all dry runs."""
+        made = LedgerCosts(cluster)
+        made._runs, made._parameters = self._runs, self._parameters
+        return made
 
     def __call__(self, job: Job, split: Split) -> Pieces:
         chains = placement(split.schedule, split.pp, split.chunks)
@@ -110,8 +117,12 @@ class LedgerCosts:
         return self._joined[ends]
 
     def _priced(self, job: Job, split: Split, own: Parameters) -> Pieces:
-        with pretending(self.cluster.device.arch) if self.cluster.device.arch else contextlib.nullcontext():
-            runs = counted(job, split)
+        shape = job.config, job.dtype, job.seq, split.tp, split.micro_batch
+        key = *shape, split.saving, split.full, SCHEDULES[split.schedule].split
+        if key not in self._runs:
+            with pretending(self.cluster.device.arch) if self.cluster.device.arch else contextlib.nullcontext():
+                self._runs[key] = counted(job, split)
+        runs = self._runs[key]
 
         def piece(of: Counted, stage: int, sizes: Sizes) -> Piece:
             passes = {kind: self._seconds(of.passes[kind], job.dtype, split) for kind in KINDS}

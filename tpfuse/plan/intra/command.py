@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...kernels.runtime.errors import check
-from ...ledger.arguments import DTYPES
+from ...ledger.options import DTYPES
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
