@@ -196,7 +196,7 @@ class _Search:
             complete = False
         shown.done()
         check(looked > 0 or not errors, f"plan: no split that the model can do: {'; '.join(list(errors)[:3])}")
-        return Found(best, looked, fit, simulated, self.least, complete)
+        return Found(best, looked, fit, simulated, least=self.least, complete=complete)
 
     def spans(self, split: Split) -> Spans:
         """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
