@@ -42,7 +42,7 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
 
 def stage_of(args: argparse.Namespace, rank: int) -> Stage | None:
     """Returns which stages of the model a rank of the pipeline holds; None without --pp."""
-    return Stage(rank, args.pp, args.schedule, args.chunks, args.stage_layers) if args.pp > 1 else None
+    return Stage(rank, args.pp, args.schedule, args.chunks, layers=args.stage_layers) if args.pp > 1 else None
 
 
 def follow(plan: Path, args: argparse.Namespace) -> None:

@@ -1,15 +1,20 @@
 """A step's time against the simulator's, its bound, and what a rank keeps against the order's own lists."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan import fake
+from tpfuse.ledger import Pipe, Plan, dry_pipeline
+from tpfuse.models import GPTConfig
 from tpfuse.pipeline import SCHEDULES, order, simulate
 from tpfuse.pipeline.order import possible
+from tpfuse.plan.cluster import preset
 from tpfuse.plan.kept import rows_of
+from tpfuse.plan.pieces import LedgerCosts
 from tpfuse.plan.spans import Spans
-from tpfuse.plan.split import Split
+from tpfuse.plan.split import Job, Split
 from tpfuse.plan.step import DP, OPTIMIZER, PP, STEP_PARTS, Load, micro_batches
 
 SPLIT = Split(pp=2, layers=(2, 2))
@@ -100,3 +105,23 @@ def test_chimera_holds_two_copies():
 def test_a_batch_that_cannot_be_cut():
     with pytest.raises(ValueError, match="a batch of 8 is not divisible by dp 3 x micro-batches of 1"):
         micro_batches(fake.job(), Split(dp=3))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera"])
+def test_bytes_are_those_of_a_dry_run(name):
+    """What ranks send over pp and sum over dp, which tests/pipeline/test_counted.py holds to what gloo's ranks send."""
+    config = GPTConfig(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4)
+    plan = Plan(tp=2, dp=2, seq=32, micro_batch=2, dtype=torch.float32)
+    ranks = dry_pipeline(config, plan, Pipe(2, name, 4))
+    chunks = SCHEDULES[name].chunks[0]
+    split = Split(2, 2, 2, name, chunks, 2, layers=(4 // (2 * chunks),) * 2 * chunks)
+    costs = LedgerCosts(preset("a100-80gb", 8))
+    job = Job(config, 16, 32, torch.float32)
+    loaded = load(split, job, costs=costs)
+    for rank, run in enumerate(ranks):
+        sent, summed = (
+            next((m for m in run.messages if (m.over, m.op) == key), None)
+            for key in (("pp", "send"), ("dp", "all_reduce (gradients)"))
+        )
+        assert sent.bytes == sent.calls * costs(job, split).rows
+        assert summed.bytes == 4 * loaded.parameters[rank]

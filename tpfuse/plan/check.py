@@ -82,7 +82,7 @@ def measure(job: Job, split: Split, *, steps: int = 5) -> float:
 def _train(job: Job, split: Split, steps: int) -> float:
     mesh = init_device_mesh("cpu", (split.pp, split.dp, split.tp), mesh_dim_names=("pp", "dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
-    stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, split.chunks, split.layers)
+    stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, split.chunks, layers=split.layers)
     how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype, device="cpu")
     model = build(job.config, tp=tp, dp=mesh["dp"] if split.dp > 1 else None, stage=stage, **how)
     pipeline = schedule(model, mesh["pp"], split.schedule, micro_batches(job, split))

@@ -27,7 +27,6 @@ def enough(schedule: str, ranks: int, micro_batches: int, chunks: int) -> int:
     return min(micro_batches, few)
 
 
-@cache
 def kept(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[Array, ...]:
     """Returns, of each rank, what it keeps at a time: rows of counts [chains, stages, 2], saved and held, each row
     once.  ValueError as :func:`order`."""
@@ -35,7 +34,11 @@ def kept(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[Ar
         rows = np.zeros((ranks, 1, 1, ranks, 2))
         rows[range(ranks), 0, 0, range(ranks), 0] = micro_batches
         return tuple(rows)
-    few = enough(schedule, ranks, micro_batches, chunks)
+    return _kept(schedule, ranks, enough(schedule, ranks, micro_batches, chunks), chunks)
+
+
+@cache
+def _kept(schedule: str, ranks: int, few: int, chunks: int) -> tuple[Array, ...]:
     open_ = len(SCHEDULES[schedule].chunks) > 1
     made = order(schedule, ranks, few, chunks=chunks if open_ else None)
     return tuple(rows_of(actions, len(made.ranks), made.stages) for actions in made.actions)

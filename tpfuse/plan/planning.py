@@ -38,7 +38,7 @@ def planned(args: Namespace) -> tuple[Planned, Means, Cluster]:
     config, fixed = load_config(args.model), fixed_of(args.fix)
     cluster = cluster_of(args)
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == HERE else "bf16")]
-    job = Job(config, args.global_batch, args.seq, dtype, args.optimizer)
+    job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     means = means_of(cluster, share=args.memory_share)
     gc.freeze()  # what stands by now is looked through at every collection otherwise, and orders are many objects
     found = search(job, cluster.devices, means, fixed=fixed)

@@ -68,7 +68,7 @@ def candidates(job: Job, devices: int, fixed: Fixed) -> list[Split]:
     """Returns the splits, their layers not chosen; ValueError where there are none."""
     check_fixed(fixed)
     wanted = lambda split: all(getattr(split, name) == value for name, value in fixed.items() if name != "layers")
-    found = [split for split in _every(job, devices) if wanted(split)]
+    found = [split for split in _every(job, devices, fixed) if wanted(split)]
     if layers := fixed.get("layers"):
         found = [s._replace(layers=tuple(layers)) for s in found if s.pp * s.chunks == len(layers)]
     given = " with " + ", ".join(f"{name}={value}" for name, value in fixed.items()) if fixed else ""
@@ -99,7 +99,8 @@ def check_fixed(fixed: Fixed) -> None:
             )
 
 
-def _every(job: Job, devices: int) -> Iterator[Split]:
+def _every(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
+    """Micro-batches are powers of two and the one of ``fixed``; chunks below."""
     kinds: list[dict[str, Any]] = [dict(saving=saving, full=full) for full in (False, True) for saving in SAVING]
     for pp in _divisors(devices):
         for tp in _divisors(devices // pp):
@@ -108,14 +109,18 @@ def _every(job: Job, devices: int) -> Iterator[Split]:
                 continue
             ways: list[dict[str, Any]] = [dict(sharded=sharded) for sharded in ((False, True) if dp > 1 else (False,))]
             for micro_batch in _divisors(job.batch // dp):
+                if micro_batch & (micro_batch - 1) and micro_batch != fixed.get("micro_batch"):
+                    continue
                 split = Split(dp, tp, pp, micro_batch=micro_batch)
-                pipes = list(_pipes(pp, micro_batches(job, split), job.config.num_layers))
+                layers, chunks = job.config.num_layers, fixed.get("chunks")
+                pipes = list(_pipes(pp, micro_batches(job, split), layers, chunks))
                 for pipe, kind, way in itertools.product(pipes, kinds, ways):
                     yield split._replace(**pipe, **kind, **way)
 
 
-def _pipes(pp: int, count: int, layers: int) -> Iterator[dict[str, Any]]:
-    """The schedules, with their chunks, that can do these numbers; without a pipeline one stands for all."""
+def _pipes(pp: int, count: int, layers: int, fixed: int | None) -> Iterator[dict[str, Any]]:
+    """The schedules that can do these numbers, with the fewest chunks, those that share the layers evenly, and
+    ``fixed``; without a pipeline one stands for all."""
     if pp == 1:
         yield {}
         return
@@ -123,7 +128,8 @@ def _pipes(pp: int, count: int, layers: int) -> Iterator[dict[str, Any]]:
         for chunks in schedule.chunks:
             if pp * chunks > layers:
                 break
-            if _can(name, pp, count, chunks):
+            even = layers % (pp * chunks) == 0
+            if (even or chunks in (schedule.chunks[0], fixed)) and _can(name, pp, count, chunks):
                 yield dict(schedule=name, chunks=chunks)
 
 
@@ -190,7 +196,7 @@ class _Search:
             complete = False
         shown.done()
         check(looked > 0 or not errors, f"plan: no split that the model can do: {'; '.join(list(errors)[:3])}")
-        return Found(best, looked, fit, simulated, self.least, complete)
+        return Found(best, looked, fit, simulated, least=self.least, complete=complete)
 
     def spans(self, split: Split) -> Spans:
         """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
@@ -213,12 +219,13 @@ class _Search:
         return self._room(self.state(split))
 
     def holds_pass(self, split: Split) -> bool:
-        """Whether it may have room for a block's pass too; where a smaller micro-batch has none, a larger one has
-        none."""
+        """Whether it may have room for a block's pass too, and for one micro-batch of the mean's activations, all of
+        which are kept when its last forward pass ends; where a smaller micro-batch has none, a larger one has none."""
         kind = split._replace(micro_batch=1)
         if split.micro_batch >= self._full.get(kind, math.inf):
             return False
-        if self._room(self.state(split) + self.spans(split).transient(3)[1]):
+        kept = float(self._total(split, split).saved[0]) / split.pp
+        if self._room(self.state(split) + kept + self.spans(split).transient(3)[1]):
             return True
         self._full[kind] = split.micro_batch
         return False
@@ -258,6 +265,8 @@ class _Search:
     def placed(self, split: Split) -> Load | None:
         """Returns the load of a split with its layers; None where no rank has room for it."""
         spans = self.spans(split)
+        if not self._holds_blocks(split, spans):
+            return None
         cuts = [self._fastest, self._fitting] if split.layers is None else [lambda split, spans: split.layers]
         for choose in cuts:
             layers = choose(split, spans)
@@ -266,6 +275,19 @@ class _Search:
                 if self._room(max(m.total for m in load.memory)):
                     return load
         return None
+
+    def _holds_blocks(self, split: Split, spans: Spans) -> bool:
+        """Whether all ranks together may have room for the model's blocks, as the lightest of them and at the fewest
+        micro-batches that any of a rank's stages keeps."""
+        blocks, room = spans.pieces.blocks, self.means.limit - spans.transient(3)[1]
+        state = float(self.means.state(self.job, split, min(block.parameters for block in blocks)))
+        saved, most = min(block.saved for block in blocks), 0.0
+        if math.isinf(room):
+            return True
+        for rows in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
+            counts = rows[..., 0].max(0)
+            most += room // max(state + saved * counts[counts > 0].min(), 1e-9)
+        return most >= len(blocks) * SCHEDULES[split.schedule].chains
 
     def _fastest(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
         """Returns the layers of stages whatever they hold."""

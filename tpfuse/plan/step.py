@@ -158,7 +158,16 @@ class Load:
         waits = seconds - sum(parts.values()) - sum(beside.values())
         parts |= {PP: waits if split.pp > 1 else 0.0} | beside
         elements = float(self.parameters[rank])
-        return Step(split, self.count, seconds, parts, rank, elements, self.memory, self.hop)
+        return Step(
+            split=split,
+            micro_batches=self.count,
+            seconds=seconds,
+            parts=parts,
+            rank=rank,
+            parameters=elements,
+            memory=self.memory,
+            hop=self.hop,
+        )
 
 
 def _copies(load: Load, parameters: float) -> float:
