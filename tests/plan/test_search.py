@@ -135,5 +135,13 @@ def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
 
 def test_splits_cover_the_devices():
     every = candidates(fake.job(4, 8), 8, {})
-    assert {s.ranks for s in every} == {8} and Split(2, 2, 2, "zbv", 2, 4, "smallest", True, True) in every
+    most = Split(2, 2, 2, "zbv", 2, 4, "fastest", True, True)
+    assert {s.ranks for s in every} == {8} and most in every and most._replace(full=False, saving="smallest") in every
     assert len(set(every)) == len(every)
+
+
+def test_recomputed_blocks_keep_as_is_fixed():
+    every = candidates(fake.job(4, 8), 8, {})
+    fixed = candidates(fake.job(4, 8), 8, {"saving": "smallest"})
+    assert {s.saving for s in every if s.full} == {"fastest"}
+    assert {(s.saving, s.full) for s in fixed} == {("smallest", False), ("smallest", True)}

@@ -101,7 +101,10 @@ def check_fixed(fixed: Fixed) -> None:
 
 def _every(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
     """Micro-batches are powers of two and the one of ``fixed``; chunks below."""
-    kinds: list[dict[str, Any]] = [dict(saving=saving, full=full) for full in (False, True) for saving in SAVING]
+    # Blocks that are recomputed whole keep their inputs alone, so that "smallest" makes their passes longer and no more.
+    again = fixed.get("saving", SAVING[0])
+    kinds: list[dict[str, Any]] = [dict(saving=saving, full=False) for saving in SAVING]
+    kinds.append(dict(saving=again, full=True))
     for pp in _divisors(devices):
         for tp in _divisors(devices // pp):
             dp = devices // pp // tp
