@@ -1,5 +1,7 @@
 """A step's time against the simulator's, its bound, and what a rank keeps against the order's own lists."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,6 @@ from tpfuse.models import GPTConfig
 from tpfuse.pipeline import SCHEDULES, order, simulate
 from tpfuse.pipeline.order import possible
 from tpfuse.plan.cluster import preset
-from tpfuse.plan.kept import rows_of
 from tpfuse.plan.pieces import LedgerCosts
 from tpfuse.plan.spans import Spans
 from tpfuse.plan.split import Job, Split
@@ -60,8 +61,8 @@ def test_a_step_is_the_simulators(name, data):
     assert loaded.bound <= step.seconds * (1 + 1e-9)
     # what the order's own list of actions keeps
     for rank, (memory, actions) in enumerate(zip(step.memory, made.actions, strict=True)):
-        rows = rows_of(actions, len(made.ranks), made.stages)
-        kept = (rows[..., 0] * stages.saved + rows[..., 1] * stages.held).sum((1, 2)).max()
+        changes = {"F": stages.saved, "B": -stages.saved, "I": stages.held - stages.saved, "W": -stages.held}
+        kept = max(itertools.accumulate(changes[a.kind][a.stage] for a in actions))
         assert memory.activations == pytest.approx(kept + 0.3) and memory.state == 16 * loaded.parameters[rank]
 
 

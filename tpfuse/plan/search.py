@@ -101,7 +101,7 @@ def check_fixed(fixed: Fixed) -> None:
 
 def _every(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
     """Micro-batches are powers of two and the one of ``fixed``; chunks below."""
-    # Blocks that are recomputed whole keep their inputs alone, so that "smallest" makes their passes longer and no more.
+    # Blocks that are recomputed whole keep their inputs alone: "smallest" would make their passes longer, and no more.
     again = fixed.get("saving", SAVING[0])
     kinds: list[dict[str, Any]] = [dict(saving=saving, full=False) for saving in SAVING]
     kinds.append(dict(saving=again, full=True))
@@ -287,8 +287,8 @@ class _Search:
         saved, most = min(block.saved for block in blocks), 0.0
         if math.isinf(room):
             return True
-        for rows in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
-            counts = rows[..., 0].max(0)
+        for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
+            counts = own.counts[..., 0].max(0)
             most += room // max(state + saved * counts[counts > 0].min(), 1e-9)
         return most >= len(blocks) * SCHEDULES[split.schedule].chains
 
@@ -303,8 +303,9 @@ class _Search:
         """Returns the layers of stages that each fit into its share of the rank that holds it: all of it, where that
         holds one stage."""
         chains, count = SCHEDULES[split.schedule].chains, split.pp * split.chunks
-        rows = kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks)
-        in_flight = np.max([r.max(0) for r in rows], 0).max(0)  # [stages, 2]
+        in_flight = np.zeros((count, 2))
+        for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
+            np.maximum.at(in_flight, own.stages, own.counts.max(0))
         transient, costs = spans.transient(count), []
         for stage, w in enumerate(self._windows(spans, count)):
             state = self.means.state(self.job, split, w.parameters * split.chunks * chains)

@@ -121,10 +121,9 @@ class Load:
         """Of every place in the pipeline."""
         split, sizes = self.split, np.stack([self.stages.saved, self.stages.held], -1)
         found = []
-        for rank, rows in enumerate(kept(split.schedule, split.pp, self.count, split.chunks)):
-            beside = max(self.transient[s] for chain in self.chains for s, r in enumerate(chain) if r == rank)
-            most = float((rows * sizes).sum((1, 2, 3)).max())
-            found.append(Memory(float(self.means.state(self.job, split, self.parameters[rank])), float(most + beside)))
+        for rank, own in enumerate(kept(split.schedule, split.pp, self.count, split.chunks)):
+            state = float(self.means.state(self.job, split, self.parameters[rank]))
+            found.append(Memory(state, own.most(sizes) + float(self.transient[own.stages].max())))
         return tuple(found)
 
     @property
