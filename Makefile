@@ -17,7 +17,7 @@ SUITE := $(PYTEST) -n $(JOBS) --dist worksteal
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-every test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,9 +43,12 @@ test: lint  ## the everyday suite, in JOBS=2 processes (JOBS=0: in this one, for
 	$(SUITE) -m "not slow and not gpu"
 
 test-rest: $(STAMP)  ## what test-all adds to test
-	$(SUITE) -m "slow and not gpu"
+	$(SUITE) -m "slow and not rare and not gpu"
 
-test-all: test test-rest  ## everything that needs no GPU
+test-all: test test-rest  ## all kinds of tests that need no GPU
+
+test-every: $(STAMP)  ## and all of their cases
+	$(SUITE) -m "not gpu"
 
 test-versions: $(STAMP)  ## the everyday suite with the oldest and the newest PyTorch, Triton and NumPy (ARGS=--help)
 	$(BIN)/python -m tests.versions $(ARGS)

@@ -32,8 +32,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter_speed.install()
 
 
-SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline"
-FEW = 6  # cases of a test that all run every day
+# Folders whose tests of many cases are spread: a part every day, a part in the slow phase, the rest in make test-every.
+SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "foreign", "ledger"
+SAMPLED += "doctor", "plan"
+FEW, MANY = 3, 6  # cases: up to the first all run every day, from the second on a third runs in make test-every alone
+DAILY, LATE = 1 / 4, 2 / 3  # of the cases, those that run every day, and those that do so or in the slow phase
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -48,9 +51,13 @@ def pytest_collection_modifyitems(items):
         if in_folder and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
             cases[item.nodeid.partition("[")[0]].append(item)
     for every in cases.values():
-        for item in every if len(every) > FEW else ():
-            if zlib.crc32(item.nodeid.encode()) % 3:  # by name: spread over the values of all parameters
-                item.add_marker(pytest.mark.slow)
+        if len(every) > FEW:
+            every.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # spread over the values of all parameters
+            for i, item in enumerate(every):
+                if i >= DAILY * len(every):
+                    item.add_marker(pytest.mark.slow)
+                if i >= LATE * len(every) > LATE * MANY:
+                    item.add_marker(pytest.mark.rare)
 
 
 @pytest.fixture(scope="session")
