@@ -30,6 +30,7 @@ def losses(said: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_losses_do_not_depend_on_the_split(given):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

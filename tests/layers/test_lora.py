@@ -299,6 +299,7 @@ def half(world, dp, tp, path):
     save_checkpoint(path, tuning.model, tuning.optimizer, step=2)
 
 
+@pytest.mark.slow
 def test_training_over_dp_and_tp_and_from_a_checkpoint(ranks, tmp_path):
     norms, exact = ranks(1, tuned, 1, 1, False)[0]
     assert min(norms) > 0.02  # clipping did something

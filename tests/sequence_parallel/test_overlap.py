@@ -203,11 +203,8 @@ def _block(world, overlap, sp, saving, compiled):
 @pytest.mark.parametrize(
     "sp, saving",
     [
-        (True, "smallest"),
-        *(
-            pytest.param(*c, marks=pytest.mark.slow)
-            for c in [(True, "fastest"), (False, "smallest"), (False, "fastest")]
-        ),
+        pytest.param(*c, marks=pytest.mark.slow)
+        for c in [(True, "smallest"), (True, "fastest"), (False, "smallest"), (False, "fastest")]
     ],
 )
 def test_a_block_compiled_in_one_graph(ranks, sp, saving):

@@ -256,6 +256,7 @@ def wrapped(world):
     return True
 
 
+@pytest.mark.slow
 def test_wrappers_and_whole_dictionaries(ranks):
     assert all(ranks(4, wrapped))
 

@@ -203,7 +203,8 @@ def test_the_end_of_a_forked_process_waits(tmp_path):
     assert load_checkpoint(tmp_path, *made()) == (1, None)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_end_of_the_process_waits(tmp_path, size):
     """Also where the process groups are destroyed before."""
     assert [code for _, code in scripts(tmp_path, size)] == [0] * size
