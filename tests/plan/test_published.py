@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import torch
 
-from bench.plan import published
+from bench.plan import places, published
 from bench.plan.megatron import MegatronCosts, Sizes, layer
 from tpfuse.ledger.mfu import PUBLISHED, forward_flops
 from tpfuse.models import GPTConfig
@@ -118,3 +118,14 @@ def test_what_megatron_refuses():
         costs(job, Split(pp=2, schedule="zbv"))
     with pytest.raises(ValueError, match="megatron: 64 heads are not divisible by tp=3"):
         costs(job, Split(tp=3))
+
+
+@pytest.mark.parametrize(
+    "p, within",
+    [(P22, 15), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((P175, 5), (P530, 1), (P1T, 5)))],
+)
+def test_the_papers_own_plans_are_among_the_best(p, within):
+    """Within so many % of the best that the search finds."""
+    found = places.place(p)
+    assert 0 <= found.behind < within and found.own.seconds == pytest.approx(p.seconds, rel=0.1)
+    assert places.line(found) in PAGE
