@@ -1,6 +1,7 @@
 """The hook under DistributedDataParallel, on real processes."""
 
 import copy
+import types
 from unittest import mock
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
-from tpfuse import OkTopk, ok_topk_hook
+from tests.models.common import STEP_CONFIG, batch, default_dtype
+from tpfuse import OkTopk, TensorParallel, ok_topk_hook
+from tpfuse.models import GPT
 
 BUCKETS = 0.005  # MB
 
@@ -227,3 +230,42 @@ def test_bad_settings_are_named(given, named):
 def test_without_a_process_group_it_says_so():
     with pytest.raises(ValueError, match="there is no process group"):
         _ = tpfuse.OkTopk().replicas
+
+
+def spoilt_slice(world):
+    """-> what each rank of (dp, tp) = (2, 2) says where one rank's own slice alone has a NaN in its gradient"""
+    mesh = world.mesh(2, 2)
+    with default_dtype(torch.float64):
+        model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    ddp.register_comm_hook(OkTopk(0.05, group=mesh["dp"].get_group()), ok_topk_hook)
+    weight = model.blocks[0].mlp.fc1.weight
+    if world.rank == 1:
+        weight.register_hook(lambda g: g * float("nan"))
+    try:
+        ddp(**batch(STEP_CONFIG, seed=world.rank // 2)).loss.backward()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_nan_of_one_slice_is_an_error_of_all_tensor_parallel_ranks(ranks):
+    said = ranks(4, spoilt_slice)
+    assert all(each and "on rank 0 of the replicas in a parameter of shape" in each for each in said), said
+
+
+def interrupted(world):
+    """A backward pass that fails on all ranks between two buckets -> how many buckets the next one leaves behind"""
+    model = net()
+    state = OkTopk(0.05)
+    first = types.SimpleNamespace(
+        index=lambda: 0, is_last=lambda: False, buffer=lambda: None, gradients=list, parameters=list
+    )
+    state._take(first)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKETS)
+    ddp.register_comm_hook(state, ok_topk_hook)
+    loss_of(ddp, 0, world.rank).backward()
+    return bool(gradients(model).count_nonzero()), state.step
+
+
+def test_buckets_of_a_pass_that_failed_are_forgotten(ranks):
+    assert ranks(2, interrupted) == [(True, 1)] * 2

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, number, whole
 from ..layers.module import wholes
+from ..together import raise_together
 from .algorithm import Dials, State, Summed, sparse_sum
 from .messages import Replicas
 
@@ -78,6 +79,7 @@ class OkTopk:
         self.units: list[Unit] = []
         self.sent = self.sent_entries = 0
         self._buckets: list[_Bucket] = []
+        self._split_over: list[dist.ProcessGroup | None] | None = None  # whose ranks fail together; known by a step
 
     @property
     def _over(self) -> dist.ProcessGroup:
@@ -97,6 +99,8 @@ class OkTopk:
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
+        if bucket.index() == 0:  # of a pass that ended in an error some may be left
+            self._buckets = []
         self._buckets.append(_Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), done))
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
@@ -111,7 +115,9 @@ class OkTopk:
     def _finish(self, buckets: list[_Bucket]) -> None:
         """Puts the averages into the buckets.  Nothing is changed before every rank's gradients are found finite."""
         replicas = Replicas(self._over)
-        _check_finite(buckets, replicas)
+        if self._split_over is None:
+            self._split_over = _tensor_parallel(buckets)
+        raise_together(_not_finite(buckets, replicas), self._split_over)
         if self.step < self.warmup_steps:
             for bucket in buckets:
                 dist.all_reduce(bucket.buffer.div_(replicas.size), group=self._over)
@@ -181,14 +187,23 @@ def _give(unit: Unit, made: Summed, gradients: dict[int, Tensor], size: int) -> 
     unit.state = made.state
 
 
-def _check_finite(buckets: list[_Bucket], replicas: Replicas) -> None:
+def _tensor_parallel(buckets: list[_Bucket]) -> list[dist.ProcessGroup | None]:
+    """Returns the groups that the parameters are split over."""
+    known = wholes()
+    split = [known[p].tp for bucket in buckets for p in bucket.parameters if p in known]
+    groups = {tp.group_name: tp.group for tp in split if tp.group_name is not None}
+    return [groups[name] for name in sorted(groups)]
+
+
+def _not_finite(buckets: list[_Bucket], replicas: Replicas) -> ValueError | None:
+    """Returns the same error on every replica, where a gradient of one is not finite."""
     first = [_first_bad(bucket) for bucket in buckets]
     found = replicas.gather(torch.tensor(first, dtype=torch.int32, device=buckets[0].buffer.device))
     if not found.any():
-        return
+        return None
     rank, place = (int(x) for x in found.nonzero()[0])
     shape = tuple(buckets[place].parameters[int(found[rank, place]) - 1].shape)
-    raise ValueError(
+    return ValueError(
         f"ok_topk_hook: gradients must be finite, got a NaN or an infinity on rank {rank} of the replicas in a"
         f" parameter of shape {shape}; nothing was sent or kept of this step"
     )
