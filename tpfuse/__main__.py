@@ -5,7 +5,9 @@ laid out over ranks, whether the installation works, and how fast the kernels ar
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .bench import command as bench
@@ -62,6 +64,14 @@ def drawn(args: Namespace) -> None:
     """Prints which file --plot wrote."""
     if args.plot and not args.json:
         print(f"\ndrawn to {args.plot}")
+
+
+def present(args: Namespace, found: Any, draw: Callable[[Any, Path], None]) -> None:
+    """Prints what a command found, which has ``text()`` and ``json()``, and with --plot draws it."""
+    if args.plot:
+        draw(found, args.plot)
+    show(args, found.text(), found.json())
+    drawn(args)
 
 
 # ---- the commands ----
@@ -267,34 +277,19 @@ def run_predict(args: Namespace) -> None:
 
 def run_pipeline(args: Namespace) -> None:
     compared = pipeline.compare(args, args.schedule.split(",") if args.schedule else None)
-    if args.plot:
-        gantt.draw(compared.timelines, args.plot)
-    show(args, compared.text(), compared.json())
-    drawn(args)
+    present(args, compared, lambda found, path: gantt.draw(found.timelines, path))
 
 
 def run_collectives(args: Namespace) -> None:
-    compared = collectives.compare(args)
-    if args.plot:
-        collectives.draw(compared, args.plot)
-    show(args, compared.text(), compared.json())
-    drawn(args)
+    present(args, collectives.compare(args), collectives.draw)
 
 
 def run_topology(args: Namespace) -> None:
-    compared = topology.compare(args.accelerators)
-    if args.plot:
-        topology.draw(compared, args.plot)
-    show(args, compared.text(), compared.json())
-    drawn(args)
+    present(args, topology.compare(args.accelerators), topology.draw)
 
 
 def run_layouts(args: Namespace) -> None:
-    solved = layouts.solve(args)
-    if args.plot:
-        layouts.draw(solved, args.plot)
-    show(args, solved.text(), solved.json())
-    drawn(args)
+    present(args, layouts.solve(args), layouts.draw)
 
 
 def run_doctor(args: Namespace) -> int:

@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from bench._link import End, namespaces, shape, unshaped
+from bench.overlap import seconds
 from bench.port import free_port
 from bench.sparse_gradients.topk_a import TopkA, topk_a_hook
 from tpfuse import OkTopk, ok_topk_hook
@@ -101,16 +101,6 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
 
 
 # ---- measurement ----
-
-
-def seconds(run: Callable[[], None]) -> float:
-    """From a common start; the slowest rank counts."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    took = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
 
 
 def worker(rank: int, args: argparse.Namespace, ends: list[End], port: int, results: Any) -> None:

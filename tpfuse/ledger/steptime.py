@@ -7,6 +7,7 @@ overlap: on CPUs gloo and GEMMs want the same cores.
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -104,16 +105,26 @@ def _train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
     replica: Any = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
-    k, times = micro_batches(plan, batch), []
-    for _ in range(steps + 2):
-        dist.barrier()
-        start = time.perf_counter()
+    k = micro_batches(plan, batch)
+
+    def step() -> None:
         for i in range(k):
             if plan.dp > 1:
                 replica.require_backward_grad_sync = i == k - 1
             replica(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return timed(step, steps)
+
+
+def timed(step: Callable[[], None], steps: int) -> float:
+    """Returns the seconds of a step on the slowest rank, the median of ``steps`` after two; each rank calls it."""
+    times = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
         slowest = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         times.append(float(slowest))

@@ -1,12 +1,9 @@
 """Plans against real steps on this machine's processes: the best, and three others."""
 
 import functools
-import statistics
-import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..ledger import steptime
@@ -89,14 +86,10 @@ def _train(job: Job, split: Split, steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters())
     rows, generator = job.batch // split.dp, torch.Generator().manual_seed(0)
     ids = torch.randint(job.config.vocab_size, (rows, job.seq), generator=generator)
-    times = []
-    for _ in range(steps + 2):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def step() -> None:
         pipeline.step(ids, labels=ids)
         optimizer.step()
         optimizer.zero_grad()
-        slowest = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times.append(float(slowest))
-    return statistics.median(times[2:])
+
+    return steptime.timed(step, steps)

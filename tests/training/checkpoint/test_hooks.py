@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.models.common import STEP_CONFIG, batch, default_dtype
+from tests.training.checkpoint.common import made
 from tpfuse import OkTopk, TensorParallel, load_checkpoint, ok_topk_hook, param_groups, save_checkpoint
 from tpfuse.models import GPT
+from tpfuse.training.checkpoint.meta import sealed
 
 
 class Sparse:
@@ -146,3 +148,16 @@ def test_what_is_written_of_it(ranks, tmp_path):
     assert (said["hook"]["replicas"], said["hook"]["step"]) == (2, 4)
     names = sorted(name for unit in said["hook"]["units"] for name in unit)
     assert sorted(n.removeprefix("residual.1.") for n in said["tensors"] if n.startswith("residual.1.")) == names
+
+
+BAD = [3, [], {}, dict(replicas=2, step=1), dict(replicas=2, step=-1, units=[]), dict(replicas=2, step=1, units=[[3]])]
+
+
+@pytest.mark.parametrize("said", BAD, ids=str)
+def test_a_hook_of_another_form_is_damage(tmp_path, said):
+    model, optimizer = made()
+    path = save_checkpoint(tmp_path, model, optimizer, step=1) / "meta.json"
+    values = json.loads(path.read_text()) | dict(hook=said)
+    path.write_bytes(sealed({key: value for key, value in values.items() if key != "sha256"}))
+    with pytest.raises(ValueError, match="is damaged: hook must be replicas, a step and units of names"):
+        load_checkpoint(tmp_path, model, optimizer)

@@ -41,7 +41,7 @@ def opened(path: Path, raw: bytes) -> Meta:
         if seal is None or seal[1].decode() != hashlib.sha256(raw[seal.end() :]).hexdigest():
             raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
     for key, (holds, what) in (_FIELDS if meta["version"] == VERSION else _FIELDS_1).items():
-        if key not in meta or not holds(meta[key]):
+        if key not in (meta | _WITHOUT) or not holds((_WITHOUT | meta)[key]):
             raise ValueError(f"{path} is damaged: {key} must be {what}, got {_short(meta.get(key))}")
     return meta
 
@@ -126,6 +126,16 @@ def _group(value: Any) -> bool:
     return isinstance(params, list) and all(isinstance(name, str) for name in params)
 
 
+def _hook(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and _natural(value.get("replicas"))
+        and _natural(value.get("step"))
+        and isinstance(value.get("units"), list)
+        and all(isinstance(unit, list) and all(isinstance(name, str) for name in unit) for unit in value["units"])
+    )
+
+
 Rule = tuple[Callable[[Any], bool], str]
 _FIELDS_1: dict[str, Rule] = {
     "step": (_natural, "an integer from 0"),
@@ -134,11 +144,13 @@ _FIELDS_1: dict[str, Rule] = {
     "param_groups": (lambda v: isinstance(v, list) and all(map(_group, v)), "a list of groups with params"),
     "extra": (lambda v: True, "any value"),
 }
+_WITHOUT: Meta = {"hook": None}  # fields that need not be there
 _FIELDS: dict[str, Rule] = _FIELDS_1 | {
     "optimizer": (lambda v: isinstance(v, str), "a string"),
     "config": (lambda v: v is None or isinstance(v, dict), "an object or null"),
     "conditions": (lambda v: isinstance(v, dict), "an object"),
     "tensors": (lambda v: isinstance(v, dict) and all(map(_tensor, v.values())), "dtypes and shapes by name"),
+    "hook": (_hook, "replicas, a step and units of names, or not there"),
     "files": (
         lambda v: isinstance(v, dict) and all(map(plain, v)) and all(map(_file, v.values())),
         "sizes and checksums by file name",
