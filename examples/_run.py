@@ -20,6 +20,8 @@ class StopSignal:
     """A context in which Ctrl-C, SIGTERM and SIGHUP are noted rather than obeyed; one sent again later is obeyed.
 
     ``number`` is the signal, or 0.  A launcher that has gone counts as SIGHUP: nobody would stop this process later.
+    An error that leaves the context leaves it in force: a launcher that ends this process because another one has died
+    must not do so before the error is printed, which names that other one.
     """
 
     def __init__(self, launched: bool):
@@ -32,7 +34,9 @@ class StopSignal:
         self.before = {s: signal.signal(s, self._note) for s in heard}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception):
+            return
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples.launch import children, example, interrupted, ok, run
+from tests.examples.launch import EXAMPLES, children, example, interrupted, ok, run
 from tpfuse.ledger import parameter_count
 from tpfuse.models import GPT, GPTConfig
 
@@ -206,6 +208,25 @@ def test_a_signal_counts_again_only_later(monkeypatch):
         assert stop.number == signal.SIGINT
         monkeypatch.setattr(run, "PATIENCE", -1.0)
         signal.raise_signal(signal.SIGINT)
+
+
+def test_an_error_is_said_before_a_signal_is_obeyed():
+    """The launcher's signal comes while the error that names the dead rank is still on its way out."""
+    code = textwrap.dedent("""
+        import os, signal, sys, time
+        from _run import StopSignal
+        sys.excepthook = lambda *_: (time.sleep(0.2), print("the error", file=sys.stderr))
+        with StopSignal(launched=False):
+            if os.fork() == 0:  # the launcher
+                for _ in range(20):
+                    time.sleep(0.02)
+                    os.kill(os.getppid(), signal.SIGTERM)
+                os._exit(0)
+            time.sleep(0.1)
+            raise RuntimeError("rank 1 has ended")
+    """)
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and done.stderr == "the error\n"
 
 
 @pytest.mark.slow
