@@ -32,7 +32,7 @@ def trained(world, dp, wrap):
     """-> full gradients of two micro-batches of three samples, each replica a sample of its own twice."""
     model, mesh = made(world, dp, NO_DROPOUT)
     replica = data_parallel(model.double(), mesh["dp"], bucket_cap_mb=0.001) if wrap else model.double()
-    for step in range(2):  # DDP makes its buckets anew after the first
+    for _ in range(2):  # DDP makes its buckets anew after the first
         model.zero_grad()
         for micro in range(2):
             call = batch(CONFIG, seed=micro)

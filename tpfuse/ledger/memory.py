@@ -152,7 +152,8 @@ OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the pa
 class State(NamedTuple):
     """Bytes that a rank holds apart from activations.
 
-    ``buckets``: DDP's copies of the gradients, none under tpfuse.data_parallel; ``gathered``: the two largest units that FSDP has whole at a time.
+    ``buckets``: DDP's copies of the gradients, none under tpfuse.data_parallel; ``gathered``: the two largest units
+    that FSDP has whole at a time.
     """
 
     parameters: int

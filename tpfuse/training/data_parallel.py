@@ -123,8 +123,8 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
     _check_parameters(name, model)
     check(
         getattr(model, "stage", None) is None,
-        f"{name} holds pipeline stages, whose split backward passes DistributedDataParallel does not see; give the model"
-        " dp=mesh['dp'], and the pipeline's step sums over the replicas",
+        f"{name} holds pipeline stages, whose split backward passes DistributedDataParallel does not see; give the"
+        " model dp=mesh['dp'], and the pipeline's step sums over the replicas",
     )
     for path, part in model.named_modules():
         own = isinstance(part, _BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)
