@@ -50,13 +50,22 @@ def overlap(result: dict) -> str:
         best = fastest(row)
         cells = *times, *shares, spread(row["over_least"]), f"{best}: {spread(row['over'][best])}"
         lines.append(f"| {row['ranks']} | {link(row)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"![Time of a step over the size of buckets]({PICTURE.name})"])
+    return "\n".join(lines)
 
 
 def fastest(row: dict) -> str:
     """Returns the buckets of the least median, the usual ones where that is no less in a quarter of the rounds."""
     best = min(BUCKETS, key=lambda name: row["over"][name][1])
     return best if row["over"][best][2] < 1 else USUAL
+
+
+def picture(result: dict) -> str:
+    """Shows the picture, which there is when there is a result."""
+    return (
+        f"![Time of a step over the size of buckets]({PICTURE.name})"
+        if result.get("rows")
+        else f"A picture: {NOT_YET}."
+    )
 
 
 def draw(result: dict, path: pathlib.Path) -> None:
@@ -75,7 +84,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
             axis.plot(ms(middle), f"C{i}-o", label=link(row), markersize=3)
             axis.fill_between(range(len(BUCKETS)), ms(low), ms(high), color=f"C{i}", alpha=0.2)
             axis.axhline(1e3 * row["seconds"]["no overlap"][1], color=f"C{i}", linestyle="--", linewidth=1)
-        axis.set_xticks(range(len(BUCKETS)), [str(cap) for cap in BUCKETS.values()])
+        axis.set_xticks(range(len(BUCKETS)), [name.removesuffix(" MiB") for name in BUCKETS])
         axis.set(ylim=(0, None), xlabel="buckets, MiB", ylabel="ms a step", title=f"{ranks} replicas")
     axes.flat[0].legend(fontsize=7, title="dashed: no overlap", title_fontsize=7)
     figure.tight_layout()
@@ -83,7 +92,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
 
 
 def parts(result: dict) -> dict[str, str]:
-    return dict(overlap=overlap(result), settings=settings(result))
+    return dict(overlap=overlap(result), picture=picture(result), settings=settings(result))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,8 @@ class Steps:
 
     def __init__(self, args: argparse.Namespace):
         sizes = dict(max_positions=args.seq, hidden_size=args.width, num_layers=args.layers, num_heads=args.heads)
-        self.config = GPTConfig(
-            vocab_size=256, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0, activation="gelu_tanh", **sizes
-        )
+        none = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+        self.model = GPT(GPTConfig(vocab_size=256, activation="gelu_tanh", **none, **sizes))
         seed = torch.Generator().manual_seed(dist.get_rank())
         self.ids = torch.randint(256, (args.batch, args.seq), generator=seed)
 
@@ -39,8 +39,7 @@ class Steps:
         return loss
 
     def _replica(self, micro_batches: int = 1, **settings: Any) -> Step:
-        usual = dict(bucket_cap_mb=25, gradient_as_bucket_view=True)
-        replica = DistributedDataParallel(GPT(self.config), **(usual | settings))
+        replica = DistributedDataParallel(copy.deepcopy(self.model), **(dict(gradient_as_bucket_view=True) | settings))
 
         def step() -> None:
             for i in range(micro_batches):
@@ -52,7 +51,7 @@ class Steps:
 
     def _apart(self) -> dict[str, Step]:
         """Computing and messages one after the other, and each alone."""
-        model = GPT(self.config)
+        model = copy.deepcopy(self.model)
         parameters = list(model.parameters())
         flat = torch.zeros(sum(p.numel() for p in parameters))
 
