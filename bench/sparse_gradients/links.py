@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench._link import End, namespaces, shape, unshaped
+from bench._link import End, at_rates
 from bench.overlap import seconds
 from bench.port import free_port
 from bench.sparse_gradients.topk_a import TopkA, topk_a_hook
@@ -135,29 +134,23 @@ def rows_of(gbit: float, times: dict[str, list[float]]) -> Iterator[dict[str, An
         yield dict(gbit=gbit, method=name, seconds=statistics.median(took), over_dense=[low, middle, high])
 
 
-def run(args: argparse.Namespace, ends: list[End], rates: list[float]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    print("| Gbit/s | method | ms a step | over dense (quartiles) |\n|---|---|---|---|")
-    for gbit in rates:
-        if gbit:
-            shape(ends, gbit)
-        for row in rows_of(gbit, measure(args, ends if gbit else unshaped(RANKS))):
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    def at(gbit: float, ends: list[End]) -> list[dict[str, Any]]:
+        rows = list(rows_of(gbit, measure(args, ends)))
+        for row in rows:
             low, middle, high = row["over_dense"]
             rate = f"{gbit:g}" if gbit else "unshaped"
             ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
             print(f"| {rate} | {row['method']} | {1e3 * row['seconds']:.0f} | {ratio} |", flush=True)
-            rows.append(row)
-    return rows
+        return rows
+
+    print("| Gbit/s | method | ms a step | over dense (quartiles) |\n|---|---|---|---|")
+    return [row for rows in at_rates(args.rate, RANKS, at) for row in rows]
 
 
 def main() -> None:
     args = arguments()
-    try:
-        with namespaces() as ends:
-            rows = run(args, ends, args.rate)
-    except OSError as error:
-        print(f"no shaped link ({error}): unshaped", file=sys.stderr)
-        rows = run(args, unshaped(RANKS), [0.0])
+    rows = run(args)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(dict(torch=torch.__version__, arguments=vars(args), rows=rows), file, indent=1)
