@@ -8,10 +8,12 @@ import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -69,3 +71,24 @@ def shape(ends: list[End], gbit: float) -> None:
     for end in ends:
         bucket = "rate", f"{round(gbit * 1000)}mbit", "burst", "256kb", "latency", "100ms"
         _ip("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.interface, "root", "tbf", *bucket)
+
+
+def at_rates(rates: list[float], ranks: int, run: Callable[[float, list[End]], T]) -> list[T]:
+    """Returns ``run(Gbit/s, the end of each rank)`` at every rate, 0 unshaped; half of the ranks are at either end.
+
+    Where no link can be shaped, it runs once, unshaped, and says so.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            ends = stack.enter_context(namespaces())
+            shape(ends, 1.0)
+        except OSError as error:
+            print(f"no shaped link ({error}): unshaped", file=sys.stderr)
+            return [run(0.0, unshaped(ranks))]
+        halves = [ends[len(ends) * rank // ranks] for rank in range(ranks)]
+        found = []
+        for gbit in rates:
+            if gbit:
+                shape(ends, gbit)
+            found.append(run(gbit, halves if gbit else unshaped(ranks)))
+        return found

@@ -194,6 +194,15 @@ def parse() -> argparse.Namespace:
             follow(args.plan, args)
         except ValueError as error:
             parser.error(str(error))
+    if args.ok_topk_warmup is not None and args.ok_topk is None:
+        parser.error("--ok-topk-warmup is of --ok-topk, which is not given")
+    if args.ok_topk is not None:
+        if not 0 < args.ok_topk <= 1:
+            parser.error(f"--ok-topk must be in (0, 1], got {args.ok_topk}")
+        if args.dp == 1:
+            parser.error("--ok-topk is of gradients that replicas share: give --dp 2 or more")
+        if args.pp > 1 or args.main_grad:
+            parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
 
     shape = SIZES[args.size]
     args.width = args.width or shape["hidden_size"]
@@ -212,15 +221,6 @@ def parse() -> argparse.Namespace:
     args.schedule = args.schedule or "1f1b"
     if args.pp > 1 and args.compile and SCHEDULES[args.schedule].split:
         parser.error(f"--schedule {args.schedule} splits the backward pass, which --compile does not")
-    if args.ok_topk_warmup is not None and args.ok_topk is None:
-        parser.error("--ok-topk-warmup is of --ok-topk, which is not given")
-    if args.ok_topk is not None:
-        if not 0 < args.ok_topk <= 1:
-            parser.error(f"--ok-topk must be in (0, 1], got {args.ok_topk}")
-        if args.dp == 1:
-            parser.error("--ok-topk is of gradients that replicas share: give --dp 2 or more")
-        if args.pp > 1 or args.main_grad:
-            parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
     for name, value in (("--max-mb", args.max_mb), ("--lr", args.lr), ("--temperature", args.temperature)):
         if not 0 < value < math.inf:
             parser.error(f"{name} must be a positive number, got {value}")
