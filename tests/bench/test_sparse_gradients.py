@@ -7,9 +7,8 @@ import pytest
 from bench import documents
 from bench.sparse_gradients import links, page, training
 
-ROW = dict(
-    ranks=2, gbit=0.1, seconds=dict(dense=1.2, TopkA=0.3), over_dense=dict(dense=[1] * 3, TopkA=[0.2, 0.25, 0.3])
-)
+OVER = dict(dense=[1] * 3, TopkA=[0.2, 0.25, 0.3])
+ROW = dict(ranks=2, gbit=0.1, seconds=dict(dense=1.2, TopkA=0.3), over_dense=OVER)
 LOG = [dict(step=1, loss=5.0, bytes_sent=100), dict(step=2, loss=4.0, bytes_sent=10), dict(step=2, held_out_bits=2.1)]
 DENSE = [dict(step=1, loss=5.0), dict(step=2, loss=4.0), dict(step=2, held_out_bits=2.0)]
 
