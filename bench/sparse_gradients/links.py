@@ -1,7 +1,7 @@
 """What a training step takes where replicas' links are slow, by how gradients are averaged.
 
     python -m bench.sparse_gradients                 0.1, 0.3, 1, 10 Gbit/s and unshaped (root: network namespaces)
-    python -m bench.sparse_gradients --json bench/results/sparse_gradients.json    about eight minutes on two idle cores
+    python -m bench.sparse_gradients --json bench/results/sparse_gradients.json
     python -m bench.sparse_gradients.page            the table of docs/training.md, from that file
 
 Replicas of a GPT under DistributedDataParallel, one thread each, every method in turn in the same processes: dense

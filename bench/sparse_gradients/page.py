@@ -79,9 +79,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def parts() -> dict[str, str]:
-    """The name of each table -> its text."""
+    """The name of each part of the page -> its text."""
     trained = whole_result("sparse_training")
-    return {"links": links(whole_result("sparse_gradients")), "training": training(trained)}
+    picture = f"\n\n![Held-out bits over steps and bytes]({PICTURE.name})" if trained else ""
+    return {"links": links(whole_result("sparse_gradients")), "training": training(trained) + picture}
 
 
 def main() -> None:

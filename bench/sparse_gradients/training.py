@@ -1,6 +1,6 @@
 """What the choice of large entries costs in what is learnt: the demo's model trained with and without it.
 
-    python -m bench.sparse_gradients.training --json bench/results/sparse_training.json   about ten idle minutes
+    python -m bench.sparse_gradients.training --json bench/results/sparse_training.json
     python -m bench.sparse_gradients.page            the table and the picture of docs/training.md, from that file
 
 examples/train_gpt.py on its own text, on four replicas of one thread each, once with dense gradients and once with each
