@@ -114,6 +114,13 @@ def parse() -> argparse.Namespace:
         help="of all that the family drops: GPT-2 embedding, attention and residual, the others attention",
     )
     add("--seed", type=int, default=0, metavar="N", help="decides weights, samples and dropout masks")
+    add(
+        "--ok-topk",
+        type=float,
+        metavar="DENSITY",
+        help="of the gradients' sum over the replicas, send this share alone (tpfuse.OkTopk; 0.01 is one in a hundred)",
+    )
+    add("--ok-topk-warmup", type=common.positive, metavar="N", help="steps before which whole gradients are sent")
     add = parser.add_argument_group(
         "how it is split and run (none of it changes what is learnt, but for rounding)"
     ).add_argument
@@ -187,6 +194,15 @@ def parse() -> argparse.Namespace:
             follow(args.plan, args)
         except ValueError as error:
             parser.error(str(error))
+    if args.ok_topk_warmup is not None and args.ok_topk is None:
+        parser.error("--ok-topk-warmup is of --ok-topk, which is not given")
+    if args.ok_topk is not None:
+        if not 0 < args.ok_topk <= 1:
+            parser.error(f"--ok-topk must be in (0, 1], got {args.ok_topk}")
+        if args.dp == 1:
+            parser.error("--ok-topk is of gradients that replicas share: give --dp 2 or more")
+        if args.pp > 1 or args.main_grad:
+            parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
 
     shape = SIZES[args.size]
     args.width = args.width or shape["hidden_size"]

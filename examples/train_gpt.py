@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --tp 2 --dp 2 --size 50m --data my/texts
     torchrun --nproc-per-node 2 examples/train_gpt.py --family gpt2 --width 256 --heads 8 --dropout 0.1
     torchrun --nproc-per-node 2 examples/train_gpt.py --dp 2 --pack   # paragraphs, packed, balanced over the replicas
+    torchrun --nproc-per-node 4 examples/train_gpt.py --dp 4 --ok-topk 0.01   # a hundredth of the gradients is sent
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
     torchrun --nproc-per-node 4 examples/train_gpt.py --plan plan.json --batch 8   # of python -m tpfuse plan --json
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
@@ -59,6 +60,7 @@ class Setup(NamedTuple):
     replica: torch.nn.Module
     pipeline: tpfuse.pipeline.Pipeline | None  # with --pp
     main: tpfuse.MainGrad | None  # with --main-grad, in DDP's place
+    hook: tpfuse.OkTopk | None  # with --ok-topk, of DDP
     optimizer: torch.optim.Optimizer
 
     def autocast(self):
@@ -119,12 +121,13 @@ def validate(on: Setup) -> float:
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
 FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
+FIXED += "ok_topk", "ok_topk_warmup"
 
 
 def resume(on: Setup, checkpoints: Path) -> int:
     """Loads the last checkpoint -> the step to go on at."""
     try:
-        loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer)
+        loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer, hook=on.hook)
     except ValueError as error:
         own = "--family, --size, --width, --layers, --heads, --untied and --seq"
         raise ValueError(f"{error}; a run goes on with its own {own}") from None
@@ -136,9 +139,8 @@ def resume(on: Setup, checkpoints: Path) -> int:
         extra |= dict(zip(("family", "width", "layers", "heads"), ("gpt2", *SIZES[extra["size"]].values())))
     for key, now in settings(on).items():
         if extra.get(key) != now:
-            raise ValueError(
-                f"--{key} is {now} and was {extra.get(key)} in {checkpoints}: resume with the same, or --restart"
-            )
+            flag, was = key.replace("_", "-"), extra.get(key)
+            raise ValueError(f"--{flag} is {now} and was {was} in {checkpoints}: resume with the same, or --restart")
     common.say(f"resumed at step {step} of {on.args.steps}")
     return step
 
@@ -159,10 +161,12 @@ def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
 def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
     """Steps ``first`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
     args = on.args
-    if args.dp > 2 and on.replica is not on.model and first < args.steps:
-        # DDP fixes its order of summation in the first backward: for a bitwise resume, not in a step
+    if (args.dp > 2 or on.hook) and on.replica is not on.model and first < args.steps:
+        # DDP fixes its buckets and order of summation in the first backward: for a bitwise resume, not in a step
         forward_backward(on, first)
         on.optimizer.zero_grad()
+    if on.hook:  # only now: a residual keeps what it was given
+        on.replica.register_comm_hook(on.hook, tpfuse.ok_topk_hook)
     name = torch.cuda.get_device_name(on.device) if on.device.type == "cuda" else ""
     meter = ThroughputMeter(on.model.config, seq=args.seq, batch=args.batch, devices=common.WORLD, device_name=name)
     quiet = dict(mininterval=0.5 if sys.stderr.isatty() else 10, disable=common.RANK != 0)
@@ -180,10 +184,12 @@ def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
             on.optimizer.step()
             on.optimizer.zero_grad()
             loss, stopped_by = agree(loss, stop.number, on.device)
-            tokens, packed = None, {}
+            tokens, more = None, {}
             if args.pack:
                 shared = on.batches.balanced(step)
-                tokens, packed = int(on.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
+                tokens, more = int(on.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
+            if on.hook:
+                more["bytes_sent"] = on.hook.sent
             meter.stop(tokens)
 
             done = step + 1
@@ -191,7 +197,7 @@ def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
                 speed = dict(
                     tokens_per_s=round(meter.last_tokens_per_s), model_tflops=meter.flops_per_s / 1e12, mfu=meter.mfu
                 )
-                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed, **packed)
+                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed, **more)
                 bar.set_postfix_str(f"loss {loss:.3f}, {meter}", refresh=False)
                 bar.update()
             if done % args.validate_every == 0 or done == args.steps:
@@ -201,7 +207,8 @@ def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
                     log(step=done, held_out_bits=bits)
                     bar.write(f"step {done}: held out {bits:.3f} bits per byte")
             if done % args.checkpoint_every == 0 or done == args.steps or stopped_by:
-                tpfuse.save_checkpoint(args.out / "checkpoints", on.model, on.optimizer, step=done, extra=settings(on))
+                saved = dict(step=done, extra=settings(on), hook=on.hook)
+                tpfuse.save_checkpoint(args.out / "checkpoints", on.model, on.optimizer, **saved)
             if stopped_by:
                 return stopped_by
     return 0
@@ -252,13 +259,15 @@ def main() -> None:
         if args.compile:
             for block in filter(None, model.blocks):  # None: of another stage
                 block.compile()
-        main, replica, pipeline = None, model, None
+        main, replica, pipeline, hook = None, model, None, None
         if stage is not None:
             pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches)
         if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
         elif args.dp > 1 and stage is None:
             replica = tpfuse.data_parallel(model, mesh["dp"])
+        if args.ok_topk is not None:
+            hook = tpfuse.OkTopk(args.ok_topk, warmup_steps=args.ok_topk_warmup or 0, group=mesh["dp"].get_group())
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
         bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None
         on = Setup(
@@ -271,6 +280,7 @@ def main() -> None:
             replica=replica,
             pipeline=pipeline,
             main=main,
+            hook=hook,
             optimizer=optimizer,
         )
         first = resume(on, checkpoints) if args.resume else 0

@@ -2,17 +2,20 @@
 
     python -m bench.sparse_gradients                 0.1, 0.3, 1, 10 Gbit/s and unshaped (root: network namespaces)
     python -m bench.sparse_gradients --json bench/results/sparse_gradients.json
+    python -m bench.sparse_gradients.page            the table of docs/training.md, from that file
 
-Two replicas of a GPT under DistributedDataParallel, one thread each, every method in turn in the same processes: dense
-all-reduce, torch's bf16, fp16 and PowerSGD hooks, TopkA and Ok-Topk.  Seconds are medians of a step's forward, backward
-and messages, ratios medians over the rounds of a step's time to the dense one's in the same round, with quartiles.
+Replicas of a GPT under DistributedDataParallel, one thread each, every method in turn in the same processes: dense
+all-reduce, torch's bf16, fp16 and PowerSGD hooks, TopkA and Ok-Topk.  Four replicas are two at either end of a link.
+Seconds are medians of a step's forward, backward, messages and optimizer, ratios quartiles over the rounds of a step's
+time to the dense one's in the same round.
 """
 
 import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,28 +27,34 @@ from torch.nn.parallel import DistributedDataParallel
 from bench._link import End, at_rates
 from bench.overlap import seconds
 from bench.port import free_port
+from bench.sparse_gradients import page
 from bench.sparse_gradients.topk_a import TopkA, topk_a_hook
 from tpfuse import OkTopk, ok_topk_hook
+from tpfuse.ledger.text import Progress
 from tpfuse.models import GPT, GPTConfig
 
-RANKS = 2
+UNTIMED = 3  # first steps: DDP rebuilds its buckets after one, PowerSGD begins in the third
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.sparse_gradients",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="replicas, even numbers (default 2 4)")
     parser.add_argument(
         "--rate", type=float, nargs="+", default=[0.1, 0.3, 1.0, 10.0, 0.0], help="Gbit/s, 0 is unshaped (default all)"
     )
     parser.add_argument("--density", type=float, default=0.01, help="of TopkA and Ok-Topk (default 0.01)")
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each method (default 12)")
+    parser.add_argument("--rounds", type=int, default=10, help=f"steps of each, after {UNTIMED} (default 10)")
     for name, value in dict(width=256, layers=4, heads=4, seq=128, batch=4).items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    return parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    args = parser.parse_args(argv)
+    if args.rounds < 2:
+        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+    return args
 
 
 # ---- the methods: name -> register(ddp) ----
@@ -89,7 +98,7 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
         def step(i: int, ddp: Any = ddp, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            seed = torch.Generator().manual_seed(RANKS * i + dist.get_rank())
+            seed = torch.Generator().manual_seed(dist.get_world_size() * i + dist.get_rank())
             ids = torch.randint(256, (args.batch, args.seq), generator=seed)
             ddp(ids, labels=ids).loss.backward()
             optimizer.step()
@@ -102,55 +111,50 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
 # ---- measurement ----
 
 
-def worker(rank: int, args: argparse.Namespace, ends: list[End], port: int, results: Any) -> None:
+def worker(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
     ends[rank].join()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ends[rank].master}:{port}", rank=rank, world_size=RANKS)
-    every = steps(args)
+    init = f"tcp://{ends[rank].master}:{port}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=len(ends))
+    every, shown = steps(args), Progress(long=True)
     times: dict[str, list[float]] = {name: [] for name in every}
-    for i in range(args.rounds + 3):  # DDP rebuilds its buckets after the first, PowerSGD begins in the third
+    for i in range(args.rounds + UNTIMED):
         for name, step in every.items():
+            if rank == 0:
+                shown.show(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
             took = seconds(lambda step=step, i=i: step(i))
-            if i >= 3:
+            if i >= UNTIMED:
                 times[name].append(took)
+    shown.done()
     if rank == 0:
         results.put(times)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, ends: list[End]) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str, Any]:
+    """Returns a row of the table."""
     results = mp.get_context("spawn").Manager().Queue()
     os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(worker, (args, ends, free_port(), results), nprocs=RANKS)
-    found: dict[str, list[float]] = results.get()
-    return found
+    mp.spawn(worker, (args, gbit, ends, free_port(), results), nprocs=len(ends))
+    times: dict[str, list[float]] = results.get()
+    over = {name: [t / dense for t, dense in zip(took, times["dense"], strict=True)] for name, took in times.items()}
+    row = dict(
+        ranks=len(ends),
+        gbit=gbit,
+        seconds={name: statistics.median(took) for name, took in times.items()},
+        over_dense={name: statistics.quantiles(ratios, n=4) for name, ratios in over.items()},
+    )
+    print(page.line(row), flush=True)
+    return row
 
 
-def rows_of(gbit: float, times: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
-    for name, took in times.items():
-        ratios = [t / dense for t, dense in zip(took, times["dense"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        yield dict(gbit=gbit, method=name, seconds=statistics.median(took), over_dense=[low, middle, high])
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    def at(gbit: float, ends: list[End]) -> list[dict[str, Any]]:
-        rows = list(rows_of(gbit, measure(args, ends)))
-        for row in rows:
-            low, middle, high = row["over_dense"]
-            rate = f"{gbit:g}" if gbit else "unshaped"
-            ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            print(f"| {rate} | {row['method']} | {1e3 * row['seconds']:.0f} | {ratio} |", flush=True)
-        return rows
-
-    print("| Gbit/s | method | ms a step | over dense (quartiles) |\n|---|---|---|---|")
-    return [row for rows in at_rates(args.rate, RANKS, at) for row in rows]
-
-
-def main() -> None:
-    args = arguments()
-    rows = run(args)
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    print(page.head(list(methods(args))))
+    rows = []
+    for ranks in args.ranks:
+        rows += at_rates(args.rate, ranks, lambda gbit, ends: measure(args, gbit, ends))
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(dict(torch=torch.__version__, arguments=vars(args), rows=rows), file, indent=1)
+        result = dict(torch=torch.__version__, arguments=vars(args) | dict(json=None), rows=rows)
+        args.json.write_text(json.dumps(result, indent=1))

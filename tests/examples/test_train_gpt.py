@@ -62,9 +62,12 @@ def arguments(out: Path, tp: int, dp: int, *more) -> list:
     return [*TINY, *SHAPED, "--tp", tp, "--dp", dp, "--out", out, *more]
 
 
+def log_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
 def losses(out: Path) -> dict[int, float]:
-    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    return {r["step"]: r["loss"] for r in records if "loss" in r}
+    return {r["step"]: r["loss"] for r in log_of(out) if "loss" in r}
 
 
 def latest(out: Path) -> str:
@@ -124,6 +127,23 @@ def test_killed_and_resumed_with_gradients_in_fp32(tmp_path):
     assert latest(out) == "step-00000003"
     ok(SCRIPT, *arguments(out, 1, 2, *MAIN_GRAD, "--resume"), procs=2)
     same_run(out, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, dp, warmup", [(1, 3, 1), (2, 2, 3)])
+def test_killed_and_resumed_with_sparse_gradients(tmp_path, tp, dp, warmup):
+    """From a checkpoint with residuals, and from one at the end of the warm-up, before there are any."""
+    sparse = "--ok-topk", 0.05, "--ok-topk-warmup", warmup
+    reference, out = tmp_path / "reference", tmp_path / "killed"
+    ok(SCRIPT, *arguments(reference, tp, dp, *sparse), procs=tp * dp)
+    run(SCRIPT, *arguments(out, tp, dp, *sparse), procs=tp * dp, killed=("step", 5))
+    assert latest(out) == "step-00000003"
+    ok(SCRIPT, *arguments(out, tp, dp, *sparse, "--resume"), procs=tp * dp)
+    same_run(out, reference)
+    sent = [[r["bytes_sent"] for r in log_of(run) if "bytes_sent" in r] for run in (out, reference)]
+    assert sent[0] == sent[1] and max(sent[0][warmup:]) < 0.5 * min(sent[0][:warmup])
+    done = run(SCRIPT, *arguments(out, tp, dp, "--ok-topk", 0.1, *sparse[2:], "--resume"), procs=tp * dp)
+    assert "--ok-topk is 0.1 and was 0.05 in" in done.stderr
 
 
 @pytest.mark.slow
@@ -280,7 +300,7 @@ def close(out: Path, reference: Path) -> None:
 def test_what_a_run_leaves(undisturbed):
     out, said = undisturbed(2, 1)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    records = log_of(out)
     assert [r["step"] for r in records if "held_out_bits" in r] == [4, 8]
     kept = ["job.json", "latest", "step-00000006", "step-00000008"]
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == kept
@@ -303,14 +323,14 @@ def test_transformers_loads_it_and_agrees(undisturbed):
         for ids in texts.windows(text, 32, 64):
             nats += float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
     bits = nats / math.log(2) / (len(text.held_out) - 1)
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    records = log_of(out)
     assert bits == pytest.approx(records[-1]["held_out_bits"], rel=1e-5)
 
 
 def test_the_best_model_is_kept(undisturbed):
     """The one directory in best/ is the model with the fewest held-out bits; hf/ and it say which step they are of."""
     out, said = undisturbed(2, 1)
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    records = log_of(out)
     bits, step = min((r["held_out_bits"], r["step"]) for r in records if "held_out_bits" in r)
     (best,) = (out / "best").iterdir()
     assert best.name == f"step-{step:08d}" and trained(best) == dict(step=step, held_out_bits=bits)
@@ -441,7 +461,7 @@ def test_a_run_of_before_families_is_a_gpt2(monkeypatch):
     on = train_gpt.Setup(args=args, text=text, **dict.fromkeys(train_gpt.Setup._fields[2:]))
     kept = "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
     extra = {key: getattr(args, key) for key in kept} | dict(size="3m", data="fingerprint")
-    monkeypatch.setattr(train_gpt.tpfuse, "load_checkpoint", lambda *_: (3, dict(extra)))
+    monkeypatch.setattr(train_gpt.tpfuse, "load_checkpoint", lambda *_, **__: (3, dict(extra)))
     assert train_gpt.resume(on, Path("checkpoints")) == 3
     extra["size"] = "10m"
     with pytest.raises(ValueError, match="--width is 256 and was 384"):
@@ -572,6 +592,12 @@ def test_paragraphs_are_the_text():
         ("--batch 4 --micro-batches 3", "--batch 4 is not divisible by --dp 1 x --micro-batches 3"),
         ("--lr 0", "--lr must be a positive number, got 0.0"),
         ("--lr nan", "--lr must be a positive number, got nan"),
+        ("--ok-topk 0.01", "--ok-topk is of gradients that replicas share: give --dp 2 or more"),
+        ("--ok-topk 0 --dp 2", "--ok-topk must be in (0, 1], got 0.0"),
+        ("--ok-topk nan --dp 2", "--ok-topk must be in (0, 1], got nan"),
+        ("--ok-topk 0.01 --dp 2 --main-grad", "--ok-topk stands in DDP, which --main-grad does without"),
+        ("--ok-topk 0.01 --dp 2 --pp 2", "--ok-topk stands in DDP, which --pp does without"),
+        ("--ok-topk-warmup 9", "--ok-topk-warmup is of --ok-topk, which is not given"),
         ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
         ("--seed -1", "--seed must be in [0, 2^63), got -1"),
         ("--top-p 1.5", "--top-p must be in (0, 1], got 1.5"),

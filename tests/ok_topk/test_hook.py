@@ -101,17 +101,21 @@ def warm(world):
     model = net()
     ddp, state = hooked(model, 0.05, warmup_steps=2)
     plain = DistributedDataParallel(net(), bucket_cap_mb=BUCKETS)
-    same = []
+    same, sent = [], []
     for step in range(3):
         for each in (ddp, plain):
             each.zero_grad()
             loss_of(each, step, world.rank).backward()
         same.append(torch.allclose(gradients(ddp), gradients(plain), rtol=1e-12))
-    return same, state.step
+        sent.append(state.sent)
+    return same, state.step, sent, gradients(plain).nbytes
 
 
 def test_warm_up_steps_are_dense(ranks):
-    assert ranks(2, warm) == [([True, True, False], 3)] * 2
+    """And count as a ring of two sends them: the gradients' size once, beside a number for every bucket."""
+    for same, steps, sent, size in ranks(2, warm):
+        assert (same, steps) == ([True, True, False], 3)
+        assert all(size < warm < 1.01 * size for warm in sent[:2]) and sent[2] < 0.5 * size
 
 
 def accumulated(world):

@@ -57,7 +57,8 @@ class OkTopk:
     Every rank holds a residual of its parameters' size, in fp32 (or fp64, as the gradients).  Checkpoints hold it:
     ``save_checkpoint(..., hook=state)`` and ``load_checkpoint(..., hook=state)``.
 
-    ``sent``: the bytes that this rank has sent in the last step, of which ``sent_entries`` were values and indices.
+    ``sent``: the bytes that this rank has sent in the last step, of which ``sent_entries`` were values and indices; a
+    gradient averaged whole counts 2 (P - 1) / P times, as in a ring of P ranks.
 
     ValueError for a density that is not in (0, 1], or steps that are not integers in their range.
     """
@@ -120,7 +121,7 @@ class OkTopk:
         raise_together(_not_finite(buckets, replicas), self._split_over)
         if self.step < self.warmup_steps:
             for bucket in buckets:
-                dist.all_reduce(bucket.buffer.div_(replicas.size), group=self._over)
+                replicas.average_(bucket.buffer)
         else:
             self._sum(buckets, replicas)
         self.step += 1

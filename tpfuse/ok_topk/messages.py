@@ -32,6 +32,11 @@ class Replicas:
         """Returns the sum of ``mine`` [n], of integers, over all ranks."""
         return self.gather(mine).sum(0)
 
+    def average_(self, mine: Tensor) -> None:
+        """Averages ``mine`` [n] in place over all ranks; counted as a ring sends it."""
+        self.sent += 2 * (self.size - 1) * mine.numel() * mine.element_size() // self.size
+        dist.all_reduce(mine.div_(self.size), group=self.group)
+
     def exchange(self, parts: Sequence[Entries], counts: Sequence[int]) -> list[Entries]:
         """Sends ``parts[r]`` to rank r and returns what every rank sent here, in rank order; ``counts[r]``: how many
         entries rank r sends."""

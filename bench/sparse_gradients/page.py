@@ -1,0 +1,96 @@
+"""The tables and the picture of docs/training.md about gradients over slow links, from the results in bench/results/.
+
+python -m bench.sparse_gradients.page
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import documents
+from bench.measured import NOT_YET, whole_result
+
+PAGE = documents.DOCS / "training.md"
+PICTURE = documents.DOCS / "sparse_gradients.svg"
+COMMAND = "bench.sparse_gradients.page"
+
+
+# ---- a step over links of a given rate ----
+
+
+def rate(gbit: float) -> str:
+    return f"{gbit:g}" if gbit else "unshaped"
+
+
+def head(methods: Sequence[str]) -> str:
+    heads = "replicas", "Gbit/s", "dense, ms", *(name for name in methods if name != "dense")
+    return f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A step's milliseconds, and each method's time over it with quartiles."""
+    cells = [str(row["ranks"]), rate(row["gbit"]), f"{1e3 * row['seconds']['dense']:.0f}"]
+    for name, (low, middle, high) in row["over_dense"].items():
+        if name != "dense":
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+    return f"| {' | '.join(cells)} |"
+
+
+def links(result: dict[str, Any]) -> str:
+    if not result:
+        return f"Steps over links of a given rate: {NOT_YET}."
+    return "\n".join([head(list(result["rows"][0]["seconds"])), *map(line, result["rows"])])
+
+
+# ---- a model trained ----
+
+
+def training(result: dict[str, Any]) -> str:
+    """A row a run."""
+    if not result:
+        return f"A model trained: {NOT_YET}."
+    heads = "", "held out, bits per byte", "over dense", "MB sent by a rank, in all", "in a step after the warm-up"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    dense = result["rows"][0]
+    for row in result["rows"]:
+        bits, base = row["held_out"][-1][1], dense["held_out"][-1][1]
+        cells = row["name"], f"{bits:.3f}", f"{100 * (bits / base - 1):+.1f} %", f"{row['bytes'] / 1e6:.0f}"
+        lines.append(f"| {' | '.join(cells)} | {row['bytes_a_step'] / 1e6:.3f} |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Held-out bits over steps, and over what a rank has sent."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for row in result["rows"]:
+        at, bits, sent = zip(*row["held_out"], strict=True)
+        axes[0].plot(at, bits, label=row["name"])
+        axes[1].plot([x / 1e6 for x in sent], bits)
+    axes[0].set(xlabel="step", ylabel="held out, bits per byte")
+    axes[1].set(xlabel="MB sent by a rank", xscale="log")
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, metadata=dict(Date=None))
+    plt.close(figure)
+
+
+def parts() -> dict[str, str]:
+    """The name of each part of the page -> its text."""
+    trained = whole_result("sparse_training")
+    picture = f"\n\n![Held-out bits over steps and bytes]({PICTURE.name})" if trained else ""
+    return {"links": links(whole_result("sparse_gradients")), "training": training(trained) + picture}
+
+
+def main() -> None:
+    documents.write(PAGE, COMMAND, parts())
+    trained = whole_result("sparse_training")
+    if trained:
+        plot(trained, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the choice of large entries costs in what is learnt: the demo's model trained with and without it.
+
+    python -m bench.sparse_gradients.training --json bench/results/sparse_training.json
+    python -m bench.sparse_gradients.page            the table and the picture of docs/training.md, from that file
+
+examples/train_gpt.py on its own text, on four replicas of one thread each, once with dense gradients and once with each
+of SETTINGS, for as many steps.  What is learnt does not depend on how busy the machine is.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.sparse_gradients import page
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+REPLICAS, DEMO_STEPS = 4, 1100
+WARMUP = 10  # a tenth of the steps, as the learning rate's
+SETTINGS: dict[str, dict[str, float]] = {
+    "dense": {},
+    "10 %": {"ok-topk": 0.1},
+    "1 %": {"ok-topk": 0.01},
+    "1 %, three times the learning rate": {"ok-topk": 0.01, "lr": 1.2e-2},
+}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sparse_gradients.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=DEMO_STEPS, help="of each run (default: the demo's 1100)")
+    parser.add_argument("--every", type=int, default=100, help="steps between validations (default 100)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    return parser.parse_args(argv)
+
+
+def log_of(args: argparse.Namespace, settings: dict[str, float]) -> list[dict[str, Any]]:
+    """Trains once -> the lines of its log."""
+    options = dict(dp=REPLICAS, steps=args.steps) | {"validate-every": args.every} | settings
+    if "ok-topk" in settings:
+        options["ok-topk-warmup"] = max(1, args.steps // WARMUP)
+    with tempfile.TemporaryDirectory() as out:
+        flags = [f"--{name}={value}" for name, value in options.items()] + [f"--out={out}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
+        environment = os.environ | dict(OMP_NUM_THREADS="1")
+        subprocess.run([*command, str(SCRIPT), *flags], env=environment, stdout=subprocess.DEVNULL, check=True)
+        return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def row_of(name: str, log: list[dict[str, Any]], whole: int) -> dict[str, Any]:
+    """``held_out``: (step, bits per byte, bytes that rank 0 has sent until then); ``whole``: bytes of a dense step."""
+    sent, held_out = 0, []
+    for record in log:
+        if "loss" in record:
+            last = record.get("bytes_sent", whole)
+            sent += last
+        else:
+            held_out.append([record["step"], record["held_out_bits"], sent])
+    return dict(name=name, held_out=held_out, bytes=sent, bytes_a_step=last)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    logs = {}
+    for name, settings in SETTINGS.items():
+        print(name, file=sys.stderr, flush=True)
+        logs[name] = log_of(args, settings)
+    whole = max(record.get("bytes_sent", 0) for log in logs.values() for record in log)  # of a warm-up step
+    rows = [row_of(name, log, whole) for name, log in logs.items()]
+    result = dict(torch=torch.__version__, steps=args.steps, replicas=REPLICAS, rows=rows)
+    print(page.training(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
