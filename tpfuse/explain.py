@@ -146,7 +146,7 @@ def _averages(model: nn.Module) -> Iterator[Path]:
         rows=None,
         bytes=2 * (size - 1) * sum(p.numel() * p.element_size() for p in parameters) // size,
         messages=bucket_count(parameters, caps),
-        reason=f"{size} replicas, buckets of {caps[-1] / 2**20:g} MiB{first}, gradients {gradients}",
+        reason=f"{size} replicas, buckets of {round(caps[-1] / 2**20, 3):g} MiB{first}, gradients {gradients}",
     )
 
 

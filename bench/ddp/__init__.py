@@ -20,7 +20,7 @@ ratio to buckets of 25 MiB in the same round.  No step can be shorter than forwa
 import argparse
 import pathlib
 
-BUCKETS = {"0 MiB": 0, "1 MiB": 1, "5 MiB": 5, "10 MiB": 10, "25 MiB": None, "50 MiB": 50}
+BUCKETS = {"0 MiB": 2**-20, "1 MiB": 1, "5 MiB": 5, "10 MiB": 10, "25 MiB": None, "50 MiB": 50}
 MICRO_BATCHES = {f"{count} micro-batches": count for count in (2, 4, 8)}
 USUAL = "25 MiB"
 

@@ -51,7 +51,10 @@ def _rank(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], por
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Returns quartiles: of the seconds, of each step over the usual one, and of what overlap saves and hides."""
+    """Returns quartiles: of the seconds, of each step over the usual one, and of what overlap saves and hides.
+
+    Hidden is the share of the all-reduce's own time that a step does not take beyond computing.
+    """
     rounds = {name: torch.tensor(took) for name, took in times.items()}
     usual, apart, messages = rounds[USUAL], rounds["no overlap"], rounds["messages"]
     backward = rounds["compute"] - rounds["forward"]
@@ -59,7 +62,7 @@ def figures(times: dict[str, list[float]]) -> dict[str, Any]:
         seconds={name: _quartiles(took) for name, took in rounds.items()},
         over={name: _quartiles(took / usual) for name, took in rounds.items()},
         saved=_quartiles(1 - usual / apart),
-        hidden=_quartiles((apart - usual) / messages),
+        hidden=_quartiles(1 - (usual - rounds["compute"]) / messages),
         can_hide=_quartiles(torch.minimum(backward, messages) / messages),
         over_least=_quartiles(usual / (rounds["forward"] + torch.maximum(backward, messages))),
     )

@@ -9,7 +9,7 @@ from bench.ddp import BUCKETS, arguments, page, run
 from bench.ddp.__main__ import main
 
 TIMES = {name: [1.0, 1.0, 1.0] for name in BUCKETS} | {"no overlap": [1.5] * 3, "compute": [0.9, 0.9, 0.9]}
-TIMES |= {"5 MiB": [0.8, 0.8, 0.9], "forward": [0.3] * 3, "messages": [0.8] * 3}
+TIMES |= {"5 MiB": [0.8, 0.8, 0.9], "forward": [0.6] * 3, "messages": [0.5] * 3}
 TIMES |= {name: [1.1, 1.2, 1.3] for name in page.CHANGES if name not in TIMES}
 
 
@@ -21,8 +21,8 @@ def test_figures():
     found = run.figures(TIMES)
     assert found["seconds"]["static graph"] == pytest.approx([1.15, 1.2, 1.25])
     assert found["over"]["5 MiB"] == pytest.approx([0.8, 0.8, 0.85])
-    assert found["saved"][1] == pytest.approx(1 / 3) and found["hidden"][1] == pytest.approx(0.5 / 0.8)
-    assert found["can_hide"][1] == pytest.approx(0.6 / 0.8) and found["over_least"][1] == pytest.approx(1 / 1.1)
+    assert found["saved"][1] == pytest.approx(1 / 3) and found["hidden"][1] == pytest.approx(1 - 0.1 / 0.5)
+    assert found["can_hide"][1] == pytest.approx(0.3 / 0.5) and found["over_least"][1] == pytest.approx(1 / 1.1)
 
 
 def test_tables():
@@ -33,7 +33,7 @@ def test_tables():
     assert lines[4] == "| 5 MiB | 0.80 (0.80 to 0.85) | 0.80 (0.80 to 0.85) |"
     shown = page.overlap(rows).splitlines()[2]
     assert shown.startswith(
-        "| 2 | 1 Gbit/s | 1000 | 1500 | 900 | 800 | 33 (33 to 33) | 62 (62 to 62) | 75 (75 to 75) |"
+        "| 2 | 1 Gbit/s | 1000 | 1500 | 900 | 500 | 33 (33 to 33) | 80 (80 to 80) | 60 (60 to 60) |"
     )
     assert shown.endswith("| 5 MiB: 0.80 (0.80 to 0.85) |")
 

@@ -56,9 +56,8 @@ def data_parallel(
     trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
     shared = {"trainable parameters": trained, "bucket_cap_mb": bucket_cap_mb}
     together(lambda: agree(group, Asked(_NAME, axis="data-parallel"), shared), groups)
-    replica = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
-    )
+    cap = None if bucket_cap_mb is None else max(bucket_cap_mb, 2**-20)  # a byte: torch 2.11 takes no 0
+    replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either
     _replicas[model] = weakref.ref(replica)
     return replica
