@@ -5,8 +5,9 @@ Candidates wait in order of what they take at least.  A candidate that comes up 
 where a rank would hold too much, and waits again by a closer bound; then the clock runs.  What waits once it cannot be
 among the fastest any more is never looked at.
 
-Pieces are what takes long to cost.  So the first bound is of the pieces that keep most: passes that recompute, or whose
-weight gradients wait, take no less (tests/plan/test_search.py holds the ledger's to that).
+Pieces are what takes long to cost.  So the first bound is of the pieces that keep most, and where blocks are recomputed,
+of their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
+(tests/plan/test_search.py holds the ledger's to that).
 """
 
 import heapq
@@ -177,7 +178,7 @@ class _Search:
                 try:
                     looked += 1
                     if self.holds_state(split):
-                        wait(self.at_least(split, _plain(split)), split)
+                        wait(self.first_bound(split), split)
                 except ValueError as error:
                     errors[str(error)] = None
                     looked -= 1
@@ -189,7 +190,7 @@ class _Search:
                     simulated += 1
                     best = sorted([*best, load.step()], key=_rank)[: self.keep]
                 elif self.holds_pass(split):
-                    own = self.at_least(split, split)
+                    own = self.at_least(split)
                     if own > bound:
                         wait(own, split)
                     elif (load := self.placed(split)) is not None:
@@ -255,9 +256,19 @@ class _Search:
             self.least = min(self.least, size)
         return size <= self.means.limit
 
-    def at_least(self, split: Split, pieces: Split) -> float:
-        """Returns seconds of compute of the slowest rank, at least: the mean's, by the pieces of another split."""
-        return float(self._total(pieces, split).both[0]) * micro_batches(self.job, split) / split.pp
+    def first_bound(self, split: Split) -> float:
+        """Returns what :meth:`at_least` cannot be below, of a split whose own pieces are not costed yet."""
+        plain = _plain(split)
+        again = self.spans(plain).again if split.full else 0.0
+        return self._mean(split, float(self._total(plain, split).both[0]) + again)
+
+    def at_least(self, split: Split) -> float:
+        """Returns seconds of compute of the slowest rank, at least: the mean's."""
+        return self._mean(split, float(self._total(split, split).both[0]))
+
+    def _mean(self, split: Split, seconds: float) -> float:
+        """Returns a rank's seconds in a step, where all stages together take so many for a micro-batch."""
+        return seconds * micro_batches(self.job, split) / split.pp
 
     def has_room(self, split: Split) -> bool:
         try:
@@ -296,7 +307,7 @@ class _Search:
         """Returns the layers of stages whatever they hold."""
         count = split.pp * split.chunks
         if (key := (id(spans), count)) not in self._cuts:
-            self._cuts[key] = cut([w.both for w in self._windows(spans, count)])
+            self._cuts[key] = cut([spans.windows(s, count).both for s in range(count)])
         return self._cuts[key]
 
     def _fitting(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
@@ -307,18 +318,13 @@ class _Search:
         for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             np.maximum.at(in_flight, own.stages, own.counts.max(0))
         transient, costs = spans.transient(count), []
-        for stage, w in enumerate(self._windows(spans, count)):
+        for stage in range(count):
+            w = spans.windows(stage, count)
             state = self.means.state(self.job, split, w.parameters * split.chunks * chains)
             saved, held = in_flight[stage]
             size = state + transient[stage] + split.chunks * chains * (w.saved * saved + w.held * held)
             costs.append(np.where(size <= self.means.limit, w.both, np.inf))
         return cut(costs)
-
-    @staticmethod
-    def _windows(spans: Spans, count: int) -> list[Stages]:
-        """Those of each stage: of all in the middle the same."""
-        middle = spans.windows(1, count) if count > 2 else None
-        return [middle if middle is not None and 0 < s < count - 1 else spans.windows(s, count) for s in range(count)]
 
 
 def _plain(split: Split) -> Split:

@@ -1,16 +1,25 @@
 """What any run of a model's blocks costs as a stage: its pieces as arrays, of which sums are differences."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..pipeline.action import BACKWARD, INPUT, KINDS, WEIGHT
-from .split import PARTS, Piece, Pieces
+from ..pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
+from .split import ATTENTION, GEMM, PARTS, Piece, Pieces
 
 Array = np.ndarray[Any, Any]
 _SIZES = "saved", "held", "parameters"
 _PASSES = len(KINDS) * len(PARTS)
+
+
+class Windows(NamedTuple):
+    """Of a stage, at each [i, j] as if it held the blocks i to j (excluded): what Stages has of these names."""
+
+    both: Array
+    saved: Array
+    held: Array
+    parameters: Array
 
 
 class Spans:
@@ -24,6 +33,7 @@ class Spans:
         self._first, self._last = _row(pieces.embedding, split), _row(pieces.head, split)
         self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._first)
         self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
+        self._made: dict[tuple[bool, bool], Windows] = {}  # of a first stage, and of a last one
 
     def cut(self, layers: tuple[int, ...]) -> "Stages":
         """Returns the stages of so many blocks each."""
@@ -44,15 +54,21 @@ class Spans:
         """Returns all of ``count`` stages together, as one."""
         return Stages((self._sums[-1] + self._first + self._last + (count - 1) * self._border)[None])
 
-    def windows(self, stage: int, count: int) -> "Stages":
-        """Returns stage number ``stage`` of ``count`` at each [i, j] as if it held the blocks i to j (excluded)."""
-        ends = self._first if stage == 0 else self._border
-        return Stages(self._windows + (ends + self._last if stage == count - 1 else ends))
-
     @cached_property
-    def _windows(self) -> Array:
-        made: Array = self._sums[None, :] - self._sums[:, None]
-        return made
+    def again(self) -> float:
+        """Seconds of a micro-batch in which the GEMMs and attention of blocks run forward, as they do once more where
+        blocks are recomputed."""
+        forward = Stages(self._sums[-1][None]).parts[0, KINDS.index(FORWARD)]
+        return float(sum(forward[PARTS.index(part)] for part in (GEMM, ATTENTION)))
+
+    def windows(self, stage: int, count: int) -> Windows:
+        """Returns stage number ``stage`` of ``count``: of all in the middle the same."""
+        first, last = stage == 0, stage == count - 1
+        if (first, last) not in self._made:
+            ends = self._first if first else self._border
+            stages = Stages(self._sums[None, :] - self._sums[:, None] + (ends + self._last if last else ends))
+            self._made[first, last] = Windows(*(np.ascontiguousarray(getattr(stages, x)) for x in Windows._fields))
+        return self._made[first, last]
 
 
 class Stages:
@@ -72,7 +88,7 @@ class Stages:
     @property
     def both(self) -> Array:
         """Seconds of a micro-batch, forward and backward."""
-        made: Array = self.seconds("F") + self.seconds(BACKWARD)
+        made: Array = self.seconds(FORWARD) + self.seconds(BACKWARD)
         return made
 
 
