@@ -5,8 +5,8 @@ Candidates wait in order of what they take at least.  A candidate that comes up 
 where a rank would hold too much, and waits again by a closer bound; then the clock runs.  What waits once it cannot be
 among the fastest any more is never looked at.
 
-Pieces are what takes long to cost.  So the first bound is of the pieces that keep most, and where blocks are recomputed,
-of their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
+Pieces are what takes long to cost.  So the first bound is of the pieces that keep most, and where blocks are
+recomputed, of their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
 (tests/plan/test_search.py holds the ledger's to that).
 """
 
@@ -24,6 +24,7 @@ from ..layers.block import SAVING
 from ..ledger.text import Progress, duration
 from ..pipeline.order import SCHEDULES, possible
 from .kept import kept
+from .known import Known
 from .layers import cut
 from .spans import Spans, Stages
 from .split import Job, Split
@@ -47,13 +48,23 @@ class Found(NamedTuple):
     complete: bool = True
 
 
-def search(job: Job, devices: int, means: Means, *, fixed: Fixed = MappingProxyType({}), keep: int = 10) -> Found:
+def search(
+    job: Job,
+    devices: int,
+    means: Means,
+    *,
+    fixed: Fixed = MappingProxyType({}),
+    keep: int = 10,
+    known: Known | None = None,
+) -> Found:
     """Returns the ``keep`` fastest splits that have the values of ``fixed``; after Ctrl-C the fastest so far.
+
+    ``known``: what another search of the same model by ``means.costs`` has left.
 
     ValueError where the model, the batch and the schedules leave no split of so many devices, and for a field or a
     value of ``fixed`` that is none.
     """
-    return _Search(job, means, keep).run(candidates(job, devices, fixed))
+    return _Search(job, means, keep, known).run(candidates(job, devices, fixed))
 
 
 def fits(job: Job, devices: int, means: Means, fixed: Fixed) -> bool:
@@ -153,13 +164,11 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Search:
-    """What one search knows: the arrays of pieces, and cuts, by what they depend on."""
+    """What one search knows, by what it depends on."""
 
-    def __init__(self, job: Job, means: Means, keep: int):
+    def __init__(self, job: Job, means: Means, keep: int, known: Known | None = None):
         self.job, self.means, self.keep = job, means, keep
-        self._spans: dict[tuple[Any, ...], Spans | ValueError] = {}
-        self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
-        self._totals: dict[tuple[int, int], Stages] = {}
+        self._known = Known() if known is None else known
         self._state: dict[tuple[Any, ...], float] = {}
         self._full: dict[Split, int] = {}  # splits, and the smallest micro-batch known to find no room in them
         self.least = float("inf")
@@ -203,20 +212,7 @@ class _Search:
         return Found(best, looked, fit, simulated, least=self.least, complete=complete)
 
     def spans(self, split: Split) -> Spans:
-        """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
-        # Without a pipeline, and under some schedules, both ends are on one rank, which a tied embedding is on once.
-        schedule = SCHEDULES[split.schedule]
-        together = split.pp == 1 or schedule.v or schedule.chains > 1
-        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, together, split.pp == 1
-        if key not in self._spans:
-            try:
-                self._spans[key] = Spans(self.means.costs(self.job, split), split=schedule.split)
-            except ValueError as error:
-                self._spans[key] = error
-        found = self._spans[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        return self._known.spans(self.job, split, self.means.costs)
 
     def holds_state(self, split: Split) -> bool:
         """Whether the fullest rank may have room for its state."""
@@ -246,10 +242,7 @@ class _Search:
 
     def _total(self, split: Split, cut: Split) -> Stages:
         """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
-        spans, count = self.spans(split), cut.pp * cut.chunks
-        if (key := (id(spans), count)) not in self._totals:
-            self._totals[key] = spans.total(count)
-        return self._totals[key]
+        return self.spans(split).total(cut.pp * cut.chunks)
 
     def _room(self, size: float) -> bool:
         if size > self.means.limit:
@@ -281,9 +274,9 @@ class _Search:
         spans = self.spans(split)
         if not self._holds_blocks(split, spans):
             return None
-        cuts = [self._fastest, self._fitting] if split.layers is None else [lambda split, spans: split.layers]
-        for choose in cuts:
-            layers = choose(split, spans)
+        fastest, fitting = lambda: spans.fastest(split.pp * split.chunks), lambda: self._fitting(split, spans)
+        for choose in (fastest, fitting) if split.layers is None else (lambda: split.layers,):
+            layers = choose()
             if layers is not None:
                 load = Load(self.job, split._replace(layers=layers), self.means, spans)
                 if self._room(max(m.total for m in load.memory)):
@@ -302,13 +295,6 @@ class _Search:
             counts = own.counts[..., 0].max(0)
             most += room // max(state + saved * counts[counts > 0].min(), 1e-9)
         return most >= len(blocks) * SCHEDULES[split.schedule].chains
-
-    def _fastest(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
-        """Returns the layers of stages whatever they hold."""
-        count = split.pp * split.chunks
-        if (key := (id(spans), count)) not in self._cuts:
-            self._cuts[key] = cut([spans.windows(s, count).both for s in range(count)])
-        return self._cuts[key]
 
     def _fitting(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
         """Returns the layers of stages that each fit into its share of the rank that holds it: all of it, where that

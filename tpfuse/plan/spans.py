@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
+from .layers import cut
 from .split import ATTENTION, GEMM, PARTS, Piece, Pieces
 
 Array = np.ndarray[Any, Any]
@@ -34,6 +35,8 @@ class Spans:
         self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._first)
         self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
         self._made: dict[tuple[bool, bool], Windows] = {}  # of a first stage, and of a last one
+        self._totals: dict[int, Stages] = {}
+        self._cuts: dict[int, tuple[int, ...] | None] = {}
 
     def cut(self, layers: tuple[int, ...]) -> "Stages":
         """Returns the stages of so many blocks each."""
@@ -52,7 +55,16 @@ class Spans:
 
     def total(self, count: int) -> "Stages":
         """Returns all of ``count`` stages together, as one."""
-        return Stages((self._sums[-1] + self._first + self._last + (count - 1) * self._border)[None])
+        if count not in self._totals:
+            rows = self._sums[-1] + self._first + self._last + (count - 1) * self._border
+            self._totals[count] = Stages(rows[None])
+        return self._totals[count]
+
+    def fastest(self, count: int) -> tuple[int, ...] | None:
+        """Returns the layers of ``count`` stages whose slowest is fastest, whatever they hold."""
+        if count not in self._cuts:
+            self._cuts[count] = cut([self.windows(stage, count).both for stage in range(count)])
+        return self._cuts[count]
 
     @cached_property
     def again(self) -> float:

@@ -21,8 +21,9 @@ import numpy as np
 from ..kernels.runtime.errors import check
 from ..pipeline.action import BACKWARD, FORWARD, KINDS
 from ..pipeline.clock import Clock
-from ..pipeline.order import SCHEDULES, order, placement
-from .kept import kept
+from ..pipeline.order import SCHEDULES, placement
+from ..pipeline.simulator import Timeline, simulate
+from .kept import kept, ordered
 from .spans import Array, Spans
 from .split import PARTS, Costs, Job, Split
 
@@ -144,6 +145,13 @@ class Load:
         split = SCHEDULES[self.split.schedule].split
         return float((first + self.busy + (after if split else np.maximum(after, least))).max())
 
+    def timeline(self) -> Timeline:
+        """Returns when each pass of a step runs on each rank, without what comes after the last."""
+        split, later = self.split, SCHEDULES[self.split.schedule].split
+        made = ordered(split.schedule, split.pp, self.count, split.chunks)
+        F, B, I, W = (self.stages.seconds(kind).tolist() for kind in KINDS)  # noqa: E741
+        return simulate(made, F, I if later else B, W if later else [0.0] * len(W), communication=self.hop)
+
     def step(self) -> Step:
         """Runs the clock."""
         split = self.split
@@ -195,5 +203,4 @@ def exposed(load: Load, parameters: float) -> float:
 @lru_cache(maxsize=32)
 def clock_of(schedule: str, ranks: int, count: int, chunks: int) -> Clock:
     """Returns the clock of an order, kept: an order takes longer to make than to run."""
-    open_ = len(SCHEDULES[schedule].chunks) > 1
-    return Clock.of(order(schedule, ranks, count, chunks=chunks if open_ else None))
+    return Clock.of(ordered(schedule, ranks, count, chunks))
