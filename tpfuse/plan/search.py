@@ -27,7 +27,8 @@ from .kept import kept
 from .known import Known
 from .layers import cut
 from .spans import Spans, Stages
-from .split import Job, Split
+from .split import Elements, Job, Split
+from .state import piece_share
 from .step import Load, Means, Step, micro_batches
 
 Fixed = Mapping[str, Any]  # fields of Split -> value
@@ -236,9 +237,14 @@ class _Search:
         place = split.dp, split.tp, split.pp, split.sharded, stages, chains
         if place not in self._state:
             simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
-            elements = self._total(simplest, split).parameters[0] * chains / split.pp
-            self._state[place] = float(self.means.state(self.job, split, elements))
+            spans, own = self.spans(simplest), self._total(simplest, split).parameters[0] * chains / split.pp
+            self._state[place] = float(self.means.state(self.job, split, self._elements(split, own, spans)))
         return self._state[place]
+
+    def _elements(self, split: Split, own: Any, spans: Spans) -> Elements:
+        """Returns what a rank holds at least of ``own`` elements that are cut as the model's mean."""
+        share = spans.cut_by(split.dp) if split.sharded else 1.0
+        return Elements(own, share * own, 2 * own / (1 if split.pp > 1 else self.job.config.num_layers + 1))
 
     def _total(self, split: Split, cut: Split) -> Stages:
         """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
@@ -287,7 +293,9 @@ class _Search:
         """Whether all ranks together may have room for the model's blocks, as the lightest of them and at the fewest
         micro-batches that any of a rank's stages keeps."""
         blocks, room = spans.pieces.blocks, self.means.limit - spans.transient(3)[1]
-        state = float(self.means.state(self.job, split, min(block.parameters for block in blocks)))
+        lightest = min(blocks, key=lambda block: block.parameters)
+        own, shard = lightest.parameters, piece_share(lightest, split.dp if split.sharded else 1)
+        state = float(self.means.state(self.job, split, Elements(own, shard, 2 * own * (split.pp > 1))))
         saved, most = min(block.saved for block in blocks), 0.0
         if math.isinf(room):
             return True
@@ -306,7 +314,8 @@ class _Search:
         transient, costs = spans.transient(count), []
         for stage in range(count):
             w = spans.windows(stage, count)
-            state = self.means.state(self.job, split, w.parameters * split.chunks * chains)
+            own = self._elements(split, w.parameters * split.chunks * chains, spans)
+            state = self.means.state(self.job, split, own)
             saved, held = in_flight[stage]
             size = state + transient[stage] + split.chunks * chains * (w.saved * saved + w.held * held)
             costs.append(np.where(size <= self.means.limit, w.both, np.inf))

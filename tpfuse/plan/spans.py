@@ -7,7 +7,8 @@ import numpy as np
 
 from ..pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
 from .layers import cut
-from .split import ATTENTION, GEMM, PARTS, Piece, Pieces
+from .split import ATTENTION, GEMM, PARTS, Elements, Piece, Pieces, Split
+from .state import piece_share
 
 Array = np.ndarray[Any, Any]
 _SIZES = "saved", "held", "parameters"
@@ -35,6 +36,7 @@ class Spans:
         self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._first)
         self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
         self._made: dict[tuple[bool, bool], Windows] = {}  # of a first stage, and of a last one
+        self._shards: dict[int, tuple[float, float, float, Array]] = {}  # of the pieces, by the ranks that share them
         self._totals: dict[int, Stages] = {}
         self._cuts: dict[int, tuple[int, ...] | None] = {}
 
@@ -45,6 +47,36 @@ class Spans:
         rows[1:] += self._border
         rows[-1] += self._last
         return Stages(rows)
+
+    def elements(self, layers: tuple[int, ...], split: Split) -> Elements:
+        """Returns those of each stage.  Whole are, in a pipeline, the parameters and gradients of all of a sharded
+        stage; without, its two largest units, which are the blocks, and all else together."""
+        own, shard = (self._of_stages(layers, dp) for dp in (1, split.dp if split.sharded else 1))
+        if split.pp > 1:
+            return Elements(own, shard, 2 * own)
+        blocks = [block.parameters for block in self.pieces.blocks]
+        whole = sum(sorted([*blocks, float(own.sum()) - sum(blocks)])[-2:])
+        return Elements(own, shard, np.full(len(layers), whole))
+
+    def cut_by(self, dp: int) -> float:
+        """Returns the share of the model's elements that FSDP leaves a rank: 1 / dp, where all rows can be shared."""
+        return float(self._of_stages((self.layers,), dp)[0] / self._of_stages((self.layers,), 1)[0])
+
+    def _of_stages(self, layers: tuple[int, ...], dp: int) -> Array:
+        """Returns the elements of stages, after a cut over ``dp`` ranks."""
+        if dp not in self._shards:
+            ends = self.pieces.embedding, self.pieces.border, self.pieces.head
+            first, border, last = (piece_share(piece, dp) if piece else 0.0 for piece in ends)
+            kinds = {id(block): block for block in self.pieces.blocks}  # which repeat
+            shares = {key: piece_share(block, dp) for key, block in kinds.items()}
+            sums = np.cumsum([0.0, *(shares[id(block)] for block in self.pieces.blocks)])
+            self._shards[dp] = first, border, last, sums
+        first, border, last, sums = self._shards[dp]
+        found: Array = np.diff(sums[np.cumsum([0, *layers])])
+        found[0] += first
+        found[1:] += border
+        found[-1] += last
+        return found
 
     def transient(self, count: int) -> Array:
         """Returns the most bytes that a pass of each of ``count`` stages has beside what it keeps."""
