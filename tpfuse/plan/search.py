@@ -294,8 +294,8 @@ class _Search:
         micro-batches that any of a rank's stages keeps."""
         blocks, room = spans.pieces.blocks, self.means.limit - spans.transient(3)[1]
         lightest = min(blocks, key=lambda block: block.parameters)
-        own, shard = lightest.parameters, piece_share(lightest, split.dp if split.sharded else 1)
-        state = float(self.means.state(self.job, split, Elements(own, shard, 2 * own * (split.pp > 1))))
+        size, shard = lightest.parameters, piece_share(lightest, split.dp if split.sharded else 1)
+        state = float(self.means.state(self.job, split, Elements(size, shard, 2 * size * (split.pp > 1))))
         saved, most = min(block.saved for block in blocks), 0.0
         if math.isinf(room):
             return True
@@ -314,8 +314,8 @@ class _Search:
         transient, costs = spans.transient(count), []
         for stage in range(count):
             w = spans.windows(stage, count)
-            own = self._elements(split, w.parameters * split.chunks * chains, spans)
-            state = self.means.state(self.job, split, own)
+            elements = self._elements(split, w.parameters * split.chunks * chains, spans)
+            state = self.means.state(self.job, split, elements)
             saved, held = in_flight[stage]
             size = state + transient[stage] + split.chunks * chains * (w.saved * saved + w.held * held)
             costs.append(np.where(size <= self.means.limit, w.both, np.inf))
