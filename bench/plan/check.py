@@ -145,11 +145,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     made.add_argument("--machine", type=Path, default=DEFAULT, help=f"what calibrate wrote (default {DEFAULT})")
     made.add_argument("--steps", type=int, default=5, help="training steps of each plan (default 5)")
-    made.add_argument("--fastest", type=float, default=0.4, help="seconds of the fastest step asleep (default 0.4)")
+    made.add_argument("--fastest", type=float, default=0.3, help="seconds of the fastest step asleep (default 0.3)")
     made.add_argument("--rounds", type=int, default=2, help="steps asleep of each plan (default 2)")
     args = made.parse_args(argv)
     trained = Job(load_config("gpt-3m"), 8, 128, torch.float32)
-    staged = Job(with_layers(load_config("llama3-8b"), 8), 16, 2048)
+    staged = Job(with_layers(load_config("llama3-8b"), 8), 8, 2048)
     rows = []
     for compared in (
         training(Machine.load(args.machine), trained, steps=args.steps),
