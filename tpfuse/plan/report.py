@@ -18,6 +18,7 @@ TIE = 1.05  # of the best's seconds: what is nearer cannot be told from it
 _COLOURS = dict(
     zip(STEP_PARTS, ("#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd"), strict=True)
 )
+_LEGEND: dict[str, Any] = dict(fontsize=7, frameon=False, columnspacing=1.0)  # above the drawing
 
 
 class Scale(NamedTuple):
@@ -124,7 +125,7 @@ def draw(planned: Planned, path: Path, timeline: Timeline | None = None) -> None
         sizes.set(xlabel="GB, the fullest rank", yticks=[])
         sizes.invert_yaxis()
         for ax in times, sizes:
-            ax.legend(fontsize=7)
+            ax.legend(**_LEGEND, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(STEP_PARTS))
         if timeline is not None:
             grid = times.get_gridspec()
             grid.set_height_ratios(heights)
@@ -140,4 +141,4 @@ def _pipeline(ax: Any, step: Step, timeline: Timeline) -> None:
     split, _, _, _, schedule = words(step.split)
     gantt.rows(ax, f"passes of plan 1: {split}, {schedule}, {step.micro_batches} micro-batches", timeline)
     ax.set(xlim=(0, timeline.seconds), xlabel="seconds", ylabel="place in the pipeline")
-    ax.legend(handles=gantt.handles(ax), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+    ax.legend(handles=gantt.handles(ax), **_LEGEND, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
