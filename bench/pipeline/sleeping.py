@@ -8,8 +8,9 @@ the fastest: what else runs on the machine makes a rank wake up late, never earl
 
 import statistics
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,32 +22,40 @@ from tpfuse.pipeline.runtime import ChunkStage, Runtime
 ROWS = torch.empty(64, 64, device="meta").requires_grad_()  # what is sent
 
 
+class Passes(NamedTuple):
+    """Seconds of a stage's."""
+
+    F: float
+    I: float  # noqa: E741
+    W: float
+
+
 class _Sleep(torch.autograd.Function):
     """F seconds forward, I backward, and W with them or, where there is a store, when its work is run."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, store: WeightGradients | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: Passes, store: WeightGradients | None) -> Tensor:
         ctx.seconds, ctx.store = seconds, store
-        time.sleep(seconds)
+        time.sleep(seconds.F)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         if ctx.store is None:
-            time.sleep(2 * ctx.seconds)
+            time.sleep(ctx.seconds.I + ctx.seconds.W)
         else:
-            time.sleep(ctx.seconds)
-            ctx.store.add(lambda: time.sleep(ctx.seconds), ())
+            time.sleep(ctx.seconds.I)
+            ctx.store.add(lambda: time.sleep(ctx.seconds.W), ())
         return dy.clone(), None, None
 
 
-def runtime(made: Order, group: dist.ProcessGroup, seconds: float) -> Runtime:
-    """Returns this rank's runtime, each of whose passes F, I and W sleeps ``seconds``."""
+def runtime(made: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -> Runtime:
+    """Returns this rank's runtime, whose passes sleep ``seconds`` of their stage."""
     store = WeightGradients() if SCHEDULES[made.schedule].split else None
 
     def run(chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         x = torch.zeros(ROWS.shape).requires_grad_() if x is None else x
-        y: Tensor = _Sleep.apply(x, seconds, store)
+        y: Tensor = _Sleep.apply(x, seconds[chunk.stage], store)
         return y.sum() if chunk.last else y
 
     chunks = [
@@ -60,6 +69,11 @@ def runtime(made: Order, group: dist.ProcessGroup, seconds: float) -> Runtime:
     )
     given |= dict(tokens=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
     return Runtime([ChunkStage(c, run, **given) for c in chunks], made, backward=True)
+
+
+def alike(made: Order, seconds: float) -> list[Passes]:
+    """Returns stages of which a rank's take ``seconds`` together, for F, I and W each."""
+    return [Passes(*[seconds / made.chunks] * 3)] * made.stages
 
 
 def step(made: Runtime, micro_batches: int) -> float:
@@ -80,7 +94,7 @@ def slowest(seconds: float) -> float:
 def overhead(micro_batches: int, seconds: float, rounds: int) -> float:
     """Returns what an action takes beside its sleep: the median over steps of pipelines of one rank each."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    alone = runtime(order("1f1b", 1, micro_batches), groups[dist.get_rank()], seconds)
+    alone = runtime(order("1f1b", 1, micro_batches), groups[dist.get_rank()], [Passes(*[seconds] * 3)])
     times = [step(alone, micro_batches) for _ in range(rounds + 1)][1:]
     return max(0.0, (statistics.median(times) - 3 * seconds * micro_batches) / (2 * micro_batches))
 
@@ -106,7 +120,7 @@ def measure(micro_batches: int, seconds: float, rounds: int, say: Any) -> dict[s
     say("sleeping stages: what an action and a message take")
     constants = dict(overhead=overhead(micro_batches, seconds, rounds), communication=communication(rounds))
     orders = {name: order(name, size, micro_batches) for name in SCHEDULES}
-    runtimes = {name: runtime(made, dist.group.WORLD, seconds / made.chunks) for name, made in orders.items()}
+    runtimes = {name: runtime(made, dist.group.WORLD, alike(made, seconds)) for name, made in orders.items()}
     times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for i in range(rounds + 1):
         for name, made in runtimes.items():

@@ -52,7 +52,7 @@ def means(costs=None, *, limit=float("inf"), hop=0.05, hides=True):
         hop=lambda split, rows: hop * rows * (split.pp > 1),
         sums=lambda split, size: 0.1 * size * (split.dp > 1) * (1.5 if split.sharded else 1.0),
         update=lambda job, split, elements: 0.02 * elements / (split.dp if split.sharded else 1),
-        state=lambda job, split, elements: elements * (4.0 + 12.0 / (split.dp if split.sharded else 1)),
+        state=lambda job, split, elements: 4.0 * elements.own + 12.0 * elements.shard,
         limit=limit,
         hides=hides,
     )

@@ -75,7 +75,7 @@ def test_what_is_checked_is_spread(monkeypatch):
     steps = check.chosen(plans, means)
     splits = {(s.split.dp, s.split.tp, s.split.pp) for s in steps}
     assert len(splits) == 4 and steps[0].seconds == min(s.seconds for s in steps)
-    monkeypatch.setattr(check, "measure", lambda job, split: dict(zip(splits, (1, 2, 3, 4)))[split[:3]])
+    monkeypatch.setattr(check, "measure", lambda job, splits: [1, 2, 3, 4])
     assert "rank correlation (Spearman): " in check.checked(plans, means)
     assert check.correlation([1, 2, 3], [3, 5, 9]) == 1 and check.correlation([1, 2, 3], [3, 2, 1]) == -1
 

@@ -1,6 +1,7 @@
 """Plans as text, numbers and pictures."""
 
 import json
+import struct
 
 import pytest
 
@@ -9,8 +10,9 @@ from tpfuse.ledger.mfu import model_flops
 from tpfuse.plan.explain import Changed, binding, changes, formulas, runner_up
 from tpfuse.plan.report import Planned, Scale, as_json, draw, words
 from tpfuse.plan.search import search
+from tpfuse.plan.spans import Spans
 from tpfuse.plan.split import Split
-from tpfuse.plan.step import STEP_PARTS
+from tpfuse.plan.step import STEP_PARTS, Load
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,15 @@ def test_why(planned):
 
 
 def test_a_picture(planned, tmp_path):
+    """Of a pipeline with the best plan's passes below, which makes it taller."""
     pytest.importorskip("matplotlib")
-    draw(planned, tmp_path / "new" / "plan.png")
-    assert (tmp_path / "new" / "plan.png").stat().st_size > 10_000
+    step, means = planned.found.steps[0], fake.means()
+    staged = step._replace(split=step.split._replace(dp=2, tp=1, pp=2, schedule="zbv", chunks=2, layers=(1,) * 4))
+    spans = Spans(means.costs(planned.job, staged.split), split=True)
+    timeline = Load(planned.job, staged.split, means, spans).timeline()
+    sizes = {}
+    for name, passes in (("plan", None), ("pipeline", timeline)):
+        path = tmp_path / "new" / f"{name}.png"
+        draw(planned._replace(found=planned.found._replace(steps=[staged])), path, passes)
+        sizes[name] = struct.unpack(">II", path.read_bytes()[16:24])  # of a PNG
+    assert sizes["plan"][0] == sizes["pipeline"][0] and sizes["plan"][1] < sizes["pipeline"][1]

@@ -52,6 +52,7 @@ def test_a_step_is_the_simulators(name, data):
     later = SCHEDULES[name].split
     F, B, I, W = stages.passes.T.tolist()  # noqa: E741
     timeline = simulate(made, F, I if later else B, W if later else [0.0] * len(W), communication=hop)
+    assert loaded.timeline() == timeline
     after = loaded.copies + loaded.dp + loaded.update
     assert (loaded.copies > 0).all() == (name == "chimera" and hop > 0)
     ends = [events[-1].end + more for events, more in zip(timeline.events, after, strict=True)]

@@ -94,11 +94,11 @@ def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> f
     Each has one thread, and overlap is off, as predicted.
     """
     micro_batches(plan, batch)
-    train = functools.partial(_train, config, plan, batch=batch, steps=steps)
-    return on_ranks(plan.tp * plan.dp, train)
+    return on_ranks(plan.tp * plan.dp, functools.partial(train, config, plan, batch=batch, steps=steps))
 
 
-def _train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
+def train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
+    """Returns the seconds of a step on the processes of this world; each rank calls it."""
     mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
     model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype, device="cpu")

@@ -1,15 +1,7 @@
 """Chimera's order (Li and Hoefler 2021, arXiv:2107.06925): two copies of the model, whose pipelines run in opposite
 directions and fill each other's bubbles."""
 
-import math
-from typing import NamedTuple
-
 from .action import BACKWARD, FORWARD, Action
-
-
-class _Chain(NamedTuple):
-    ranks: list[int]  # of each stage
-    micro_batches: range
 
 
 def actions(ranks: int, micro_batches: int, *, backward: float) -> list[list[Action]]:
@@ -18,38 +10,40 @@ def actions(ranks: int, micro_batches: int, *, backward: float) -> list[list[Act
     Greedy by the clock, a backward pass taking as long as ``backward`` forward passes: a backward pass goes before a
     forward pass, the deeper stage first; stage i has at most ranks - i micro-batches in flight.
     """
-    half, down = micro_batches // 2, list(range(ranks))
-    chains = _Chain(down, range(half)), _Chain(down[::-1], range(half, micro_batches))
-    ends: dict[Action, float] = {}
-    begun = {(c, i, kind): 0 for c in range(2) for i in range(ranks) for kind in (FORWARD, BACKWARD)}
+    half = micro_batches // 2
+    # When the passes of each place end that have begun, in the order of micro-batches.
+    ends: dict[tuple[int, int, str], list[float]] = {
+        (c, i, kind): [] for c in range(2) for i in range(ranks) for kind in (FORWARD, BACKWARD)
+    }
     lists: list[list[Action]] = [[] for _ in range(ranks)]
-    free, now = [0.0] * ranks, 0.0
+    free, now, left = [0.0] * ranks, 0.0, 4 * half * ranks
 
-    def over(action: Action) -> bool:
-        return ends.get(action, math.inf) <= now
+    def over(chain: int, stage: int, kind: str, number: int) -> bool:
+        done = ends[chain, stage, kind]
+        return number < len(done) and done[number] <= now
 
-    def following(chain: int, stage: int, kind: str) -> Action | None:
-        """The next action of a kind, if what it needs is there."""
-        ms, count = chains[chain].micro_batches, begun[chain, stage, kind]
+    def ready(chain: int, stage: int, kind: str) -> bool:
+        """Whether what the next pass of a kind needs is there."""
+        count = len(ends[chain, stage, kind])
         if count == half:
-            return None
+            return False
         if kind == BACKWARD:
-            needs = [Action(stage, FORWARD, ms[count], chain)]
-            needs += [Action(stage + 1, BACKWARD, ms[count], chain)] if stage < ranks - 1 else []
-        else:
-            needs = [Action(stage - 1, FORWARD, ms[count], chain)] if stage else []
-            before = count - (ranks - stage)  # whose backward pass, of those before it too, frees a place
-            needs += [Action(stage, BACKWARD, ms[before], chain)] if before >= 0 else []
-        return Action(stage, kind, ms[count], chain) if all(map(over, needs)) else None
+            deeper = stage == ranks - 1 or over(chain, stage + 1, BACKWARD, count)
+            return deeper and over(chain, stage, FORWARD, count)
+        before = count - (ranks - stage)  # whose backward pass, of those before it too, frees a place
+        given = stage == 0 or over(chain, stage - 1, FORWARD, count)
+        return given and (before < 0 or over(chain, stage, BACKWARD, before))
 
-    while len(ends) < 4 * half * ranks:
+    while left:
         for r in (r for r in range(ranks) if free[r] <= now):
-            places = [(c, chain.ranks.index(r)) for c, chain in enumerate(chains)]
-            ready = [a for c, i in places for kind in (BACKWARD, FORWARD) if (a := following(c, i, kind)) is not None]
-            if ready:
-                chosen = max(ready, key=lambda a: (a.kind == BACKWARD, a.stage, -a.micro_batch, a.chain))
-                begun[chosen.chain, chosen.stage, chosen.kind] += 1
-                ends[chosen] = free[r] = now + (backward if chosen.kind == BACKWARD else 1.0)
-                lists[r].append(chosen)
+            places = (0, r), (1, ranks - 1 - r)
+            found = [(kind, i, c) for c, i in places for kind in (BACKWARD, FORWARD) if ready(c, i, kind)]
+            if found:
+                micro_batch = lambda kind, i, c: c * half + len(ends[c, i, kind])
+                kind, i, c = max(found, key=lambda x: (x[0] == BACKWARD, x[1], -micro_batch(*x), x[2]))
+                lists[r].append(Action(i, kind, micro_batch(kind, i, c), c))
+                free[r] = now + (backward if kind == BACKWARD else 1.0)
+                ends[c, i, kind].append(free[r])
+                left -= 1
         now = min((t for t in free if t > now), default=now)
     return lists

@@ -19,25 +19,39 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     def drawing(fig: Any, axes: Any) -> None:
         longest = max(t.seconds for t in timelines.values())
         for ax, (name, timeline) in zip(axes, timelines.items(), strict=True):
-            _rows(ax, timeline)
-            ax.set(xlim=(0, longest), ylabel="rank", yticks=range(len(timeline.events)))
-            ax.set_title(f"{name}: {timeline.seconds:.4g} s, {100 * timeline.bubble:.1f} % bubbles", loc="left", size=9)
-            ax.invert_yaxis()
+            rows(ax, name, timeline)
+            ax.set(xlim=(0, longest))
         axes[-1].set_xlabel("seconds")
-        patches = [axes[0].barh([0], [0], color=COLOURS[kind], label=words) for kind, words in NAMES.items()]
-        fig.legend(handles=patches, loc="outside upper right", ncols=len(patches))
+        fig.legend(handles=handles(axes[0]), loc="outside upper right", ncols=len(NAMES))
 
-    ranks = max(len(t.events) for t in timelines.values())
-    figure(path, (11, 0.6 + len(timelines) * (0.7 + 0.17 * ranks)), drawing, rows=len(timelines))
+    size = 11, 0.6 + sum(map(height, timelines.values()))
+    figure(path, size, drawing, rows=len(timelines))
 
 
-def _rows(ax: Any, timeline: Timeline) -> None:
+def height(timeline: Timeline) -> float:
+    """Returns the inches of a schedule."""
+    return 0.7 + 0.17 * len(timeline.events)
+
+
+def handles(ax: Any) -> list[Any]:
+    """Returns what a legend of the colours is made of."""
+    return [ax.barh([0], [0], color=COLOURS[kind], label=words) for kind, words in NAMES.items()]
+
+
+def rows(ax: Any, name: str, timeline: Timeline) -> None:
+    """Draws a schedule: a row a rank, the first above."""
     few = sum(map(len, timeline.events)) <= _FEW
     for r, events in enumerate(timeline.events):
+        spans: dict[tuple[str, float], list[tuple[float, float]]] = {}  # by colour and tone
         for event in events:
             second = event.action.chain or event.action.stage >= len(timeline.events)
             width = event.end - event.start
-            colour = dict(color=COLOURS[event.action.kind], alpha=0.55 if second else 1.0)
-            ax.barh(r, width, left=event.start, height=0.9, edgecolor="white", linewidth=0.3, **colour)
+            spans.setdefault((COLOURS[event.action.kind], 0.55 if second else 1.0), []).append((event.start, width))
             if few:
                 ax.text(event.start + width / 2, r, event.action.micro_batch, ha="center", va="center", size=5)
+        for (colour, tone), bars in spans.items():
+            ax.broken_barh(bars, (r - 0.45, 0.9), color=colour, alpha=tone, edgecolor="white", linewidth=0.3 * few)
+    each = max(1, len(timeline.events) // 16)
+    ax.set(ylabel="rank", yticks=range(0, len(timeline.events), each), ylim=(len(timeline.events) - 0.4, -0.6))
+    title = f"{name}: {timeline.seconds:.4g} s, {100 * timeline.bubble:.1f} % bubbles"
+    ax.set_title(title, loc="left", size=9)

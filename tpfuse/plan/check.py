@@ -1,9 +1,9 @@
 """Plans against real steps on this machine's processes: the best, and three others."""
 
-import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..ledger import steptime
@@ -42,7 +42,7 @@ def chosen(plans: Planned, means: Means) -> list[Step]:
 def checked(plans: Planned, means: Means) -> str:
     """Runs them, and returns predicted and measured seconds, and whether their order is right."""
     steps = chosen(plans, means)
-    took = [measure(plans.job, step.split) for step in progress(steps, "measuring", long=True)]
+    took = measure(plans.job, [step.split for step in steps])
     rows = [
         (
             f"dp {s.split.dp} x tp {s.split.tp} x pp {s.split.pp}",
@@ -67,13 +67,23 @@ def correlation(predicted: list[float], measured: list[float]) -> float:
     return float(spearmanr(predicted, measured).statistic) if len(predicted) > 1 else float("nan")
 
 
-def measure(job: Job, split: Split, *, steps: int = 5) -> float:
-    """Returns the seconds of a step, the median of ``steps``, on processes of this machine of one thread each."""
-    if split.pp == 1:
-        how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype)
-        plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, **how)
-        return steptime.measure(job.config, plan, batch=job.batch, steps=steps)
-    return on_ranks(split.ranks, functools.partial(_train, job, split, steps))
+def measure(job: Job, splits: list[Split], *, steps: int = 5) -> list[float]:
+    """Returns the seconds of a step, the median of ``steps``, of splits over as many ranks each, one after another on
+    processes of this machine of one thread each."""
+    return on_ranks(splits[0].ranks, _each, job, splits, steps)
+
+
+def _each(job: Job, splits: list[Split], steps: int) -> list[float]:
+    shown = progress(splits, "measuring", long=True) if dist.get_rank() == 0 else splits
+    return [_measure(job, split, steps) for split in shown]
+
+
+def _measure(job: Job, split: Split, steps: int) -> float:
+    if split.pp > 1:
+        return _train(job, split, steps)
+    how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype)
+    plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, **how)
+    return steptime.train(job.config, plan, batch=job.batch, steps=steps)
 
 
 def _train(job: Job, split: Split, steps: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action
-from ..pipeline.order import SCHEDULES, order
+from ..pipeline.order import SCHEDULES, Order, order
 
 Array = np.ndarray[Any, Any]
 _ROUNDS = 3  # of micro-batches, behind which every schedule only goes on as before (tests/plan/test_kept.py)
@@ -53,9 +53,13 @@ def kept(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[Ke
 
 @cache
 def _kept(schedule: str, ranks: int, few: int, chunks: int) -> tuple[Kept, ...]:
+    return tuple(map(kept_by, ordered(schedule, ranks, few, chunks).actions))
+
+
+def ordered(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Order:
+    """Returns the order of a split, whose chunks a schedule may leave no choice of.  ValueError as :func:`order`."""
     open_ = len(SCHEDULES[schedule].chunks) > 1
-    made = order(schedule, ranks, few, chunks=chunks if open_ else None)
-    return tuple(map(kept_by, made.actions))
+    return order(schedule, ranks, micro_batches, chunks=chunks if open_ else None)
 
 
 def kept_by(actions: Sequence[Action]) -> Kept:

@@ -7,7 +7,7 @@ from .cluster import Cluster
 from .devices import Here
 from .messages import between_stages, over_dp
 from .pieces import LedgerCosts
-from .split import Costs, Job, Split
+from .split import Costs, Elements, Job, Split
 from .state import optimizer_seconds
 from .step import Means
 
@@ -31,16 +31,11 @@ def means_of(cluster: Cluster, *, share: float = SHARE, costs: Costs | None = No
     )
 
 
-def state(job: Job, split: Split, elements: Any) -> Any:
-    """Returns the bytes of ``elements`` on a rank before FSDP, a number or an array: parameters, gradients, optimizer,
-    and DDP's buckets of gradients, which a pipeline does not have.
-
-    Sharded with stages, parameters and gradients are whole during a step, beside the shards; without, two blocks of
-    the model are.
-    """
+def state(job: Job, split: Split, elements: Elements) -> Any:
+    """Returns the bytes of a rank, a number or an array: parameters, gradients, optimizer, DDP's buckets of gradients,
+    which a pipeline does not have, and what FSDP has whole."""
     size = job.dtype.itemsize
-    optimizer = OPTIMIZERS[job.optimizer](size)
+    each = 2 * size + OPTIMIZERS[job.optimizer](size)
     if not split.sharded:
-        return elements * (2 * size + optimizer + size * (split.dp > 1 and split.pp == 1))
-    whole = 2 * elements if split.pp > 1 else 2 * elements / max(1, job.config.num_layers)
-    return elements * (2 * size + optimizer) / split.dp + size * whole
+        return elements.own * (each + size * (split.dp > 1 and split.pp == 1))
+    return elements.shard * each + elements.whole * size

@@ -11,16 +11,18 @@ from ..kernels.runtime.errors import check
 from ..ledger.machine import Machine
 from ..ledger.options import DTYPES
 from ..ledger.presets import load_config
-from ..ledger.text import quantity
+from ..ledger.text import Progress, quantity
+from ..pipeline.simulator import Timeline
 from .cluster import Cluster, Level, preset, read, this_machine
 from .devices import Device
 from .explain import Changed, binding, changes, formulas, named, runner_up
+from .known import Known
 from .means import means_of
 from .pieces import LedgerCosts
 from .report import Planned, Scale, draw
 from .search import Fixed, check_fixed, fits, search
 from .split import Job, Split
-from .step import Means
+from .step import Load, Means, Step
 
 HERE = "here"
 _MOST = 64  # times the devices at which a model that fits nowhere is tried
@@ -33,7 +35,16 @@ class Nothing(NamedTuple):
     fixed: Fixed
 
 
-def planned(args: Namespace) -> tuple[Planned, Means, Cluster]:
+class Searched(NamedTuple):
+    """Plans, and what they were searched with."""
+
+    plans: Planned
+    means: Means
+    cluster: Cluster
+    known: Known
+
+
+def planned(args: Namespace) -> Searched:
     """Searches what the options ask for.  ValueError of one line for what cannot be planned."""
     config, fixed = load_config(args.model), fixed_of(args.fix)
     cluster = cluster_of(args)
@@ -41,13 +52,15 @@ def planned(args: Namespace) -> tuple[Planned, Means, Cluster]:
     job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     means = means_of(cluster, share=args.memory_share)
     gc.freeze()  # what stands by now is looked through at every collection otherwise, and orders are many objects
-    found = search(job, cluster.devices, means, fixed=fixed)
+    known = Known()
+    found = search(job, cluster.devices, means, fixed=fixed, known=known)
     if not found.steps:
         check(found.complete, "plan: interrupted before the first plan")
         raise ValueError(_nowhere(job, cluster, means, Nothing(found.least, fixed)))
     device = cluster.device
     peak = device.peak.get(str(dtype).removeprefix("torch.")) if isinstance(device, Device) else None
-    return Planned(job, Scale(cluster.devices, peak, means.limit), found, fixed), means, cluster
+    plans = Planned(job, Scale(cluster.devices, peak, means.limit), found, fixed)
+    return Searched(plans, means, cluster, known)
 
 
 def cluster_of(args: Namespace) -> Cluster:
@@ -113,12 +126,13 @@ def _nowhere(job: Job, cluster: Cluster, means: Means, nothing: Nothing) -> str:
 def run(args: Namespace) -> None:
     """Prints, draws, writes and checks plans."""
     check(not args.check or args.device == HERE, "plan: --check runs plans on this machine: give --device here")
-    plans, means, cluster = planned(args)
+    searched = planned(args)
+    plans = searched.plans
     print(plans.text())
     if args.explain is not None:
-        print(f"\n{explained(plans, means, cluster, args.explain)}")
+        print(f"\n{explained(searched, args.explain)}")
     if args.plot:
-        draw(plans, args.plot)
+        draw(plans, args.plot, best_timeline(searched))
         print(f"\ndrawn to {args.plot}")
     if args.json:
         write(plans, args.json)
@@ -126,7 +140,16 @@ def run(args: Namespace) -> None:
     if args.check:
         from .check import checked
 
-        print(f"\n{checked(plans, means)}")
+        print(f"\n{checked(plans, searched.means)}")
+
+
+def best_timeline(searched: Searched) -> Timeline | None:
+    """Returns when the passes of the best plan run; None where it is no pipeline."""
+    job, best = searched.plans.job, searched.plans.found.steps[0].split
+    if best.pp == 1:
+        return None
+    spans = searched.known.spans(job, best, searched.means.costs)
+    return Load(job, best, searched.means, spans).timeline()
 
 
 def write(plans: Planned, path: Path) -> None:
@@ -135,12 +158,12 @@ def write(plans: Planned, path: Path) -> None:
     path.write_text(json.dumps(plans.json(), indent=1))
 
 
-def explained(plans: Planned, means: Means, cluster: Cluster, number: int) -> str:
+def explained(searched: Searched, number: int) -> str:
     """Returns why plan ``number`` takes what it takes, and what would change the choice."""
-    steps = plans.found.steps
+    plans, steps = searched.plans, searched.plans.found.steps
     check(number <= len(steps), f"plan: --explain is one of the {len(steps)} plans, got {number}")
     step, best = steps[number - 1], steps[0]
-    changed = other_worlds(plans, means, cluster)
+    changed = other_worlds(searched)
     return "\n\n".join(
         [
             f"plan {number}: {named(step)}",
@@ -151,9 +174,10 @@ def explained(plans: Planned, means: Means, cluster: Cluster, number: int) -> st
     )
 
 
-def other_worlds(plans: Planned, means: Means, cluster: Cluster) -> Mapping[str, Changed]:
-    """Searches again with links, memory and batch of twice and half the size."""
-    job, found = plans.job, dict[str, Changed]()
+def other_worlds(searched: Searched) -> Mapping[str, Changed]:
+    """Searches again with links, memory and batch of twice and half the size, by the same dry runs."""
+    (plans, means, cluster, known), found = searched, dict[str, Changed]()
+    job, shown = plans.job, Progress(long=True)
     assert isinstance(same := means.costs, LedgerCosts)
     for word, factor in (("twice", 2.0), ("half", 0.5)):
         levels = tuple(level._replace(bandwidth=factor * level.bandwidth) for level in cluster.levels)
@@ -161,18 +185,20 @@ def other_worlds(plans: Planned, means: Means, cluster: Cluster) -> Mapping[str,
         links = means_of(wider, costs=same.on(wider))._replace(limit=means.limit)
         room = means._replace(limit=factor * means.limit)
         batch = job._replace(batch=max(1, int(factor * job.batch)))
-        for key, what, of, by in (
-            ("links", "the bandwidth of links", job, links),
-            ("memory", "the memory", job, room),
-            ("batch", "the batch", batch, means),
+        for key, what, world in (
+            ("links", "the bandwidth of links", (job, links, Known())),
+            ("memory", "the memory", (job, room, known)),
+            ("batch", "the batch", (batch, means, known)),
         ):
-            name = key if factor > 1 else f"half {key}"
-            found[name] = Changed(f"{word} {what}", _best(plans._replace(job=of), by))
+            shown.show(f"plan: explaining, {len(found) + 1} of 6: {word} {what}")
+            found[key if factor > 1 else f"half {key}"] = Changed(f"{word} {what}", _best(plans, *world))
+    shown.done()
     return found
 
 
-def _best(plans: Planned, means: Means) -> Any:
+def _best(plans: Planned, job: Job, means: Means, known: Known) -> Step | None:
     try:
-        return next(iter(search(plans.job, plans.scale.devices, means, fixed=plans.fixed, keep=1).steps), None)
+        found = search(job, plans.scale.devices, means, fixed=plans.fixed, keep=1, known=known)
     except ValueError:  # a batch that the devices cannot share
         return None
+    return next(iter(found.steps), None)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from ..ledger.mfu import model_flops
 from ..ledger.plots import figure
 from ..ledger.text import duration, quantity, table
+from ..pipeline import gantt
+from ..pipeline.simulator import Timeline
 from .search import Fixed, Found
 from .split import Job, Split
 from .step import STEP_PARTS, Step
@@ -16,6 +18,7 @@ TIE = 1.05  # of the best's seconds: what is nearer cannot be told from it
 _COLOURS = dict(
     zip(STEP_PARTS, ("#4c72b0", "#8172b3", "#c44e52", "#dd8452", "#ccb974", "#55a868", "#64b5cd"), strict=True)
 )
+_LEGEND: dict[str, Any] = dict(fontsize=7, frameon=False, columnspacing=1.0)  # above the drawing
 
 
 class Scale(NamedTuple):
@@ -97,12 +100,14 @@ def as_json(step: Step) -> dict[str, Any]:
     return values | dict(slowest_rank=step.rank, memory=memory)
 
 
-def draw(planned: Planned, path: Path) -> None:
-    """Draws the plans' seconds by part, and beside them the bytes of their fullest rank, against the limit."""
+def draw(planned: Planned, path: Path, timeline: Timeline | None = None) -> None:
+    """Draws the plans' seconds by part, and beside them the bytes of their fullest rank, against the limit; below, the
+    passes of the best, where it is a pipeline."""
     steps: Sequence[Step] = planned.found.steps
+    heights = [1.5 + 0.4 * len(steps), *([] if timeline is None else [0.6 + gantt.height(timeline)])]
 
     def drawing(fig: Any, axes: Any) -> None:
-        times, sizes = axes
+        (times, sizes), below = axes[:2], axes[2:]
         names = [f"{i + 1}: {words(s.split)[0]}, {words(s.split)[-1]}" for i, s in enumerate(steps)]
         left = [0.0] * len(steps)
         for part in STEP_PARTS:
@@ -119,7 +124,21 @@ def draw(planned: Planned, path: Path) -> None:
         sizes.axvline(planned.scale.limit / 1e9, color="black", linestyle="--", label="limit")
         sizes.set(xlabel="GB, the fullest rank", yticks=[])
         sizes.invert_yaxis()
-        for ax in axes:
-            ax.legend(fontsize=7)
+        for ax in times, sizes:
+            ax.legend(**_LEGEND, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(STEP_PARTS))
+        if timeline is not None:
+            grid = times.get_gridspec()
+            grid.set_height_ratios(heights)
+            for ax in below:
+                ax.remove()
+            _pipeline(fig.add_subplot(grid[1, :]), steps[0], timeline)
 
-    figure(path, (13, 1.5 + 0.4 * len(steps)), drawing, columns=2)
+    figure(path, (13, sum(heights)), drawing, columns=2, rows=len(heights))
+
+
+def _pipeline(ax: Any, step: Step, timeline: Timeline) -> None:
+    """Draws a plan's passes; a rank is one of each stage's dp x tp."""
+    split, _, _, _, schedule = words(step.split)
+    gantt.rows(ax, f"passes of plan 1: {split}, {schedule}, {step.micro_batches} micro-batches", timeline)
+    ax.set(xlim=(0, timeline.seconds), xlabel="seconds", ylabel="place in the pipeline")
+    ax.legend(handles=gantt.handles(ax), **_LEGEND, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

@@ -5,8 +5,9 @@ Candidates wait in order of what they take at least.  A candidate that comes up 
 where a rank would hold too much, and waits again by a closer bound; then the clock runs.  What waits once it cannot be
 among the fastest any more is never looked at.
 
-Pieces are what takes long to cost.  So the first bound is of the pieces that keep most: passes that recompute, or whose
-weight gradients wait, take no less (tests/plan/test_search.py holds the ledger's to that).
+Pieces are what takes long to cost.  So the first bound is of the pieces that keep most, and where blocks are
+recomputed, of their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
+(tests/plan/test_search.py holds the ledger's to that).
 """
 
 import heapq
@@ -23,9 +24,11 @@ from ..layers.block import SAVING
 from ..ledger.text import Progress, duration
 from ..pipeline.order import SCHEDULES, possible
 from .kept import kept
+from .known import Known
 from .layers import cut
 from .spans import Spans, Stages
-from .split import Job, Split
+from .split import Elements, Job, Split
+from .state import piece_share
 from .step import Load, Means, Step, micro_batches
 
 Fixed = Mapping[str, Any]  # fields of Split -> value
@@ -46,13 +49,23 @@ class Found(NamedTuple):
     complete: bool = True
 
 
-def search(job: Job, devices: int, means: Means, *, fixed: Fixed = MappingProxyType({}), keep: int = 10) -> Found:
+def search(
+    job: Job,
+    devices: int,
+    means: Means,
+    *,
+    fixed: Fixed = MappingProxyType({}),
+    keep: int = 10,
+    known: Known | None = None,
+) -> Found:
     """Returns the ``keep`` fastest splits that have the values of ``fixed``; after Ctrl-C the fastest so far.
+
+    ``known``: what another search of the same model by ``means.costs`` has left.
 
     ValueError where the model, the batch and the schedules leave no split of so many devices, and for a field or a
     value of ``fixed`` that is none.
     """
-    return _Search(job, means, keep).run(candidates(job, devices, fixed))
+    return _Search(job, means, keep, known).run(candidates(job, devices, fixed))
 
 
 def fits(job: Job, devices: int, means: Means, fixed: Fixed) -> bool:
@@ -152,13 +165,11 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Search:
-    """What one search knows: the arrays of pieces, and cuts, by what they depend on."""
+    """What one search knows, by what it depends on."""
 
-    def __init__(self, job: Job, means: Means, keep: int):
+    def __init__(self, job: Job, means: Means, keep: int, known: Known | None = None):
         self.job, self.means, self.keep = job, means, keep
-        self._spans: dict[tuple[Any, ...], Spans | ValueError] = {}
-        self._cuts: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
-        self._totals: dict[tuple[int, int], Stages] = {}
+        self._known = Known() if known is None else known
         self._state: dict[tuple[Any, ...], float] = {}
         self._full: dict[Split, int] = {}  # splits, and the smallest micro-batch known to find no room in them
         self.least = float("inf")
@@ -177,7 +188,7 @@ class _Search:
                 try:
                     looked += 1
                     if self.holds_state(split):
-                        wait(self.at_least(split, _plain(split)), split)
+                        wait(self.first_bound(split), split)
                 except ValueError as error:
                     errors[str(error)] = None
                     looked -= 1
@@ -189,7 +200,7 @@ class _Search:
                     simulated += 1
                     best = sorted([*best, load.step()], key=_rank)[: self.keep]
                 elif self.holds_pass(split):
-                    own = self.at_least(split, split)
+                    own = self.at_least(split)
                     if own > bound:
                         wait(own, split)
                     elif (load := self.placed(split)) is not None:
@@ -202,20 +213,7 @@ class _Search:
         return Found(best, looked, fit, simulated, least=self.least, complete=complete)
 
     def spans(self, split: Split) -> Spans:
-        """Returns the pieces of a split as arrays; ValueError where the model cannot be split so."""
-        # Without a pipeline, and under some schedules, both ends are on one rank, which a tied embedding is on once.
-        schedule = SCHEDULES[split.schedule]
-        together = split.pp == 1 or schedule.v or schedule.chains > 1
-        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, together, split.pp == 1
-        if key not in self._spans:
-            try:
-                self._spans[key] = Spans(self.means.costs(self.job, split), split=schedule.split)
-            except ValueError as error:
-                self._spans[key] = error
-        found = self._spans[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        return self._known.spans(self.job, split, self.means.costs)
 
     def holds_state(self, split: Split) -> bool:
         """Whether the fullest rank may have room for its state."""
@@ -239,25 +237,37 @@ class _Search:
         place = split.dp, split.tp, split.pp, split.sharded, stages, chains
         if place not in self._state:
             simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
-            elements = self._total(simplest, split).parameters[0] * chains / split.pp
-            self._state[place] = float(self.means.state(self.job, split, elements))
+            spans, own = self.spans(simplest), self._total(simplest, split).parameters[0] * chains / split.pp
+            self._state[place] = float(self.means.state(self.job, split, self._elements(split, own, spans)))
         return self._state[place]
+
+    def _elements(self, split: Split, own: Any, spans: Spans) -> Elements:
+        """Returns what a rank holds at least of ``own`` elements that are cut as the model's mean."""
+        share = spans.cut_by(split.dp) if split.sharded else 1.0
+        return Elements(own, share * own, 2 * own / (1 if split.pp > 1 else self.job.config.num_layers + 1))
 
     def _total(self, split: Split, cut: Split) -> Stages:
         """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
-        spans, count = self.spans(split), cut.pp * cut.chunks
-        if (key := (id(spans), count)) not in self._totals:
-            self._totals[key] = spans.total(count)
-        return self._totals[key]
+        return self.spans(split).total(cut.pp * cut.chunks)
 
     def _room(self, size: float) -> bool:
         if size > self.means.limit:
             self.least = min(self.least, size)
         return size <= self.means.limit
 
-    def at_least(self, split: Split, pieces: Split) -> float:
-        """Returns seconds of compute of the slowest rank, at least: the mean's, by the pieces of another split."""
-        return float(self._total(pieces, split).both[0]) * micro_batches(self.job, split) / split.pp
+    def first_bound(self, split: Split) -> float:
+        """Returns what :meth:`at_least` cannot be below, of a split whose own pieces are not costed yet."""
+        plain = _plain(split)
+        again = self.spans(plain).again if split.full else 0.0
+        return self._mean(split, float(self._total(plain, split).both[0]) + again)
+
+    def at_least(self, split: Split) -> float:
+        """Returns seconds of compute of the slowest rank, at least: the mean's."""
+        return self._mean(split, float(self._total(split, split).both[0]))
+
+    def _mean(self, split: Split, seconds: float) -> float:
+        """Returns a rank's seconds in a step, where all stages together take so many for a micro-batch."""
+        return seconds * micro_batches(self.job, split) / split.pp
 
     def has_room(self, split: Split) -> bool:
         try:
@@ -270,9 +280,9 @@ class _Search:
         spans = self.spans(split)
         if not self._holds_blocks(split, spans):
             return None
-        cuts = [self._fastest, self._fitting] if split.layers is None else [lambda split, spans: split.layers]
-        for choose in cuts:
-            layers = choose(split, spans)
+        fastest, fitting = lambda: spans.fastest(split.pp * split.chunks), lambda: self._fitting(split, spans)
+        for choose in (fastest, fitting) if split.layers is None else (lambda: split.layers,):
+            layers = choose()
             if layers is not None:
                 load = Load(self.job, split._replace(layers=layers), self.means, spans)
                 if self._room(max(m.total for m in load.memory)):
@@ -283,7 +293,9 @@ class _Search:
         """Whether all ranks together may have room for the model's blocks, as the lightest of them and at the fewest
         micro-batches that any of a rank's stages keeps."""
         blocks, room = spans.pieces.blocks, self.means.limit - spans.transient(3)[1]
-        state = float(self.means.state(self.job, split, min(block.parameters for block in blocks)))
+        lightest = min(blocks, key=lambda block: block.parameters)
+        size, shard = lightest.parameters, piece_share(lightest, split.dp if split.sharded else 1)
+        state = float(self.means.state(self.job, split, Elements(size, shard, 2 * size * (split.pp > 1))))
         saved, most = min(block.saved for block in blocks), 0.0
         if math.isinf(room):
             return True
@@ -291,13 +303,6 @@ class _Search:
             counts = own.counts[..., 0].max(0)
             most += room // max(state + saved * counts[counts > 0].min(), 1e-9)
         return most >= len(blocks) * SCHEDULES[split.schedule].chains
-
-    def _fastest(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
-        """Returns the layers of stages whatever they hold."""
-        count = split.pp * split.chunks
-        if (key := (id(spans), count)) not in self._cuts:
-            self._cuts[key] = cut([w.both for w in self._windows(spans, count)])
-        return self._cuts[key]
 
     def _fitting(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
         """Returns the layers of stages that each fit into its share of the rank that holds it: all of it, where that
@@ -307,18 +312,14 @@ class _Search:
         for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
             np.maximum.at(in_flight, own.stages, own.counts.max(0))
         transient, costs = spans.transient(count), []
-        for stage, w in enumerate(self._windows(spans, count)):
-            state = self.means.state(self.job, split, w.parameters * split.chunks * chains)
+        for stage in range(count):
+            w = spans.windows(stage, count)
+            elements = self._elements(split, w.parameters * split.chunks * chains, spans)
+            state = self.means.state(self.job, split, elements)
             saved, held = in_flight[stage]
             size = state + transient[stage] + split.chunks * chains * (w.saved * saved + w.held * held)
             costs.append(np.where(size <= self.means.limit, w.both, np.inf))
         return cut(costs)
-
-    @staticmethod
-    def _windows(spans: Spans, count: int) -> list[Stages]:
-        """Those of each stage: of all in the middle the same."""
-        middle = spans.windows(1, count) if count > 2 else None
-        return [middle if middle is not None and 0 < s < count - 1 else spans.windows(s, count) for s in range(count)]
 
 
 def _plain(split: Split) -> Split:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,15 @@ class Pieces(NamedTuple):
         first = [self.embedding] if layers[0] == 0 else [] if self.border is None else [self.border]
         last = [self.head] if layers[-1] == len(self.blocks) - 1 else []
         return [*first, *(self.blocks[layer] for layer in layers), *last]
+
+
+class Elements(NamedTuple):
+    """How many elements of parameters a rank holds, numbers or arrays: before FSDP, of its shard for good, and whole
+    beside the shard at the most."""
+
+    own: Any
+    shard: Any
+    whole: Any
 
 
 class Costs(Protocol):

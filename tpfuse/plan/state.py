@@ -6,7 +6,7 @@ from ..ledger.aten import ELEMENTWISE
 from ..ledger.memory import OPTIMIZERS, State
 from ..ledger.recorder import FORWARD, Entry
 from .devices import AnyDevice
-from .split import Job, Pieces, Split
+from .split import Job, Piece, Pieces, Split
 
 
 def rank_parameters(pieces: Pieces, stages: Sequence[range]) -> float:
@@ -14,15 +14,19 @@ def rank_parameters(pieces: Pieces, stages: Sequence[range]) -> float:
     return sum(piece.parameters for layers in stages for piece in pieces.stage(layers))
 
 
+def piece_share(piece: Piece, dp: int) -> float:
+    """Returns the elements of a piece that FSDP over ``dp`` ranks leaves the first: of each parameter's rows a share
+    that is rounded up; an even cut where they are not known."""
+    if not piece.sizes:
+        return piece.parameters / dp
+    return sum(count * -(-rows // dp) * columns for (rows, columns), count in piece.sizes.items())
+
+
 def rank_share(pieces: Pieces, stages: Sequence[range], split: Split) -> float:
-    """Returns the elements of a rank after FSDP, which cuts each parameter by its rows and pads them; an even cut where
-    they are not known."""
+    """Returns the elements of a rank after FSDP."""
     if not split.sharded:
         return rank_parameters(pieces, stages)
-    held = [piece for layers in stages for piece in pieces.stage(layers)]
-    even = sum(piece.parameters / split.dp for piece in held if not piece.sizes)
-    cut = lambda rows, columns: -(-rows // split.dp) * columns
-    return even + sum(count * cut(*size) for piece in held for size, count in piece.sizes.items())
+    return sum(piece_share(piece, split.dp) for layers in stages for piece in pieces.stage(layers))
 
 
 def rank_state(pieces: Pieces, stages: Sequence[range], job: Job, split: Split) -> State:

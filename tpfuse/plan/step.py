@@ -21,10 +21,11 @@ import numpy as np
 from ..kernels.runtime.errors import check
 from ..pipeline.action import BACKWARD, FORWARD, KINDS
 from ..pipeline.clock import Clock
-from ..pipeline.order import SCHEDULES, order, placement
-from .kept import kept
+from ..pipeline.order import SCHEDULES, placement
+from ..pipeline.simulator import Timeline, simulate
+from .kept import kept, ordered
 from .spans import Array, Spans
-from .split import PARTS, Costs, Job, Split
+from .split import PARTS, Costs, Elements, Job, Split
 
 PP, DP, OPTIMIZER = "pp", "dp", "optimizer"
 STEP_PARTS = *PARTS, PP, DP, OPTIMIZER
@@ -35,7 +36,7 @@ class Means(NamedTuple):
 
     ``hop``: seconds of so many bytes to the next stage.  ``sums``: seconds in which replicas sum so many bytes of
     gradients, or of a sharded split gather and scatter as many.  ``update``: seconds of the optimizer over so many
-    elements.  ``state``: bytes of parameters, gradients, optimizer and buffers of so many elements.  ``limit``: bytes
+    elements.  ``state``: bytes of parameters, gradients, optimizer and buffers of a rank's.  ``limit``: bytes
     that a rank may hold.  ``hides``: whether messages pass while the device computes.
     """
 
@@ -43,7 +44,7 @@ class Means(NamedTuple):
     hop: Callable[[Split, float], float]
     sums: Callable[[Split, float], float]
     update: Callable[[Job, Split, float], float]
-    state: Callable[[Job, Split, Any], Any]
+    state: Callable[[Job, Split, Elements], Any]
     limit: float
     hides: bool
 
@@ -102,6 +103,7 @@ class Load:
         self.hop = means.hop(split, spans.pieces.rows)
         self.parts = self._by_rank((stages.parts[:, _F] + stages.parts[:, _B]) * self.count / len(self.chains))
         self.busy = self.parts.sum(1)
+        self.elements = spans.elements(split.layers, split)
         self.parameters = self._by_rank(stages.parameters[:, None])[:, 0]
         self.dp = np.array([exposed(self, n) for n in self.parameters])
         self.update = np.array([means.update(job, split, n) for n in self.parameters])
@@ -120,9 +122,9 @@ class Load:
     def memory(self) -> tuple[Memory, ...]:
         """Of every place in the pipeline."""
         split, sizes = self.split, np.stack([self.stages.saved, self.stages.held], -1)
-        found = []
+        held, found = self._by_rank(np.stack(self.elements, -1)), []
         for rank, own in enumerate(kept(split.schedule, split.pp, self.count, split.chunks)):
-            state = float(self.means.state(self.job, split, self.parameters[rank]))
+            state = float(self.means.state(self.job, split, Elements(*held[rank])))
             found.append(Memory(state, own.most(sizes) + float(self.transient[own.stages].max())))
         return tuple(found)
 
@@ -143,6 +145,13 @@ class Load:
             np.minimum.at(least, list(chain), up + after[chain[0]])
         split = SCHEDULES[self.split.schedule].split
         return float((first + self.busy + (after if split else np.maximum(after, least))).max())
+
+    def timeline(self) -> Timeline:
+        """Returns when each pass of a step runs on each rank, without what comes after the last."""
+        split, later = self.split, SCHEDULES[self.split.schedule].split
+        made = ordered(split.schedule, split.pp, self.count, split.chunks)
+        F, B, I, W = (self.stages.seconds(kind).tolist() for kind in KINDS)  # noqa: E741
+        return simulate(made, F, I if later else B, W if later else [0.0] * len(W), communication=self.hop)
 
     def step(self) -> Step:
         """Runs the clock."""
@@ -195,5 +204,4 @@ def exposed(load: Load, parameters: float) -> float:
 @lru_cache(maxsize=32)
 def clock_of(schedule: str, ranks: int, count: int, chunks: int) -> Clock:
     """Returns the clock of an order, kept: an order takes longer to make than to run."""
-    open_ = len(SCHEDULES[schedule].chunks) > 1
-    return Clock.of(order(schedule, ranks, count, chunks=chunks if open_ else None))
+    return Clock.of(ordered(schedule, ranks, count, chunks))

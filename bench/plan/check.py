@@ -1,0 +1,164 @@
+"""Plans beside what runs: all of two processes, and all of a pipeline of four whose stages sleep.
+
+    python -m bench.plan.check                about four minutes on two idle cores, after python -m tpfuse calibrate
+
+Training: every dp x tp of two processes with every micro-batch and way of saving takes real steps, beside the planner's
+seconds by the calibration of this machine.  A process has a core of its own; messages pass through memory.
+
+Sleeping: every plan of four stages, of a model on four A100s, runs on the real runtime, whose stages sleep as long as
+the planner says of their passes, all by one scale.  Beside it are the simulator's seconds, given what an action and a
+message were measured to take.  Sleeping takes no core: what is checked is the order of passes and their waiting, no
+GPU's speed.
+
+A row says how many plans, the errors' median and the largest, and Spearman's rank correlation.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from bench.pipeline import sleeping
+from tpfuse.ledger.layer import with_layers
+from tpfuse.ledger.machine import DEFAULT, Machine
+from tpfuse.ledger.presets import load_config
+from tpfuse.ledger.processes import on_ranks
+from tpfuse.ledger.text import duration, progress, table
+from tpfuse.pipeline import simulate
+from tpfuse.pipeline.order import SCHEDULES
+from tpfuse.plan.check import correlation, measure
+from tpfuse.plan.cluster import preset, this_machine
+from tpfuse.plan.explain import named
+from tpfuse.plan.kept import ordered
+from tpfuse.plan.known import Known
+from tpfuse.plan.means import means_of
+from tpfuse.plan.report import words
+from tpfuse.plan.search import candidates
+from tpfuse.plan.split import Job, Split
+from tpfuse.plan.step import Load, Means, micro_batches
+
+STAGES = 4
+
+
+class Compared(NamedTuple):
+    """Plans by name, and seconds of each."""
+
+    what: str
+    names: Sequence[str]
+    predicted: Sequence[float]
+    measured: Sequence[float]
+
+    @property
+    def errors(self) -> list[float]:
+        """How far off the predictions are, in %."""
+        return [100 * (p / m - 1) for p, m in zip(self.predicted, self.measured, strict=True)]
+
+    def row(self) -> str:
+        """Returns a row of the table in the docs."""
+        off, rank = list(map(abs, self.errors)), correlation(list(self.predicted), list(self.measured))
+        return f"| {self.what} | {len(off)} | {statistics.median(off):.1f} % | {max(off):.1f} % | {rank:.3f} |"
+
+    def text(self) -> str:
+        """Returns all plans."""
+        seconds = zip(self.names, self.predicted, self.measured, self.errors, strict=True)
+        rows = [(name, duration(p), duration(m), f"{error:+.1f} %") for name, p, m, error in seconds]
+        return table((self.what, "predicted", "measured", "error"), rows)
+
+
+HEAD = "| | plans | median error | largest | rank correlation |\n|---|---|---|---|---|"
+
+
+def loads(job: Job, devices: int, means: Means, pp: int) -> list[Load]:
+    """Returns every plan of ``pp`` stages without FSDP, its layers shared as fast as can be."""
+    known, found = Known(), []
+    for split in progress(candidates(job, devices, dict(pp=pp, sharded=False)), "planning"):
+        spans = known.spans(job, split, means.costs)
+        layers = spans.fastest(split.pp * split.chunks)
+        found.append(Load(job, split._replace(layers=layers), means, spans))
+    return found
+
+
+# ---- training ----
+
+
+def training(machine: Machine, job: Job, *, steps: int) -> Compared:
+    """Compares all plans of two processes that have no stages."""
+    plans = [load.step() for load in loads(job, 2, means_of(this_machine(machine, 2, job.dtype)), pp=1)]
+    took = measure(job, [plan.split for plan in plans], steps=steps)
+    return Compared("two processes that train", list(map(named, plans)), [plan.seconds for plan in plans], took)
+
+
+# ---- sleeping ----
+
+
+class Slept(NamedTuple):
+    """Seconds of steps, and what an action and a message take beside."""
+
+    steps: list[float]
+    overhead: float
+    communication: float
+
+
+def passes(load: Load, scale: float) -> list[sleeping.Passes]:
+    """Returns the seconds of a plan's stages, ``scale`` times as long; a backward pass that is whole is an I."""
+    F, B, I, W = (load.stages.seconds(kind).tolist() for kind in "FBIW")  # noqa: E741
+    later = SCHEDULES[load.split.schedule].split
+    rows = zip(F, I if later else B, W if later else [0.0] * len(W), strict=True)
+    return [sleeping.Passes(*(scale * seconds for seconds in row)) for row in rows]
+
+
+def asleep(splits: list[Split], seconds: list[list[sleeping.Passes]], counts: list[int], rounds: int) -> Slept:
+    """Returns the fastest of ``rounds`` steps of each plan; every rank calls it."""
+    overhead, communication = sleeping.overhead(8, 0.01, 5), sleeping.communication(10)
+    work, times = list(zip(splits, seconds, counts, strict=True)), []
+    for split, own, count in progress(work, "sleeping", long=True) if dist.get_rank() == 0 else work:
+        runtime = sleeping.runtime(ordered(split.schedule, split.pp, count, split.chunks), dist.group.WORLD, own)
+        taken = [sleeping.step(runtime, count) for _ in range(rounds + 1)]
+        times.append(min(taken[1:]))  # the first makes connections
+    return Slept(times, overhead, communication)
+
+
+def sleepers(job: Job, *, fastest: float, rounds: int) -> Compared:
+    """Compares all plans of four stages, scaled so that the fastest takes ``fastest`` seconds."""
+    found = loads(job, STAGES, means_of(preset("a100-80gb", STAGES)), pp=STAGES)
+    scale = fastest / min(load.timeline().seconds for load in found)
+    splits, seconds = [load.split for load in found], [passes(load, scale) for load in found]
+    counts = [micro_batches(job, split) for split in splits]
+    slept = on_ranks(STAGES, asleep, splits, seconds, counts, rounds)
+    predicted = []
+    for split, own, count in zip(splits, seconds, counts, strict=True):
+        made = ordered(split.schedule, split.pp, count, split.chunks)
+        F, I, W = map(list, zip(*own, strict=True))  # noqa: E741
+        beside = dict(communication=slept.communication, overhead=slept.overhead)
+        predicted.append(simulate(made, F, I, W, **beside).seconds)
+    names = [", ".join(map(str, words(split))) for split in splits]
+    return Compared("four stages that sleep", names, predicted, slept.steps)
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = argparse.ArgumentParser(
+        prog="python -m bench.plan.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--machine", type=Path, default=DEFAULT, help=f"what calibrate wrote (default {DEFAULT})")
+    made.add_argument("--steps", type=int, default=5, help="training steps of each plan (default 5)")
+    made.add_argument("--fastest", type=float, default=0.3, help="seconds of the fastest step asleep (default 0.3)")
+    made.add_argument("--rounds", type=int, default=2, help="steps asleep of each plan (default 2)")
+    args = made.parse_args(argv)
+    trained = Job(load_config("gpt-3m"), 8, 128, torch.float32)
+    staged = Job(with_layers(load_config("llama3-8b"), 8), 8, 2048)
+    rows = []
+    for compared in (
+        training(Machine.load(args.machine), trained, steps=args.steps),
+        sleepers(staged, fastest=args.fastest, rounds=args.rounds),
+    ):
+        print(compared.text(), flush=True)
+        rows.append(compared.row())
+    print("\n".join(["", HEAD, *rows]))
+
+
+if __name__ == "__main__":
+    main()
