@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import documents
-from bench.sparse_gradients import links, page, training
+from bench.sparse_gradients import arguments, links, page, training
 
 OVER = dict(dense=[1] * 3, TopkA=[0.2, 0.25, 0.3])
 ROW = dict(ranks=2, gbit=0.1, seconds=dict(dense=1.2, TopkA=0.3), over_dense=OVER)
@@ -39,7 +39,7 @@ def test_the_tables_are_what_the_results_say(part):
 
 def test_too_few_rounds_are_refused(capsys):
     with pytest.raises(SystemExit):
-        links.arguments(["--rounds", "1"])
+        arguments(["--rounds", "1"])
     assert "--rounds must be at least 2, for quartiles, got 1" in capsys.readouterr().err
 
 
@@ -62,7 +62,7 @@ def test_a_tiny_run_of_training(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tqdm")
     path = tmp_path / "rows.json"
     tiny = {"width": 32, "layers": 1, "heads": 2, "seq": 32, "max-mb": 0.03, "prompt": "x"}
-    monkeypatch.setattr(training, "SETTINGS", {name: tiny | more for name, more in training.SETTINGS.items()})
+    monkeypatch.setattr(training, "MODEL", tiny)
     training.main(["--steps", "20", "--every", "10", "--json", str(path)])
     result = json.loads(path.read_text())
     rows = {row["name"]: row for row in result["rows"]}
