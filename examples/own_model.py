@@ -17,7 +17,6 @@ import torch.distributed as dist
 from _text import Text, read_text, sample
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
 from tpfuse import TensorParallel
@@ -83,7 +82,7 @@ def train(args, text: Text, device: torch.device) -> None:
     torch.manual_seed(args.seed)  # decides the initial weights, the same at every split
     with device:
         model = ByteModel(args.width, args.layers, args.heads, tp, args.dropout)
-    replica = DistributedDataParallel(model, process_group=dp.get_group()) if dp.size() > 1 else model
+    replica = tpfuse.data_parallel(model, dp) if dp.size() > 1 else model
     optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr)
     mine = args.batch // dp.size()
     first = dp.get_local_rank() * mine

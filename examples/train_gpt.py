@@ -38,7 +38,6 @@ from _options import SIZES, config_of, parse, stage_of
 from _run import Best, Log, StopSignal, save_trained
 from _text import END, Text, gzip_bits, paragraphs, read_text
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import tpfuse
@@ -266,7 +265,7 @@ def main() -> None:
         if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
         elif args.dp > 1 and stage is None:
-            replica = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+            replica = tpfuse.data_parallel(model, mesh["dp"])
         if args.ok_topk is not None:
             hook = tpfuse.OkTopk(args.ok_topk, warmup_steps=args.ok_topk_warmup or 0, group=mesh["dp"].get_group())
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))

@@ -19,6 +19,7 @@ from .parallel import TensorParallel
 from .parity import check_parity
 from .training import state_dict as _state_dict
 from .training.checkpoint import load_checkpoint, save_checkpoint
+from .training.data_parallel import data_parallel
 from .training.dtensor import as_dtensor
 from .training.main_grad import MainGrad
 from .training.matrices import WholeMatrices
@@ -42,6 +43,7 @@ __all__ = [
     "check_parity",
     "checking",
     "clip_grad_norm_",
+    "data_parallel",
     "doctor",
     "explain",
     "init_weights",

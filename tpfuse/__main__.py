@@ -205,7 +205,7 @@ def run_dryrun(args: Namespace) -> None:
         with pretending(args.arch):
             done = dryrun.run(config, plan(args, args.tp, args.dp, args.micro_batch))
         if args.plot:
-            states = {"DDP": done.held.state, "FSDP": done.held.sharded}
+            states = {"DDP": done.held.state, "data_parallel": done.held.viewed, "FSDP": done.held.sharded}
             rows = {name: state._asdict() | {"activations": done.work.peak} for name, state in states.items()}
             plots.bars(rows, "bytes a rank", args.plot)
         values = dryrun.as_json(done.plan, done.held, done.work)

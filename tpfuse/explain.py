@@ -16,19 +16,22 @@ from .pipeline.order import placement
 from .pipeline.placement import held_by
 from .sequence_parallel.choice import Sizes, form_of, hidden, sizes
 from .sequence_parallel.forms import plain
+from .training.data_parallel import bucket_count, limits, replica_of
 
 _MOST_ROWS = 1 << 24
 
 
 class Path(NamedTuple):
-    """One op of one layer; of a pipeline's stage what it sends to other ranks.  ``bytes`` and ``messages`` are sent by
-    this rank, forward and backward: under sequence parallelism all of them, without it those that can hide (the sum of
-    dx), and those of a stage."""
+    """One op of one layer; of a pipeline's stage what it sends to other ranks; the mean of the gradients over replicas.
+
+    ``bytes`` and ``messages`` are sent by this rank, forward and backward: under sequence parallelism all of them,
+    without it those that can hide (the sum of dx), those of a stage, and those of a step over the replicas (a ring's).
+    """
 
     layer: str
     op: str
     path: str  # "plain" or "pairwise"
-    weight: tuple[int, ...]  # a rank's; () of a stage
+    weight: tuple[int, ...]  # a rank's; () of a stage and of replicas
     rows: int | None
     bytes: int | None
     messages: int | None
@@ -60,8 +63,8 @@ class _Layer(NamedTuple):
 
 
 def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | None = None) -> Paths:
-    """Lists everything in a model that exchanges rows: the path its messages take, sizes, bytes and the reason.  It
-    prints as a table.
+    """Lists everything in a model that exchanges rows, and what averages its gradients under DistributedDataParallel:
+    the path its messages take, sizes, bytes and the reason.  It prints as a table.
 
     ``rows`` is M = positions x samples of a call.  Without it a path that depends on rows is named with the least
     that it takes. ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).
@@ -72,6 +75,7 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
         [
             *(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model)),
             *_sends(model, rows, dtype or next(model.parameters()).dtype),
+            *_averages(model),
         ]
     )
 
@@ -123,6 +127,27 @@ def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[P
             messages=None if size is None else len(sent),
             reason=", ".join(sent) or "both neighbours are on this rank",
         )
+
+
+def _averages(model: nn.Module) -> Iterator[Path]:
+    """What DistributedDataParallel sends in a step, and its settings."""
+    replica = replica_of(model)
+    if replica is None:
+        return
+    parameters = [p for p in replica.module.parameters() if p.requires_grad]
+    size, caps = replica.process_group.size(), limits(replica)
+    gradients = "views of them" if replica.gradient_as_bucket_view else "copied into them"
+    first = f", the first of {caps[0] / 2**20:g}" if len(caps) > 1 else ""
+    yield Path(
+        layer="data parallel",
+        op="all_reduce",
+        path="plain",
+        weight=(),
+        rows=None,
+        bytes=2 * (size - 1) * sum(p.numel() * p.element_size() for p in parameters) // size,
+        messages=bucket_count(parameters, caps),
+        reason=f"{size} replicas, buckets of {round(caps[-1] / 2**20, 3):g} MiB{first}, gradients {gradients}",
+    )
 
 
 def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:

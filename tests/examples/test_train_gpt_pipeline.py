@@ -62,12 +62,14 @@ def held_out(out: Path) -> list[float]:
 # ---- what is learnt, written and read ----
 
 
+@pytest.mark.slow
 def test_stages_learn_what_one_process_learns(alone, staged):
     close(staged[0], alone[0])
     np.testing.assert_allclose(held_out(staged[0]), held_out(alone[0]), rtol=1e-5)
     assert "pp=2 (zbv) x tp=1 x dp=1" in staged[1] and "continues 'import':\nimport" in staged[1]
 
 
+@pytest.mark.slow
 def test_the_files_of_stages_are_one_model(alone, staged, monkeypatch, capsys):
     """best/ and hf/ alike: transformers' bits are those of the log, and generate.py goes on as from another's."""
     transformers = pytest.importorskip("transformers")
@@ -88,6 +90,7 @@ def test_the_files_of_stages_are_one_model(alone, staged, monkeypatch, capsys):
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_a_run_over_stages_goes_on_without_them(tmp_path, alone, staged):
     """To rounding, the optimizer's state too."""
     out = back(tmp_path / "out", staged[0])

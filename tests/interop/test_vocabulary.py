@@ -14,7 +14,7 @@ from tests.models.common import batch
 from tests.models.theirs import make
 from tpfuse import MainGrad, TensorParallel, as_dtensor, parallelize
 from tpfuse.interop.huggingface.write import whole_tensors
-from tpfuse.interop.vocabulary import _under_ddp
+from tpfuse.training.data_parallel import under_ddp
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -250,7 +250,7 @@ def test_what_the_ranks_refuse_together(ranks, how, R, words):
 
 def test_a_wrapper_that_was_never_made_holds_no_model():
     left = DistributedDataParallel.__new__(DistributedDataParallel)  # as a constructor leaves it that raises at once
-    assert not _under_ddp(torch.nn.Linear(2, 2)) and left is not None
+    assert not under_ddp(torch.nn.Linear(2, 2)) and left is not None
 
 
 def test_what_cannot_be_resized():

@@ -163,6 +163,7 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "linear_cross_entropy_bwd_add": lambda m, V: [(*args, random(V, 6)) for args in linear_loss(m, V, backward=True)],
     "embedding_fwd": lambda m, D: (random(5, D), below(9, m), 2),
     "embedding_bwd": lambda m, D: (random(m, D), below(9, m), 2, 5, FP32),
+    "select_large": lambda m, n: [(random(m * n), 1.0, m * n // 5), (random(m * n), 0.0, m * n + 3)],
 }
 
 

@@ -80,6 +80,7 @@ LARGE = dict.fromkeys(LAUNCHED, (1 << 24, 72)) | dict(
     linear_wgrad=(1 << 12, (1 << 19) + 8),
     linear_cross_entropy_bwd=(1 << 16, (1 << 15) + 8),
     linear_cross_entropy_bwd_add=(1 << 16, (1 << 15) + 8),
+    select_large=(1 << 16, (1 << 16) + 8),
 )
 SECONDS = "attention_decode", "activation_bwd", "linear_fwd", "linear_dgrad_act", "norm_bwd"
 SECONDS += "linear_cross_entropy_bwd", "linear_cross_entropy_bwd_add"

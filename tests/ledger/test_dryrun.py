@@ -128,6 +128,7 @@ def test_ddp_sends_its_buckets():
     calls, sent = done.held.reduced
     assert calls == 1 and sent == int(2 * 3 / 4 * gradients) and done.held.sharded_wire == int(3 * 3 / 4 * gradients)
     assert done.held.state.buckets == gradients and done.held.sharded.buckets == 0
+    assert done.held.viewed == done.held.state._replace(buckets=0)
     assert dry_run(SMALL, plan(tp=2)).held.reduced == (0, 0)
 
 
@@ -163,7 +164,8 @@ def test_a_sweep_goes_on_after_sizes_that_do_not_fit():
 def test_report_and_json():
     done = dry_run(SMALL, plan(tp=2, dp=2))
     text = report(done)
-    assert all(word in text for word in ("tp 2 x dp 2 = 4 ranks", "FSDP", "all_to_all", "DDP buckets", "formula"))
+    words = "tp 2 x dp 2 = 4 ranks", "FSDP", "all_to_all", "DDP buckets", "data_parallel", "formula"
+    assert all(word in text for word in words)
     values = as_json(done.plan, done.held, done.work)
     assert (
         values["plan"]["ranks"] == 4

@@ -181,6 +181,7 @@ def test_state():
     n = sum(p.numel() for p in model.parameters())
     assert state_bytes(model) == (2 * n, 2 * n, 4 * n, 0, 0)
     assert state_bytes(model, dp=2) == (2 * n, 2 * n, 4 * n, 2 * n, 0)
+    assert state_bytes(model, dp=2, bucket_views=True) == (2 * n, 2 * n, 4 * n, 0, 0)
     assert state_bytes(model, optimizer="adamw-fp32").optimizer == 12 * n
     assert state_bytes(model, dp=2, main_grad=True) == (2 * n, 4 * n, 12 * n, 0, 0)
     assert state_bytes(model, optimizer="adamw-fp32", main_grad=True).optimizer == 12 * n

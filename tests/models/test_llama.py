@@ -74,7 +74,8 @@ FAMILIES = {
     "qwen2": (Qwen2Config, dict(rope_parameters=ROPE, use_sliding_window=True, sliding_window=3, max_window_layers=1)),
     "qwen3": (
         Qwen3Config,
-        dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True),
+        dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0), head_dim=10, tie_word_embeddings=True)
+        | dict(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     ),
     "gemma2": (
         Gemma2Config,

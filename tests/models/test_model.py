@@ -169,8 +169,9 @@ def test_recompute_is_bitwise_the_same(ranks, saving):
         assert_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("bert-mlm", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "bert-mlm"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile(name, backend):
     cls, config, options = MODELS[name]
     torch._dynamo.reset()

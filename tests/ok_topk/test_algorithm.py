@@ -1,5 +1,7 @@
 """The sparse sum against sorting whole vectors, bit for bit, and the words that it sends."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.ok_topk.reference import Reference
 from tests.ok_topk.threads import on_threads
+from tpfuse.kernels.runtime import op
 from tpfuse.ok_topk.algorithm import Dials, State, sparse_sum
 from tpfuse.ok_topk.messages import Replicas
 
@@ -85,6 +88,31 @@ def test_equals_the_reference_of_any_size(size, n, density, kind, seed):
         for rank in range(size):
             np.testing.assert_array_equal(found[rank][step][0], total)
             np.testing.assert_array_equal(found[rank][step][1], reference.residuals[rank])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_kernels_choose_the_same(monkeypatch):
+    """Bit for bit, where they are launched on a CPU as on a GPU; the interpreter has one rank at a time."""
+    pytest.importorskip("triton")
+    every, dials, lock = gradients(2, 9001, np.float32, steps=3), Dials(0.02, 2, 2), threading.Lock()
+    plain = on_threads(2, lambda replicas: run(replicas, every, dials, torch.float32))
+    launch, launched = op.OPS["select_large"].launch, []
+
+    def one_at_a_time(*args):
+        with lock:
+            launched.append(args[1:])
+            return launch(*args)
+
+    def by_kernels(replicas):
+        with torch.no_grad():
+            return run(replicas, every, dials, torch.float32)
+
+    monkeypatch.setattr(op, "LAUNCHED", {"cpu"})
+    monkeypatch.setattr(op.OPS["select_large"], "launch", one_at_a_time)
+    for ours, theirs in zip(on_threads(2, by_kernels), plain, strict=True):
+        for step, other in zip(ours, theirs, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(step, other, strict=True))
+    assert {most for _, most in launched} == {180, 225}  # of an exact estimate k, of a kept threshold 5/4 k
 
 
 def words(size, n=100_000, steps=4):

@@ -82,7 +82,7 @@ def trained(world, name, how, steps=4):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("1f1b", "zbv") else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "zbv" else pytest.mark.slow)
         for name in SCHEDULES
         if name != "chimera"  # no bubbles over two ranks
     ],

@@ -88,9 +88,8 @@ def test_every_schedule_gives_one_processs_curve(ranks, layout, name):
     check(ranks, layout, name)
 
 
-@pytest.mark.parametrize(
-    "layout, name", [((2, 2, 1), "1f1b"), pytest.param((2, 2, 1), "zbv", marks=pytest.mark.slow)], ids=["1f1b", "zbv"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, name", [((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv")], ids=["1f1b", "zbv"])
 def test_several_steps_of_one_reduction(ranks, layout, name):
     check(ranks, layout, name, per_step=3)
 
@@ -129,7 +128,9 @@ def rounded(world, name, autocast):
         return *found, len(weights)
 
 
-@pytest.mark.parametrize("name, autocast", [("zbv", False), ("1f1b", True)], ids=["bf16", "autocast"])
+@pytest.mark.parametrize(
+    "name, autocast", [("zbv", False), pytest.param("1f1b", True, marks=pytest.mark.slow)], ids=["bf16", "autocast"]
+)
 def test_micro_batches_are_added_in_fp32(ranks, name, autocast):
     every = ranks(2, rounded, name, autocast)
     assert sum(count for *_, count in every)

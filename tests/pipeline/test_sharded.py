@@ -67,7 +67,7 @@ def sharded_curve(world, layout, name, config, options, first):
 
 
 EVERY = [*(((2, 2, 1), name) for name in SCHEDULES), ((2, 2, 2), "zbv"), ((2, 2, 2), "chimera")]
-DAILY = {((2, 2, 1), "1f1b"), ((2, 2, 1), "zbv")}
+DAILY = {((2, 2, 1), "zbv")}
 
 
 def check(ranks, layout, name, config=GPT2, **options):

@@ -108,6 +108,7 @@ def test_a_model_that_fits_nowhere():
     assert searching.fits(fake.job(4, 8), 2, fake.means(limit=100.0), {})
 
 
+@pytest.mark.slow
 def test_the_first_bound_holds_for_the_ledgers_pieces():
     job = Job(load_config("gpt-3m"), 8, 64)
     costs, kinds = LedgerCosts(preset("a100-80gb", 2)), []

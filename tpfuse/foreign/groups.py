@@ -72,7 +72,7 @@ def _refusing(
             return original(*args, **kwargs)  # which raises its own
         bound.arguments.update({k: list(v) for k, v in bound.arguments.items() if isinstance(v, Iterator)})
         given = bound.arguments | bound.arguments.get("kwargs", {})
-        error = _error(tool, given)
+        error = error_of(tool, given)
         if error is not None:
             undo(original, given)
             raise ValueError(error)
@@ -83,7 +83,8 @@ def _refusing(
     return around
 
 
-def _error(tool: Tool, given: Arguments) -> str | None:
+def error_of(tool: Tool, given: Arguments) -> str | None:
+    """Returns what is wrong with a tool's arguments; None where nothing is."""
     every = list(tool.parameters(given))
     if tool.main_grad and PLACES and any(p in PLACES for _, p in every):
         return tool.main_grad
@@ -196,13 +197,13 @@ _FSDP1 = (
     "flattened, they would be slices of nothing that a norm or a checkpoint knows; use tpfuse.as_dtensor(model, mesh)"
     ' and fully_shard(..., mesh=mesh["dp"]), or DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
 )
-_WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
+WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
 _DISTRIBUTE = Tool(
     "distribute_tensor", _tensor, _one_dim_ranks, "tpfuse.as_dtensor(model, mesh) makes DTensors of them"
 )
 
 METHODS: list[tuple[type, str, Tool]] = [
-    (DistributedDataParallel, "__init__", _WRAPPED),
+    (DistributedDataParallel, "__init__", WRAPPED),
     (FullyShardedDataParallel, "__init__", Tool("FullyShardedDataParallel", _flattened, lambda given: None, _FSDP1)),
     (Shard, "_make_shard_tensor", _DISTRIBUTE),
     (Replicate, "_make_replicate_tensor", _DISTRIBUTE),

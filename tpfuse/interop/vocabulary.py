@@ -5,7 +5,6 @@ Each is the model's own layer, which holds this rank's rows of the table.  Calle
 """
 
 import copy
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import Agreement, Asked, agree
 from ..collectives import collect
@@ -31,6 +29,7 @@ from ..models.rows import Rows
 from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
 from ..together import together
+from ..training.data_parallel import under_ddp
 from .huggingface.read import Tensors
 from .huggingface.write import full_tensor
 
@@ -198,7 +197,7 @@ class Vocabulary:
     def _resizable(self, count: int) -> Any:
         """Returns the config of the resized model; ValueError where it cannot be made of this one."""
         name, model = f"resize_token_embeddings of a parallelized {type(self).__name__}", self.parallel
-        check(not _under_ddp(model), f"{name}: it is under DistributedDataParallel; resize it before")
+        check(not under_ddp(model), f"{name}: it is under DistributedDataParallel; resize it before")
         for parameter, p, *_ in _tables(model):
             check(not p.is_meta, f"{name}: {parameter} is on the meta device; give it its values before")
             check(p not in PLACES, f"{name}: {parameter} has a main_grad; resize before tpfuse.MainGrad is made")
@@ -266,17 +265,3 @@ def _resize_layers(model: Model, count: int) -> None:
 
 def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(torch.uint8)
-
-
-def _under_ddp(model: nn.Module) -> bool:
-    """Whether a living DistributedDataParallel holds the model: nothing of the model's says so."""
-
-    def held() -> bool:
-        wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-        wrappers = [x for x in wrappers if "_modules" in vars(x)]  # one whose constructor has failed has none
-        return any(part is model for wrapper in wrappers for part in wrapper.modules())
-
-    if not held():
-        return False
-    gc.collect()  # of those that nobody holds any more
-    return held()

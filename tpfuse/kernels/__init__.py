@@ -9,6 +9,7 @@ from .linear.op import linear
 from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_norm, rms_norm
 from .rope import rope
 from .rope_table import rope_table
+from .select_large import select_large
 
 __all__ = [
     "attention",
@@ -23,5 +24,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_table",
+    "select_large",
     "swiglu",
 ]

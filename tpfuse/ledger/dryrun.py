@@ -5,6 +5,7 @@ beside their closed forms.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..models.config import ModelConfig
 from ..models.model import Model
 from ..parallel import TensorParallel
+from ..training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .layer import build, token_ids, with_layers
 from .memory import State, activation_bytes, parameter_count, saved_bytes, state_bytes
@@ -23,8 +25,6 @@ from .mfu import model_flops
 from .recorder import Ledger
 from .shapes import Shape
 from .text import Progress, progress, quantity, table
-
-BUCKETS = [1 << 20, 25 << 20]  # DDP's: the first, and the others
 
 
 @contextlib.contextmanager
@@ -67,12 +67,14 @@ class Plan(NamedTuple):
 class Held(NamedTuple):
     """What one rank holds, and sends over dp once per step.
 
+    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2.
     ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
     ``sharded_wire``: what FSDP sends instead (two all-gathers, a reduce-scatter).
     """
 
     parameters: int
     state: State
+    viewed: State
     sharded: State
     reduced: tuple[int, int]
     sharded_wire: int
@@ -127,13 +129,15 @@ def held_by(model: Model, plan: Plan) -> Held:
     """Returns what this rank holds of a model."""
     parameters: list[Tensor] = list(model.parameters())
     ring = (plan.dp - 1) / plan.dp
-    buckets = dist._compute_bucket_assignment_by_size(parameters[::-1], BUCKETS)[0] if plan.dp > 1 else []
+    buckets = bucket_count(parameters, BUCKETS) if plan.dp > 1 else 0
+    state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
     gradients = sum(p.numel() * p.element_size() for p in parameters)
     return Held(
         parameters=sum(p.numel() for p in parameters),
-        state=state_bytes(model, dp=plan.dp, sharded=False, optimizer=plan.optimizer),
-        sharded=state_bytes(model, dp=plan.dp, sharded=True, optimizer=plan.optimizer),
-        reduced=(len(buckets), int(2 * ring * gradients)),
+        state=state(),
+        viewed=state(bucket_views=True),
+        sharded=state(sharded=True),
+        reduced=(buckets, int(2 * ring * gradients)),
         sharded_wire=int(3 * ring * gradients),
     )
 
@@ -209,17 +213,15 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
 
 
 def memory_table(r: DryRun) -> str:
-    """Returns a table of what one rank holds, under DDP and under FSDP."""
+    """Returns a table of what one rank holds, under DDP, tpfuse.data_parallel and FSDP."""
     held, work, plan = r.held, r.work, r.plan
+    states = held.state, held.viewed, held.sharded
     parts = "parameters", "gradients", "optimizer", "buckets", "gathered"
     names = "parameters", "gradients", f"optimizer ({plan.optimizer})", "DDP buckets", "FSDP, whole blocks"
-    rows = [
-        (name, *(quantity(getattr(state, part), "B") for state in (held.state, held.sharded)))
-        for name, part in zip(names, parts)
-    ]
-    rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 2))
-    rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in (held.state, held.sharded))))
-    return table(("memory a rank", "DDP", "FSDP"), rows)
+    rows = [(name, *(quantity(getattr(state, part), "B") for state in states)) for name, part in zip(names, parts)]
+    rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 3))
+    rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in states)))
+    return table(("memory a rank", "DDP", "data_parallel", "FSDP"), rows)
 
 
 def report(r: DryRun) -> str:
@@ -258,7 +260,8 @@ def as_json(plan: Plan, held: Held, work: Work) -> dict[str, Any]:
     """Returns plain numbers, of one rank."""
     messages = [dict(op=op, phase=phase, calls=n, bytes=wire) for (op, phase), (n, wire) in work.messages.items()]
     states = {
-        name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total) for name in ("state", "sharded")
+        name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total)
+        for name in ("state", "viewed", "sharded")
     }
     planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.tp * plan.dp)
     return dict(

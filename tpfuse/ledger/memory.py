@@ -152,7 +152,8 @@ OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the pa
 class State(NamedTuple):
     """Bytes that a rank holds apart from activations.
 
-    ``buckets``: DDP's copies of the gradients; ``gathered``: the two largest units that FSDP has whole at a time.
+    ``buckets``: DDP's copies of the gradients, none under tpfuse.data_parallel; ``gathered``: the two largest units
+    that FSDP has whole at a time.
     """
 
     parameters: int
@@ -168,14 +169,21 @@ class State(NamedTuple):
 
 
 def state_bytes(
-    model: nn.Module, *, dp: int = 1, sharded: bool = False, optimizer: str = "adamw", main_grad: bool = False
+    model: nn.Module,
+    *,
+    dp: int = 1,
+    sharded: bool = False,
+    optimizer: str = "adamw",
+    main_grad: bool = False,
+    bucket_views: bool = False,
 ) -> State:
     """Returns the bytes of this rank's shard of a model.
 
     The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
     ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
     copy).  ``main_grad``: under tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the
-    optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.
+    optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.  ``bucket_views``: under
+    tpfuse.data_parallel, where the gradients lie in DDP's buckets, and are not held twice.
     """
     if main_grad and sharded:
         raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
@@ -196,7 +204,7 @@ def state_bytes(
         parameters=weights,
         gradients=bytes_of(wide),
         optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](wide(size)) + master(size)),
-        buckets=whole if dp > 1 and not sharded and not main_grad else 0,
+        buckets=whole if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
         gathered=gathered,
     )
 

@@ -77,8 +77,8 @@ def _fits(count: int, k: int, threshold: float) -> bool:
 
 def _own(x: Tensor, k: int, threshold: float | None) -> tuple[Entries, float]:
     if threshold is not None:
-        found = above(x, threshold)
-        if _fits(len(found), k, threshold):
+        found, count = above(x, threshold, int(MOST * k))
+        if _fits(count, k, threshold):
             return found, threshold
     return largest(x, k)
 

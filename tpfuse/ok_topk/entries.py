@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import select_large
+
 
 @dataclass(frozen=True, slots=True)
 class Entries:
@@ -27,21 +29,24 @@ class Entries:
         return Entries(torch.cat([e.index for e in parts]), torch.cat([e.value for e in parts]))
 
 
-def above(x: Tensor, threshold: float) -> Entries:
-    """Returns the entries of ``x`` [n] that are not zero and of a magnitude of at least ``threshold``."""
-    (index,) = torch.nonzero((x.abs() >= threshold) & (x != 0), as_tuple=True)
-    return Entries(index, x[index])
+def above(x: Tensor, threshold: float, most: int) -> tuple[Entries, int]:
+    """Returns the entries of ``x`` [n] that are not zero and of a magnitude of at least ``threshold``, the first
+    ``most`` of them, and how many there are.  The host waits for that number: the sizes of messages follow from it."""
+    index, value, count = select_large(x, threshold, most)
+    found = int(count)
+    return Entries(index[:found], value[:found]), found
 
 
 def largest(x: Tensor, k: int) -> tuple[Entries, float]:
     """Returns the k entries of the largest magnitude, of equal ones the first, without zeros; and the magnitude from
     which on they are."""
     if k >= len(x):
-        return above(x, 0.0), 0.0
+        return above(x, 0.0, len(x))[0], 0.0
     threshold = float(torch.kthvalue(x.abs(), len(x) - k + 1).values)
-    found = above(x, threshold)
-    if len(found) > k:
+    found, count = above(x, threshold, k)
+    if count > k:
+        found, _ = above(x, threshold, count)
         equal = found.value.abs() == threshold
-        spare = k - (len(found) - int(equal.sum()))  # of the equal ones
+        spare = k - (count - int(equal.sum()))  # of the equal ones
         found = found[~equal | (equal.cumsum(0) <= spare)]
     return found, threshold

@@ -5,7 +5,7 @@ half of the direct one.  What units share of their links is a ring's share, so t
 distant is taken here.
 """
 
-from ..ledger.dryrun import BUCKETS
+from ..training.data_parallel import BUCKETS
 from .cluster import Cluster
 from .collectives import ALL_REDUCE, seconds
 from .split import Split

@@ -1,1 +1,1 @@
-"""What a training script needs beside the model: checkpoints, optimizer help, packing, the DTensor view."""
+"""What a training script needs beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view."""

@@ -72,6 +72,13 @@ def cases() -> list[Case]:
             backward=False,
         ),
         Case("embedding", kernels.embedding, dict(weight=random(V, D)), dict(ids=numbers(V, M))),
+        Case(
+            "select_large",
+            kernels.select_large,
+            dict(x=random(M * D)),
+            dict(threshold=2.0, most=M * D // 30),
+            backward=False,
+        ),
         Case("rope", kernels.rope, dict(x=random(M, 3, 10)), rotation(10)),
     ]
 

@@ -1,0 +1,157 @@
+"""Replicas under torch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704), with the settings that suit this
+library's models, and an error for what would go wrong in silence.
+
+The gradients lie in the buckets that DDP sends: no second copy of them is held, and none is made.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ..agreement import Asked, agree
+from ..foreign.groups import WRAPPED, error_of
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
+from ..layers.module import named_specs
+from ..parallel import resolve
+from ..together import together
+
+BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
+_NAME = "data_parallel"
+_replicas: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = weakref.WeakKeyDictionary()
+
+
+def data_parallel(
+    model: nn.Module, dp: dist.ProcessGroup | DeviceMesh, *, bucket_cap_mb: float | None = None
+) -> DistributedDataParallel:
+    """Returns a model under DistributedDataParallel, which averages its gradients over the replicas during backward.
+
+        replica = tpfuse.data_parallel(model, mesh["dp"])
+        replica(ids, labels=ids).loss.backward()
+
+    ``dp``: the replicas, a one-dimensional DeviceMesh or a ProcessGroup.  ``bucket_cap_mb``: MiB of gradients a
+    message; 0 sends each parameter's alone, None is torch's 25 with a first message of 1.
+
+    Gradients are views of the buckets (``gradient_as_bucket_view``), which saves their copy, a gradient's bytes for
+    each parameter.  Parameters and buffers become those of replica 0 now; buffers are not sent again.  Every trainable
+    parameter takes part in every loss: torch raises a RuntimeError at the next forward otherwise.
+
+    All ranks call it.  ValueError on every rank, before anything is changed, for a ``dp`` that is not the model's or
+    in which ranks hold different slices; for a model that is under DistributedDataParallel, FSDP or MainGrad, holds
+    pipeline stages, has no trainable parameter, is on the meta device, or has a BatchNorm layer whose statistics would
+    be each replica's own; and where replicas have different parameters or settings.
+    """
+    check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {type(model).__name__}")
+    group = _group(dp)
+    groups = [*_split_over(model), group]
+    together(lambda: _check(model, group, bucket_cap_mb), groups)
+    trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
+    shared = {"trainable parameters": trained, "bucket_cap_mb": bucket_cap_mb}
+    together(lambda: agree(group, Asked(_NAME, axis="data-parallel"), shared), groups)
+    cap = None if bucket_cap_mb is None else max(bucket_cap_mb, 2**-20)  # a byte: torch 2.11 takes no 0
+    replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either
+    _replicas[model] = weakref.ref(replica)
+    return replica
+
+
+def replica_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel that a model is, or that :func:`data_parallel` has put it under."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found = _replicas.get(model)
+    return None if found is None else found()
+
+
+def limits(replica: DistributedDataParallel) -> list[int]:
+    """Returns the most bytes of its buckets: of each, or of the first and of the others."""
+    return BUCKETS if replica.bucket_bytes_cap_default else [replica.bucket_bytes_cap]
+
+
+def bucket_count(parameters: Iterable[Tensor], caps: list[int]) -> int:
+    """Returns how many buckets the gradients of parameters, in the model's order, fill."""
+    backwards = list(parameters)[::-1]
+    return len(dist._compute_bucket_assignment_by_size(backwards, caps)[0])
+
+
+def under_ddp(model: nn.Module) -> bool:
+    """Whether a living DistributedDataParallel holds the model: nothing of the model's says so."""
+
+    def held() -> bool:
+        wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+        wrappers = [x for x in wrappers if "_modules" in vars(x)]  # one whose constructor has failed has none
+        return any(part is model for wrapper in wrappers for part in wrapper.modules())
+
+    if not held():
+        return False
+    gc.collect()  # of those that nobody holds any more
+    return held()
+
+
+def _group(dp: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    one = isinstance(dp, dist.ProcessGroup) or (isinstance(dp, DeviceMesh) and dp.ndim == 1)
+    check(
+        one,
+        f"{_NAME}: dp must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got {dp!r};"
+        " pass mesh['dp']",
+    )
+    return dp.get_group() if isinstance(dp, DeviceMesh) else dp
+
+
+def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Returns the groups of the model's tensor-parallel ranks, in one order on all of them."""
+    return [resolve(name) for name in sorted({tp.group_name for _, _, tp in named_specs(model) if tp.group_name})]
+
+
+def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | None) -> None:
+    name = f"{_NAME}: {type(model).__name__}"
+    if bucket_cap_mb is not None:
+        check_number(f"{_NAME}: bucket_cap_mb", bucket_cap_mb, NOT_NEGATIVE)
+    wrapped = any(isinstance(part, DistributedDataParallel) for part in model.modules()) or under_ddp(model)
+    check(not wrapped, f"{name} is under DistributedDataParallel already; wrap it once")
+    sharded = any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in model.modules())
+    check(not sharded, f"{name} is under FSDP, which averages the gradients itself; leave {_NAME} off")
+    _check_parameters(name, model)
+    check(
+        getattr(model, "stage", None) is None,
+        f"{name} holds pipeline stages, whose split backward passes DistributedDataParallel does not see; give the"
+        " model dp=mesh['dp'], and the pipeline's step sums over the replicas",
+    )
+    for path, part in model.named_modules():
+        own = isinstance(part, _BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)
+        check(
+            not own,
+            f"{_NAME}: {path} keeps statistics of its replica's rows alone; use nn.SyncBatchNorm, or"
+            " track_running_stats=False",
+        )
+    _check_group(model, group)
+
+
+def _check_parameters(name: str, model: nn.Module) -> None:
+    every = dict(model.named_parameters())
+    dtensors = [path for path, p in every.items() if isinstance(p, DTensor)]
+    check(not dtensors, f"{name}: {some(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+    meta = [path for path, p in every.items() if p.is_meta]
+    check(not meta, f"{name}: {some(meta)} is on the meta device; give the model its values first")
+    check(any(p.requires_grad for p in every.values()), f"{name} has no trainable parameter, so nothing to average")
+
+
+def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """ValueError for a group that is not of the model's replicas."""
+    error = error_of(WRAPPED, dict(module=model, process_group=group))
+    check(error is None, f"{_NAME}: {error}")
+    own, ranks = getattr(model, "dp_group_name", None), dist.get_process_group_ranks(group)
+    replicas = ranks if own is None else dist.get_process_group_ranks(resolve(own))
+    check(
+        replicas == ranks,
+        f"{_NAME}: {type(model).__name__} was given dp={replicas}, by which it numbers samples, and dp here is {ranks};"
+        " pass the same mesh['dp'] to both",
+    )
