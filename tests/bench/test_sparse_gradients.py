@@ -24,7 +24,8 @@ def test_a_table_of_runs(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [training.row_of("dense", DENSE, 100), training.row_of("1 %", LOG, 100)]
     assert [row["held_out"] for row in rows] == [[[2, 2.0, 200]], [[2, 2.1, 110]]]
-    made = page.training(dict(rows=rows)).splitlines()
+    made = page.training(dict(rows=rows, steps=2)).splitlines()
+    assert "held out after 2 steps" in made[0]
     assert made[2:] == ["| dense | 2.000 | +0.0 % | 0 | 0.000 |", "| 1 % | 2.100 | +5.0 % | 0 | 0.000 |"]
     page.plot(dict(rows=rows), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 0 and "not measured yet" in page.training({})
