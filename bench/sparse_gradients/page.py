@@ -49,7 +49,8 @@ def training(result: dict[str, Any]) -> str:
     """A row a run."""
     if not result:
         return f"A model trained: {NOT_YET}."
-    heads = "", "held out, bits per byte", "over dense", "MB sent by a rank, in all", "in a step after the warm-up"
+    held_out = f"held out after {result['steps']} steps, bits per byte"
+    heads = "", held_out, "over dense", "MB sent by a rank, in all", "in a step after the warm-up"
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     dense = result["rows"][0]
     for row in result["rows"]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import documents
-from bench.sparse_gradients import links, page, training
+from bench.sparse_gradients import arguments, links, page, training
 
 OVER = dict(dense=[1] * 3, TopkA=[0.2, 0.25, 0.3])
 ROW = dict(ranks=2, gbit=0.1, seconds=dict(dense=1.2, TopkA=0.3), over_dense=OVER)
@@ -24,7 +24,8 @@ def test_a_table_of_runs(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [training.row_of("dense", DENSE, 100), training.row_of("1 %", LOG, 100)]
     assert [row["held_out"] for row in rows] == [[[2, 2.0, 200]], [[2, 2.1, 110]]]
-    made = page.training(dict(rows=rows)).splitlines()
+    made = page.training(dict(rows=rows, steps=2)).splitlines()
+    assert "held out after 2 steps" in made[0]
     assert made[2:] == ["| dense | 2.000 | +0.0 % | 0 | 0.000 |", "| 1 % | 2.100 | +5.0 % | 0 | 0.000 |"]
     page.plot(dict(rows=rows), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 0 and "not measured yet" in page.training({})
@@ -39,7 +40,7 @@ def test_the_tables_are_what_the_results_say(part):
 
 def test_too_few_rounds_are_refused(capsys):
     with pytest.raises(SystemExit):
-        links.arguments(["--rounds", "1"])
+        arguments(["--rounds", "1"])
     assert "--rounds must be at least 2, for quartiles, got 1" in capsys.readouterr().err
 
 
@@ -62,7 +63,7 @@ def test_a_tiny_run_of_training(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tqdm")
     path = tmp_path / "rows.json"
     tiny = {"width": 32, "layers": 1, "heads": 2, "seq": 32, "max-mb": 0.03, "prompt": "x"}
-    monkeypatch.setattr(training, "SETTINGS", {name: tiny | more for name, more in training.SETTINGS.items()})
+    monkeypatch.setattr(training, "MODEL", tiny)
     training.main(["--steps", "20", "--every", "10", "--json", str(path)])
     result = json.loads(path.read_text())
     rows = {row["name"]: row for row in result["rows"]}
