@@ -1,5 +1,6 @@
 """Plans against real steps on this machine's processes: the best, and three others."""
 
+import functools
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def correlation(predicted: list[float], measured: list[float]) -> float:
 def measure(job: Job, splits: list[Split], *, steps: int = 5) -> list[float]:
     """Returns the seconds of a step, the median of ``steps``, of splits over as many ranks each, one after another on
     processes of this machine of one thread each."""
-    return on_ranks(splits[0].ranks, _each, job, splits, steps)
+    return on_ranks(splits[0].ranks, functools.partial(_each, job, splits, steps))
 
 
 def _each(job: Job, splits: list[Split], steps: int) -> list[float]:
