@@ -32,10 +32,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter_speed.install()
 
 
-# Folders whose tests of many cases are spread: a part every day, a part in the slow phase, the rest in make test-every.
+# Folders whose tests of several cases are spread: a part every day, a part in the slow phase, the rest in make test-every.
 SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "foreign", "ledger"
 SAMPLED += "doctor", "plan"
-FEW, MANY = 3, 6  # cases: up to the first all run every day, from the second on a third runs in make test-every alone
+MANY = 6  # cases: of a test with more, a third runs in make test-every alone
 DAILY, LATE = 1 / 4, 2 / 3  # of the cases, those that run every day, and those that do so or in the slow phase
 
 
@@ -51,13 +51,12 @@ def pytest_collection_modifyitems(items):
         if in_folder and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
             cases[item.nodeid.partition("[")[0]].append(item)
     for every in cases.values():
-        if len(every) > FEW:
-            every.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # spread over the values of all parameters
-            for i, item in enumerate(every):
-                if i >= DAILY * len(every):
-                    item.add_marker(pytest.mark.slow)
-                if i >= LATE * len(every) > LATE * MANY:
-                    item.add_marker(pytest.mark.rare)
+        every.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # spread over the values of all parameters
+        for i, item in enumerate(every):
+            if i >= DAILY * len(every):
+                item.add_marker(pytest.mark.slow)
+            if i >= LATE * len(every) > LATE * MANY:
+                item.add_marker(pytest.mark.rare)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
 SELECT = OPS["select_large"]
 X = torch.tensor([0.0, -3.0, 1.0, math.nan, 2.0, -0.0, -math.inf, 1.5])
-test_opcheck = common.opcheck([(SELECT, (X, 1.5, 3)), (SELECT, (X.bfloat16(), 0.0, 10))])
+SAMPLES = [(SELECT, (X, 1.5, 3)), (SELECT, (X.bfloat16(), 0.0, 10))]
+test_opcheck = common.opcheck(SAMPLES)
 
 
 def one_by_one(x, threshold, most):

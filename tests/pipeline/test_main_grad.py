@@ -66,7 +66,7 @@ def staged_curve(world, layout, name, config, per_step, first):
 
 
 EVERY = [*(((2, 2, 1), name) for name in SCHEDULES), ((2, 1, 2), "zbv"), ((4, 1, 1), "chimera")]
-DAILY = {((2, 1, 2), "zbv"), ((2, 2, 1), "chimera")}
+DAILY = {((2, 2, 1), "chimera")}
 
 
 def check(ranks, layout, name, config=GPT2, per_step=1):

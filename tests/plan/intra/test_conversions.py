@@ -63,6 +63,7 @@ def test_every_step_sends_what_the_table_says(ranks, n):
     }
 
 
+@pytest.mark.slow
 def test_on_two_axes(ranks):
     """Every layout that an op leaves to every layout that one takes: 625 of them, of which 45 here."""
     pairs = list(itertools.product(itertools.product(OUTPUTS, repeat=2), itertools.product(INPUTS, repeat=2)))
