@@ -32,7 +32,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter_speed.install()
 
 
-# Folders whose tests of several cases are spread: a part every day, a part in the slow phase, the rest in make test-every.
+# Folders whose tests of several cases are spread: some every day, some in the slow phase, the rest in make test-every.
 SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "foreign", "ledger"
 SAMPLED += "doctor", "plan"
 MANY = 6  # cases: of a test with more, a third runs in make test-every alone
