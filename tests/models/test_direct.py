@@ -129,6 +129,16 @@ def test_a_long_prompt_is_worked_on_in_pieces():
     torch.testing.assert_close(ours, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 
+def test_rotary_tables_are_laid_out_for_the_positions_there_are():
+    """They are made in every call of generate: a model that takes thousands of positions would wait for them."""
+    model = perturbed(replace(LLAMA, max_positions=4096), tpfuse.TensorParallel(), torch.float64)
+    mask = torch.ones(2, 7).bool()
+    with torch.no_grad():
+        forward = direct.Direct(model, torch.ones(2, 7 + NEW).bool(), padded=False, prompt=7, new=NEW)
+        logits_of(forward, torch.randint(97, mask.shape), mask)
+    assert [len(turning.cos) for turning in forward.turnings] == [7 + NEW]
+
+
 def prepared_forms(new):
     model = GPT(LLAMA)
     seen = torch.ones(1, 7 + new).bool()

@@ -169,8 +169,9 @@ class _Layer:
         heads = x.view(len(x), -1, last - first, self.width)
         if self.head_norms is not None:
             queries = max(self.slots - 2 - first, 0)
-            q, k, v = heads.split([queries, *((1, 1) if last == self.slots else (0, 0))], 2)
-            heads = torch.cat([self.head_norms[0](q), self.head_norms[1](k), v], 2)
+            q, k, _ = heads.split([queries, *((1, 1) if last == self.slots else (0, 0))], 2)
+            for norm, own in zip(self.head_norms, (q, k), strict=True):
+                own.copy_(norm(own))
         return heads if turn is None else turn(heads, slots)
 
 
@@ -226,9 +227,11 @@ def _norm(norm: LayerNorm | None, exchange: Exchange | None = None) -> Map:
     def rms(x: Tensor) -> Tensor:
         if len(x) <= BLOCK and not kind.offset:
             return F.rms_norm(x, weight.shape, weight, eps)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scale.dtype)  # one pass, nothing written
+        wide = x.to(scale.dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing written
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        return (x * rstd).mul_(scale).to(x.dtype)
+        normed = wide * rstd if wide is x else wide.mul_(rstd)
+        return normed.mul_(scale).to(x.dtype)
 
     def split(x: Tensor) -> Tensor:
         """x [m, G', Q, E] of this rank's heads, or of none"""
@@ -256,7 +259,7 @@ def _causal(qkv: Tensor, kv: Tensor, scale: float | None) -> Tensor:
 class _Turn(NamedTuple):
     """cos and sin [m, 1, Q + 2, E] of every column of qkv (v turns by 0), and the column that each is paired with.
 
-    Many rows are turned in place.
+    What is turned is written over: new memory takes longer than the sums.
     """
 
     cos: Tensor
@@ -274,7 +277,7 @@ class _Turn(NamedTuple):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.to(cos.dtype)
         paired = wide.roll(x.shape[-1] // 2, -1) if self.pairs is None else wide.index_select(-1, self.pairs)
-        return torch.addcmul(wide * cos, paired, sin).to(x.dtype)
+        return wide.mul_(cos).addcmul_(paired, sin).to(x.dtype)
 
     def last(self, rows: int) -> _Turn:
         return self._replace(cos=self.cos[-rows:], sin=self.sin[-rows:])
@@ -297,7 +300,9 @@ class _Turning:
         assert rope.positions is not None
         if self.made_of is not rope.cos:
             self.made_of = rope.cos
-            self.cos, self.sin, self.pairs = self._laid_out(rope.cos, rope.sin)
+            # The model's tables may be for thousands of positions more; but longrope's long ones come after the short.
+            rows = slice(self.columns if self.model.config.switches_at is None else None)
+            self.cos, self.sin, self.pairs = self._laid_out(rope.cos[rows], rope.sin[rows])
         return _Turn(self.cos[rope.positions], self.sin[rope.positions], self.pairs)
 
     def _laid_out(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
