@@ -71,12 +71,17 @@ def answered(model: GPT, tokenizer, ids: list[int], *, ends: list[int], options:
     return tokenizer.decode(tokens[0, len(ids) :], skip_special_tokens=True)
 
 
+def templated(tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Returns the tokens of a conversation, up to where its next answer begins."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def fitting(tokenizer, messages: list[dict[str, str]], most: int) -> list[int]:
     """Returns the conversation as tokens with room for an answer, its oldest turns forgotten where it is too long; none
     where the last message alone is."""
     while messages:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = templated(tokenizer, messages)
         if len(ids) < most:
             return ids
         del messages[:2]

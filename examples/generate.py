@@ -3,12 +3,13 @@
     python examples/generate.py "def main(" "class Error("            # what make demo-train trained, greedily
     torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama --temperature 0.8 --top-p 0.9 "Once upon"
     torchrun --nproc-per-node 2 examples/generate.py --compare        # tokens/s against transformers' generate
-    torchrun --nproc-per-node 2 examples/generate.py --model path/to/llama-chat --chat
+    torchrun --nproc-per-node 3 examples/generate.py --model out/smollm2 --chat "What is gravity?"    # or converses
 
 --model is any local Hugging Face directory of a family that tpfuse.models.GPT knows, with a tokenizer.json; without
-one, a vocabulary of 256 is taken for bytes.  A long prompt shows a bar while it is read.  --chat answers line by line
-by the chat template of a tokenizer that transformers loads; Ctrl-C ends an answer, Ctrl-D the conversation.  In fp32
-the same seed gives the same text on any number of processes.  Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16).
+one, a vocabulary of 256 is taken for bytes.  A long prompt shows a bar while it is read.  --chat answers prompts by the
+chat template of a tokenizer that transformers loads, and without a prompt line by line; Ctrl-C ends an answer, Ctrl-D
+the conversation.  In fp32 the same seed gives the same text on any number of processes.  Runs on CPUs (gloo) and,
+unchanged, on GPUs (nccl, bf16).
 """
 
 import json
@@ -74,14 +75,14 @@ def parse():
     add(
         "--chat",
         action="store_true",
-        help="answer lines of the terminal, or of a pipe, by the tokenizer's chat template; Ctrl-C ends an answer,"
-        " Ctrl-D the conversation",
+        help="answer PROMPTs by the tokenizer's chat template, or, without one, lines of the terminal or of a pipe;"
+        " Ctrl-C ends an answer, Ctrl-D the conversation",
     )
     add = parser.add_argument_group("measuring").add_argument
     add(
         "--compare",
         action="store_true",
-        help="tokens/s against transformers' generate: greedy, the same prompts and length, in turn",
+        help="afterwards, tokens/s against transformers' generate: greedy, the same prompts and length, in turn",
     )
     add(
         "--runs", type=common.positive, default=5, metavar="N", help="runs of each with --compare, after one to warm up"
@@ -90,9 +91,10 @@ def parse():
     args.stop = args.stop or []
     if "" in args.stop or "" in args.prompts:
         parser.error("a prompt or a --stop text is empty")
-    if args.chat and (args.prompts or args.compare):
-        parser.error("--chat reads its prompts, and goes with neither PROMPT nor --compare")
-    args.prompts = args.prompts or PROMPTS
+    if args.chat and args.compare and not args.prompts:
+        parser.error("--chat --compare needs a PROMPT: a conversation is not measured")
+    if not args.chat:
+        args.prompts = args.prompts or PROMPTS
     return args
 
 
@@ -103,6 +105,7 @@ class Codec(NamedTuple):
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     ends: list[int]  # tokens that end a text
+    between: str = ""  # what stands between a prompt and its continuation where they are shown
 
 
 def codec(directory: Path, vocab_size: int, config: dict) -> Codec:
@@ -120,9 +123,11 @@ def codec(directory: Path, vocab_size: int, config: dict) -> Codec:
     return Codec(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), [END])
 
 
-def ends_of(directory: Path, config: dict) -> list[int]:
+def ends_of(directory: Path, config: dict, tokenizer=None) -> list[int]:
     path = directory / "generation_config.json"
     ends = (json.loads(path.read_text()) if path.is_file() else {}).get("eos_token_id", config.get("eos_token_id"))
+    if ends is None:
+        ends = getattr(tokenizer, "eos_token_id", None)
     return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
 
@@ -166,7 +171,8 @@ class Stream:
     """``generate``'s on_token: writes the first prompt's text as it comes, and stops when all have ended."""
 
     def __init__(self, prompts: list[str], rows: list[list[int]], codec: Codec, stops: list[str]):
-        self.prompts, self.all, self.written = prompts, [Continuation(row, codec, stops) for row in rows], 0
+        self.prompts = [prompt + codec.between for prompt in prompts]
+        self.all, self.written = [Continuation(row, codec, stops) for row in rows], 0
 
     def __call__(self, tokens: Tensor) -> bool:
         for continuation, token in zip(self.all, tokens.tolist(), strict=True):
@@ -232,10 +238,8 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
     dist.barrier()
     if theirs is not None:
         size, cores = f"{len(ids)} x {args.max_new_tokens}", threads * common.WORLD
-        print(
-            f"{runs} runs of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}:"
-            " median (least to most)"
-        )
+        count, figures = ("one run", "") if runs == 1 else (f"{runs} runs", ": median (least to most)")
+        print(f"{count} of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}{figures}")
         for name, values in zip(("tpfuse", "transformers"), zip(*speeds)):
             print(f"  {name:13} {spread(values, 1)} tokens/s")
         ratios = [ratio for *_, ratio in speeds]
@@ -247,6 +251,8 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
 
 def spread(values, digits: int) -> str:
     """Median, least and most."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
@@ -271,21 +277,21 @@ def main() -> None:
         tokenizer = _chat.tokenizer_of(args.model) if args.chat else None
         model = GPT.from_pretrained(args.model, tp=tp, dtype=dtype_of(args, device), device=device)
         common.say(f"{args.model}: {model.config.family}, tp={common.WORLD} on {device.type}, {dtype_of(args, device)}")
-        if tokenizer is not None:
-            ends = ends_of(args.model, model.hf_source) or [tokenizer.eos_token_id] * (
-                tokenizer.eos_token_id is not None
-            )
+        ends = ends_of(args.model, model.hf_source, tokenizer)
+        if not args.prompts:
             _chat.chat(model, tokenizer, ends, chosen(args) | dict(stop_strings=args.stop or None))
             return common.stop()
         text = codec(args.model, model.config.vocab_size, model.hf_source)
+        if tokenizer is not None:
+            asked = lambda prompt: _chat.templated(tokenizer, [dict(role="user", content=prompt)])
+            text = text._replace(encode=asked, ends=ends, between="\n")
         rows = [text.encode(prompt) for prompt in args.prompts]
         if not all(rows):
             raise ValueError("a prompt has no tokens")
         ids, mask = (t.to(device) for t in padded(rows))
+        converse(args, model, text, rows, ids, mask)
         if args.compare:
             compare(args, model, ids, mask, args.runs)
-        else:
-            converse(args, model, text, rows, ids, mask)
     common.stop()
 
 

@@ -89,6 +89,13 @@ def test_compare(trained, capsys, monkeypatch):
     for name in ("tpfuse", "transformers"):
         assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s", out)
     assert re.search(r"ratio +\d+\.\d\d \(.*\); the tokens are the same", out)
+    assert re.search(r"^> def .*^> class X.*^12 tokens in .*^2 runs of 2 x 6 tokens each", out, re.S | re.M)
+
+
+def test_one_run_has_no_spread(trained, capsys, monkeypatch):
+    out = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 2, "--compare", "--runs", 1, "def ")
+    assert "one run of 1 x 2 tokens" in out and "median" not in out
+    assert re.search(r"ratio +\d+\.\d\d; the tokens are the same", out)
 
 
 # ---- text as it comes
@@ -174,6 +181,23 @@ def test_a_conversation(talker, capsys, monkeypatch):
     assert [a for a in answers(out) if a] == [a.strip("\n") for a in want] and len(set(want)) == 2
 
 
+def test_prompts_by_the_chat_template(talker, capsys, monkeypatch):
+    """Each is the first line of a conversation of its own."""
+    lines = LINES.split("\n")[::2]
+    out = said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 6, "--chat", *lines)
+    wanted = [conversation(talker, [line], max_new_tokens=6)[0] for line in lines]
+    assert texts(out) == [f"{line}\n{answer}" for line, answer in zip(lines, wanted)] and len(set(wanted)) == 2
+    plain = said(capsys, monkeypatch, "--model", talker, "--max-new-tokens", 6, *lines)
+    assert [text[len(line) :] for text, line in zip(texts(plain), lines)] != wanted  # the template is seen
+
+
+def test_the_tokenizer_says_what_ends_where_no_config_does(talker, tmp_path):
+    assert generate.ends_of(talker, {}) == [byte_level().eos_token_id]
+    assert generate.ends_of(tmp_path, {}) == [] and generate.ends_of(tmp_path, {}, byte_level()) == [
+        byte_level().eos_token_id
+    ]
+
+
 def test_a_conversation_that_grows_too_long(talker, capsys, monkeypatch):
     """Old turns are forgotten; a line that is too long by itself is said to be."""
     lines = ["the end", "the fox", "x" * 80, "the dog", "the end"]
@@ -226,7 +250,7 @@ def test_a_conversation_of_two_processes(talker, capsys, monkeypatch):
 
 def test_chat_needs_a_template(trained, monkeypatch, capsys):
     assert "has no chat template" in refused(monkeypatch, capsys, "--model", trained[1], "--chat")
-    assert "--chat reads its prompts" in refused(monkeypatch, capsys, "--model", trained[1], "--chat", "x")
+    assert "--chat --compare needs a PROMPT" in refused(monkeypatch, capsys, "--chat", "--compare")
 
 
 def test_a_long_prompt_shows_a_bar(trained, capsys, monkeypatch):
