@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
+CHAT_ARGS ?= --compare --runs 1 --max-new-tokens 36 $(QUESTIONS)
 TRAIN_ARGS ?= --out out/demo --restart
 GENERATE_ARGS ?=
 NPROC ?= 2
@@ -14,10 +15,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
 SUITE := $(PYTEST) -n $(JOBS) --dist worksteal
-TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
+TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node
+QUESTIONS := "What is a language model? Answer in one sentence." "Explain gravity to a child in two sentences." \
+	"What is the capital of France?"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-train demo-generate support test test-rest test-all test-every test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-chat demo-train demo-generate support test test-rest test-all test-every test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,16 +31,20 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	$(BIN)/pip install -q $(PIP_ARGS) --no-deps --require-hashes -r requirements-demo.txt
 	touch $@
 
-demo: demo-pretrained demo-train  ## both examples on two CPU processes
+demo: demo-pretrained demo-chat demo-train  ## a pretrained BERT embeds, a real Llama answers, a small one trains
 
 demo-pretrained: $(STAMP)  ## a real BERT at TP=2 embeds real sentences
-	$(TORCHRUN) examples/embed_sentences.py
+	$(TORCHRUN) $(NPROC) examples/embed_sentences.py
+
+demo-chat: $(STAMP)  ## a real Llama answers at TP=3, for it has 9 heads, beside transformers (CHAT_ARGS= for a conversation)
+	$(BIN)/python examples/smollm2.py
+	$(TORCHRUN) 3 examples/generate.py --model out/smollm2 --chat $(CHAT_ARGS)
 
 demo-train: $(STAMP)  ## a byte-level Llama trains at TP=2 on real text (TRAIN_ARGS="--out out/mine --family gpt2" and so on)
-	$(TORCHRUN) examples/train_gpt.py --tp $(NPROC) $(TRAIN_ARGS)
+	$(TORCHRUN) $(NPROC) examples/train_gpt.py --tp $(NPROC) $(TRAIN_ARGS)
 
 demo-generate: $(STAMP)  ## what demo-train trained goes on from prompts (GENERATE_ARGS="--model DIR --compare" and so on)
-	$(TORCHRUN) examples/generate.py $(GENERATE_ARGS)
+	$(TORCHRUN) $(NPROC) examples/generate.py $(GENERATE_ARGS)
 
 test: lint  ## the everyday suite, in JOBS=2 processes (JOBS=0: in this one, for a debugger)
 	$(SUITE) -m "not slow and not gpu"

