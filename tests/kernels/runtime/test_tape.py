@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.kernels.runtime.counters import COUNTERS, address, counters
 from tpfuse.kernels.runtime.recorder import recorder, recording
 from tpfuse.kernels.runtime.tape import ALLOCATE, tape
 
@@ -239,3 +240,11 @@ def test_recordings_end_with_an_error_too():
         assert recorder() is not None
         raise ZeroDivisionError
     assert recorder() is None
+
+
+def test_counters_are_those_of_the_stream():
+    """They are older than the call, and yet it is replayed."""
+    cpu = torch.device("cpu")
+    made = taped(lambda x: doubled(x.new_empty(COUNTERS), counters(cpu), 3.0), random(4))
+    assert torch.equal(replay(made, random(4)), torch.full((COUNTERS,), 3.0))
+    assert address(cpu, 3) == address(cpu, 3) != counters(cpu).data_ptr()

@@ -258,7 +258,7 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
 
     def run(parts: Tensor, weights: Weights, asked: Asked) -> tuple[Any, ...]:
         """-> what goes on as h (None for "alone"), n [ranks, m, D]; h, mean and rstd for the State; copies of gamma and
-        beta where n is to be recomputed; what backward wants, and the tables' (rows, dtype), if any.
+        beta where n is to be recomputed; what backward makes, and the tables' (rows, dtype), if any.
 
         The checks are part of what is recorded, so that a call which is replayed has passed them.
         """
@@ -268,9 +268,9 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
         check_kind(name, asked.kind, asked.eps)
         if check is not None:
             check(parts, add, norm, order)
-        wanted = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
+        making = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype), len(parts)
         tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))
-        last = wanted, tables if any(tables) else None
+        last = making, tables if any(tables) else None
         h, n, mean, rstd = fwd(parts, add, norm, asked.mask(name), order=order)
         if gamma is None:
             return h, h.expand(asked.ranks, -1, -1), None, None, None, None, None, *last
@@ -278,14 +278,14 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
         copies = [None if w is None or not asked.recompute or order == DROP else w.clone() for w in (gamma, beta)]
         return n if order in (POST, DROP) else made, n.expand(asked.ranks, -1, -1), made, mean, rstd, *copies, *last
 
-    def back(gradients: Gradients, state: State, wanted: Wanted, asked: Asked, parts: int) -> tuple[Tensor | None, ...]:
-        """-> dparts [parts, m, D], dbias, dresidual, dgamma, dbeta; None where there is none"""
-        (dh, dn), gamma, order = gradients, state[3], asked.order
+    def back(gradients: Gradients, state: State, making: Making, asked: Asked) -> tuple[Tensor | None, ...]:
+        """-> dparts [R, m, D], dbias, dresidual, dgamma, dbeta; None where there is none"""
+        (dh, dn), gamma, order, (wanted, R) = gradients, state[3], asked.order, making
         dh, saved = None if dh is None else dh.contiguous(), Saved(*state, kind=asked.kind)
         dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, asked.mask(name), order=order, wanted=wanted)
         normed = gamma is not None and (dn is not None or order in (POST, DROP))
         return (
-            dparts.expand(parts, -1, -1),
+            dparts.expand(R, -1, -1),
             None if wanted.bias is None else dbias,
             None if wanted.residual is None else dresidual,
             dgamma if normed else None,
@@ -299,6 +299,7 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
 
 NOTHING = Add()
 Gradients = tuple[Tensor | None, Tensor | None]  # of h and n
+Making = tuple[Wanted, int]  # and the number of parts
 State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # h, mean, rstd, gamma; None without a norm
 GAMMA: Final = Weights._fields.index("gamma")
 
@@ -313,12 +314,12 @@ class _FusedNorm(Function):
     @staticmethod
     def forward(ctx: Any, ops: Verb, asked: Asked, parts: Tensor, *weights: Any) -> tuple[Any, ...]:
         """``weights`` are the fields of Weights."""
-        on, n, h, mean, rstd, own_gamma, own_beta, wanted, tables = ops.forward(parts, weights, asked)
+        on, n, h, mean, rstd, own_gamma, own_beta, making, tables = ops.forward(parts, weights, asked)
         if asked.order == ALONE:
             h = parts[0]
             on = h.view_as(h)
         ctx.save_for_backward(h, mean, rstd, weights[GAMMA], *asked[:TENSORS])
-        ctx.args = ops, asked[TENSORS:], len(parts), wanted, tables
+        ctx.args = ops, asked[TENSORS:], making, tables
         ctx.set_materialize_grads(False)
         if own_gamma is None:
             return on, n, None
@@ -328,12 +329,12 @@ class _FusedNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
-        ops, constants, parts, wanted, tables = ctx.args
+        ops, constants, making, tables = ctx.args
         h, mean, rstd, gamma, *tensors = ctx.saved_tensors
         asked = Asked(*tensors, *constants)
         if dn is None and (dh is None or asked.order == ALONE):
-            return None, None, None if dh is None else dh.expand(parts, -1, -1), *Weights()
-        dparts, dbias, *others = ops.backward((dh, dn), (h, mean, rstd, gamma), wanted, asked, parts)
+            return None, None, None if dh is None else dh.expand(making[1], -1, -1), *Weights()
+        dparts, dbias, *others = ops.backward((dh, dn), (h, mean, rstd, gamma), making, asked)
         if tables is None:
             return None, None, dparts, dbias, None, None, *others
         dtables = [

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .counters import are_counters
+
 FRESH = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
@@ -55,6 +57,12 @@ class Started(NamedTuple):
 class Address(NamedTuple):
     slot: int
     offset: int  # bytes
+
+
+class Counters(NamedTuple):
+    """The address of those of the stream, which is asked for at each start."""
+
+    device: torch.device
 
 
 Event = Made | Asked | Started
@@ -110,7 +118,7 @@ class Recorder(TorchDispatchMode):
         """Returns what is written down of a tensor that was allocated."""
         if self.given and t.device != self.given[0].device:
             raise Unrepeatable
-        return Made(self._make(t), tuple(t.shape), t.stride(), t.dtype, t.device.type)
+        return Made(self._make(t), tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device.type)
 
     def _asked(self, arg: Any) -> Any:
         """Returns an argument of torch's with a Place for a tensor, and Places for a list of tensors."""
@@ -146,9 +154,11 @@ class Recorder(TorchDispatchMode):
             raise Unrepeatable
         return slot
 
-    def _address(self, t: Tensor) -> Address | int:
+    def _address(self, t: Tensor) -> Address | Counters | int:
         if t.numel() == 0:  # it has none
             return 0
+        if are_counters(t):
+            return Counters(t.device)
         slot = self._slot(t)
         return Address(slot, int(t.data_ptr()) - self.slots[slot].address)
 

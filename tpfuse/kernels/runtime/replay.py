@@ -83,9 +83,9 @@ def call_of(args: tuple[Any, ...]) -> Call | None:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Returns the stream to start on; None for what a launcher takes care of: another device is current, or hooks of
-    Triton's look at starts."""
-    if torch._C._cuda_getDevice() != device.index or hooked():
+    """Returns the stream to start on; None for what a launcher takes care of: another device is current, the stream is
+    being captured (whose kernels have counters of their own), or hooks of Triton's look at starts."""
+    if torch._C._cuda_getDevice() != device.index or torch._C._cuda_isCurrentStreamCapturing() or hooked():
         return None
     return torch._C._cuda_getCurrentRawStream(device.index)
 
@@ -175,7 +175,7 @@ class Replayed:
             if stream is not None and aligned(addresses):
                 self._know(args, made)
                 return made.replay(tensors, addresses, stream)
-        elif made is self and aligned([t.data_ptr() for t in tensors]):
+        elif made is self and stream_of(device) is not None and aligned([t.data_ptr() for t in tensors]):
             return self._record(key, args, tensors)
         return self.launcher(*args)
 

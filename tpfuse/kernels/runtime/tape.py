@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .recorder import Address, Asked, Event, Made, Place, Places, Recorder, Unrepeatable
+from .counters import address
+from .recorder import Address, Asked, Counters, Event, Made, Place, Places, Recorder, Unrepeatable
 
 _torch: Any = torch._C._dynamo.guards  # untyped
 SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
@@ -147,6 +148,8 @@ class _Writer:
             return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Address):
             return f"a{value.slot} + {value.offset}" if value.offset else f"a{value.slot}"
+        if isinstance(value, Counters):
+            return f"{self._name(address)}({self._name(value.device)}, stream)"
         if type(value) is tuple:
             return _tuple(list(map(self._text, value)))
         return repr(value) if value is None or type(value) in (bool, int) else self._name(value)
