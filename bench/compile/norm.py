@@ -1,7 +1,7 @@
 """layer_norm, rms_norm and what recomputes n; backward in the forms that no call takes before they are measured."""
 
 from bench.compile._compile import Call, meta
-from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, M, ahead, measured, vector
+from bench.compile.reduce_bias_dropout_add_norm import EARLY, ELEMENTS, M, ahead, by_the_last, measured, vector
 from tpfuse.kernels.norm.kinds import KINDS
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Recompute, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import bwd_launch
@@ -38,7 +38,10 @@ CALLS = {
 }
 CALLS |= {f"{kind} D={D} ahead": ahead(backward(D, kind)) for kind in ("layer", "rms") for D in (1024, 4096, 8192)}
 CALLS |= {
-    f"{kind} D={D} once": measured(backward(D, kind), dict(bwd_once_kernel=("PREEXIT",)), ONCE=True, EARLY=True)
+    f"{kind} D={D} once": measured(backward(D, kind), EARLY | dict(bwd_once_kernel=("PREEXIT",)), ONCE=True, EARLY=True)
     for kind in ("layer", "rms")
     for D in (16384, 12288)
+}
+CALLS |= {
+    f"{kind} D={D} by the last": by_the_last(backward(D, kind)) for kind in ("layer", "rms") for D in (1024, 4096)
 }

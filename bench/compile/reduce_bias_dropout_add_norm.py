@@ -4,6 +4,7 @@ Vectors are fp32, and the key comes from rng, a tensor (1.3 instructions an elem
 unrolled and counts whole.
 """
 
+import dataclasses
 from collections.abc import Callable
 from unittest import mock
 
@@ -62,6 +63,9 @@ def without_norm(D: int):
     return run
 
 
+EARLY = dict(_reduce_vectors_kernel=("ACQBULK",))  # the sum of partials waits on the GPU
+
+
 def measured(run: Callable[[], None], uses: dict[str, tuple[str, ...]], **parameters) -> Call:
     """Backward as a measured table would ask for it, with ``parameters`` where a kernel has them."""
 
@@ -72,12 +76,17 @@ def measured(run: Callable[[], None], uses: dict[str, tuple[str, ...]], **parame
         with mock.patch.object(triton_backward, "tuned", tuned):
             run()
 
-    return Call(measured_run, ELEMENTS, uses | dict(_reduce_vectors_kernel=("ACQBULK",)), archs=("sm_90",))
+    return Call(measured_run, ELEMENTS, uses, archs=("sm_90",))
 
 
 def ahead(run: Callable[[], None]) -> Call:
     """A row's loads begin before its turn, and the sum of partials before they are all there."""
-    return measured(run, dict(_bwd_kernel=("LDGSTS", "PREEXIT")), STAGES=2, EARLY=True)
+    return measured(run, EARLY | dict(_bwd_kernel=("LDGSTS", "PREEXIT")), STAGES=2, EARLY=True)
+
+
+def by_the_last(run: Callable[[], None], **spills) -> Call:
+    """One kernel, whose last programs sum the partials."""
+    return dataclasses.replace(measured(run, {}, LAST=True), archs=("sm_90", "sm_80"), **spills)
 
 
 WIDTHS = 1024, 64, 768, 1000, 2560, 4096, 5120, 8192, 12288, 16384, 20480, 32768, 65537
@@ -90,3 +99,5 @@ CALLS["D=1024 R=1"] = Call(both(1024, 1), ELEMENTS, **SPILLS)
 CALLS |= {f"D={D} R=8 post rms": Call(both(D, 8, "rms", POST), ELEMENTS) for D in (768, 8192, 16384, 32768)}
 CALLS |= {f"D={D} R=8 without norm": Call(without_norm(D), ELEMENTS) for D in (4096, 32768)}
 CALLS |= {f"D={D} R={R} ahead": ahead(backward(D, R)) for D in (1024, 8192) for R in (1, 8)}
+CALLS |= {f"D={D} R=1 by the last": by_the_last(backward(D, 1)) for D in (768, 4096, 8192)}
+CALLS["D=1024 R=1 by the last"] = by_the_last(backward(1024, 1), **SPILLS)

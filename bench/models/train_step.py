@@ -116,8 +116,9 @@ class OurStack(torch.nn.Module):
         self.count += 1
         rng = make_rng(1, self.count)
         weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        h, n, recompute = norm_in(x, weight, bias, eps=1e-5, ranks=self.tp.row_shards)
-        normed = Normed(n, recompute if self.saving == "smallest" else None)
+        how = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
+        h, *normed = norm_in(x, weight, bias, eps=1e-5, **how)
+        normed = Normed(*normed)
         for block in self.blocks:
             h, normed = block(h, normed, batch=self.args.batch, rng=rng)
         return normed.n  # [R, m, D], as a head would take it; its gradient comes as R parts

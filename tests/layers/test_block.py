@@ -37,9 +37,8 @@ class Stack(ParallelModule):
 
     def states(self, x, **call):
         entry = self.entry
-        h, *normed = norm_in(
-            x, *replicated(self.tp, entry.weight, entry.bias), eps=entry.eps, norm=entry.kind, ranks=self.tp.row_shards
-        )
+        how = dict(eps=entry.eps, norm=entry.kind, ranks=self.tp.row_shards, recompute=True)
+        h, *normed = norm_in(x, *replicated(self.tp, entry.weight, entry.bias), **how)
         for b in self.blocks:
             h, normed = b(h, Normed(self.between(normed[0]), normed[1]), **call)
         return h, normed.n
@@ -234,7 +233,7 @@ def _account(world, saving, between):
         stack = Stack(D, 4, tp=tp, depth=depth, saving=saving, between=between, **DROPOUT)
         h = torch.randn(rows, D, requires_grad=True)
         n = torch.randn(rows, D).expand(tp.size, -1, -1).requires_grad_()
-        _, _, recompute = norm_in(h.detach(), torch.ones(D), torch.zeros(D), eps=1e-5, ranks=tp.size)
+        _, _, recompute = norm_in(h.detach(), torch.ones(D), torch.zeros(D), eps=1e-5, ranks=tp.size, recompute=True)
         normed, leaves = Normed(n, recompute), [h, n, *stack.blocks.parameters()]
         with Recorder() as forward:
             for b in stack.blocks:

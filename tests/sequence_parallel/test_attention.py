@@ -78,7 +78,7 @@ def _run(tp, form, x, dy, weights, options, norm):
     w, x, recompute = _mine(weights, tp), my_rows(x, tp).clone().requires_grad_(), None
     n = x
     if form != "plain":
-        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards, recompute=True)
     y = _call(n, w, options, tp, recompute if form == "recomputed" else None)
     (y * my_rows(dy, tp)).sum().backward()
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})

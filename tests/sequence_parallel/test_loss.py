@@ -29,8 +29,7 @@ def loss_and_gradients(world, sp, fused, recompute, normalizer=None):
     first, last = tp.chunk(V)
     rows = slice(tp.row_rank * M // tp.row_shards, (tp.row_rank + 1) * M // tp.row_shards)
     h, w, b = (t.clone().requires_grad_() for t in (h[rows], w[first:last], b[first:last]))
-    _, n, how = norm_in(h, gamma, None, eps=1e-5, ranks=tp.row_shards)
-    how = how if recompute else None
+    _, n, how = norm_in(h, gamma, None, eps=1e-5, ranks=tp.row_shards, recompute=recompute)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         if fused:

@@ -80,7 +80,7 @@ def _sharded(world, sp, op, form, x, dy, weights, norm):
     if form == "expanded":
         n = x = x.detach().expand(tp.row_shards, -1, -1).requires_grad_()
     elif form in ("normed", "recomputed"):
-        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards, recompute=True)
     y = _call(op, n, w, tp, recompute if form == "recomputed" else None)
     _loss(op, y, dy, tp).backward()
     return dict(y=y.detach(), dx=x.grad, **{"d" + name: t.grad for name, t in w.items()})
@@ -225,7 +225,7 @@ def _compiled(world, op, sp, x, dy, weights, norm):
             return _call(op, x, w, tp)
         if op == "exchange":
             return exchange(x.view(tp.size, -1, D), tp)
-        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards)
+        _, n, recompute = norm_in(x, *norm, eps=1e-5, ranks=tp.row_shards, recompute=True)
         return _call(op, n, w, tp, recompute) + _call(op, x, w, tp)
 
     for call in fn, torch.compile(fn, fullgraph=True, backend="aot_eager"):

@@ -210,7 +210,7 @@ class TransformerBlock(ParallelModule):
             return self._one_node(h, normed, **attending)
         if self.parallel:
             h, n, recompute = parallel_residual(self, h, normed, cache=cache, **attending)
-            return h if alone else (h, Normed(n, self._keep(recompute)))
+            return h if alone else (h, Normed(n, recompute))
         a, m = self.norm_attention, self.last_norm
         vectors = [self.attention.out.bias, *_vectors(a), self.mlp.fc2.bias, *_vectors(m)]
         if self.norm_in is not None:
@@ -218,36 +218,36 @@ class TransformerBlock(ParallelModule):
         if self.branch_norm:
             vectors += [*_vectors(self.branch_attention), *_vectors(self.branch_mlp)]
         out_bias, wa, ba, fc2_bias, wm, bm, *rest = replicated(self.tp, *vectors)
+        how: dict[str, Any] = dict(ranks=self.tp.row_shards, recompute=self._again)
         if normed is not None:
-            n, recompute = normed
+            n, recompute = normed.n, self._keep(normed.recompute)
         elif self.norm_in is not None:
-            h, n, recompute = norm_in(
-                h, *rest[:2], eps=self.norm_in.eps, norm=self.norm_in.kind, ranks=self.tp.row_shards
-            )
+            h, n, recompute = norm_in(h, *rest[:2], eps=self.norm_in.eps, norm=self.norm_in.kind, **how)
         else:
             n, recompute = h, None
-        parts = self.attention.parts(n, recompute=self._keep(recompute), cache=cache, **attending)
+        parts = self.attention.parts(n, recompute=recompute, cache=cache, **attending)
         like = self.branch_attention if a is None else a
         assert like is not None  # pre_norm or branch_norm
         kind: dict[str, Any] = dict(eps=like.eps, norm=like.kind)
-        add: dict[str, Any] = kind | dict(
+        add: dict[str, Any] = dict(
             p=self.dropout if self.training else 0.0,
             rng=rng,
             first_row=self.tp.row_rank * len(h),
             batch=batch,
             post_norm=self.post_norm,
-            ranks=self.tp.row_shards,
+            **kind,
+            **how,
         )
         site = self.sites.after_attention
         if self.branch_norm:
             parts, out_bias = _normed(parts, out_bias, *rest[-4:-2], **kind), None
         h, n, recompute = reduce_bias_dropout_add_norm(parts, out_bias, h, wa, norm_bias=ba, site=site, **add)
         keep = self.saving == "fastest"
-        parts, site = self.mlp.parts(n, self._keep(recompute), keep=keep), self.sites.after_mlp
+        parts, site = self.mlp.parts(n, recompute, keep=keep), self.sites.after_mlp
         if self.branch_norm:
             parts, fc2_bias = _normed(parts, fc2_bias, *rest[-2:], **kind), None
         h, n, recompute = reduce_bias_dropout_add_norm(parts, fc2_bias, h, wm, norm_bias=bm, site=site, **add)
-        return h if alone else (h, Normed(n, self._keep(recompute)))
+        return h if alone else (h, Normed(n, recompute))
 
     def _by_parts(
         self, h: Tensor, normed: Normed | None, *, key_mask: Tensor | None, **attending: Any
@@ -321,8 +321,13 @@ class TransformerBlock(ParallelModule):
         made = block(h.contiguous(), n, Layer(constants, options, self._parameters_of()))
         return made if normed is None else (made[0], Normed(made[1]))
 
+    @property
+    def _again(self) -> bool:
+        """Whether n is recomputed in backward."""
+        return self.saving == "smallest"
+
     def _keep(self, recompute: Recompute | None) -> Recompute | None:
-        return recompute if self.saving == "smallest" else None
+        return recompute if self._again else None
 
 
 def _vectors(norm: LayerNorm | None) -> tuple[Tensor | None, Tensor | None]:

@@ -30,13 +30,13 @@ def parallel_residual(
     for norm in (own, last, first):
         vectors += [None, None] if norm is None else [norm.weight, norm.bias]
     out_bias, fc2_bias, *norms = replicated(tp, *vectors)
-    enter: dict[str, Any] = dict(eps=own.eps, norm=own.kind, ranks=tp.row_shards)
+    enter: dict[str, Any] = dict(eps=own.eps, norm=own.kind, ranks=tp.row_shards, recompute=block._again)
     h, n, recompute = norm_in(h, *norms[4:], **enter) if given is None else (h, *given)
     h, beside, how = norm_in(h, *norms[:2], **enter)
     drop: dict[str, Any] = dict(p=block.dropout if block.training else 0.0, rng=rng, batch=attending["batch"])
     drop["first_row"] = tp.row_rank * len(h)
     parts = attention.parts(n, recompute=block._keep(recompute), rng=rng, **attending)
     a, *_ = reduce_bias_dropout_add_norm(parts, out_bias, h, site=block.sites.after_attention, **drop)
-    parts = mlp.parts(beside, block._keep(how))
+    parts = mlp.parts(beside, how)
     drop |= enter | dict(site=block.sites.after_mlp)
     return reduce_bias_dropout_add_norm(parts, fc2_bias, a, norms[2], norm_bias=norms[3], **drop)

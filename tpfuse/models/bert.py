@@ -258,8 +258,9 @@ class Bert(Model):
         if served(self.transform_norm):
             return Normed(self.transform_norm(x))
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
-        _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, ranks=self.tp.row_shards)
-        return Normed(n, recompute if self.saving == "smallest" else None)
+        how: dict[str, Any] = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
+        _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, **how)
+        return Normed(n, recompute)
 
     # ---- files ----
 

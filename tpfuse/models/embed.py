@@ -34,11 +34,12 @@ def embed(
     positions: Lookup | None = None,
     types: Lookup | None = None,
     post_norm: bool = False,
+    recompute: bool = False,
     **drop: Any,
 ) -> tuple[Tensor, Normed]:
     """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block: without a norm h.
 
-    ``drop``: p, rng, first_row and batch of dropout.
+    ``recompute``: n comes with how to recompute it.  ``drop``: p, rng, first_row and batch of dropout.
     """
     lookups = {key: x for key, x in dict(position=positions, type=types).items() if x is not None}
     if rows is not None:
@@ -58,14 +59,9 @@ def embed(
     if norm is not None:
         weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
         given |= dict(weight=weight, norm_bias=bias, eps=norm.eps, norm=norm.kind)
-    h, n, recompute = embed_finish(
-        parts,
-        post_norm=post_norm,
-        ranks=tokens.tp.row_shards,
-        **given,
-        **drop,
-    )
-    return h, Normed(n, recompute)
+    given |= dict(post_norm=post_norm, ranks=tokens.tp.row_shards, recompute=recompute)
+    h, n, how = embed_finish(parts, **given, **drop)
+    return h, Normed(n, how)
 
 
 def _by_parts(

@@ -193,8 +193,8 @@ class GPT(Model):
         drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
         drop |= dict(first_row=rows.first, batch=rows.batch)
         given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(tokens))
-        h, (n, recompute) = embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
-        return h, Normed(n, recompute if self.recompute else None)
+        given["recompute"] = self.recompute is not None
+        return embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None

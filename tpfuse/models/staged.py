@@ -135,8 +135,9 @@ class StagedModel(FiledModel):
         if served(norm):
             return h, Normed(expanded(type(self).__name__, norm(h), self.tp))
         weight, bias = replicated(self.tp, norm.weight, norm.bias)
-        h, n, recompute = norm_in(h, weight, bias, eps=norm.eps, norm=norm.kind, ranks=self.tp.row_shards)
-        return h, Normed(n, recompute if self._full or self.saving == "smallest" else None)
+        how: dict[str, Any] = dict(ranks=self.tp.row_shards, recompute=self._full or self.saving == "smallest")
+        h, n, recompute = norm_in(h, weight, bias, eps=norm.eps, norm=norm.kind, **how)
+        return h, Normed(n, recompute)
 
     def _begin(self, inputs: Inputs) -> Call:
         """Checks the arguments of a call, and makes what all of its blocks need."""

@@ -193,10 +193,16 @@ def test_autocast(norm):
 def test_recompute_is_bitwise_the_first(rms, dtype):
     gamma, beta = leaf(33, dtype=FP32), None if rms else leaf(33, dtype=FP32)
     _, n, recompute = embed_finish(
-        torch.randn(2, 17, 33).to(dtype), weight=gamma, norm_bias=beta, norm="rms" if rms else "layer", **WHERE
+        torch.randn(2, 17, 33).to(dtype),
+        weight=gamma,
+        norm_bias=beta,
+        norm="rms" if rms else "layer",
+        recompute=True,
+        **WHERE,
     )
     assert n.dtype == dtype and torch.equal(norm_apply(recompute), n[0])
-    assert embed_finish(P, weight=V, post_norm=True)[2] is None and embed_finish(P)[2] is None
+    asked = dict(recompute=True)
+    assert embed_finish(P, weight=V, post_norm=True, **asked)[2] is embed_finish(P, **asked)[2] is None
 
 
 @NORM

@@ -13,6 +13,8 @@ from tpfuse.kernels.norm import config, triton_backward
 from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime import launch as _launch
+from tpfuse.kernels.runtime import partials
+from tpfuse.kernels.runtime.counters import counters
 from tpfuse.kernels.runtime.op import dtype_of, flatten
 from tpfuse.kernels.runtime.philox import Mask, make_rng
 from tpfuse.sequence_parallel.crossings import reduce_parts
@@ -373,3 +375,48 @@ def test_wide_rows_once(monkeypatch, D, left_out):
     assert_same(bwd.launch(*both), bwd.reference(*both))
     low = backward_arguments(without_a_bias(3, D, dtype=torch.bfloat16, **left_out))
     assert_accurate_launch(bwd, low)
+
+
+@pytest.mark.parametrize(
+    "shape, left_out",
+    [
+        ((2, 70, 100), {}),
+        ((2, 70, 768), {}),
+        ((1, 70, 100), dict(rms=True, beta=False)),
+        ((1, 70, 100), dict(norm=False, beta=False)),
+        ((1, 3, 100), dict(bias=False, residual=False, dropout=False)),
+        ((1, 0, 8), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", [1, 2, 16])
+def test_the_last_programs_sum(monkeypatch, group, shape, left_out):
+    """In one kernel, also the bias gradient; groups of programs, the last ragged or not, one of all, one of each."""
+    monkeypatch.setattr(partials, "GROUP", group)
+    started = measured(monkeypatch, LAST=True)
+    arguments = forward_arguments(*shape, **left_out)
+    for post in (False, True)[: 2 if arguments[2].gamma is not None else 1]:
+        both = backward_arguments(arguments, post)
+        for _ in range(2):  # the counters are 0 again
+            started.clear()
+            assert_same(bwd.launch(*both), bwd.reference(*both))
+            assert [name for name, _ in started] == ["_bwd_kernel"]
+            assert not counters(torch.device(DEVICE)).any()
+
+
+def test_without_a_vector_there_is_nothing_to_sum(monkeypatch):
+    started = measured(monkeypatch, LAST=True)
+    arguments = backward_arguments(forward_arguments(1, 3, 8, norm=False, beta=False, bias=False))
+    assert_same(bwd.launch(*arguments), bwd.reference(*arguments))
+    assert [name for name, _ in started] == ["_bwd_kernel"] and started[0][1]["EARLY"] is False
+
+
+def test_on_amd_the_last_programs_do_not_sum(monkeypatch):
+    """Their compiler does not hold an atomic add back until other wavefronts' stores are done."""
+    started = measured(monkeypatch, LAST=True)
+    both = tree_map_only(torch.Tensor, lambda t: t.to("meta"), backward_arguments(forward_arguments(1, 70, 64)))
+    for arch, kernels in (("sm_80", 1), ("sm_90", 1), ("gfx942", 2)):
+        started.clear()
+        with _launch.pretending(arch):
+            bwd.launch(*both)
+        assert len(started) == kernels, arch

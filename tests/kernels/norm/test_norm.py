@@ -167,7 +167,12 @@ def test_parts_are_summed_in_fp32():
 def test_recompute_is_bitwise_the_first(rms, dtype):
     x, gamma, beta = (t.detach() for t in (leaf(17, 33), leaf(33), leaf(33)))
     _, n, recompute = norm_in(
-        x.to(dtype), gamma.float(), None if rms else beta.float(), eps=1e-5, norm="rms" if rms else "layer"
+        x.to(dtype),
+        gamma.float(),
+        None if rms else beta.float(),
+        eps=1e-5,
+        norm="rms" if rms else "layer",
+        recompute=True,
     )
     assert n.dtype == dtype and torch.equal(norm_apply(recompute), n[0])
     assert not torch.equal(norm_apply(recompute._replace(gamma=recompute.gamma + 0.1)), n[0])
@@ -176,7 +181,7 @@ def test_recompute_is_bitwise_the_first(rms, dtype):
 def test_recompute_survives_the_parameter():
     """FSDP frees a block's parameters after its forward, before another block makes its n again."""
     x, gamma, beta = leaf(3, 4), leaf(4), leaf(4)
-    _, n, recompute = norm_in(x, gamma, beta, eps=1e-5)
+    _, n, recompute = norm_in(x, gamma, beta, eps=1e-5, recompute=True)
     with torch.no_grad():
         gamma.fill_(float("nan")), beta.fill_(float("nan"))
     assert torch.equal(norm_apply(recompute), n[0])

@@ -225,9 +225,10 @@ def test_recompute_is_bitwise_the_first(norm, dtype):
     """Also where the residual, and so h, is fp32 beside bf16 parts: n is rounded, h is not."""
     present, options = NORMS[norm]
     parts, bias, residual, *rest = inputs(2, 17, 33, dtype=FP32, **present)
-    _, n, recompute = fused(parts.to(dtype), bias, residual, *rest, **WHERE, **options)
+    given = parts.to(dtype), bias, residual, *rest
+    _, n, recompute = fused(*given, **WHERE, **options, recompute=True)
     assert n.dtype == dtype and torch.equal(norm_apply(recompute), n[0])
-    assert fused(parts)[2] is None
+    assert fused(*given, **WHERE, **options)[2] is fused(parts, recompute=True)[2] is None
 
 
 @NORM

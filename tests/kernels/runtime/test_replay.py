@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 import torch
+import triton
 from torch import Tensor
 
 from tests.forking import forking
@@ -341,6 +342,27 @@ def test_a_key_holds_all_that_a_launcher_may_read():
     assert key(x) == key(torch.zeros(4, 6)) and all(key(x) != key(other) for other in others)
     assert len({tuple(key(x, other)) for other in (x, torch.ones(4, 6), 0, 1, None)}) == 5
     assert key(x, 1) != key(x, 2) and key(x, None) != key(x, 0) and key(x, "a") != key(x, "b")
+
+
+def test_what_is_left_to_the_launcher(monkeypatch):
+    """Another device, a stream that is captured, and hooks of Triton's: a chain of them, as here, or one."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: captured, raising=False)
+    captured = False
+    gpu, other, runtime = torch.device("cuda", 0), torch.device("cuda", 1), triton.knobs.runtime
+    assert replay.stream_of(gpu) == 7 and replay.stream_of(other) is None
+    runtime.launch_exit_hook.add(print)
+    try:
+        assert replay.stream_of(gpu) is None
+    finally:
+        runtime.launch_exit_hook.remove(print)
+    assert replay.stream_of(gpu) == 7
+    captured = True
+    assert replay.stream_of(gpu) is None
+    captured = False
+    monkeypatch.setattr(runtime, "launch_enter_hook", print)
+    assert replay.stream_of(gpu) is None
 
 
 def test_on_a_cpu_nothing_is_recorded():

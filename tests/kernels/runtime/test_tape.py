@@ -7,31 +7,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.kernels.runtime.counters import COUNTERS, address, counters
 from tpfuse.kernels.runtime.recorder import recorder, recording
-from tpfuse.kernels.runtime.tape import tape
+from tpfuse.kernels.runtime.tape import ALLOCATE, tape
 
 
 class Doubled:
-    """A kernel: out[i] = 2 x[i] + by for n fp32 elements; a compiled one takes addresses."""
+    """A compiled kernel of Triton's: out[i] = 2 x[i] + by for n fp32 elements; it takes addresses."""
 
-    def __getitem__(self, grid):
-        assert grid == (1, 1, 1)
+    function, packed_metadata = 5, (7,)
 
-        def run(out, x, n, by, *, stream):
-            addresses = [t.data_ptr() if isinstance(t, Tensor) else t for t in (out, x)]
-            out, x = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in addresses)
-            for i in range(n):
-                out[i] = 2 * x[i] + by
-
-        return run
+    def run(self, *args):
+        *start, out, x, n, by = args
+        assert start == [1, 1, 1, 3, self.function, self.packed_metadata, None, None, None]  # grid, stream, .., hooks
+        addresses = [t.data_ptr() if isinstance(t, Tensor) else t for t in (out, x)]
+        out, x = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in addresses)
+        for i in range(n):
+            out[i] = 2 * x[i] + by
 
 
 def doubled(out, x, by=0.0):
     """Starts it as kernels.runtime.launch does."""
-    args = out, x, x.numel(), by
-    Doubled()[1, 1, 1](*args, stream=0)
+    args, kernel = (out, x, x.numel(), by), Doubled()
+    kernel.run(1, 1, 1, 3, kernel.function, kernel.packed_metadata, None, None, None, *args)
     if recorder() is not None:
-        recorder().start(Doubled(), (1, 1, 1), args)
+        recorder().start(kernel, (1, 1, 1), args)
     return out
 
 
@@ -42,7 +42,7 @@ def taped(function, *tensors):
 
 
 def replay(made, *tensors):
-    return made.replay(list(tensors), [t.data_ptr() for t in tensors], 0)
+    return made.replay(list(tensors), [t.data_ptr() for t in tensors], 3)
 
 
 def random(*shape):
@@ -133,9 +133,25 @@ def test_results_of_two_replays_are_apart():
 def test_a_replay_leaves_nothing_in_the_tape():
     """Two threads may replay it at once, and what it made is nobody's but the caller's."""
     made = taped(kernels_and_products, random(3, 4), random(5, 4))
-    values, blank = made.values.copy(), made.blank.copy()
-    replay(made, random(3, 4), random(5, 4))
-    assert made.values == values and made.blank == blank
+    bound = dict(made.replay.__globals__)
+    made_once = [weakref.ref(t) for t in replay(made, random(3, 4), random(5, 4)) if t is not None]
+    assert made.replay.__globals__ == bound and not any(ref() is not None for ref in made_once)
+
+
+def test_one_view_of_the_whole_is_made_as_it_is():
+    """It then costs no call; beside another use of what was made it is a view of that."""
+    alone = taped(lambda x, w: doubled(torch.empty_like(x), x).t()[None], random(3, 4), random(5, 4))
+    beside = taped(lambda x, w: (a := doubled(torch.empty_like(x), x), a[None]), random(3, 4), random(5, 4))
+    x = random(3, 4)
+    made = replay(alone, x, x)
+    assert "as_strided" not in alone.source and torch.equal(made, 2 * x.t()[None]) and made.stride() == (4, 1, 4)
+    a, view = replay(beside, x, x)
+    assert "as_strided" in beside.source and view._base is a and a.data_ptr() == view.data_ptr()
+
+
+def test_constants_are_returned_as_they_were():
+    made = taped(lambda x: (x + 1, torch.bfloat16, None, ("a", 2)), random(4))
+    assert replay(made, random(4))[1:] == (torch.bfloat16, None, ("a", 2))
 
 
 def test_what_was_made_is_freed_after_its_last_use(monkeypatch):
@@ -144,18 +160,16 @@ def test_what_was_made_is_freed_after_its_last_use(monkeypatch):
             x = doubled(torch.empty_like(x), x)
         return x @ x
 
-    made = taped(chain, random(4, 4))
-    alive, most, empty_like = [], [], torch.empty_like
+    alive, most, empty = [], [], ALLOCATE["cpu"]
 
-    def counted(*args, **options):
-        t = empty_like(*args, **options)
+    def counted(*args):
+        t = empty(*args)
         alive.append(weakref.ref(t))
         most.append(sum(ref() is not None for ref in alive))
         return t
 
-    monkeypatch.setattr(torch, "empty_like", counted)
-    made = taped(chain, random(4, 4))  # steps take empty_like when they are made
-    alive.clear(), most.clear()
+    monkeypatch.setitem(ALLOCATE, "cpu", counted)
+    made = taped(chain, random(4, 4))
     x = random(4, 4)
     assert torch.equal(replay(made, x), chain(x.clone()))
     assert max(most[:4]) == 2
@@ -166,8 +180,8 @@ def test_what_nobody_uses_is_not_made():
     with recording([x := torch.ones(3)]) as recorded:
         unused, y = torch.empty(0), x + 1
     made = tape(recorded, y)
-    assert unused is not None and made is not None and len(made.steps) == 1
-    assert torch.equal(made.replay([x], [x.data_ptr()], 0), y)
+    assert unused is not None and made is not None and "empty" not in made.source
+    assert torch.equal(replay(made, x), y)
 
 
 def test_storages_that_take_the_place_of_freed_ones():
@@ -226,3 +240,11 @@ def test_recordings_end_with_an_error_too():
         assert recorder() is not None
         raise ZeroDivisionError
     assert recorder() is None
+
+
+def test_counters_are_those_of_the_stream():
+    """They are older than the call, and yet it is replayed."""
+    cpu = torch.device("cpu")
+    made = taped(lambda x: doubled(x.new_empty(COUNTERS), counters(cpu), 3.0), random(4))
+    assert torch.equal(replay(made, random(4)), torch.full((COUNTERS,), 3.0))
+    assert address(cpu, 3) == address(cpu, 3) != counters(cpu).data_ptr()

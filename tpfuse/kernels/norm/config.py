@@ -56,7 +56,7 @@ def bwd_config(D: int, arch: str, R: int = 1) -> dict[str, int]:
     and which depends on such things as the order of a kernel's parameters."""
     A, B = tiles(D)
     rows = max(1, 4096 // next_power_of_2(A + B))
-    config = dict(ROWS=rows, A=A, B=B, STAGES=1, EARLY=False, num_warps=min(2 * warps(rows * A, 32), 16))
+    config = dict(ROWS=rows, A=A, B=B, STAGES=1, EARLY=False, LAST=False, num_warps=min(2 * warps(rows * A, 32), 16))
     if arch.startswith("sm_") and D >= 1024 and A == D:
         config["maxnreg"] = 128  # other widths would spill
     elif arch == "sm_90" and D > 2048 and R > 1:

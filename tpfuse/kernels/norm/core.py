@@ -237,6 +237,7 @@ class Asked(NamedTuple):
     kind: str = "layer"
     order: str = PRE
     ranks: int = 1  # that n is expanded to
+    recompute: bool = False  # whether it is to be told how to recompute n
 
     def mask(self, name: str) -> Mask:
         """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
@@ -255,30 +256,38 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
     fwd = Op(f"{name}_fwd", fused_norm_fwd_ref, **forward, kind=NORM)
     bwd = Op(f"{name}_bwd", fused_norm_bwd_ref, **backward, kind=NORM, mutates=("out",))
 
-    def run(parts: Tensor, weights: Weights, asked: Asked) -> tuple[Tensor | None, ...]:
-        """-> h, n (None without a norm), mean, rstd, copies of gamma and beta; the checks are part of what is recorded,
-        so that a call which is replayed has passed them."""
+    def run(parts: Tensor, weights: Weights, asked: Asked) -> tuple[Any, ...]:
+        """-> what goes on as h (None for "alone"), n [ranks, m, D]; h, mean and rstd for the State; copies of gamma and
+        beta where n is to be recomputed; what backward makes, and the tables' (rows, dtype), if any.
+
+        The checks are part of what is recorded, so that a call which is replayed has passed them.
+        """
         bias, position_weight, type_weight, residual, gamma, beta = weights
         add = Add(bias, position_weight, asked.positions, type_weight, types=asked.types, residual=residual)
         norm, order = Norm(gamma, beta, asked.eps, asked.kind), asked.order
         check_kind(name, asked.kind, asked.eps)
         if check is not None:
             check(parts, add, norm, order)
+        making = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype), len(parts)
+        tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))
+        last = making, tables if any(tables) else None
         h, n, mean, rstd = fwd(parts, add, norm, asked.mask(name), order=order)
         if gamma is None:
-            return h, None, mean, rstd, None, None
-        return h, n, mean, rstd, gamma.clone(), None if beta is None else beta.clone()
+            return h, h.expand(asked.ranks, -1, -1), None, None, None, None, None, *last
+        made = None if order == ALONE else h
+        copies = [None if w is None or not asked.recompute or order == DROP else w.clone() for w in (gamma, beta)]
+        return n if order in (POST, DROP) else made, n.expand(asked.ranks, -1, -1), made, mean, rstd, *copies, *last
 
-    def back(gradients: Gradients, state: State, wanted: Wanted, asked: Asked) -> tuple[Tensor | None, ...]:
-        """-> dparts [m, D], dresidual, dbias, dgamma, dbeta; None where there is none"""
-        (dh, dn), gamma, order = gradients, state[3], asked.order
+    def back(gradients: Gradients, state: State, making: Making, asked: Asked) -> tuple[Tensor | None, ...]:
+        """-> dparts [R, m, D], dbias, dresidual, dgamma, dbeta; None where there is none"""
+        (dh, dn), gamma, order, (wanted, R) = gradients, state[3], asked.order, making
         dh, saved = None if dh is None else dh.contiguous(), Saved(*state, kind=asked.kind)
         dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, asked.mask(name), order=order, wanted=wanted)
         normed = gamma is not None and (dn is not None or order in (POST, DROP))
         return (
-            dparts,
-            None if wanted.residual is None else dresidual,
+            dparts.expand(R, -1, -1),
             None if wanted.bias is None else dbias,
+            None if wanted.residual is None else dresidual,
             dgamma if normed else None,
             dbeta if normed and wanted.beta else None,
         )
@@ -290,8 +299,9 @@ def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
 
 NOTHING = Add()
 Gradients = tuple[Tensor | None, Tensor | None]  # of h and n
+Making = tuple[Wanted, int]  # and the number of parts
 State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # h, mean, rstd, gamma; None without a norm
-NO_STATE: State = (None, None, None, None)
+GAMMA: Final = Weights._fields.index("gamma")
 
 
 class _FusedNorm(Function):
@@ -304,42 +314,39 @@ class _FusedNorm(Function):
     @staticmethod
     def forward(ctx: Any, ops: Verb, asked: Asked, parts: Tensor, *weights: Any) -> tuple[Any, ...]:
         """``weights`` are the fields of Weights."""
-        made, n, mean, rstd, own_gamma, own_beta = ops.forward(parts, weights, asked)
-        bias, position_weight, type_weight, residual, gamma, beta = weights
-        order, h = asked.order, parts[0] if asked.order == ALONE else made
-        ctx.save_for_backward(*(NO_STATE if n is None else (h, mean, rstd, gamma)), *asked[:TENSORS])
-        ctx.wanted = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
-        ctx.tables = [None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight)]
-        ctx.args = ops, order, len(parts), asked[TENSORS:]
+        on, n, h, mean, rstd, own_gamma, own_beta, making, tables = ops.forward(parts, weights, asked)
+        if asked.order == ALONE:
+            h = parts[0]
+            on = h.view_as(h)
+        ctx.save_for_backward(h, mean, rstd, weights[GAMMA], *asked[:TENSORS])
+        ctx.args = ops, asked[TENSORS:], making, tables
         ctx.set_materialize_grads(False)
-        if n is None:
-            return h, h.expand(asked.ranks, -1, -1), None
-        recipe = None
-        if order != DROP:
-            state = h.detach(), mean, rstd, own_gamma
-            recipe = Recompute(*state, beta=own_beta, eps=asked.eps, kind=asked.kind, dtype=n.dtype)
-        on = n if order in (POST, DROP) else h.view_as(h) if order == ALONE else h
-        return on, n.expand(asked.ranks, -1, -1), recipe
+        if own_gamma is None:
+            return on, n, None
+        how: dict[str, Any] = dict(beta=own_beta, eps=asked.eps, kind=asked.kind, dtype=n.dtype)
+        return on, n, Recompute(h.detach(), mean, rstd, own_gamma, **how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
-        ops, order, ranks, constants = ctx.args
+        ops, constants, making, tables = ctx.args
         h, mean, rstd, gamma, *tensors = ctx.saved_tensors
-        if dn is None and (dh is None or order == ALONE):
-            return None, None, None if dh is None else dh.expand(ranks, -1, -1), *Weights()
         asked = Asked(*tensors, *constants)
-        dparts, *vectors = ops.backward((dh, dn), (h, mean, rstd, gamma), ctx.wanted, asked)
-        dresidual, dbias, dgamma, dbeta = vectors
+        if dn is None and (dh is None or asked.order == ALONE):
+            return None, None, None if dh is None else dh.expand(making[1], -1, -1), *Weights()
+        dparts, dbias, *others = ops.backward((dh, dn), (h, mean, rstd, gamma), making, asked)
+        if tables is None:
+            return None, None, dparts, dbias, None, None, *others
         dtables = [
-            None if table is None else embedding_bwd(dparts, index, 0, *table)
-            for table, index in zip(ctx.tables, tensors[1:], strict=True)
+            None if table is None else embedding_bwd(dparts[0], index, 0, *table)
+            for table, index in zip(tables, tensors[1:], strict=True)
         ]
-        return None, None, dparts.expand(ranks, -1, -1), dbias, *dtables, dresidual, dgamma, dbeta
+        return None, None, dparts, dbias, *dtables, *others
 
 
 def fused_norm(ops: Verb, parts: Tensor, weights: Weights, asked: Asked) -> tuple[Tensor, Tensor, Recompute | None]:
     """Runs a verb with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
-    without a norm), and how to recompute n (None without a norm, or where n has been dropped out)."""
+    without a norm), and how to recompute n (None where it is not asked for, without a norm, and where n has been
+    dropped out)."""
     on: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, asked, parts, *weights)
     return on

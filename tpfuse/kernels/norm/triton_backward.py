@@ -9,12 +9,12 @@
     dgamma = sum_rows d x_hat,  dbeta = sum_rows d
 
 Rows of up to 8192 columns lie in registers.  The vector gradients stay in fp32 registers while a program strides over
-the rows; it writes one partial, and a 2-D reduction adds those: no atomics, the same bits in every run.  That is a
+the rows; it writes one partial, and a 2-D reduction adds those in a fixed order: the same bits in every run.  That is a
 kernel of its own, because one program that adds all partials alone reads them at the rate of one multiprocessor: 264
 rows of 1024 columns, twice, take it 20 us.  With EARLY it is started while the last rows are still at work, and waits
-on the GPU (programmatic dependent launch).  With STAGES = 2 a row's loads are copies into shared memory that begin
-while the row before is worked on.  Wider rows: triton_backward_wide.py.  An absent tensor is None, for which Triton
-compiles no code.
+on the GPU (programmatic dependent launch).  With LAST there is no second kernel: the programs that arrive last add
+(partials.py).  With STAGES = 2 a row's loads are copies into shared memory that begin while the row before is worked
+on.  Wider rows: triton_backward_wide.py.  An absent tensor is None, for which Triton compiles no code.
 """
 
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.counters import counters
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import reduce_vectors
+from ..runtime.partials import Last, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
@@ -57,9 +58,11 @@ def _bwd_kernel(
     saved,  # in: Statistics
     mask,  # KernelMask
     out,  # Gradients, whose vectors are partial sums
+    last,  # Last: the vectors, where programs of this kernel sum the partials
     M,
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     KIND: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     P = tl.num_programs(0)
     key = None
@@ -104,6 +107,8 @@ def _bwd_kernel(
     store_partials(out, a, D, dbias_a, dgamma_a, dbeta_a)
     if B > 0:
         store_partials(out, b, D, dbias_b, dgamma_b, dbeta_b)
+    if last.counters is not None:
+        sum_by_the_last(out, last, D, GROUP, SUM)
 
 
 BWD_ROW = 8192  # columns up to which a row lies in registers
@@ -119,7 +124,8 @@ def _form(like: Tensor, R: int, alone: bool) -> tuple[Any, dict[str, Any], int]:
     arch, multiprocessors = target(like.device)
     programs = lambda each, rows: max(1, min(each * multiprocessors, -(-m // max(16, rows))))
     if D <= BWD_ROW:
-        config = tuned("fused_norm_bwd", arch, like.dtype, (m, D), default=bwd_config(D, arch, R))
+        config = dict(tuned("fused_norm_bwd", arch, like.dtype, (m, D), default=bwd_config(D, arch, R)))
+        config["LAST"] = config["LAST"] and releases(arch)
         return _bwd_kernel, config, programs(2, config["ROWS"])
     config = dict(tuned("fused_norm_bwd_columns", arch, like.dtype, (m, D), default=BWD_COLUMNS))
     if config.pop("ONCE") and alone and D <= ONCE_ROW:
@@ -144,7 +150,8 @@ def backward(
     kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None)
     vectors = out.dbias, out.dgamma, out.dbeta
     there = [v is not None for v in vectors]
-    rooms = iter(out.dparts.new_empty(sum(there), P, D, dtype=torch.float32))  # one allocation
+    groups = groups_of(P) if config.pop("LAST", False) and any(there) else 0  # whose sums are partials too
+    rooms = iter(out.dparts.new_empty(sum(there), P + groups, D, dtype=torch.float32))  # one allocation
     partials = [next(rooms) if is_there else None for is_there in there]
     own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
@@ -157,8 +164,14 @@ def backward(
             early = drops if order == DROP else drops._replace(rng_ptr=None)
             launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **rows)
         launch(kernel, (P, -(-D // config["A"])), device, *entering, drops, sums, own, m, **flags, **config)
-    else:
+    elif kernel is bwd_once_kernel:
         launch(kernel, (P,), device, *entering, drops, own, m, **flags, **config)
+    else:
+        last = Last(counters(device), *vectors) if groups else Last()
+        config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
+        launch(kernel, (P,), device, *entering, drops, own, last, m, **flags, **config)
+        if groups:
+            return
     reduce_vectors(partials, vectors, early=config["EARLY"])
 
 
@@ -196,9 +209,10 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     dn, dh, saved, mask, order, wanted, *out = args
     like, normed = dh if dn is None else dn, _normed(dn, saved, order)
     m, D = like.shape[-2:]
-    kernel, _, P = _form(like, 1 if dn is None else dn.shape[0], alone=normed and wanted.bias is None)
+    kernel, config, P = _form(like, 1 if dn is None else dn.shape[0], alone=normed and wanted.bias is None)
     vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
-    partials = 4 * vectors * P * D
+    groups = groups_of(P) if config.get("LAST", False) else 0
+    partials = 4 * vectors * (P + groups) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
     read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials
     if kernel is bwd_columns_kernel and normed:  # the first pass, and its sums

@@ -23,18 +23,25 @@ def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
 
 
 def norm_in(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, *, eps: float, norm: str = "layer", ranks: int = 1
-) -> tuple[Tensor, Tensor, Recompute]:
-    """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and how to recompute n.
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    *,
+    eps: float,
+    norm: str = "layer",
+    ranks: int = 1,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor, Recompute | None]:
+    """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and how to recompute n: None unless
+    ``recompute`` asks for it.
 
     ``norm`` is one of KINDS; the residual stream h goes on, and the gradients of n come back from ``ranks`` peers
     unsummed.
     """
     (x,) = autocast(x)
-    weights, asked = Weights(gamma=gamma, beta=beta), Asked(eps=eps, kind=norm, order=ALONE, ranks=ranks)
-    h, n, recipe = fused_norm(NORM, x[None], weights, asked)
-    assert recipe is not None  # there is a gamma
-    return h, n, recipe
+    weights = Weights(gamma=gamma, beta=beta)
+    asked = Asked(eps=eps, kind=norm, order=ALONE, ranks=ranks, recompute=recompute)
+    return fused_norm(NORM, x[None], weights, asked)
 
 
 # ---- between two GEMMs ----
@@ -56,20 +63,22 @@ def reduce_bias_dropout_add_norm(
     norm: str = "layer",
     post_norm: bool = False,
     ranks: int = 1,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """h' = residual + dropout(sum_r parts_r + bias), n' = norm(h'), in one pass.
 
     parts [R, m, D] (or [m, D]); bias, weight, norm_bias [D] in any floating dtype; residual [m, D]; rng int64 [3] of
     :func:`make_rng` where p > 0; ``norm`` one of KINDS.  Returns (h' [m, D], n' expanded to [ranks, m, D] with stride
-    0, how to recompute n'); post-norm returns n' in h's place.  Without ``weight`` there is no norm: n' is h' and the
-    third is None.  h' has the residual's dtype (parts' without one), n' has parts'.  Under autocast parts and residual
-    are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
+    0, how to recompute n': None unless ``recompute`` asks for it, which copies weight and norm_bias); post-norm returns
+    n' in h's place.  Without ``weight`` there is no norm: n' is h' and the third is None.  h' has the residual's dtype
+    (parts' without one), n' has parts'.  Under autocast parts and residual are cast.  ValueError for shapes that do not
+    match, an unknown norm, p outside [0, 1), or p > 0 without rng.
     """
     parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
     weights = Weights(bias, residual=residual, gamma=weight, beta=norm_bias)
     asked = Asked(
         rng if p else None, p=p, site=site, first_row=first_row, batch=batch,
-        eps=eps, kind=norm, order=POST if post_norm else PRE, ranks=ranks,
+        eps=eps, kind=norm, order=POST if post_norm else PRE, ranks=ranks, recompute=recompute,
     )  # fmt: skip
     return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, asked)
 
@@ -109,19 +118,20 @@ def embed_finish(
     norm: str = "layer",
     post_norm: bool = False,
     ranks: int = 1,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """Rank sum + position + token type, then dropout -> h, norm -> n; post-norm: norm, then dropout -> h = n.
 
     parts [R, m, D]; position_weight [P, D] with positions [m] int64, type_weight [T, D] with types [m]; weight,
     norm_bias [D]; ``norm`` one of KINDS.  Returns (h [m, D], n expanded to [ranks, m, D] with stride 0, how to
-    recompute n: None for post-norm or no norm).  ValueError for shapes that do not match, an unknown norm, p outside
-    [0, 1), or p > 0 without rng.
+    recompute n: None unless ``recompute`` asks for it, for post-norm and for no norm).  ValueError for shapes that do
+    not match, an unknown norm, p outside [0, 1), or p > 0 without rng.
     """
     (parts,) = autocast(parts)
     weights = Weights(position_weight=position_weight, type_weight=type_weight, gamma=weight, beta=norm_bias)
     asked = Asked(
         rng if p else None, positions, types, p=p, site=site, first_row=first_row, batch=batch,
-        eps=eps, kind=norm, order=DROP if post_norm else PRE, ranks=ranks,
+        eps=eps, kind=norm, order=DROP if post_norm else PRE, ranks=ranks, recompute=recompute,
     )  # fmt: skip
     return fused_norm(EMBED_FINISH, parts, weights, asked)
 

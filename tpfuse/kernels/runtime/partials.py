@@ -1,11 +1,19 @@
-"""Partial sums, one row of each program, added up: without atomics, so that every run gives the same bits."""
+"""Partial sums, one row of each program, added up in an order that no run changes, so that every run gives the same
+bits: by a kernel of their own, or by the programs that arrive last.
+
+In the second form GROUP programs in a row are a group, whose last to arrive adds the group's rows, and the last of
+those adds the groups' sums.  Only which program adds differs from run to run.  One program alone would read all rows at
+the rate of one multiprocessor.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from .counters import COUNTERS
 from .device import load
-from .launch import launch
+from .launch import launch, next_power_of_2
 from .triton import tl, triton
 
 
@@ -52,6 +60,84 @@ def _reduce_vectors_kernel(
         if dbeta_ptr is not None:
             sum_partials(dbeta_partial_ptr, dbeta_ptr, columns, P, D, ROWS, A)
 
+
+# ---- by the last to arrive ----
+
+GROUP = 16
+
+
+class Last(NamedTuple):
+    """What the last programs of a kernel sum its partials to; without counters they sum nothing."""
+
+    counters: Tensor | None = None  # int32 [1 + groups], 0 before and after
+    dbias: Tensor | None = None  # [D] each; None is omitted
+    dgamma: Tensor | None = None
+    dbeta: Tensor | None = None
+
+
+def releases(arch: str) -> bool:
+    """Returns whether a program's one atomic add comes after the stores of all of its threads.
+
+    A barrier in front of it sees to that in CUDA's memory model.  For gfx942 LLVM lets a wavefront pass the barrier
+    with its stores on their way, and the add waits for those of its own wavefront alone.
+    """
+    return not arch.startswith("gfx")
+
+
+def groups_of(P: int) -> int:
+    """Returns the number of groups of P programs; 0 where there are not the counters for them."""
+    groups = -(-P // GROUP)
+    return groups if groups < COUNTERS else 0
+
+
+def sum_config(D: int, num_warps: int) -> dict[str, int]:
+    """Returns how the programs of a kernel sum vectors [D]: a thread has whole columns, four at a time, so that no
+    thread waits for another."""
+    return dict(GROUP=GROUP, SUM=min(next_power_of_2(D), 128 * num_warps))
+
+
+@triton.jit
+def _is_last(counter_ptr, count):
+    """Returns whether this program is the last of ``count`` to come here; it then sees what the others had stored."""
+    tl.debug_barrier()  # what other threads have stored comes first
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def _sum_vector(partial_ptr, first, rows, out_ptr, D: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr):
+    """Sums ``rows`` rows of partial [.., D] from the row ``first`` on to out [D]; nothing where there is no partial."""
+    if partial_ptr is not None:
+        for start in tl.range(0, D, A):
+            sum_partials(partial_ptr + first * D, out_ptr, start + tl.arange(0, A), rows, D, GROUP, A)
+
+
+@triton.jit
+def sum_by_the_last(
+    partials,  # three vectors [P + groups, D], fp32: of this kernel's programs, and room for the groups' sums
+    last,  # Last
+    D: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    P = tl.num_programs(0).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64) // GROUP
+    groups, rows, own = tl.cdiv(P, GROUP), tl.minimum(P - group * GROUP, GROUP), (P + group) * D
+    if _is_last(last.counters + 1 + group, rows):
+        if partials.dbias is not None:
+            _sum_vector(partials.dbias, group * GROUP, rows, partials.dbias + own, D, GROUP, A)
+        if partials.dgamma is not None:
+            _sum_vector(partials.dgamma, group * GROUP, rows, partials.dgamma + own, D, GROUP, A)
+        if partials.dbeta is not None:
+            _sum_vector(partials.dbeta, group * GROUP, rows, partials.dbeta + own, D, GROUP, A)
+        if _is_last(last.counters, groups):
+            _sum_vector(partials.dbias, P, groups, last.dbias, D, GROUP, A)
+            _sum_vector(partials.dgamma, P, groups, last.dgamma, D, GROUP, A)
+            _sum_vector(partials.dbeta, P, groups, last.dbeta, D, GROUP, A)
+
+
+# ---- by a kernel of their own ----
 
 REDUCE = dict(ROWS=32, A=64, num_warps=4)
 

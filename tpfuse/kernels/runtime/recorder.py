@@ -3,7 +3,6 @@ kernels started, each with where its tensors came from: an argument, or one that
 of it."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .counters import are_counters
 
 FRESH = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
@@ -21,26 +22,19 @@ class Place(NamedTuple):
     slot: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, elements behind the slot's first
 
-    def find(self, tensors: list[Any]) -> Tensor:
-        made: Tensor = tensors[self.slot]
-        if self.view is None:
-            return made
-        shape, stride, offset = self.view
-        return made.as_strided(shape, stride, int(made.storage_offset()) + offset)
-
 
 class Places(tuple[Place, ...]):
     """Those of a list of tensors."""
 
-    def find(self, tensors: list[Any]) -> list[Tensor]:
-        return [place.find(tensors) for place in self]
-
 
 class Made(NamedTuple):
-    """A tensor that was allocated, and the slot that holds it from then on."""
+    """A tensor that was allocated, dense, and the slot that holds it from then on."""
 
     slot: int
-    like: Tensor  # one element, expanded to its shape
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str  # its type; the device is the one of the call
 
 
 class Asked(NamedTuple):
@@ -49,7 +43,7 @@ class Asked(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]  # a Place for each tensor, Places for a list of them
     options: dict[str, Any]
-    made: tuple[tuple[int, int], ...]  # (which of its outputs, the slot that holds it)
+    made: tuple[tuple[int | None, int], ...]  # (which of its outputs, None: its one; the slot that holds it)
 
 
 class Started(NamedTuple):
@@ -65,6 +59,15 @@ class Address(NamedTuple):
     offset: int  # bytes
 
 
+class Counters(NamedTuple):
+    """The address of those of the stream, which is asked for at each start."""
+
+    device: torch.device
+
+
+Event = Made | Asked | Started
+
+
 class Unrepeatable(Exception):
     """What was done cannot be done again on other tensors."""
 
@@ -75,7 +78,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, given: Sequence[Tensor]):
         super().__init__()
         self.given = given
-        self.events: list[Made | Asked | Started] = []
+        self.events: list[Event] = []
         self.broken = False
         self.slots = [_Slot(t) for t in given]
         self.storages: dict[int, int | None] = {}  # storage -> its slot; None: of several arguments
@@ -86,29 +89,36 @@ class Recorder(TorchDispatchMode):
         named = kwargs or {}
         out = func(*args, **named)
         try:
-            self._called(func, args, named, out if isinstance(out, (tuple, list)) else (out,))
+            self._called(func, args, named, out)
         except Unrepeatable:
             self.broken = True
         return out
 
-    def _called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], outputs: Sequence[Any]) -> None:
+    def _called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
         if func.namespace != "aten":
             raise Unrepeatable
+        several = isinstance(out, (tuple, list))
+        outputs = out if several else (out,)
         if not all(isinstance(o, Tensor) for o in outputs):  # a value was read, but for functions of dtypes
             for value in (*args, *named.values()):
                 _plain(value)
             return
         aliases = [r.alias_info for r in func._schema.returns]
         if func._schema.name in FRESH and outputs[0].is_contiguous():
-            like = _element(outputs[0].dtype, outputs[0].device).expand(outputs[0].shape)
-            self.events.append(Made(self._make(outputs[0]), like))
+            self.events.append(self._made(outputs[0]))
         elif not any(a is not None and not a.is_write for a in aliases):
             places = tuple(map(self._asked, args))
             for value in named.values():
                 _plain(value)
             known = [a is not None for a in aliases] * (len(outputs) if len(aliases) == 1 else 1)
-            made = tuple((i, self._make(o)) for i, o in enumerate(outputs) if not known[i])
+            made = tuple((i if several else None, self._make(o)) for i, o in enumerate(outputs) if not known[i])
             self.events.append(Asked(func, places, named, made))
+
+    def _made(self, t: Tensor) -> Made:
+        """Returns what is written down of a tensor that was allocated."""
+        if self.given and t.device != self.given[0].device:
+            raise Unrepeatable
+        return Made(self._make(t), tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device.type)
 
     def _asked(self, arg: Any) -> Any:
         """Returns an argument of torch's with a Place for a tensor, and Places for a list of tensors."""
@@ -144,9 +154,11 @@ class Recorder(TorchDispatchMode):
             raise Unrepeatable
         return slot
 
-    def _address(self, t: Tensor) -> Address | int:
+    def _address(self, t: Tensor) -> Address | Counters | int:
         if t.numel() == 0:  # it has none
             return 0
+        if are_counters(t):
+            return Counters(t.device)
         slot = self._slot(t)
         return Address(slot, int(t.data_ptr()) - self.slots[slot].address)
 
@@ -170,12 +182,6 @@ class _Slot:
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
-
-
-@functools.cache
-def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns one element, of which only the metadata is ever read."""
-    return torch.empty((), dtype=dtype, device=device)
 
 
 def _plain(value: Any) -> Any:

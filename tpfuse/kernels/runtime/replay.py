@@ -21,6 +21,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from .recorder import recorder, recording
 from .tape import Tape, tape
+from .triton import hooked
 
 REPLAY = True
 LIMIT = 1024  # tapes of a launcher; one more and they are made anew
@@ -82,8 +83,9 @@ def call_of(args: tuple[Any, ...]) -> Call | None:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Returns the stream to start on; None where another device is current, which a launcher takes care of."""
-    if torch._C._cuda_getDevice() != device.index:
+    """Returns the stream to start on; None for what a launcher takes care of: another device is current, the stream is
+    being captured (whose kernels have counters of their own), or hooks of Triton's look at starts."""
+    if torch._C._cuda_getDevice() != device.index or torch._C._cuda_isCurrentStreamCapturing() or hooked():
         return None
     return torch._C._cuda_getCurrentRawStream(device.index)
 
@@ -93,7 +95,7 @@ class Known(NamedTuple):
 
     guards: TensorGuards  # of types, dispatch keys, dtypes, devices, requires_grad, shapes and strides
     device: torch.device
-    tape: Tape
+    replay: Callable[[list[Tensor], list[int], int], Any]  # of its tape
 
 
 class Spread:
@@ -153,11 +155,11 @@ class Replayed:
         spread = Spread()
         if REPLAY and recorder() is None and spread.read(args):
             tensors = spread.tensors
-            for guards, device, made in self.known.get(tuple(spread.constants), ()):
+            for guards, device, replay in self.known.get(tuple(spread.constants), ()):
                 if guards.check(*tensors):
                     addresses, stream = [t.data_ptr() for t in tensors], stream_of(device)
                     if stream is not None and aligned(addresses):
-                        return made.replay(tensors, addresses, stream)
+                        return replay(tensors, addresses, stream)
                     break
         return UNKNOWN
 
@@ -173,7 +175,7 @@ class Replayed:
             if stream is not None and aligned(addresses):
                 self._know(args, made)
                 return made.replay(tensors, addresses, stream)
-        elif made is self and aligned([t.data_ptr() for t in tensors]):
+        elif made is self and stream_of(device) is not None and aligned([t.data_ptr() for t in tensors]):
             return self._record(key, args, tensors)
         return self.launcher(*args)
 
@@ -187,7 +189,7 @@ class Replayed:
             sizes: list[Any] = [list(t.shape) for t in tensors]
             strides: list[Any] = [list(t.stride()) for t in tensors]
             guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            self.known[constants] = (*kinds, Known(guards, tensors[0].device, made))
+            self.known[constants] = (*kinds, Known(guards, tensors[0].device, made.replay))
 
     def _record(self, key: tuple[Any, ...], args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
         """Runs the launcher, and keeps the tape of what it did, or that there can be none."""

@@ -36,4 +36,12 @@ except ImportError:  # pragma: no cover - held by a test that blocks the import
 
     triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["AVAILABLE", "TensorDescriptor", "tl", "triton"]
+
+def hooked() -> bool:
+    """Returns whether hooks of Triton's, as profilers set them, are to be called at every start of a kernel."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, or one
+
+
+__all__ = ["AVAILABLE", "TensorDescriptor", "hooked", "tl", "triton"]
