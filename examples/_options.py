@@ -120,7 +120,7 @@ def parse() -> argparse.Namespace:
         metavar="DENSITY",
         help="of the gradients' sum over the replicas, send this share alone (tpfuse.OkTopk; 0.01 is one in a hundred)",
     )
-    add("--ok-topk-warmup", type=common.positive, metavar="N", help="steps before which whole gradients are sent")
+    add("--ok-topk-warmup", type=common.positive, metavar="N", help="steps over which the share falls from 1 to that")
     add = parser.add_argument_group(
         "how it is split and run (none of it changes what is learnt, but for rounding)"
     ).add_argument

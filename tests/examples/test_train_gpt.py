@@ -130,9 +130,9 @@ def test_killed_and_resumed_with_gradients_in_fp32(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, dp, warmup", [(1, 3, 1), (2, 2, 3)])
+@pytest.mark.parametrize("tp, dp, warmup", [(1, 3, 1), (2, 2, 5)])
 def test_killed_and_resumed_with_sparse_gradients(tmp_path, tp, dp, warmup):
-    """From a checkpoint with residuals, and from one at the end of the warm-up, before there are any."""
+    """From a checkpoint after the warm-up, and from one in it."""
     sparse = "--ok-topk", 0.05, "--ok-topk-warmup", warmup
     reference, out = tmp_path / "reference", tmp_path / "killed"
     ok(SCRIPT, *arguments(reference, tp, dp, *sparse), procs=tp * dp)
@@ -141,7 +141,7 @@ def test_killed_and_resumed_with_sparse_gradients(tmp_path, tp, dp, warmup):
     ok(SCRIPT, *arguments(out, tp, dp, *sparse, "--resume"), procs=tp * dp)
     same_run(out, reference)
     sent = [[r["bytes_sent"] for r in log_of(run) if "bytes_sent" in r] for run in (out, reference)]
-    assert sent[0] == sent[1] and max(sent[0][warmup:]) < 0.5 * min(sent[0][:warmup])
+    assert sent[0] == sent[1] and max(sent[0][warmup:]) < 0.5 * sent[0][0]
     done = run(SCRIPT, *arguments(out, tp, dp, "--ok-topk", 0.1, *sparse[2:], "--resume"), procs=tp * dp)
     assert "--ok-topk is 0.1 and was 0.05 in" in done.stderr
 

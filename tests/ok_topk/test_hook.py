@@ -98,24 +98,34 @@ def test_residuals_of_narrow_gradients_are_wide(ranks):
 
 
 def warm(world):
+    """-> which steps are those of plain DistributedDataParallel, and what is sent, of all and of values and indices"""
     model = net()
-    ddp, state = hooked(model, 0.05, warmup_steps=2)
+    ddp, state = hooked(model, 0.05, warmup_steps=6)
     plain = DistributedDataParallel(net(), bucket_cap_mb=BUCKETS)
-    same, sent = [], []
-    for step in range(3):
+    same, sent, entries, had, given = [], [], [], 0, 0
+    for step in range(8):
         for each in (ddp, plain):
             each.zero_grad()
             loss_of(each, step, world.rank).backward()
         same.append(torch.allclose(gradients(ddp), gradients(plain), rtol=1e-12))
         sent.append(state.sent)
-    return same, state.step, sent, gradients(plain).nbytes
+        entries.append(state.sent_entries)
+        had, given = had + gradients(plain), given + gradients(ddp)
+    return dict(same=same, sent=sent, entries=entries, had=had, given=given, kept=residuals(model, state))
 
 
-def test_warm_up_steps_are_dense(ranks):
-    """And count as a ring of two sends them: the gradients' size once, beside a number for every bucket."""
-    for same, steps, sent, size in ranks(2, warm):
-        assert (same, steps) == ([True, True, False], 3)
-        assert all(size < warm < 1.01 * size for warm in sent[:2]) and sent[2] < 0.5 * size
+def test_density_falls_over_the_warm_up(ranks):
+    """0.05 ** (step / 6): 1, 0.61, 0.37, then 0.22, 0.14, 0.08 and 0.05.  Whole gradients are sent while entries could
+    be more, counted as a ring of two sends them: their size once, beside a number for every bucket."""
+    every = ranks(2, warm)
+    for one in every:
+        size, sent, entries = one["had"].nbytes, one["sent"], one["entries"]
+        assert one["same"] == [True] * 3 + [False] * 5
+        assert all(size < whole < 1.01 * size for whole in sent[:3]) and entries[:3] == [0] * 3
+        assert all(later < 0.8 * before for before, later in zip(entries[3:6], entries[4:7], strict=True))
+        assert max(sent[3:]) < size and 0.8 * entries[6] < entries[7] < 1.25 * entries[6]
+    kept = sum(one["kept"] for one in every) / 2
+    torch.testing.assert_close(every[0]["given"] + kept, every[0]["had"], rtol=1e-12, atol=1e-13)
 
 
 def accumulated(world):

@@ -14,6 +14,9 @@ from ..together import raise_together
 from .algorithm import Dials, State, Summed, sparse_sum
 from .messages import Replicas
 
+WHOLE = (
+    1 / 3
+)  # of a gradient's entries, from which on they may be more words than all: 6 k (P - 1) / P, and 2 n (P - 1) / P
 _RULES = dict(density=number(1e-9, 1), warmup_steps=whole(0), exact_every=whole(), borders_every=whole())
 
 
@@ -50,9 +53,10 @@ class OkTopk:
         ddp.register_comm_hook(state, tpfuse.ok_topk_hook)
 
     Of each bucket a step sends the ``density`` of its entries that are largest in the sum over the replicas; the rest
-    stays with the rank that has it and is added to its next gradient (error feedback).  In the first ``warmup_steps``
-    steps gradients are averaged whole.  ``exact_every``: steps after which the thresholds are estimated exactly;
-    ``borders_every``: steps after which the regions that ranks add up are balanced anew.
+    stays with the rank that has it and is added to its next gradient (error feedback).  Over the first ``warmup_steps``
+    steps the density falls to that from 1, by the same factor each time (Lin et al. 2018, arXiv:1712.01887); where more
+    than a third would be sent, gradients are averaged whole.  ``exact_every``: steps after which the thresholds are
+    estimated exactly; ``borders_every``: steps after which the regions that ranks add up are balanced anew.
 
     Every rank holds a residual of its parameters' size, in fp32 (or fp64, as the gradients).  Checkpoints hold it:
     ``save_checkpoint(..., hook=state)`` and ``load_checkpoint(..., hook=state)``.
@@ -119,15 +123,18 @@ class OkTopk:
         if self._split_over is None:
             self._split_over = _tensor_parallel(buckets)
         raise_together(_not_finite(buckets, replicas), self._split_over)
-        if self.step < self.warmup_steps:
+        dials, warm = self.dials, self.step < self.warmup_steps
+        if warm:
+            dials = dials._replace(density=dials.density ** (self.step / self.warmup_steps))
+        if warm and dials.density > WHOLE:
             for bucket in buckets:
                 replicas.average_(bucket.buffer)
         else:
-            self._sum(buckets, replicas)
+            self._sum(buckets, dials, replicas)
         self.step += 1
         self.sent, self.sent_entries = replicas.sent, replicas.entries
 
-    def _sum(self, buckets: list[_Bucket], replicas: Replicas) -> None:
+    def _sum(self, buckets: list[_Bucket], dials: Dials, replicas: Replicas) -> None:
         gradients = {id(p): g for b in buckets for p, g in zip(b.parameters, b.gradients, strict=True)}
         if not self.units:
             self.units = [unit for bucket in buckets for unit in _units(bucket)]
@@ -138,7 +145,7 @@ class OkTopk:
         for unit in self.units:
             for p, part in unit.parts():
                 part += gradients[id(p)].view(p.shape)
-            made = sparse_sum(unit.residual, unit.state, self.dials, replicas)
+            made = sparse_sum(unit.residual, unit.state, dials, replicas)
             _give(unit, made, gradients, replicas.size)
 
 
