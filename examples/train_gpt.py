@@ -101,6 +101,12 @@ def learning_rate(args, step: int) -> float:
     return args.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
+def betas_of(args) -> tuple[float, float]:
+    """AdamW's.  A sparse gradient of a parameter is not zero once in 1 / density steps, which its mean square must
+    outlast to be one."""
+    return 0.9, 0.95 if args.ok_topk is None else max(0.95, 1 - args.ok_topk / 10)
+
+
 @torch.no_grad()
 def validate(on: Setup) -> float:
     """Returns the bits per byte of the held-out text; each replica reads a part."""
@@ -268,7 +274,7 @@ def main() -> None:
             replica = tpfuse.data_parallel(model, mesh["dp"])
         if args.ok_topk is not None:
             hook = tpfuse.OkTopk(args.ok_topk, warmup_steps=args.ok_topk_warmup or 0, group=mesh["dp"].get_group())
-        optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=betas_of(args))
         bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None
         on = Setup(
             args=args,

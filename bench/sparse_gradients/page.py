@@ -72,9 +72,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for row in result["rows"]:
         at, bits, sent = zip(*row["held_out"], strict=True)
         axes[0].plot(at, bits, label=row["name"])
-        axes[1].plot([x / 1e6 for x in sent], bits)
+        axes[1].plot([x / 1e9 for x in sent], bits)
     axes[0].set(xlabel="step", ylabel="held out, bits per byte")
-    axes[1].set(xlabel="MB sent by a rank", xscale="log")
+    axes[1].set(xlabel="GB sent by a rank", xlim=0)
     axes[0].legend(fontsize=7)
     figure.savefig(path, metadata=dict(Date=None))
     plt.close(figure)

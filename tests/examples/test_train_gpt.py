@@ -129,6 +129,11 @@ def test_killed_and_resumed_with_gradients_in_fp32(tmp_path):
     same_run(out, reference)
 
 
+@pytest.mark.parametrize("density, beta", [(None, 0.95), (0.01, 0.999), (0.1, 0.99), (1.0, 0.95)])
+def test_the_mean_of_squares_outlasts_ten_sparse_gradients(density, beta):
+    assert example("train_gpt").betas_of(types.SimpleNamespace(ok_topk=density)) == (0.9, beta)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, dp, warmup", [(1, 3, 1), (2, 2, 5)])
 def test_killed_and_resumed_with_sparse_gradients(tmp_path, tp, dp, warmup):
