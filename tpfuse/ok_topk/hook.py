@@ -14,9 +14,8 @@ from ..together import raise_together
 from .algorithm import Dials, State, Summed, sparse_sum
 from .messages import Replicas
 
-WHOLE = (
-    1 / 3
-)  # of a gradient's entries, from which on they may be more words than all: 6 k (P - 1) / P, and 2 n (P - 1) / P
+# The density above which entries may be more words than whole gradients: 6 k (P - 1) / P against 2 n (P - 1) / P.
+WHOLE = 1 / 3
 _RULES = dict(density=number(1e-9, 1), warmup_steps=whole(0), exact_every=whole(), borders_every=whole())
 
 
