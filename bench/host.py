@@ -5,8 +5,8 @@
 
 What a call costs the host is Python, autograd, the dispatcher, allocations and the start of kernels; on a GPU a model
 whose kernels take less than this waits for Python.  Tensors have a few rows, a GEMM of torch's is an allocation on both
-sides, and kernels are never started (bench/idle.py).  All calls take turns in one process; a figure is the least
-processor time of a call in microseconds, and ratios are of those.
+sides, and kernels go through Triton's launcher to a CUDA driver that starts nothing (bench/idle).  All calls take turns
+in one process; a figure is the least processor time of a call in microseconds, and ratios are of those.
 """
 
 import argparse

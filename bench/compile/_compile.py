@@ -146,9 +146,13 @@ def build(launch: Launch, arch: str) -> Any:
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """Returns what tells a kernel from another before it is compiled: a hash of Triton's first form of it, which knows
-    nothing of comments and line numbers, and of its options.  One version of Triton makes the same code of the same."""
-    source, options = _ast(launch)
+    """Returns what tells a kernel from another before it is compiled."""
+    return digest_of(*_ast(launch), arch)
+
+
+def digest_of(source: ASTSource, options: dict[str, Any], arch: str) -> str:
+    """Returns a hash of Triton's first form of a kernel, which knows nothing of comments and line numbers, and of its
+    options.  One version of Triton makes the same code of the same."""
     target = target_of(arch)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)

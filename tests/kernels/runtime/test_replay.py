@@ -1,12 +1,12 @@
 """A replayed call starts what its launcher would start: the same kernels, grids and constants, at the same places.
 
-Shown in a process of its own, by a driver that starts nothing (bench/idle.py): tensors on the CPU stand for a GPU's.
+Shown in a process of its own, by a driver that starts nothing (bench/idle): tensors on the CPU stand for a GPU's, and
+what is compared is what Triton's launcher hands to CUDA, each kernel's parameters byte for byte.
 """
 
 import functools
 import importlib
 import re
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from tests.forking import forking
 from tests.kernels.runtime.test_op import samples
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
 from tpfuse.kernels.runtime import op as _op
@@ -27,25 +26,11 @@ from tpfuse.kernels.runtime.replay import Call, Replayed, call_of
 FUSED = next(where for where, (op, _) in samples().items() if op.name == "reduce_bias_dropout_add_norm_fwd")
 
 
-def _install():
-    from bench import idle
-
-    idle.install()
-
-
-@pytest.fixture(scope="module")
-def idle():
-    with ProcessPoolExecutor(1, mp_context=forking(), initializer=_install) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result()
-
-
 # ---- in that process ----
 
 
-def _place(address: int, tensors: list[Tensor], outputs: list[Tensor], seen: list[int]) -> tuple | str:
+def _place(address: int, tensors: list[Tensor], outputs: list[Tensor], seen: list[int]) -> tuple:
     """What an address is told from: an argument, an output, or a temporary, numbered as they come."""
-    if address == 0:  # of an empty tensor
-        return "0"
     for name, group in (("in", tensors), ("out", outputs)):
         for i, t in enumerate(group):
             if t.numel() and 0 <= address - t.data_ptr() < t.untyped_storage().nbytes():
@@ -54,8 +39,9 @@ def _place(address: int, tensors: list[Tensor], outputs: list[Tensor], seen: lis
     return "temporary", seen.index(address)
 
 
-def _leaves(value):
-    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]
+def _is_address(parameter: int) -> bool:
+    """No sample has a number as large."""
+    return parameter > 1 << 32
 
 
 def _call(op, args) -> tuple[list, list[Tensor]]:
@@ -67,21 +53,12 @@ def _call(op, args) -> tuple[list, list[Tensor]]:
         result = op(*args)
     outputs = [result] if isinstance(result, Tensor) else list(result)
     tensors, seen, started = call_of(args).tensors, [], []
-    for name, given in idle.STARTED:
-        if name == "mm":
-            told = [(_place(t.data_ptr(), tensors, outputs, seen), t.shape, t.stride()) for t in given]
-            started.append((name, told))
-            continue
-        _, _, _, stream, function, packed, metadata, enter, leave, *arguments = given
-        told = [
-            _place(leaf.data_ptr(), tensors, outputs, seen)
-            if isinstance(leaf, Tensor)
-            else _place(leaf, tensors, outputs, seen)
-            if type(leaf) is int and leaf > 1 << 32
-            else repr(leaf)
-            for leaf in _leaves(tuple(arguments))
-        ]
-        started.append((name, given[:3], function, told))
+    for kernel in idle.STARTED:
+        if kernel.name == "mm":
+            told = [(_place(t.data_ptr(), tensors, outputs, seen), t.shape, t.stride()) for t in kernel.params]
+        else:
+            told = [_place(p, tensors, outputs, seen) if _is_address(p) else p for p in kernel.params]
+        started.append((kernel.name, kernel.function, kernel.launch, told))
     idle.STARTED = None
     return started, outputs
 
@@ -224,13 +201,6 @@ def test_a_known_kind_is_found_by_comparison(idle):
     assert all(found) and started == launched and started[0] != started[2] != started[3] != started[4]
 
 
-def _told(leaf) -> str:
-    """A kernel's argument; all addresses are alike."""
-    if isinstance(leaf, Tensor):
-        return "address" if leaf.numel() else "0"
-    return "address" if type(leaf) is int and leaf > 1 << 32 else repr(leaf)
-
-
 def _public(name: str) -> tuple[list, list, int, str]:
     """What a public function and its backward start, replayed and launched; how often Python ran in the replay; and
     what it then says of a call that breaks a rule."""
@@ -244,7 +214,11 @@ def _public(name: str) -> tuple[list, list, int, str]:
         made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
         torch.autograd.grad(made, inputs, [torch.ones_like(y) for y in made])
         kernels, idle.STARTED = idle.STARTED, None
-        return [(n, *[_told(leaf) for leaf in _leaves(tuple(g[:3] + g[9:]))]) for n, g in kernels if n != "mm"]
+        return [
+            (k.name, k.function, k.launch, ["address" if _is_address(p) else p for p in k.params])
+            for k in kernels
+            if k.name != "mm"
+        ]
 
     for _ in range(3):
         started()

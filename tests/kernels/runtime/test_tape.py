@@ -10,6 +10,7 @@ from torch import Tensor
 from tpfuse.kernels.runtime.counters import COUNTERS, address, counters
 from tpfuse.kernels.runtime.recorder import recorder, recording
 from tpfuse.kernels.runtime.tape import ALLOCATE, tape
+from tpfuse.kernels.runtime.triton import started_by
 
 
 class Doubled:
@@ -248,3 +249,32 @@ def test_counters_are_those_of_the_stream():
     made = taped(lambda x: doubled(x.new_empty(COUNTERS), counters(cpu), 3.0), random(4))
     assert torch.equal(replay(made, random(4)), torch.full((COUNTERS,), 3.0))
     assert address(cpu, 3) == address(cpu, 3) != counters(cpu).data_ptr()
+
+
+class Launcher:
+    """As Triton's: it adds to what it was called with, and hands that to a compiled function."""
+
+    profile_scratch_size = 0
+
+    def __init__(self, memory):
+        self.global_scratch_size, self.seen = memory, []
+
+    def launch(self, *args):
+        self.seen.append(args)
+
+    def __call__(self, stream, *args):
+        scratch = torch.empty(self.global_scratch_size) if self.global_scratch_size else None
+        self.launch(stream, scratch, args)
+
+
+def test_a_kernel_is_started_without_triton_s_python():
+    launcher, stream = Launcher(0), object()
+    function, args = started_by(launcher, (stream, 1, (2, 3)))
+    assert function == launcher.launch and args == (stream, None, (1, (2, 3))) and not launcher.seen
+
+
+def test_a_kernel_that_needs_memory_is_started_by_triton():
+    """Which allocates it at each start."""
+    launcher = Launcher(8)
+    assert started_by(launcher, (0, 1)) == (launcher, (0, 1)) and not launcher.seen
+    assert started_by(print, (0, 1)) == (print, (0, 1))  # of a backend that does not say so

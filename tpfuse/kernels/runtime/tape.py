@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .counters import address
 from .recorder import Address, Asked, Counters, Event, Made, Place, Places, Recorder, Unrepeatable
+from .triton import started_by
 
 _torch: Any = torch._C._dynamo.guards  # untyped
 SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
@@ -23,6 +24,7 @@ SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
     torch.ops.aten.addmm.default: torch.addmm,
     torch.ops.aten.clone.default: torch.clone,
 }
+STREAM = object()  # in the stream's place
 ALLOCATE = {  # by type of device: (shape, strides, dtype) -> a new tensor on the current one, past the dispatcher
     "cuda": _torch._empty_strided_cuda,
     "cpu": _torch._empty_strided_cpu,
@@ -114,10 +116,10 @@ class _Writer:
                 yield from self._address(slot)
             yield "out = None"
         else:
-            kernel = event.kernel
-            start = *map(str, event.grid), "stream", *map(self._text, (kernel.function, kernel.packed_metadata))
-            hooks = "None", "None", "None"  # nothing looks on: replay.py asks
-            yield f"{self._name(kernel.run)}({', '.join((*start, *hooks, *map(self._text, event.args)))})"
+            kernel, hooks = event.kernel, (None, None, None)  # nothing looks on: replay.py asks
+            start = *event.grid, STREAM, kernel.function, kernel.packed_metadata, *hooks, *event.args
+            function, args = started_by(kernel.run, start)
+            yield f"{self._name(function)}({', '.join(map(self._text, args))})"
 
     def _layout(self, made: Made) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shape and strides in which a tensor is made: its own or, if all that is used of it is one view
@@ -148,6 +150,8 @@ class _Writer:
             return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Address):
             return f"a{value.slot} + {value.offset}" if value.offset else f"a{value.slot}"
+        if value is STREAM:
+            return "stream"
         if isinstance(value, Counters):
             return f"{self._name(address)}({self._name(value.device)}, stream)"
         if type(value) is tuple:

@@ -1,6 +1,7 @@
 """The one place that imports Triton.  Where it is absent (macOS, Windows) kernels can still be defined; launching one
 raises."""
 
+import copy
 from typing import Any, NoReturn
 
 try:
@@ -44,4 +45,20 @@ def hooked() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, or one
 
 
-__all__ = ["AVAILABLE", "TensorDescriptor", "hooked", "tl", "triton"]
+def started_by(launcher: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the compiled function that a launcher of Triton's calls for ``args``, and what it calls it with, which
+    spares the host a microsecond a start; the launcher itself where a kernel needs memory that it allocates.
+
+    A copy of the launcher is asked, since what it adds to ``args`` differs from one Triton to the next; it hands them
+    on as they are, so that anything may stand for an address or a stream.
+    """
+    if any(getattr(launcher, f"{kind}_scratch_size", True) for kind in ("global", "profile")):
+        return launcher, args
+    called: list[tuple[Any, ...]] = []
+    asked = copy.copy(launcher)
+    asked.launch = lambda *given: called.append(given)
+    asked(*args)
+    return launcher.launch, called[0]
+
+
+__all__ = ["AVAILABLE", "TensorDescriptor", "hooked", "started_by", "tl", "triton"]

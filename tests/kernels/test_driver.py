@@ -1,0 +1,72 @@
+"""Every kernel as its launcher starts it, through Triton's own launcher, down to a driver that starts nothing
+(bench/idle): the driver refuses none of them, and each is compiled from what bench.compile's table is of.
+
+Every day: the first call of each op.  Slow: all calls for sm_90.
+"""
+
+import contextlib
+import importlib
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from torch import Tensor
+
+from bench.compile._pool import OPS, launches_of, wanted
+
+ARCH = "sm_90"
+
+
+# ---- in that process ----
+
+
+def _untouched(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Memory that nobody reads or writes, so that none is taken."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _started(op: str, label: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(kernel, digest) of what a call starts, and of what bench.compile compiles for it."""
+    from bench import idle
+    from bench.compile._compile import digest, digest_of
+    from tpfuse.kernels.runtime import launch, replay
+
+    call, found = importlib.import_module(f"bench.compile.{op}").CALLS[label], []
+    compiled = [(each.kernel.fn.__name__, digest(each, ARCH)) for _, each in launches_of(op, [label], ARCH)]
+
+    def start(kernel, grid, device, args, config):
+        made = idle._start(kernel, grid, device, args, config)
+        options = {name: value for name, value in config.items() if name not in kernel.arg_names}
+        found.append((made.name, digest_of(made.src, options, ARCH)))
+        return made
+
+    with contextlib.ExitStack() as patches:
+        for name in OPS:
+            module = importlib.import_module(f"bench.compile.{name}")  # one may use another's tensors
+            patches.enter_context(mock.patch.object(module, "meta", _untouched, create=True))
+        patches.enter_context(mock.patch.object(launch, "_start", start))
+        patches.enter_context(mock.patch.object(replay, "REPLAY", False))  # calls differ in tables of parameters alone
+        patches.enter_context(mock.patch.object(idle, "STARTED", []))
+        call.run()
+        started = [each.name for each in idle.STARTED if each.name != "mm"]
+    assert started == [name for name, _ in found], "not every kernel came to the driver"
+    return [each for each in found if call.only in (None, each[0])], compiled
+
+
+# ---- in this one ----
+
+
+def _calls() -> list:
+    return [
+        pytest.param(op, label, id=f"{op} {label}", marks=[pytest.mark.slow] * (i > 0))
+        for op in OPS
+        for i, label in enumerate(wanted(op, ARCH, default=False))
+    ]
+
+
+@pytest.mark.parametrize("op, label", _calls())
+def test_the_driver_takes_what_was_compiled(idle, op, label):
+    started, compiled = idle(_started, op, label)
+    assert started == compiled and started
