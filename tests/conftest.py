@@ -4,12 +4,14 @@ import collections
 import os
 import signal
 import zlib
+from concurrent.futures import ProcessPoolExecutor
 
 os.environ["OMP_NUM_THREADS"] = "1"  # here and in processes that tests start: tensors are tiny, cores are shared
 
 import pytest
 import torch
 
+from tests.forking import forking, start_nothing
 from tests.pool import Pool
 
 for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
@@ -65,6 +67,13 @@ def ranks():
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """(function, its arguments) -> what it returns in a process whose CUDA driver starts nothing."""
+    with ProcessPoolExecutor(1, mp_context=forking(), initializer=start_nothing) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()
 
 
 @pytest.fixture(autouse=True)

@@ -17,3 +17,10 @@ def forking() -> BaseContext:
         context.set_forkserver_preload(["tests.preload"])
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+def start_nothing() -> None:
+    """In such a process: from here on a CUDA driver that starts nothing (bench/idle)."""
+    from bench import idle
+
+    idle.install()

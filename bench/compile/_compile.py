@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from bench.compile._account import account, loops
 from bench.compile._disassembly import Instruction, complaints, disassembled, run
@@ -27,8 +28,6 @@ from tpfuse.kernels.runtime import launch as _launch
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 COUNTED = "HGMMA", "HMMA", "UTMALDG", "LDGSTS", "PREEXIT", "ACQBULK"
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8"}
 
 
 @dataclass(frozen=True)
@@ -80,79 +79,31 @@ def capture(call: Callable[[], Any], arch: str) -> list[Launch]:
     return launches
 
 
-def _kind(value: Any) -> str:
-    """An argument's type as the compiler writes it; descriptors carry their block."""
-    if isinstance(value, Tensor):
-        return "*" + _TYPES[value.dtype]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
-
-
-def _divisible(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.storage_offset() * value.element_size() % 16 == 0
-    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
-
-
-def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(path, value) of an argument, or of each field of a record."""
-    if isinstance(value, tuple):
-        for i, part in enumerate(value):
-            yield from _leaves(part, (*path, i))
-    else:
-        yield path, value
-
-
-def _signature(value: Any, constant: set[tuple[int, ...]], path: tuple[int, ...]) -> Any:
-    if path in constant:
-        return "constexpr"
-    if isinstance(value, tuple):  # a record keeps its class: kernels read its fields by name
-        return type(value)(*(_signature(part, constant, (*path, i)) for i, part in enumerate(value)))
-    return _kind(value)
-
-
 def target_of(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
-def _ast(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
-    """Returns what Triton compiles, and the options it compiles with."""
-    parameters = {p.name: p for p in launch.kernel.params}
-    values = dict(zip(parameters, launch.args)) | {k: v for k, v in launch.config.items() if k in parameters}
-    options = {k: v for k, v in launch.config.items() if k not in parameters}
-    constant, aligned = {}, {}
-    for i, (name, parameter) in enumerate(parameters.items()):
-        if parameter.is_constexpr:
-            constant[(i,)] = values[name]
-            continue
-        for path, value in _leaves(values[name], (i,)):
-            if value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
-                constant[path] = value
-            elif _divisible(value) and not parameter.do_not_specialize:
-                aligned[path] = [["tt.divisibility", 16]]
-    signature = {name: _signature(values[name], set(constant), (i,)) for i, name in enumerate(parameters)}
-    return ASTSource(launch.kernel, signature, constant, aligned), options
+def _ast(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any]]:
+    """Returns what Triton compiles for a launch, and the options it compiles with: as it would at the start, told from
+    the arguments by its own code, so that the binary in its cache is the same."""
+    kernel, backend = launch.kernel, make_backend(target_of(arch))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = bind(*launch.args, **launch.config)
+    _, signature, constants, attributes = kernel._pack_args(backend, launch.config, *given)
+    options = {name: value for name, value in launch.config.items() if name not in kernel.arg_names}
+    return ASTSource(kernel, signature, constants, attributes), options
 
 
 def build(launch: Launch, arch: str) -> Any:
     """Returns Triton's compiled kernel."""
-    source, options = _ast(launch)
+    source, options = _ast(launch, arch)
     return triton.compile(source, target=target_of(arch), options=options)
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """Returns what tells a kernel from another before it is compiled."""
-    return digest_of(*_ast(launch), arch)
-
-
-def digest_of(source: ASTSource, options: dict[str, Any], arch: str) -> str:
-    """Returns a hash of Triton's first form of a kernel, which knows nothing of comments and line numbers, and of its
-    options.  One version of Triton makes the same code of the same."""
+    """Returns what tells a kernel from another before it is compiled: a hash of Triton's first form of it, which knows
+    nothing of comments and line numbers, and of its options.  One version of Triton makes the same code of the same."""
+    source, options = _ast(launch, arch)
     target = target_of(arch)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)

@@ -1,23 +1,15 @@
 """The driver that starts nothing shows what a GPU would read, and refuses what CUDA refuses."""
 
 import struct
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
-from tests.bench.idle_kernels import install, launched
-from tests.forking import forking
-
-
-@pytest.fixture(scope="module")
-def idle():
-    with ProcessPoolExecutor(1, mp_context=forking(), initializer=install) as pool:
-        yield lambda *args: pool.submit(launched, *args).result()
+from tests.bench.idle_kernels import launched
 
 
 def test_a_kernel_is_seen_with_its_parameters(idle):
-    (kernel,), address = idle(dict(grid=(3, 2), n=1 << 40, scale=0.5, num_warps=2))
+    (kernel,), address = idle(launched, dict(grid=(3, 2), n=1 << 40, scale=0.5, num_warps=2))
     assert kernel.name == "scaled_kernel" and kernel.launch[:4] == (3, 2, 1, 64) and kernel.launch[5] == 7
     x, n, scale, *scratch = kernel.params
     assert (x, n, struct.unpack("f", struct.pack("I", scale))) == (address, 1 << 40, (0.5,)) and scratch == [0, 0]
@@ -34,5 +26,5 @@ def test_a_kernel_is_seen_with_its_parameters(idle):
 )
 def test_what_cuda_refuses(idle, call, rule):
     with pytest.raises(RuntimeError, match=rule):
-        idle(call)
-    assert idle(dict(grid=(1,), stride=40))[0]
+        idle(launched, call)
+    assert idle(launched, dict(grid=(1,), stride=40))[0]

@@ -1,22 +1,5 @@
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
-
-from tests.forking import forking
-
-
-def _install() -> None:
-    from bench import idle
-
-    idle.install()
-
-
-@pytest.fixture(scope="module")
-def idle():
-    """(function, its arguments) -> what it returns in a process whose CUDA driver starts nothing."""
-    with ProcessPoolExecutor(1, mp_context=forking(), initializer=_install) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result()
 
 
 @pytest.fixture

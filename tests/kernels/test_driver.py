@@ -1,5 +1,5 @@
 """Every kernel as its launcher starts it, through Triton's own launcher, down to a driver that starts nothing
-(bench/idle): the driver refuses none of them, and each is compiled from what bench.compile's table is of.
+(bench/idle): the driver refuses none of them, and each is the very binary that bench.compile's table is of.
 
 Every day: the first call of each op.  Slow: all calls for sm_90.
 """
@@ -28,19 +28,18 @@ def _untouched(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _started(op: str, label: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(kernel, digest) of what a call starts, and of what bench.compile compiles for it."""
+    """(kernel, hash of its binary) of what a call starts, and of what bench.compile compiles for it."""
     from bench import idle
-    from bench.compile._compile import digest, digest_of
+    from bench.compile._compile import build
     from tpfuse.kernels.runtime import launch, replay
 
     call, found = importlib.import_module(f"bench.compile.{op}").CALLS[label], []
-    compiled = [(each.kernel.fn.__name__, digest(each, ARCH)) for _, each in launches_of(op, [label], ARCH)]
+    built = [(each.kernel.fn.__name__, build(each, ARCH).hash) for _, each in launches_of(op, [label], ARCH)]
 
-    def start(kernel, grid, device, args, config):
-        made = idle._start(kernel, grid, device, args, config)
-        options = {name: value for name, value in config.items() if name not in kernel.arg_names}
-        found.append((made.name, digest_of(made.src, options, ARCH)))
-        return made
+    def start(*args, **named):
+        compiled = idle._start(*args, **named)
+        found.append((compiled.name, compiled.hash))
+        return compiled
 
     with contextlib.ExitStack() as patches:
         for name in OPS:
@@ -52,7 +51,7 @@ def _started(op: str, label: str) -> tuple[list[tuple[str, str]], list[tuple[str
         call.run()
         started = [each.name for each in idle.STARTED if each.name != "mm"]
     assert started == [name for name, _ in found], "not every kernel came to the driver"
-    return [each for each in found if call.only in (None, each[0])], compiled
+    return [each for each in found if call.only in (None, each[0])], built
 
 
 # ---- in this one ----
@@ -68,5 +67,5 @@ def _calls() -> list:
 
 @pytest.mark.parametrize("op, label", _calls())
 def test_the_driver_takes_what_was_compiled(idle, op, label):
-    started, compiled = idle(_started, op, label)
-    assert started == compiled and started
+    started, built = idle(_started, op, label)
+    assert started == built and started

@@ -1,0 +1,81 @@
+"""A training step of a whole model, replayed, starts what its launchers start: the same kernels with the same numbers,
+and CUDA's driver would take them (bench/idle)."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+
+from tests.models.common import BERT_CONFIG, GPT_CONFIG
+from tests.models.test_llama import config_of
+from tpfuse import clip_grad_norm_
+from tpfuse.kernels.runtime import replay
+from tpfuse.models import GPT, Bert
+
+B, S = 3, 24
+CONFIGS = {
+    "gpt2": GPT_CONFIG,
+    "bert": BERT_CONFIG,
+    "llama": config_of("llama", 2),
+    "gemma2": config_of("gemma2", 2),
+    "gpt_neox": config_of("gpt_neox", 8),
+}
+
+
+def padded():
+    ids = torch.zeros(B, S, dtype=torch.int64)
+    return dict(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+
+
+def packed():
+    ids = torch.zeros(1, B * S, dtype=torch.int64)
+    return dict(input_ids=ids, labels=ids, cu_seqlens=torch.arange(0, B * S + 1, S, dtype=torch.int32), max_seqlen=S)
+
+
+CALLS = {"padded": padded, "packed": packed}
+STEPS = [  # each compiles ten kernels and more
+    ("gpt2", "padded", "fastest"),
+    ("bert", "padded", "smallest"),
+    ("llama", "packed", "fastest"),
+    ("gemma2", "padded", "smallest"),
+    ("gpt_neox", "packed", "smallest"),
+]
+
+
+# ---- in a process whose driver starts nothing ----
+
+
+def _started(name: str, call: str, saving: str) -> list[list]:
+    """What each of four steps starts, the last of which runs every launcher."""
+    from bench import idle
+
+    config = replace(CONFIGS[name], dropout=0.1, attention_dropout=0.1)
+    model = Bert(config, masked_lm=True, saving=saving) if name == "bert" else GPT(config, saving=saving)
+    model.bfloat16()
+
+    def step() -> list:
+        idle.STARTED = []
+        model(**CALLS[call]()).loss.backward()
+        clip_grad_norm_(model, 1.0)
+        model.zero_grad()
+        seen = [each for each in idle.STARTED if each.name != "mm"]
+        addresses = lambda params: ["address" if p > 1 << 32 else p for p in params]
+        return [(each.name, each.function, each.launch, addresses(each.params)) for each in seen]
+
+    steps = [step() for _ in range(3)]
+    before, replay.REPLAY = replay.REPLAY, False
+    steps.append(step())
+    replay.REPLAY = before
+    return steps
+
+
+# ---- in this one ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, call, saving", STEPS)
+def test_a_replayed_step_starts_what_launchers_do(idle, name, call, saving):
+    first, *replayed, launched = idle(_started, name, call, saving)
+    assert len(launched) > 20 and replayed == [first, first] and launched == first
