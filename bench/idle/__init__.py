@@ -30,7 +30,7 @@ class Started(NamedTuple):
 
     name: str  # "mm": a GEMM
     function: int  # the same for the same binary
-    launch: tuple[int, ...]  # the grid's x, y and z, threads, bytes of shared memory, stream
+    launch: tuple[int, ...]  # the grid's x, y and z, threads, bytes of shared memory, stream, attributes
     params: tuple[Any, ...]  # each one's bytes as a number, or a GEMM's tensors
 
 
@@ -50,7 +50,7 @@ _Observer = ctypes.CFUNCTYPE(
 def _observe(function: int, name: bytes, launch: Any, count: int, sizes: Any, params: Any) -> None:
     if STARTED is not None:
         values = tuple(int.from_bytes(ctypes.string_at(params[i], sizes[i]), "little") for i in range(count))
-        STARTED.append(Started(name.decode(), function, tuple(launch[:6]), values))
+        STARTED.append(Started(name.decode(), function, tuple(launch[:7]), values))
 
 
 def _load(folder: pathlib.Path) -> None:

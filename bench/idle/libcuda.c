@@ -170,14 +170,18 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   RULE(0 < z && z <= 65535);
   RULE(0 < threads && threads <= 1024);
   RULE(config->sharedMemBytes <= function->shared);
-  for (unsigned i = 0; i < config->numAttrs; i++)
+  unsigned long long attributes = 0; /* a bit for each */
+  for (unsigned i = 0; i < config->numAttrs; i++) {
+    attributes |= 1ull << config->attrs[i].id;
     if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
       RULE(x % config->attrs[i].value.clusterDim.x == 0);
       RULE(y % config->attrs[i].value.clusterDim.y == 0);
       RULE(z % config->attrs[i].value.clusterDim.z == 0);
     }
+  }
   if (seen) {
-    unsigned long long launch[] = {x, y, z, threads, config->sharedMemBytes, (unsigned long long)config->hStream};
+    unsigned long long stream = (unsigned long long)config->hStream;
+    unsigned long long launch[] = {x, y, z, threads, config->sharedMemBytes, stream, attributes};
     seen(function, function->name, launch, function->count, function->sizes, params);
   }
   return CUDA_SUCCESS;
