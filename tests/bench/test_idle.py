@@ -8,7 +8,6 @@ pytest.importorskip("triton")
 
 from tests.bench.idle_kernels import launched
 
-
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
