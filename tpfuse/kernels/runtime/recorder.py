@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .counters import are_counters
 
@@ -103,15 +104,16 @@ class Recorder(TorchDispatchMode):
             for value in (*args, *named.values()):
                 _plain(value)
             return
-        aliases = [r.alias_info for r in func._schema.returns]
+        lie = {_storage(t) for t in tree_leaves((args, named)) if isinstance(t, Tensor)}
+        views = [_storage(o) in lie for o in outputs]  # not by the schema: reshape(), to() and their like may copy
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if func._schema.name in FRESH and outputs[0].is_contiguous():
             self.events.append(self._made(outputs[0]))
-        elif not any(a is not None and not a.is_write for a in aliases):
+        elif writes or not views or not all(views):
             places = tuple(map(self._asked, args))
             for value in named.values():
                 _plain(value)
-            known = [a is not None for a in aliases] * (len(outputs) if len(aliases) == 1 else 1)
-            made = tuple((i if several else None, self._make(o)) for i, o in enumerate(outputs) if not known[i])
+            made = tuple((i if several else None, self._make(o)) for i, o in enumerate(outputs) if not views[i])
             self.events.append(Asked(func, places, named, made))
 
     def _made(self, t: Tensor) -> Made:
