@@ -6,6 +6,8 @@ Without a GPU a tape takes the graph's place: it does the ops of one step again,
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -177,6 +179,17 @@ def test_what_stands_against_a_graph(monkeypatch, options, captures):
     assert len(made) == captures
     model.generate(ids, **many)
     assert len(made) == 2 * captures
+
+
+def test_a_step_is_captured_on_its_own_device(monkeypatch):
+    """Whatever device a process captured on before, whose stream torch.cuda.graph would take."""
+    device = torch.device("cuda", 1)
+    for name in ("CUDAGraph", "current_stream", "stream", "Stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    step = MagicMock(text=SimpleNamespace(device=device))
+    assert graph.captured(step) is torch.cuda.CUDAGraph.return_value.replay
+    torch.cuda.Stream.assert_called_once_with(device)
+    assert torch.cuda.graph.call_args.kwargs["stream"] is torch.cuda.Stream.return_value and step.called
 
 
 @pytest.mark.gpu

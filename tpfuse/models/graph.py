@@ -56,11 +56,14 @@ class Replayed:
 
 
 def captured(step: Step) -> Callable[[], None]:
-    """Returns what starts the step's kernels once more; the step itself, and a warning, where it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
+    """Returns what starts the step's kernels once more; the step itself, and a warning, where it cannot be captured.
+
+    The stream is one of the step's device: torch's own for captures is of the device of a process's first one.
+    """
+    device, graph = step.text.device, torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.stream(torch.cuda.current_stream(step.text.device)):  # the stream that was, whatever happens
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # the stream that was, whatever happens
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 step()
     except RuntimeError as error:
         warnings.warn(f"generate: goes on without a CUDA graph, which could not be captured: {error}", stacklevel=2)
