@@ -84,11 +84,32 @@ def test_a_launch_leaves_its_registers():
 
     launched: list[Kernel] = []
     watched = _Watched(Compiled(), launched)
-    watched[(1,)](128, num_warps=4)
+    assert watched[(1,)](128, num_warps=4).n_regs == 128
     watched[(1,)](96)
     counted = Counted([Call("norm_fwd", Cost(1, 1), launched, "cuda"), Call("norm_bwd", Cost(1, 1), [], "cuda")])
     assert counted.largest("registers") == 128 and counted.largest("spills") == 8
     assert counted.path == "_some_kernel, norm_bwd by torch"
+
+
+def _counted_thrice() -> list[list[str]]:
+    """The kernels of layer_norm in three calls, each of which runs its launcher as on a GPU, or replays it."""
+    from tpfuse.kernels.runtime.op import NAMESPACE
+
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    library.impl(NORM.fwd.name, NORM.fwd._flat(NORM.fwd._cuda), "CPU", allow_override=True)
+    inputs, found = LAYER_NORM.inputs(random(dtype=torch.bfloat16), 8, 64), []
+    for _ in range(3):
+        with count() as counted:
+            LAYER_NORM.providers["tpfuse"](*inputs)
+        found.append([kernel.name for call in counted.calls for kernel in call.kernels])
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_call_launches_is_counted_each_time(idle):
+    """A replay starts kernels past what counts them."""
+    pytest.importorskip("triton")
+    assert idle(_counted_thrice) == [["_fwd_kernel"]] * 3
 
 
 # ---- time and memory ----

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.runtime import launch as _launch
+from ..kernels.runtime import replay
 from ..kernels.runtime.op import NAMESPACE, OPS, Cost, least
 
 
@@ -109,15 +110,17 @@ class _Watched:
             compiled = self.kernel[grid](*args, **config)
             read = () if compiled is None else (compiled.n_regs, 4 * compiled.n_spills)  # Triton counts words
             self.launched.append(Kernel(self.kernel.fn.__name__, *read))
+            return compiled
 
         return start
 
 
 @contextlib.contextmanager
 def count() -> Iterator[Counted]:
-    """``with count() as counted: call()`` records every tpfuse op, backward ones included."""
+    """``with count() as counted: call()`` records every tpfuse op, backward ones included, with what it launches."""
     counted, start = Counted(), _launch._start
     launched: list[Kernel] = []
     watched = lambda kernel, *rest, **call: start(_Watched(kernel, launched), *rest, **call)
-    with mock.patch.object(_launch, "_start", watched), _Mode(counted, launched):
+    launching = mock.patch.object(replay, "REPLAY", False)  # a tape starts kernels past ``_start``
+    with launching, mock.patch.object(_launch, "_start", watched), _Mode(counted, launched):
         yield counted
