@@ -44,6 +44,20 @@ def gathered(world, calls):
     return glob.glob("/dev/shm/tpfuse-*")
 
 
+def begun_in_inference_mode(world):
+    """-> sums of the same shapes in it, where the memory is made, and then outside"""
+    messages, x = None, torch.full((3,), float(world.rank))
+    tp = TensorParallel(world.mesh(1, 2)["tp"].get_group())
+    with torch.inference_mode():
+        messages = exchange(tp, CPU)
+        first = messages.sum(x)
+    return messages.memory is not None, first.tolist(), messages.sum(x).tolist(), messages.sum(x).tolist()
+
+
+def test_memory_made_in_inference_mode_is_written_outside_too(ranks):
+    assert ranks(2, begun_in_inference_mode) == [(True, [1.0] * 3, [1.0] * 3, [1.0] * 3)] * 2
+
+
 @pytest.mark.parametrize("R", [2, 3, 4])
 def test_every_rank_has_what_every_rank_gave(ranks, R):
     assert ranks(R, gathered, 40) == [[]] * R  # and no file is left

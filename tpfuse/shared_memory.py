@@ -132,7 +132,9 @@ class SharedMemory:
         self._pids, self._count = pids, 0
         words = memoryview(mapped).cast("q")[: self.ranks * _LINE // 8]
         self._counters, self._left = words[:: _LINE // 8], words[1 :: _LINE // 8]
-        self._places = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.ranks * _LINE).view(2, self.ranks, ROOM)
+        with torch.inference_mode(False):  # tensors that are made in it cannot be written outside
+            places = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.ranks * _LINE)
+            self._places = places.view(2, self.ranks, ROOM)
         self._views: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}
         weakref.finalize(self, _leave, self._left, self.rank, os.getpid())
 
@@ -161,6 +163,7 @@ class SharedMemory:
                 self._wait(rank)
         return every
 
+    @torch.inference_mode(False)  # as above
     def _views_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         count = x.numel() * x.element_size()
         first, second = (places[:, :count].view(x.dtype).view(self.ranks, *x.shape) for places in self._places)

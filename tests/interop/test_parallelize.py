@@ -259,6 +259,30 @@ def test_the_generation_config_is_followed():
     )
 
 
+@pytest.mark.parametrize("also_ends", [False, True])
+def test_pad_tokens_are_padding_where_no_mask_is_given(also_ends):
+    """Unless the pad token is an end token too."""
+    model = make("llama")
+    ids = batch(model.config, size=3)["input_ids"]
+    ids[1, :3], ids[2, :5], ids[0, 2] = 7, 7, 7
+    call = dict(max_new_tokens=6, do_sample=False, pad_token_id=7, eos_token_id=[7, 96] if also_ends else 96)
+    want = model.generate(ids, **call)
+    seen = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
+    assert torch.equal(want, seen) == also_ends
+    assert torch.equal(parallelize(model).generate(ids, **call)[:, 7:], want[:, 7:])
+
+
+def test_the_modules_generation_config_says_what_a_given_one_does_not():
+    model = make("llama")
+    ids = batch(model.config, size=2)["input_ids"]
+    model.generation_config.eos_token_id = int(model.generate(ids, max_new_tokens=2, do_sample=False)[0, -1])
+    model.generation_config.pad_token_id, model.generation_config.repetition_penalty = 0, 1.5
+    given = transformers.GenerationConfig(max_new_tokens=9, repetition_penalty=1.0, do_sample=False)
+    want = model.generate(ids, generation_config=given)
+    assert torch.equal(parallelize(model).generate(ids, generation_config=given), want)
+    assert (want[0, -1] == 0) or want.shape[1] < ids.shape[1] + 9  # it has ended
+
+
 def ends(model):
     return dict(eos_token_id=model.generation_config.eos_token_id)
 

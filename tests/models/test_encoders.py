@@ -378,3 +378,12 @@ def test_what_is_refused(tmp_path, what):
     call, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         call(tmp_path)
+
+
+def test_tables_made_in_inference_mode_serve_training_too(files):
+    _, folder = files("modernbert", "mlm")
+    model, call = Bert.from_pretrained(folder), batch("mlm")
+    with torch.inference_mode():
+        want = model(**call).loss.clone()
+    (loss := model.train()(**call, step=0, first_sample=0).loss).backward()
+    assert torch.equal(loss.detach(), want)

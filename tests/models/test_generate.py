@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
-from tests.models.test_llama import FAMILIES, oracle, their_config
+from tests.models.test_llama import FAMILIES, config_of, oracle, their_config
 from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()
@@ -207,6 +207,41 @@ def test_generation_takes_no_gradient_and_all_positions():
     model = GPT(GPT_CONFIG)
     out = model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=30)
     assert out.shape == (1, 32) and not out.requires_grad  # the last position of the model is used
+
+
+def after_inference_mode(world):
+    """Generation, and evaluation, under inference_mode; then both outside, and training -> their tokens"""
+    model = GPT(replace(config_of("llama", 2), dropout=0.0), tp=make_tp(world))
+    ids, mask = prompts((8, 5, 1))
+
+    def tokens():
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), labels=ids)
+        model(ids, labels=ids)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=3)
+
+    with torch.inference_mode():
+        first = tokens()
+    then = tokens()
+    model(ids, labels=ids).loss.backward()
+    model(ids, position_ids=(mask.cumsum(1) - 1).clamp(min=0), labels=ids).loss.backward()
+    return first, then
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_inference_mode_leaves_nothing_behind_that_others_cannot_use(ranks, R):
+    """Tables of rotary positions, which backward saves, and the memory that ranks share, which each token writes."""
+    for first, then in ranks(R, after_inference_mode):
+        assert torch.equal(first, then)
+
+
+def test_a_model_that_is_frozen_in_part_stays_so():
+    """By the modules' own modes, whatever the whole model's is."""
+    for training in (True, False):
+        model = GPT(GPT_CONFIG).train(training)
+        model.blocks[0].train(not training)
+        modes = [module.training for module in model.modules()]
+        model.generate(two, max_new_tokens=2)
+        assert [module.training for module in model.modules()] == modes
 
 
 two = torch.ones(2, 3, dtype=torch.long)

@@ -131,22 +131,24 @@ def test_those_of_transformers(theirs, capsys):
 
 
 def failing(world, what):
-    def fails(*_):
+    def fails(*given):
         if world.rank == world.size - 1:
             raise KeyError("the listener")
-        return False
+        return given[1] if what == "logits_processor" else False
 
     streamer = Heard()
     streamer.put = fails
-    given = {"streamer": streamer, "on_token": fails, "stopping_criteria": fails}[what]
+    given, beams = streamer if what == "streamer" else fails, {}
+    if what == "beams":
+        what, beams = "logits_processor", dict(num_beams=2, pad_token_id=0)
     try:
-        GPT(GPT_CONFIG, tp=make_tp(world)).generate(IDS, max_new_tokens=3, **{what: given})
+        GPT(GPT_CONFIG, tp=make_tp(world)).generate(IDS, max_new_tokens=3, **{what: given}, **beams)
     except (KeyError, RuntimeError) as error:
         torch.distributed.barrier()
         return str(error)
 
 
-@pytest.mark.parametrize("what", ["streamer", "on_token", "stopping_criteria"])
+@pytest.mark.parametrize("what", ["streamer", "on_token", "stopping_criteria", "logits_processor", "beams"])
 def test_an_error_of_one_rank_is_an_error_of_all(ranks, what):
     first, last = ranks(2, failing, what)
     assert "the listener" in first and "the listener" in last

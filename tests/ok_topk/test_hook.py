@@ -116,7 +116,7 @@ def warm(world):
 
 def test_density_falls_over_the_warm_up(ranks):
     """0.05 ** (step / 6): 1, 0.61, 0.37, then 0.22, 0.14, 0.08 and 0.05.  Whole gradients are sent while entries could
-    be more, counted as a ring of two sends them: their size once, beside a number for every bucket."""
+    be more, counted as a ring of two sends them: their size once, beside a byte for every parameter."""
     every = ranks(2, warm)
     for one in every:
         size, sent, entries = one["had"].nbytes, one["sent"], one["entries"]
@@ -283,3 +283,75 @@ def interrupted(world):
 
 def test_buckets_of_a_pass_that_failed_are_forgotten(ranks):
     assert ranks(2, interrupted) == [(True, 1)] * 2
+
+
+class Branches(nn.Module):
+    """Two layers, of which a call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(20, 30), nn.Linear(20, 30)])
+        self.last = nn.Linear(30, 1)
+
+    def forward(self, x, which):
+        return self.last(self.branches[which](x))
+
+
+def in_turn(world, views):
+    """-> what the steps have given, this rank's gradients, and what is kept, of parameters that every other step leaves
+    out on all ranks"""
+    model = Branches().double()
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=BUCKETS, find_unused_parameters=True, gradient_as_bucket_view=views
+    )
+    state = OkTopk(0.05)
+    ddp.register_comm_hook(state, ok_topk_hook)
+    given = had = 0
+    for step in range(6):
+        alone = copy.deepcopy(model)
+        x, y = rows(step, world.rank)
+        for each in (alone, ddp):
+            each.zero_grad()
+            (each(x, step % 2) - y).square().mean().backward()
+        given, had = given + gradients(model), had + gradients(alone)
+    return given, had, residuals(model, state)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_parameter_that_no_rank_uses_keeps_its_residual(ranks, views):
+    """DDP leaves out what a hook gives it."""
+    (given, *_), *_ = every = ranks(2, in_turn, views)
+    had, kept = (sum(each) for each in list(zip(*every, strict=True))[1:])
+    torch.testing.assert_close(2 * given + kept, had, rtol=1e-12, atol=1e-13)
+
+
+def joined_and_spoilt(world):
+    """The last rank's last gradient is not finite, when the others have joined -> what each rank is told"""
+    ddp, _ = hooked(net())
+    try:
+        with ddp.join():
+            for step in range(1 + world.rank):
+                x, y = rows(step, world.rank)
+                ((ddp(x) - y).square().mean() * (float("nan") if step == world.size - 1 else 1)).backward()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_ranks_that_have_joined(ranks):
+    first, *others = ranks(3, joined_and_spoilt)
+    assert "on rank 2 of the replicas" in first and others == [first, first]
+
+
+def with_sparse_gradients(world):
+    embedding = DistributedDataParallel(nn.Embedding(7, 3, sparse=True))
+    embedding.register_comm_hook(OkTopk(), ok_topk_hook)
+    with pytest.raises(ValueError) as caught:
+        embedding(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_by_name(ranks):
+    assert all(
+        "gradients must be dense, got a sparse one of [(7, 3)]" in said for said in ranks(2, with_sparse_gradients)
+    )

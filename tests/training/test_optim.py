@@ -145,6 +145,11 @@ def test_a_limit_that_is_none(max_norm):
         clip_grad_norm_(nn.Linear(2, 2), max_norm)
 
 
+def test_parameters_are_no_module():
+    with pytest.raises(ValueError, match="clip_grad_norm_: model must be a module, got .*generator.*torch.nn.utils"):
+        clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+
+
 def test_a_plain_module_beside_ours():
     """Anybody's parameters: replicated, and so torch's norm."""
     mine = nn.Sequential(nn.Linear(4, 3), RMSNorm(3))

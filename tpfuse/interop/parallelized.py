@@ -170,15 +170,17 @@ class Parallelized(Vocabulary, nn.Module):
 
         ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p``,
         ``num_return_sequences`` and beam search are transformers'; ``seed``, ``on_token`` and ``cuda_graph`` are GPT's.
-        The number of new tokens must be given, here or in the generation config.  NotImplementedError, which names it,
-        for an argument that is not built.
+        What neither an argument nor ``generation_config`` says, the module's own generation config does; the number of
+        new tokens must be in one of them.  Without an ``attention_mask`` pad tokens of the prompts are padding, unless
+        the pad token is an end token too.  NotImplementedError, which names it, for an argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
-        config = self.generation_config if generation_config is None else generation_config
-        values = {key: value for key, value in (config.to_diff_dict() | options).items() if value is not None}
+        given = {} if generation_config is None else generation_config.to_diff_dict()
+        said = self.generation_config.to_diff_dict() | given | options
+        values = {key: value for key, value in said.items() if value is not None}
         known = _GENERATE + _GENERATE_IGNORED
         unknown = [key for key, value in values.items() if key not in known and value is not False]
         if unknown:
@@ -190,6 +192,8 @@ class Parallelized(Vocabulary, nn.Module):
             values["max_new_tokens"] = values["max_length"] - ids.shape[1]
         if values.get("do_sample"):
             values["top_k"] = values.get("top_k", 50) or None  # transformers' default
+        if ours.get("attention_mask") is None:
+            ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
         return self.parallel.generate(ids, **{k: values[k] for k in _GENERATE if values.get(k) is not None}, **ours)
 
     def save_pretrained(
@@ -302,6 +306,14 @@ def _bytes(size: int | str | None) -> int | None:
     check(found is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
     assert found is not None
     return int(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1)
+
+
+def _mask_of(ids: Any, pad: Any, ends: Any) -> Tensor | None:
+    """Returns the attention mask that transformers' generate makes of prompts; None where all of them is seen."""
+    if not isinstance(ids, Tensor) or not isinstance(pad, int) or pad in (ends if isinstance(ends, list) else [ends]):
+        return None
+    mask = ids != pad
+    return None if mask.all() else mask
 
 
 @functools.cache

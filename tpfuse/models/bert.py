@@ -232,7 +232,8 @@ class Bert(Model):
         key = device, rows.seq if position_ids is None else c.max_positions
         if self._tables[0] != key:
             own: dict[str, Any] = dict(max_position_embeddings=c.max_positions, device=device)
-            self._tables = key, [rope_table(c.head_size, key[1], scaling=dict(rope), **own) for rope in c.ropes]
+            with torch.inference_mode(False):  # the calls to come may need what backward can save
+                self._tables = key, [rope_table(c.head_size, key[1], scaling=dict(rope), **own) for rope in c.ropes]
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
         ropes = [Rope(*tables, positions) for tables in self._tables[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)

@@ -135,7 +135,7 @@ def generate(
         f"generate: with num_beams={num_beams}, stop_strings and stopping_criteria need pad_token_id or eos_token_id",
     )
 
-    training = model.training
+    training = [module for module in model.modules() if module.training]  # of a model that is frozen in part, some
     model.eval()
     try:
         if num_beams > 1:
@@ -145,7 +145,8 @@ def generate(
         run = Replayed(step) if cuda_graph and may_capture(model, step, request.new) else step
         return _continued(step, run, request, told=(stopping, listener))
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _begun(

@@ -225,7 +225,8 @@ class GPT(Model):
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
         kept = self._tables.get(kind)
         if kept is None or kept[0] != key or len(kept[1][0][0]) < length * len(stretches):
-            made = [self._rotation(given, length, stretches, device) for given in c.rotations]
+            with torch.inference_mode(False):  # the calls to come may need what backward can save
+                made = [self._rotation(given, length, stretches, device) for given in c.rotations]
             self._tables[kind] = kept = key, made
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
         if positions is not None and position_ids is not None and switch is not None:

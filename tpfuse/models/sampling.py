@@ -17,6 +17,7 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import make_rng, uniform
 from ..kernels.runtime.rules import described
 from ..shared_memory import exchange
+from ..together import raise_together
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -69,7 +70,18 @@ class Scores:
         if not self.processors:
             return scores
         assert ids is not None
-        shape, scores = scores.shape, scores.to(dtype)
+        error = None
+        try:
+            scores = self._by_processors(scores.to(dtype), ids)
+        except Exception as e:
+            error = e
+        failed = torch.tensor([error is not None], device=ids.device)
+        if (self.gather(failed.byte()) if self.tp.size > 1 else failed).any():
+            raise_together(error, (self.tp.group,))
+        return scores.double()
+
+    def _by_processors(self, scores: Tensor, ids: Tensor) -> Tensor:
+        shape = scores.shape
         for processor in self.processors:
             scores = processor(ids, scores)
             if not isinstance(scores, Tensor) or scores.shape != shape:
@@ -77,7 +89,7 @@ class Scores:
                     f"generate: a logits_processor must return scores {tuple(shape)}, got {described(scores)} from a"
                     f" {type(processor).__name__}"
                 )
-        return scores.double()
+        return scores
 
     def agreed(self, choice: Tensor) -> Tensor:
         """Returns the first rank's choice, where what was chosen by is the caller's and may differ over the ranks."""

@@ -16,6 +16,7 @@ from .messages import Replicas
 
 # The density above which entries may be more words than whole gradients: 6 k (P - 1) / P against 2 n (P - 1) / P.
 WHOLE = 1 / 3
+_ZERO, _FINITE, _BAD = 0, 1, 2  # a rank's gradient of a parameter
 _RULES = dict(density=number(1e-9, 1), warmup_steps=whole(0), exact_every=whole(), borders_every=whole())
 
 
@@ -34,6 +35,13 @@ class Unit:
         sizes = [p.numel() for p in self.parameters]
         for p, part in zip(self.parameters, self.residual.split(sizes), strict=True):
             yield p, part.view(p.shape)
+
+    def but(self, idle: set[int]) -> Tensor:
+        """Returns the residual, with zeros in place of the parameters of these ids."""
+        if idle.isdisjoint(map(id, self.parameters)):
+            return self.residual
+        parts = (torch.zeros_like(part) if id(p) in idle else part for p, part in self.parts())
+        return torch.cat([part.flatten() for part in parts])
 
 
 class _Bucket(NamedTuple):
@@ -118,10 +126,14 @@ class OkTopk:
 
     def _finish(self, buckets: list[_Bucket]) -> None:
         """Puts the averages into the buckets.  Nothing is changed before every rank's gradients are found finite."""
+        for bucket in buckets:
+            shapes = [tuple(p.shape) for p in bucket.parameters]
+            check(not bucket.buffer.is_sparse, f"ok_topk_hook: gradients must be dense, got a sparse one of {shapes}")
         replicas = Replicas(self._over)
         if self._split_over is None:
             self._split_over = _tensor_parallel(buckets)
-        raise_together(_not_finite(buckets, replicas), self._split_over)
+        every = replicas.gather(_kinds(buckets))
+        raise_together(_not_finite(buckets, every), self._split_over)
         dials, warm = self.dials, self.step < self.warmup_steps
         if warm:
             dials = dials._replace(density=dials.density ** (self.step / self.warmup_steps))
@@ -129,11 +141,11 @@ class OkTopk:
             for bucket in buckets:
                 replicas.average_(bucket.buffer)
         else:
-            self._sum(buckets, dials, replicas)
+            self._sum(buckets, dials, replicas, _idle(buckets, every))
         self.step += 1
         self.sent, self.sent_entries = replicas.sent, replicas.entries
 
-    def _sum(self, buckets: list[_Bucket], dials: Dials, replicas: Replicas) -> None:
+    def _sum(self, buckets: list[_Bucket], dials: Dials, replicas: Replicas, idle: set[int]) -> None:
         gradients = {id(p): g for b in buckets for p, g in zip(b.parameters, b.gradients, strict=True)}
         if not self.units:
             self.units = [unit for bucket in buckets for unit in _units(bucket)]
@@ -144,7 +156,7 @@ class OkTopk:
         for unit in self.units:
             for p, part in unit.parts():
                 part += gradients[id(p)].view(p.shape)
-            made = sparse_sum(unit.residual, unit.state, dials, replicas)
+            made = sparse_sum(unit.but(idle), unit.state, dials, replicas)
             _give(unit, made, gradients, replicas.size)
 
 
@@ -169,7 +181,10 @@ def _raise_later(error: ValueError) -> None:
         raise error
 
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(now))  # DDP queues its end after the hook's return
+    try:
+        queue(lambda: queue(now))  # DDP queues its end after the hook's return
+    except RuntimeError:  # there is no backward pass on a rank that has joined, and no step to go on to
+        raise error from None
 
 
 def _units(bucket: _Bucket) -> list[Unit]:
@@ -202,22 +217,36 @@ def _tensor_parallel(buckets: list[_Bucket]) -> list[dist.ProcessGroup | None]:
     return [groups[name] for name in sorted(groups)]
 
 
-def _not_finite(buckets: list[_Bucket], replicas: Replicas) -> ValueError | None:
+def _kinds(buckets: list[_Bucket]) -> Tensor:
+    """Returns for each parameter of the buckets, one after another, whether its gradient is all zeros, finite or not
+    finite: uint8."""
+    gradients = [g for bucket in buckets for g in bucket.gradients]
+    largest = torch.zeros(len(gradients), dtype=torch.float64, device=buckets[0].buffer.device)
+    some = [i for i, g in enumerate(gradients) if g.numel()]
+    if some:
+        norms = torch._foreach_norm([gradients[i] for i in some], torch.inf)
+        largest[some] = torch.stack(norms).double()
+    kinds = torch.full_like(largest, _FINITE, dtype=torch.uint8)
+    return kinds.masked_fill(largest == 0, _ZERO).masked_fill(~largest.isfinite(), _BAD)
+
+
+def _idle(buckets: list[_Bucket], every: Tensor) -> set[int]:
+    """Returns the ids of the parameters whose gradient is zero on every replica.
+
+    DDP may have found that none has used them, and then leaves out what the hook gives: their residuals wait.
+    """
+    parameters = [p for bucket in buckets for p in bucket.parameters]
+    return {id(parameters[i]) for i in (every == _ZERO).all(0).nonzero().flatten().tolist()}
+
+
+def _not_finite(buckets: list[_Bucket], every: Tensor) -> ValueError | None:
     """Returns the same error on every replica, where a gradient of one is not finite."""
-    first = [_first_bad(bucket) for bucket in buckets]
-    found = replicas.gather(torch.tensor(first, dtype=torch.int32, device=buckets[0].buffer.device))
-    if not found.any():
+    bad = (every == _BAD).nonzero()
+    if not len(bad):
         return None
-    rank, place = (int(x) for x in found.nonzero()[0])
-    shape = tuple(buckets[place].parameters[int(found[rank, place]) - 1].shape)
+    rank, place = bad[0].tolist()
+    shape = tuple([p for bucket in buckets for p in bucket.parameters][place].shape)
     return ValueError(
         f"ok_topk_hook: gradients must be finite, got a NaN or an infinity on rank {rank} of the replicas in a"
         f" parameter of shape {shape}; nothing was sent or kept of this step"
     )
-
-
-def _first_bad(bucket: _Bucket) -> int:
-    """Returns 0 where a bucket is finite, else 1 + the first parameter whose gradient is not."""
-    if bool(torch.isfinite(bucket.buffer).all()):
-        return 0
-    return next(i + 1 for i, g in enumerate(bucket.gradients) if not bool(torch.isfinite(g).all()))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..agreement import agreement_of, names
 from ..foreign.known import wholes_of
 from ..foreign.norm import Part, over_groups, part_of, scale_, total_norm
-from ..kernels.runtime.rules import check_number, limited, some
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import check_number, described, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
@@ -53,6 +54,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
     negative, and for gradients that should be the same on every tensor-parallel rank and are not, with the cure.
     """
+    check(
+        isinstance(model, nn.Module),
+        f"clip_grad_norm_: model must be a module, got {described(model)}; torch.nn.utils.clip_grad_norm_ takes"
+        " parameters",
+    )
     check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
     _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
     check_when_due(model, lambda: model, "clip_grad_norm_")
