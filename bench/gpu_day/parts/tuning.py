@@ -5,7 +5,6 @@ import json
 from bench import tune
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 
 SECONDS = 0.05  # for each candidate
@@ -28,7 +27,6 @@ def jobs(context: Context) -> list[str]:
 
 def run(job: str, context: Context) -> None:
     bench, shape = cases.case(job)
-    replay.REPLAY = False  # every launcher runs, and asks the table, every time
     table = json.loads(_tuning.TABLE.read_text())
     for row in context.rows("tuning"):
         if "entry" in row:
