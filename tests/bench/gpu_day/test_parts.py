@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import tune
 from bench.gpu_day.part import Absent, Context, needs, tool
@@ -14,7 +15,7 @@ from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
 from tpfuse.bench.definition import discover
 from tpfuse.bench.definition import load as load_bench
 from tpfuse.bench.roofline import data_sheet
-from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.runtime import launch, replay
 from tpfuse.kernels.runtime import tuning as _tuning
 
 # ---- what is run ----
@@ -116,6 +117,27 @@ def test_the_longest_kernels_once_each(tmp_path):
     assert [(r["kernel"], r["us"]) for r in kernels.longest(timed, 3)] == [("_b", 9.0), ("_a", 7.0), ("_3", 3.0)]
     context = Context(False, tmp_path, {"time of each kernel": timed}, print)
     assert counters.jobs(context)[:2] == ["x 1 fwd _b", "y 2 fwd _a"] and len(counters.jobs(context)) == 5
+
+
+def test_a_kernels_time_is_not_its_launchs(monkeypatch):
+    """The device is kept busy until the host has queued the kernel between its two events."""
+    asked = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        record = lambda self: asked.append("event")
+        synchronize = lambda self: asked.append("wait")
+        elapsed_time = lambda self, end: 0.25
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda._sleep", lambda ticks: asked.append("sleep"))
+    monkeypatch.setattr(launch, "_start", lambda *given, **call: asked.append("kernel"))
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__="_a_kernel"))
+    with kernels.timed() as found:
+        launch.launch(kernel, (1,), torch.device("cuda", 0))
+    assert asked == ["sleep", "event", "kernel", "event", "wait"] and found == {"_a_kernel": [0.25]}
 
 
 # ---- the data sheet ----
