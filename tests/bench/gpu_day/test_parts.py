@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -138,6 +139,24 @@ def test_a_kernels_time_is_not_its_launchs(monkeypatch):
     with kernels.timed() as found:
         launch.launch(kernel, (1,), torch.device("cuda", 0))
     assert asked == ["sleep", "event", "kernel", "event", "wait"] and found == {"_a_kernel": [0.25]}
+
+
+@pytest.mark.slow
+def test_tokens_that_no_graph_has_made_are_not_said_to_be(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from bench.gpu_day.parts import generation
+
+    def generate(model, *given, cuda_graph=False, **options):
+        if cuda_graph:
+            warnings.warn("generate: goes on without a CUDA graph, which could not be captured: no", stacklevel=2)
+        return made(model, *given, **options)
+
+    found, made = [], generation.GPT.generate
+    monkeypatch.setattr(generation.GPT, "generate", generate)
+    with pytest.raises(RuntimeError, match="tpfuse, CUDA graph: generate: goes on without"):
+        generation.run("gpt2", Context(True, tmp_path, {}, found.append))
+    (row,) = found
+    assert set(row["tokens_per_s"]) == set(row["same_tokens"]) == {"tpfuse", "transformers"}
 
 
 # ---- the data sheet ----
