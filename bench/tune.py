@@ -13,6 +13,7 @@ the best so far by more than the spread of both, all of them taking turns.  What
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -213,8 +214,10 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
     *,
     keep: Callable[[Ask, dict], None] = lambda ask, table: None,
+    skip: Callable[[Ask], bool] = lambda ask: False,
 ) -> dict:
-    """The table, with the winners of one op at one shape in it; ``keep`` is given it after every question."""
+    """The table, with the winners of one op at one shape in it; ``keep`` is given it after every question, of which
+    those that ``skip`` names are left as they are."""
     make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
     fn = bench.providers["tpfuse"]
     every_time = mock.patch.object(replay, "REPLAY", False)  # a launcher that is replayed would not ask the table again
@@ -226,7 +229,7 @@ def tune(
             call = calls(fn, sets, bench.p, mode, Random(DTYPES[dtype], device, 1))
             with asked() as asks:
                 call(0)
-            for ask in asks:
+            for ask in itertools.filterfalse(skip, asks):
                 say(f"{bench.name} {'x'.join(map(str, shape))} {dtype} {mode}: {ask.kernel} {ask.bucket}")
                 trial = Trial(ask, call, found, allowed, table, len(sets), device, seconds, say)
                 table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))

@@ -79,6 +79,29 @@ def test_what_lies_farthest_from_its_roofline_is_tuned_first():
     assert tuning.farthest([*found, row("a", 0.25, mode="bwd"), dict(note="no")]) == ["a 8x8", "b 8x8"]
 
 
+def test_tuning_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    """Of each form of the op; the winners of the earlier try are kept."""
+    asks = [tune.Ask(kernel, "sm_90", "bf16 8x8", ()) for kernel in "kl"]
+
+    def tuned(bench, shape, dtype, table, *rest, keep, skip):
+        for ask in asks:
+            if not skip(ask):
+                keep(ask, table)
+        return table
+
+    monkeypatch.setattr(tune, "tune", tuned)
+    row = dict(case="attention 1x8x2x2x8", p=0.0, arch="sm_90", kernel="k", bucket="bf16 8x8", entry=dict(A=64))
+    other, found = row | dict(case="attention 1x4x2x2x8", kernel="l"), []
+    context = Context(True, tmp_path, {"tuning": [row, other]}, found.append)
+    tuning.run(row["case"], context)
+    assert found[0] == row and [(r["p"], r["kernel"]) for r in found] == [
+        (0.0, "k"),
+        (0.0, "l"),
+        (0.1, "k"),
+        (0.1, "l"),
+    ]
+
+
 def test_what_tuning_will_try_is_dealt_out(tmp_path, monkeypatch):
     """All candidates of a question together are its neighbours; one that fails costs nothing."""
     ask, ran = tune.Ask("k", "sm_90", "bf16 8x8", (("A", 128), ("num_warps", 4))), []
