@@ -5,14 +5,15 @@ python -m bench.tune linear --shape 8192x4096x4096 --dtype bf16,fp16
 
 What is tuned is what the launchers ask for (tpfuse/kernels/runtime/tuning.py) while an op runs, the choice between a
 fused GEMM and torch's included.  A sweep starts at the kernel's default and changes one parameter at a time, from the
-best so far, until nothing wins.  A candidate must give the right answer first: errors at most twice torch's.  It wins
-only if it is faster than the best so far by more than the spread of both, all of them taking turns.  What did not
-compile or fit is passed over.
+best so far, until nothing wins.  A candidate must give the right answer first: errors at most twice torch's, and with
+dropout, whose masks are tpfuse's own, as near to what was given before it was tried.  It wins only if it is faster than
+the best so far by more than the spread of both, all of them taking turns.  What did not compile or fit is passed over.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -26,7 +27,7 @@ import torch
 from tpfuse.bench.command import chosen, progress, shapes_of
 from tpfuse.bench.definition import DTYPES, Bench, Random, Shape, discover, load
 from tpfuse.bench.measure import Timing, interleaved, sets_needed, side_stream
-from tpfuse.bench.run import Errors, calls
+from tpfuse.bench.run import Errors, calls, distances, results
 from tpfuse.kernels.runtime import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
@@ -188,6 +189,21 @@ class Trial:
         return interleaved({i: run(p) for i, p in enumerate(field)}, self.sets, self.device, self.seconds * len(field))
 
 
+def judged(bench: Bench, make: Callable[[], tuple]) -> tuple[Callable[[], list[float]], list[float]]:
+    """Returns what gives the errors of all that the op gives, and how much of each is allowed.
+
+    Errors against torch may have to be taken without dropout, and so without the kernels that drop: what those give is
+    compared with what they gave before a candidate was tried.
+    """
+    errors, fn = Errors(bench, make), bench.providers["tpfuse"]
+    plain = lambda: errors.against_truth(fn)["step"]
+    if errors.p == bench.p:
+        return plain, errors.allowed
+    dropped = lambda: results(fn, make(), bench.p, errors.dtype)["step"]
+    before = [t.double() for t in dropped()]
+    return lambda: [*plain(), *distances(dropped(), before)], 2 * errors.allowed
+
+
 def tune(
     bench: Bench,
     shape: Shape,
@@ -198,24 +214,24 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
     *,
     keep: Callable[[Ask, dict], None] = lambda ask, table: None,
+    skip: Callable[[Ask], bool] = lambda ask: False,
 ) -> dict:
-    """The table, with the winners of one op at one shape in it; ``keep`` is given it after every question."""
+    """The table, with the winners of one op at one shape in it; ``keep`` is given it after every question, of which
+    those that ``skip`` names are left as they are."""
     make = lambda seed: bench.inputs(Random(DTYPES[dtype], device, seed), *shape)
     fn = bench.providers["tpfuse"]
-    with side_stream(device):
-        errors = Errors(bench, lambda: make(0))
-        allowed = errors.allowed
+    every_time = mock.patch.object(replay, "REPLAY", False)  # a launcher that is replayed would not ask the table again
+    with side_stream(device), every_time:
+        found, allowed = judged(bench, lambda: make(0))
         sets = [make(0)]
         sets += [make(i) for i in range(1, sets_needed(sum(t.nbytes for t in sets[0]), device))]
         for mode in ("fwd", "bwd"):
             call = calls(fn, sets, bench.p, mode, Random(DTYPES[dtype], device, 1))
             with asked() as asks:
                 call(0)
-            for ask in asks:
+            for ask in itertools.filterfalse(skip, asks):
                 say(f"{bench.name} {'x'.join(map(str, shape))} {dtype} {mode}: {ask.kernel} {ask.bucket}")
-                trial = Trial(
-                    ask, call, lambda: errors.against_truth(fn)["step"], allowed, table, len(sets), device, seconds, say
-                )
+                trial = Trial(ask, call, found, allowed, table, len(sets), device, seconds, say)
                 table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))
                 keep(ask, table)
     return table
@@ -247,7 +263,6 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench.tune: torch sees no GPU here, and launch parameters are tuned on one", file=sys.stderr)
         return 2
-    replay.REPLAY = False  # every launcher runs, and asks the table, every time
     device = torch.device("cuda")
     try:
         dtypes, benches = chosen(args.dtype, DTYPES, "dtype"), [load(name) for name in args.ops or discover()]

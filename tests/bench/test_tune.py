@@ -156,6 +156,55 @@ def test_an_op_is_tuned_end_to_end(launcher, monkeypatch):
     assert table == {"sm_80": {}, "sm_90": {"k": {"bf16 8x8": {"A": 256}}}}
 
 
+def test_a_kernel_that_drops_is_judged_with_dropout(launcher, monkeypatch, capsys):
+    """It asks for parameters of its own: what does not fit into the GPU, or drops something else, must not win."""
+    bench = tune.load("reduce_bias_dropout_add_norm")
+    plain = bench.providers["tpfuse"]
+
+    def provider(*inputs, p):
+        if p:
+            launcher.launch(8)
+            if launcher.given[-1]["A"] == 256:
+                raise RuntimeError("out of resource: shared memory")
+            p = 0.5 if launcher.given[-1]["num_warps"] == 8 else p
+        return plain(*inputs, p=p)
+
+    bench = dataclasses.replace(bench, providers=bench.providers | dict(tpfuse=provider))
+    seconds = lambda p: 1 if p["A"] == 256 or p["num_warps"] == 8 else 2 if p["A"] == 64 else 3
+    clock = lambda self, field: {i: timing(seconds(p)) for i, p in enumerate(field)}
+    monkeypatch.setattr(tune.Trial, "time", clock)
+    table = tune.tune(bench, (1, 8, 8), "fp32", {}, torch.device("cpu"), 0.0)
+    assert table == {"sm_90": {"k": {"bf16 8x8": {"A": 64}}}}
+
+
+def _warps() -> list[tuple[str, int, set[int]]]:
+    """Tunes layer_norm with twice the warps as candidates -> of each kernel those asked for, and those started."""
+    from bench import idle
+
+    found = []
+
+    def right(trial, parameters):
+        idle.STARTED = []
+        with trial.under(parameters):
+            trial.call(0)
+        found.append((trial.ask.kernel, parameters["num_warps"], {kernel.launch[3] // 32 for kernel in idle.STARTED}))
+        return False
+
+    tune.Trial.right = right
+    tune.neighbours = lambda p: [p | dict(num_warps=2 * p["num_warps"])] if "num_warps" in p else []
+    tune.tune(tune.load("layer_norm"), (64, 256), "bf16", {}, torch.device("cpu"), 0.0)
+    return found
+
+
+@pytest.mark.slow  # its kernels are compiled
+def test_a_candidate_is_what_is_started(idle):
+    """Not what an earlier call has left on a tape."""
+    pytest.importorskip("triton")
+    found = idle(_warps)
+    assert {kernel for kernel, *_ in found} == {"fused_norm_fwd", "fused_norm_bwd"}
+    assert all(warps in started for _, warps, started in found)
+
+
 def test_ops_that_drop_are_tuned_without_dropout_first():
     forms = tune.with_and_without_dropout(tune.load("attention"))
     assert [bench.p for bench in forms] == [0.0, 0.1]

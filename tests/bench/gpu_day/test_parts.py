@@ -2,9 +2,11 @@
 
 import contextlib
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import tune
 from bench.gpu_day.part import Absent, Context, needs, tool
@@ -14,7 +16,7 @@ from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
 from tpfuse.bench.definition import discover
 from tpfuse.bench.definition import load as load_bench
 from tpfuse.bench.roofline import data_sheet
-from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.runtime import launch, replay
 from tpfuse.kernels.runtime import tuning as _tuning
 
 # ---- what is run ----
@@ -77,6 +79,29 @@ def test_what_lies_farthest_from_its_roofline_is_tuned_first():
     assert tuning.farthest([*found, row("a", 0.25, mode="bwd"), dict(note="no")]) == ["a 8x8", "b 8x8"]
 
 
+def test_tuning_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    """Of each form of the op; the winners of the earlier try are kept."""
+    asks = [tune.Ask(kernel, "sm_90", "bf16 8x8", ()) for kernel in "kl"]
+
+    def tuned(bench, shape, dtype, table, *rest, keep, skip):
+        for ask in asks:
+            if not skip(ask):
+                keep(ask, table)
+        return table
+
+    monkeypatch.setattr(tune, "tune", tuned)
+    row = dict(case="attention 1x8x2x2x8", p=0.0, arch="sm_90", kernel="k", bucket="bf16 8x8", entry=dict(A=64))
+    other, found = row | dict(case="attention 1x4x2x2x8", kernel="l"), []
+    context = Context(True, tmp_path, {"tuning": [row, other]}, found.append)
+    tuning.run(row["case"], context)
+    assert found[0] == row and [(r["p"], r["kernel"]) for r in found] == [
+        (0.0, "k"),
+        (0.0, "l"),
+        (0.1, "k"),
+        (0.1, "l"),
+    ]
+
+
 def test_what_tuning_will_try_is_dealt_out(tmp_path, monkeypatch):
     """All candidates of a question together are its neighbours; one that fails costs nothing."""
     ask, ran = tune.Ask("k", "sm_90", "bf16 8x8", (("A", 128), ("num_warps", 4))), []
@@ -116,6 +141,45 @@ def test_the_longest_kernels_once_each(tmp_path):
     assert [(r["kernel"], r["us"]) for r in kernels.longest(timed, 3)] == [("_b", 9.0), ("_a", 7.0), ("_3", 3.0)]
     context = Context(False, tmp_path, {"time of each kernel": timed}, print)
     assert counters.jobs(context)[:2] == ["x 1 fwd _b", "y 2 fwd _a"] and len(counters.jobs(context)) == 5
+
+
+def test_a_kernels_time_is_not_its_launchs(monkeypatch):
+    """The device is kept busy until the host has queued the kernel between its two events."""
+    asked = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        record = lambda self: asked.append("event")
+        synchronize = lambda self: asked.append("wait")
+        elapsed_time = lambda self, end: 0.25
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda._sleep", lambda ticks: asked.append("sleep"))
+    monkeypatch.setattr(launch, "_start", lambda *given, **call: asked.append("kernel"))
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__="_a_kernel"))
+    with kernels.timed() as found:
+        launch.launch(kernel, (1,), torch.device("cuda", 0))
+    assert asked == ["sleep", "event", "kernel", "event", "wait"] and found == {"_a_kernel": [0.25]}
+
+
+@pytest.mark.slow
+def test_tokens_that_no_graph_has_made_are_not_said_to_be(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from bench.gpu_day.parts import generation
+
+    def generate(model, *given, cuda_graph=False, **options):
+        if cuda_graph:
+            warnings.warn("generate: goes on without a CUDA graph, which could not be captured: no", stacklevel=2)
+        return made(model, *given, **options)
+
+    found, made = [], generation.GPT.generate
+    monkeypatch.setattr(generation.GPT, "generate", generate)
+    with pytest.raises(RuntimeError, match="tpfuse, CUDA graph: generate: goes on without"):
+        generation.run("gpt2", Context(True, tmp_path, {}, found.append))
+    (row,) = found
+    assert set(row["tokens_per_s"]) == set(row["same_tokens"]) == {"tpfuse", "transformers"}
 
 
 # ---- the data sheet ----

@@ -15,11 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
+from tests.conftest import forget
 from tests.kernels.runtime.test_op import samples
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime import replay
-from tpfuse.kernels.runtime.op import flatten
+from tpfuse.kernels.runtime.op import OPS, flatten
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.kernels.runtime.replay import Call, Replayed, call_of
 
@@ -344,3 +345,12 @@ def test_on_a_cpu_nothing_is_recorded():
     launcher = Replayed(functools.partial(lambda x: calls.append(x) or x))
     x = torch.ones(1)
     assert launcher(x) is x and launcher(x) is x and len(calls) == 2 and not launcher.tapes
+
+
+def test_a_test_on_a_gpu_leaves_no_tape():
+    """One that replaces what launchers ask or allocate with would leave it to the next."""
+    launchers = [op.launch for op in OPS.values() if isinstance(op.launch, Replayed)]
+    for launcher in launchers:
+        launcher.tapes[("a key",)] = launcher.known[("constants",)] = None
+    forget()
+    assert launchers and not any(launcher.tapes or launcher.known for launcher in launchers)
