@@ -79,20 +79,17 @@ def idle():
 
 
 @pytest.fixture(autouse=True)
-def _seeded(request):
-    """No test depends on which ran before it; those on a GPU give its memory back to processes beside this one."""
+def _seeded():
+    """No test depends on which ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _nothing_left(request):
+    """A test on a GPU leaves no tapes to the next, and its memory to processes beside this one."""
     yield
     if request.node.get_closest_marker("gpu"):
+        from tests.tapes import forget
+
         forget()
         torch.cuda.empty_cache()
-
-
-def forget():
-    """Launchers run anew: a test may have replaced what they ask, or what they allocate with."""
-    from tpfuse.kernels.runtime.op import OPS
-    from tpfuse.kernels.runtime.replay import Replayed
-
-    for op in OPS.values():
-        if isinstance(op.launch, Replayed):
-            op.launch.forget()

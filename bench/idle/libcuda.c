@@ -1,9 +1,11 @@
-/* A CUDA driver that starts nothing, for the host's side of Triton alone: it loads Triton's binaries, refuses what a
-   driver for an H100 refuses (CUDA driver API and CUDA C++ programming guide, compute capability 9.0), and shows each
-   launch to an observer: the kernel, its grid, and its parameters as the machine code will read them. */
+/* A CUDA driver that starts nothing, for the host's side of Triton alone: it loads Triton's binaries, refuses launches
+   and descriptors that break a RULE below (from the CUDA driver API and the CUDA C++ programming guide, for compute
+   capability 9.0), and shows each launch to an observer: the kernel, its grid, and its parameters as the machine code
+   will read them. */
 
 #include <cuda.h>
 #include <elf.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -107,19 +109,23 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 
 /* Reads the parameters' sizes from the section of the binary that describes the kernel: entries of a format, an
-   attribute and a size (a value, for a format that is not SIZED); one is of each parameter. */
-static void parameters(CUfunction function, const char *entries, const char *end) {
+   attribute and a size (a value, for a format that is not SIZED); one is of each parameter.  Returns whether there is
+   room for all. */
+static bool parameters(CUfunction function, const char *entries, const char *end) {
   enum { SIZED = 4, PARAMETER = 0x17 };
   while (entries < end) {
     unsigned char format = entries[0], attribute = entries[1];
     unsigned short size = *(const unsigned short *)(entries + 2);
     if (format == SIZED && attribute == PARAMETER) {
       unsigned short ordinal = *(const unsigned short *)(entries + 8);
+      if (ordinal >= PARAMS)
+        return false;
       function->sizes[ordinal] = *(const unsigned *)(entries + 12) >> 18;
       function->count = ordinal >= function->count ? ordinal + 1 : function->count;
     }
     entries += 4 + (format == SIZED ? size : 0);
   }
+  return true;
 }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
@@ -134,7 +140,8 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
       *function = calloc(1, sizeof **function);
       strcpy((*function)->name, name);
       (*function)->shared = SHARED_BY_DEFAULT;
-      parameters(*function, image + sections[i].sh_offset, image + sections[i].sh_offset + sections[i].sh_size);
+      const char *entries = image + sections[i].sh_offset;
+      RULE(parameters(*function, entries, entries + sections[i].sh_size));
       return CUDA_SUCCESS;
     }
   }

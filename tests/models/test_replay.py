@@ -2,6 +2,7 @@
 and CUDA's driver would take them (bench/idle)."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -47,28 +48,34 @@ STEPS = [  # each compiles ten kernels and more
 # ---- in a process whose driver starts nothing ----
 
 
-def _started(name: str, call: str, saving: str) -> list[list]:
-    """What each of four steps starts, the last of which runs every launcher."""
+def _started(name: str, call: str, saving: str) -> tuple[list[list], list[int]]:
+    """What each of four steps starts, the last of which runs every launcher; and how many kernels launchers start."""
     from bench import idle
+    from tpfuse.kernels.runtime import launch
 
     config = replace(CONFIGS[name], dropout=0.1, attention_dropout=0.1)
     model = Bert(config, masked_lm=True, saving=saving) if name == "bert" else GPT(config, saving=saving)
     model.bfloat16()
 
+    start = mock.Mock(side_effect=launch._start)
+    launched: list[int] = []
+
     def step() -> list:
         idle.STARTED = []
+        start.reset_mock()
         model(**CALLS[call]()).loss.backward()
         clip_grad_norm_(model, 1.0)
         model.zero_grad()
+        launched.append(start.call_count)
         seen = [each for each in idle.STARTED if each.name != "mm"]
         addresses = lambda params: ["address" if p > 1 << 32 else p for p in params]
         return [(each.name, each.function, each.launch, addresses(each.params)) for each in seen]
 
-    steps = [step() for _ in range(3)]
-    before, replay.REPLAY = replay.REPLAY, False
-    steps.append(step())
-    replay.REPLAY = before
-    return steps
+    with mock.patch.object(launch, "_start", start):
+        steps = [step() for _ in range(3)]
+        with mock.patch.object(replay, "REPLAY", False):
+            steps.append(step())
+    return steps, launched
 
 
 # ---- in this one ----
@@ -77,5 +84,6 @@ def _started(name: str, call: str, saving: str) -> list[list]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name, call, saving", STEPS)
 def test_a_replayed_step_starts_what_launchers_do(idle, name, call, saving):
-    first, *replayed, launched = idle(_started, name, call, saving)
-    assert len(launched) > 20 and replayed == [first, first] and launched == first
+    (first, *replayed, last), launched = idle(_started, name, call, saving)
+    assert len(last) > 20 and replayed == [first, first] and last == first
+    assert 4 * launched[2] <= launched[3] == len(last), "the embeddings' and the loss's alone are not replayed"

@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tests.conftest import forget
 from tests.kernels.runtime.test_op import samples
+from tests.tapes import forget
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime import replay
