@@ -32,9 +32,9 @@ from torch import nn
 import tpfuse
 from tests.forking import forking
 from tpfuse import TensorParallel
-from tpfuse.agreement import channel
-from tpfuse.ledger.text import Progress, table
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.ranks.agreement import channel
+from tpfuse.tools.ledger.text import Progress, table
 
 EACH = 20  # steps between two samples
 WIDTH, HEADS, LAYERS, SEQ, BATCH, VOCAB = 32, 4, 2, 16, 4, 64

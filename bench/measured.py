@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from bench import documents
-from tpfuse.bench.definition import discover
+from tpfuse.tools.bench.definition import discover
 
 PAGE = documents.DOCS / "measured.md"
 README = documents.DOCS.parent / "README.md"

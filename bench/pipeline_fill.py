@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
-from tpfuse.ledger.processes import on_ranks
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.pipeline import Filling, Pipeline, Work, demand, fill, schedule
-from tpfuse.together import gather
+from tpfuse.ranks.together import gather
+from tpfuse.tools.ledger.processes import on_ranks
 
 NEVER = 1 << 30  # steps
 SEQ, ROWS = 64, 2  # of a micro-batch

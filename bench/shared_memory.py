@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.collectives import all_gather
-from tpfuse.shared_memory import shared_memory
+from tpfuse.models.generation.shared_memory import shared_memory
 
 CALLS = 200
 

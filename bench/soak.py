@@ -39,7 +39,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.examples.launch import EXAMPLES, children, running, started
-from tpfuse.ledger.text import Progress, table
+from tpfuse.tools.ledger.text import Progress, table
 
 SOAKED = Path(__file__).with_name("_soaked.py")
 STEPS, EVERY = 40, 5  # of a run; between two checkpoints

@@ -24,13 +24,13 @@ from unittest import mock
 
 import torch
 
-from tpfuse.bench.command import chosen, progress, shapes_of
-from tpfuse.bench.definition import DTYPES, Bench, Random, Shape, discover, load
-from tpfuse.bench.measure import Timing, interleaved, sets_needed, side_stream
-from tpfuse.bench.run import Errors, calls, distances, results
-from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.replay import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
+from tpfuse.tools.bench.command import chosen, progress, shapes_of
+from tpfuse.tools.bench.definition import DTYPES, Bench, Random, Shape, discover, load
+from tpfuse.tools.bench.measure import Timing, interleaved, sets_needed, side_stream
+from tpfuse.tools.bench.run import Errors, calls, distances, results
 
 ROUNDS = 3  # of a sweep: how many parameters may differ from the default
 OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa", "sdpa": "tpfuse"}  # where a launcher may take one of two

@@ -1,4 +1,4 @@
-"""One rank of several raises: ``python failing.py WHERE``, under torchrun, by tests/test_failure.py."""
+"""One rank of several raises: ``python failing.py WHERE``, under torchrun, by tests/ranks/test_failure.py."""
 
 import sys
 import time

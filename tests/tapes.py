@@ -1,7 +1,7 @@
 """Tapes of launchers between tests, apart from conftest.py: processes whose kernels are compiled import this."""
 
+from tpfuse.kernels.replay.replay import Replayed
 from tpfuse.kernels.runtime.op import OPS
-from tpfuse.kernels.runtime.replay import Replayed
 
 
 def forget() -> None:

@@ -1,45 +1,33 @@
 """Rules that hold for the tree as a whole: imports, argument lists, what the library promises never to do."""
 
 import ast
+import importlib
 import pathlib
 import re
 import subprocess
 import sys
 
+import networkx
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tpfuse"
-# A part may import itself and those before it. What is not listed (the package's own __init__, say) may import any.
+# The folders of tpfuse/ and the two files at its door: each may import itself and those before it.  What else stands at
+# the door (the package's own __init__, public addresses) may import any, and nothing imports it.
 ORDER = [
-    "kernels.runtime",
     "kernels",
-    "together",
-    "failure",
-    "gloo",
-    "rollcall",
-    "agreement",
+    "ranks",
     "parallel",
     "collectives",
-    "shared_memory",
     "sequence_parallel",
-    "pipeline",
     "layers",
-    "ok_topk",
-    "foreign",
-    "interop.huggingface",
+    "pipeline",
     "models",
     "training",
     "interop",
-    "explain",
-    "ledger",
-    "pipeline.gantt",
-    "pipeline.command",
-    "plan",
-    "parity",
-    "doctor",
-    "bench",
+    "tools",
 ]
+DOOR = {"__init__", "__main__", "_version", "bench", "ledger", "packing", "plan"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(
     path
@@ -86,12 +74,12 @@ def attributes(source):
     return [(ast.unparse(node), node.lineno) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
 
 
-UPWARD = ["from ..models import GPT", "from tpfuse import layers", "from .. import ledger", "import tpfuse.models.gpt"]
+UPWARD = ["from ..models import GPT", "from tpfuse import layers", "from .. import tools", "import tpfuse.models.gpt"]
 
 
 @pytest.mark.parametrize("line", [*UPWARD, f"def f():\n    {UPWARD[0]}"])
 def test_an_upward_import_is_seen(line):
-    assert upward_imports(line, "tpfuse.kernels.rope")
+    assert upward_imports(line, "tpfuse.kernels.selection")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +95,60 @@ def test_imports_flow_down(path):
     module = module_of(path)
     if rank(module) is not None:
         assert upward_imports(path.read_text(), module) == []
+
+
+def test_the_order_is_the_door():
+    """Every folder and file at the door has its place."""
+    assert {path.stem for path in PACKAGE.iterdir() if path.suffix in {"", ".py"} and path.stem != "__pycache__"} == {
+        *ORDER,
+        *DOOR,
+    }
+
+
+def modules():
+    """Dotted names of the library's modules and packages, and their paths."""
+    return {module_of(path).removesuffix(".__init__"): path for path in SOURCES}
+
+
+def imports():
+    """{module: the modules of tpfuse that it imports}; of a package's name, the package where it is no module."""
+    names = modules()
+    return {
+        module: {
+            next(name for name in (target, target.rpartition(".")[0], "tpfuse") if name in names)
+            for target in imported(path.read_text(), module_of(path))
+            if target.split(".")[0] == "tpfuse"
+        }
+        - {module}
+        for module, path in names.items()
+    }
+
+
+def circles(edges):
+    """Groups of nodes that reach each other."""
+    graph = networkx.DiGraph([(a, b) for a, targets in edges.items() for b in targets])
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+def test_no_circle_of_files():
+    files = {module: path for module, path in modules().items() if path.stem != "__init__"}
+    edges = {module: targets & set(files) for module, targets in imports().items() if module in files}
+    assert circles(edges) == []
+
+
+def test_a_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+
+
+def test_no_name_of_a_package_hides_its_module():
+    """``import tpfuse.a.b as m`` gives the module b, not a function of that name."""
+    hidden = []
+    for name in modules():
+        module = importlib.import_module(name)
+        parent, _, leaf = name.rpartition(".")
+        if parent and getattr(sys.modules[parent], leaf) is not module:
+            hidden.append(name)
+    assert hidden == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

@@ -21,7 +21,7 @@ from tpfuse.collectives import (
     scatter_sum,
     split,
 )
-from tpfuse.ledger.dryrun import fake_world
+from tpfuse.tools.ledger.dryrun import fake_world
 
 # name: the collective, and how a tensor before and after it counts in an inner product. "once": the same on every
 # rank, counted once; "each": every rank's own, counted over the ranks.

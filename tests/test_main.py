@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.ledger.test_steptime import built
+from tests.tools.ledger.test_steptime import built
 from tpfuse.__main__ import main, parser
-from tpfuse.ledger.presets import PRESETS
+from tpfuse.tools.ledger.presets import PRESETS
 
 COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives", "topology", "layouts"
 

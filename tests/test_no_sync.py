@@ -58,7 +58,7 @@ def test_what_does_not_wait_is_let_through(name):
 def test_a_launcher_is_looked_into(monkeypatch):
     """Its kernels are counted, and a wait inside it is seen."""
     from tests import no_sync as module
-    from tpfuse.kernels.linear.op import activation_fwd
+    from tpfuse.kernels.gemm.op import activation_fwd
 
     with no_sync() as watch:
         activation_fwd(X, "relu")

@@ -23,4 +23,4 @@ def test_a_wheel_is_built_of_the_package(tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == {str(path.relative_to(ROOT)) for path in FILES}
-    assert {"tpfuse/bench/command.py", "tpfuse/bench/ops/layer_norm.py"} <= names
+    assert {"tpfuse/tools/bench/command.py", "tpfuse/tools/bench/ops/layer_norm.py"} <= names

@@ -1,10 +1,6 @@
 """tpfuse: fused, tensor-parallel transformer layers that give the same answer however they are split."""
 
 from ._version import __version__
-from .agreement import checking
-from .doctor import doctor
-from .explain import explain
-from .foreign import install as _install
 from .interop.accelerator import AcceleratorMixin
 from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
@@ -14,17 +10,21 @@ from .layers import reparametrized as _reparametrized
 from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
 from .layers.plain import replicated
-from .ok_topk import OkTopk, ok_topk_hook
 from .parallel import TensorParallel
-from .parity import check_parity
+from .ranks.agreement import checking
+from .tools.doctor import doctor
+from .tools.explain import explain
+from .tools.parity import check_parity
+from .tools.watch import watch
 from .training import state_dict as _state_dict
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.data_parallel import data_parallel
 from .training.dtensor import as_dtensor
+from .training.foreign import install as _install
 from .training.main_grad import MainGrad
 from .training.matrices import WholeMatrices
+from .training.ok_topk import OkTopk, ok_topk_hook
 from .training.optim import clip_grad_norm_, param_groups
-from .watch import watch
 
 _install()
 _reparametrized.install()

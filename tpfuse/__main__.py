@@ -10,27 +10,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .bench import command as bench
-from .doctor import doctor
-from .doctor.launched import world
 from .kernels.runtime.launch import pretending
 from .layers.block import SAVING
-from .ledger import dryrun, layer, machine, memory, mfu, plots, stages, steptime
-from .ledger.arguments import make_parser
-from .ledger.options import DTYPES
-from .ledger.presets import load_config
-from .ledger.recorder import mue
-from .ledger.shapes import Shape
-from .ledger.text import quantity, table
-from .models.config import ModelConfig
+from .models.config.gpt import ModelConfig
 from .models.stack import FULL, saving_of
 from .parallel import TensorParallel
-from .pipeline import command as pipeline
-from .pipeline import gantt
-from .plan import command as collectives
-from .plan import planning
-from .plan.intra import command as layouts
-from .plan.topology import command as topology
+from .tools.bench import command as bench
+from .tools.doctor import doctor
+from .tools.doctor.launched import world
+from .tools.ledger import dryrun, layer, machine, memory, mfu, plots, stages, steptime
+from .tools.ledger.arguments import make_parser
+from .tools.ledger.options import DTYPES
+from .tools.ledger.presets import load_config
+from .tools.ledger.recorder import mue
+from .tools.ledger.shapes import Shape
+from .tools.ledger.text import quantity, table
+from .tools.pipeline import command as pipeline
+from .tools.pipeline import gantt
+from .tools.plan import command as collectives
+from .tools.plan import planning
+from .tools.plan.intra import command as layouts
+from .tools.plan.topology import command as topology
 
 OURS_FULL = "full recompute"
 

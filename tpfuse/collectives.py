@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import gloo
-from .agreement import agreement_of
-from .failure import explained
 from .kernels.norm.core import reduce_parts
 from .kernels.runtime.function import Function, once_differentiable
 from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
+from .ranks import gloo
+from .ranks.agreement import agreement_of
+from .ranks.failure import explained
 
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ._version import __version__
-from .agreement import Asked, agree, channel
+from .ranks.agreement import Asked, agree, channel
 
 OVERLAP = "auto", "pairwise", "off"
 

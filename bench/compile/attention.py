@@ -7,10 +7,10 @@ from unittest import mock
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.attention.decode import decode_launch
-from tpfuse.kernels.attention.options import DecodeOptions, Options
-from tpfuse.kernels.attention.triton_backward import bwd_launch
-from tpfuse.kernels.attention.triton_forward import fwd_launch
+from tpfuse.kernels.attn.decode import decode_launch
+from tpfuse.kernels.attn.options import DecodeOptions, Options
+from tpfuse.kernels.attn.triton_backward import bwd_launch
+from tpfuse.kernels.attn.triton_forward import fwd_launch
 from tpfuse.kernels.runtime import tuning
 
 TILE = lambda c: c["BLOCK_M"] * c["BLOCK_N"]

@@ -3,8 +3,8 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.cross_entropy.options import Loss, Rows
-from tpfuse.kernels.cross_entropy.triton import bwd_launch, stats_launch
+from tpfuse.kernels.losses.options import Loss, Rows
+from tpfuse.kernels.losses.triton import bwd_launch, stats_launch
 
 M = 4096
 CHUNK = lambda c: c["LANES"] * c["WIDTH"]

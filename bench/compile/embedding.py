@@ -3,7 +3,7 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.embedding.triton import bwd_launch, fwd_launch
+from tpfuse.kernels.lookup.triton import bwd_launch, fwd_launch
 
 TILE = lambda c: c["ROWS"] * c["A"]
 ELEMENTS = dict(_lookup_kernel=TILE, _chunk_sums_kernel=TILE, _row_sums_kernel=TILE)

@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.linear import gemm as _gemm
-from tpfuse.kernels.linear.activation import width
-from tpfuse.kernels.linear.triton_activation import activation_bwd_launch, activation_fwd_launch, column_sum_launch
+from tpfuse.kernels.gemm import triton_gemm as _gemm
+from tpfuse.kernels.gemm.activation import width
+from tpfuse.kernels.gemm.triton_activation import activation_bwd_launch, activation_fwd_launch, column_sum_launch
 
 M, N, K = 4096, 4096, 1024
 BIAS = torch.bfloat16  # a bias's gradient, as its parameter's

@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.cross_entropy import linear_triton
-from tpfuse.kernels.cross_entropy.linear_triton import bwd_launch, stats_launch
-from tpfuse.kernels.cross_entropy.options import Linear, Loss, Rows
+from tpfuse.kernels.losses import linear_triton
+from tpfuse.kernels.losses.linear_triton import bwd_launch, stats_launch
+from tpfuse.kernels.losses.options import Linear, Loss, Rows
 
 HGMMA = dict.fromkeys(("_logits_stats_kernel", "_dlogits_kernel", "_contract_kernel"), ("HGMMA", "UTMALDG"))
 

@@ -3,7 +3,7 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.rope import Rotation, fwd_launch
+from tpfuse.kernels.rotary.op import Rotation, fwd_launch
 
 ELEMENTS = dict(_rope_kernel=lambda c: c["ROWS"] * c["HEADS"] * (2 * c["PAIRS"] + c["REST"]))
 

@@ -3,7 +3,7 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.select_large import launch_select
+from tpfuse.kernels.selection import launch_select
 
 ELEMENTS = dict(_mark_kernel=lambda c: c["BLOCK"], _place_kernel=lambda c: c["BLOCK"])
 SHAPES = [

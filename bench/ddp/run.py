@@ -14,7 +14,7 @@ from bench.ddp import MICRO_BATCHES, USUAL
 from bench.ddp.settings import Steps
 from bench.overlap import KEEP, seconds
 from bench.port import free_port
-from tpfuse.ledger.text import Progress
+from tpfuse.tools.ledger.text import Progress
 
 WARM = 2  # DDP makes its buckets anew after the first step
 

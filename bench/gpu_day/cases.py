@@ -1,6 +1,6 @@
 """Which op is run at which shapes."""
 
-from tpfuse.bench.definition import Bench, Shape, discover, load
+from tpfuse.tools.bench.definition import Bench, Shape, discover, load
 
 SMALL, TINY, FEW = 256, 16, 2  # FEW: of what is counted rather than computed with, in a rehearsal
 COUNTED = "B", "H", "G", "R"

@@ -17,8 +17,8 @@ def install(module: str) -> None:
     import torch
 
     from tests import interpreter_bf16, interpreter_speed
-    from tpfuse.bench import measure
-    from tpfuse.kernels.runtime import replay
+    from tpfuse.kernels.replay import replay
+    from tpfuse.tools.bench import measure
 
     interpreter_bf16.install()
     interpreter_speed.install()

@@ -19,7 +19,8 @@ import triton
 from triton.backends import nvidia
 from triton.backends.nvidia.driver import CudaDriver
 
-from tpfuse.kernels.runtime import launch, replay
+from tpfuse.kernels.replay import replay
+from tpfuse.kernels.runtime import launch
 
 ARCH, STREAM = "sm_90", 7
 LIBRARY = "libcuda.so.1"

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from tpfuse.kernels.attention.op import attention_bwd, attention_fwd
-from tpfuse.kernels.attention.options import Options
-from tpfuse.kernels.linear.op import activation_bwd, activation_fwd
+from tpfuse.kernels.attn.op import attention_bwd, attention_fwd
+from tpfuse.kernels.attn.options import Options
+from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
 
 aten = torch.ops.aten
 S, B, H, E, FFN = 512, 4, 6, 64, 1536  # a rank's share of width 768, 12 heads, at R = 2

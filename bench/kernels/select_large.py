@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tpfuse.bench.measure import interleaved, sets_needed
 from tpfuse.kernels import select_large
 from tpfuse.kernels.runtime.op import OPS
+from tpfuse.tools.bench.measure import interleaved, sets_needed
 
 
 def by_nonzero(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from bench.models.peers import Block
 from tpfuse.models import GPT
 from tpfuse.pipeline import SCHEDULES
-from tpfuse.pipeline.order import placement
+from tpfuse.pipeline.schedules import placement
 
 THEIRS = {
     "gpipe": "ScheduleGPipe",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.pipeline import sleeping, training
-from tpfuse.ledger.text import Progress
+from tpfuse.tools.ledger.text import Progress
 
 
 def run(rank: int, args: argparse.Namespace, port: int, results: mp.SimpleQueue) -> None:

@@ -23,23 +23,23 @@ import torch
 import torch.distributed as dist
 
 from bench.pipeline import sleeping
-from tpfuse.ledger.layer import with_layers
-from tpfuse.ledger.machine import DEFAULT, Machine
-from tpfuse.ledger.presets import load_config
-from tpfuse.ledger.processes import on_ranks
-from tpfuse.ledger.text import duration, progress, table
 from tpfuse.pipeline import simulate
-from tpfuse.pipeline.order import SCHEDULES
-from tpfuse.plan.check import correlation, measure
-from tpfuse.plan.cluster import preset, this_machine
-from tpfuse.plan.explain import named
-from tpfuse.plan.kept import ordered
-from tpfuse.plan.known import Known
-from tpfuse.plan.means import means_of
-from tpfuse.plan.report import words
-from tpfuse.plan.search import candidates
-from tpfuse.plan.split import Job, Split
-from tpfuse.plan.step import Load, Means, micro_batches
+from tpfuse.pipeline.schedules import SCHEDULES
+from tpfuse.tools.ledger.layer import with_layers
+from tpfuse.tools.ledger.machine import DEFAULT, Machine
+from tpfuse.tools.ledger.presets import load_config
+from tpfuse.tools.ledger.processes import on_ranks
+from tpfuse.tools.ledger.text import duration, progress, table
+from tpfuse.tools.plan.check import correlation, measure
+from tpfuse.tools.plan.cluster import preset, this_machine
+from tpfuse.tools.plan.explain import named
+from tpfuse.tools.plan.kept import ordered
+from tpfuse.tools.plan.known import Known
+from tpfuse.tools.plan.means import means_of
+from tpfuse.tools.plan.report import words
+from tpfuse.tools.plan.search import candidates
+from tpfuse.tools.plan.split import Job, Split
+from tpfuse.tools.plan.step import Load, Means, micro_batches
 
 STAGES = 4
 

@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tpfuse.kernels.runtime.errors import check
-from tpfuse.ledger.aten import COMMUNICATION, ELEMENTWISE, GEMM
-from tpfuse.ledger.memory import activation_bytes
-from tpfuse.ledger.recorder import Entry
-from tpfuse.models.config import ModelConfig
+from tpfuse.models.config.gpt import ModelConfig
 from tpfuse.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
-from tpfuse.pipeline.order import SCHEDULES
-from tpfuse.plan.cluster import Cluster
-from tpfuse.plan.messages import over_tp
-from tpfuse.plan.split import GEMM as PRODUCTS
-from tpfuse.plan.split import MEMORY, TP, Job, Piece, Pieces, Split
+from tpfuse.pipeline.schedules import SCHEDULES
+from tpfuse.tools.ledger.aten import COMMUNICATION, ELEMENTWISE, GEMM
+from tpfuse.tools.ledger.memory import activation_bytes
+from tpfuse.tools.ledger.recorder import Entry
+from tpfuse.tools.plan.cluster import Cluster
+from tpfuse.tools.plan.messages import over_tp
+from tpfuse.tools.plan.split import GEMM as PRODUCTS
+from tpfuse.tools.plan.split import MEMORY, TP, Job, Piece, Pieces, Split
 
 E = 2  # bytes of a number
 MASK = 1  # of a number's dropout

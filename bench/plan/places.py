@@ -13,12 +13,12 @@ import torch
 
 from bench.plan.megatron import MegatronCosts
 from bench.plan.published import CHUNKS
-from tpfuse.ledger.mfu import PUBLISHED, Published
-from tpfuse.plan.cluster import preset
-from tpfuse.plan.means import means_of
-from tpfuse.plan.search import search
-from tpfuse.plan.split import Job, Split
-from tpfuse.plan.step import Step
+from tpfuse.tools.ledger.mfu import PUBLISHED, Published
+from tpfuse.tools.plan.cluster import preset
+from tpfuse.tools.plan.means import means_of
+from tpfuse.tools.plan.search import search
+from tpfuse.tools.plan.split import Job, Split
+from tpfuse.tools.plan.step import Step
 
 
 class Place(NamedTuple):

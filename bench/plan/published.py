@@ -3,8 +3,8 @@
     python -m bench.plan.published
 
 No constant is fitted: A100 reaches 75 % of its GEMM peak, 80 % of its memory's and 230 of 300 GB/s in a ring, V100 50
-%, 75 % and 115 of 150 GB/s, a network its rate (tpfuse/plan/devices.py, cluster.py).  Models are Megatron-LM's own
-layers (bench/plan/megatron.py), which the papers measured.
+%, 75 % and 115 of 150 GB/s, a network its rate (tpfuse/tools/plan/devices.py, cluster.py).  Models are Megatron-LM's
+own layers (bench/plan/megatron.py), which the papers measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from bench.plan.megatron import MegatronCosts, optimizer
-from tpfuse.ledger.mfu import PUBLISHED, Published, model_flops
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import Timeline, Work, demand, order, simulate
-from tpfuse.plan.cluster import preset
-from tpfuse.plan.messages import between_stages
-from tpfuse.plan.split import Job, Split
-from tpfuse.plan.state import rank_parameters
+from tpfuse.tools.ledger.mfu import PUBLISHED, Published, model_flops
+from tpfuse.tools.plan.cluster import preset
+from tpfuse.tools.plan.messages import between_stages
+from tpfuse.tools.plan.split import Job, Split
+from tpfuse.tools.plan.state import rank_parameters
 
 KORTHIKANTI, MEGATRON = "arXiv:2205.05198", "arXiv:1909.08053"
 GPIPE, PIPEFISHER = "arXiv:1811.06965", "arXiv:2211.14133"

@@ -19,8 +19,8 @@ from bench.port import free_port
 from bench.sparse_gradients import UNTIMED, arguments, page
 from bench.sparse_gradients.topk_a import TopkA, topk_a_hook
 from tpfuse import OkTopk, ok_topk_hook
-from tpfuse.ledger.text import Progress
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.tools.ledger.text import Progress
 
 # ---- the methods: name -> register(ddp) ----
 

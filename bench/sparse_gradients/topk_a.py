@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from tpfuse.ok_topk.entries import largest
+from tpfuse.training.ok_topk.entries import largest
 
 
 class TopkA:

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from tpfuse import add_lora, save_adapter
-from tpfuse.interop.huggingface import write
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+from tpfuse.models.files import write
 
 SIZES = dict(vocab_size=11, max_positions=16, hidden_size=8, num_layers=2, num_heads=2, ffn_size=12)
 ROPE = dict(rope_type="default", rope_theta=10000.0)

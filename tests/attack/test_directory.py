@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.attack import spoil
 from tests.models.theirs import make as theirs
 from tpfuse import add_lora, load_adapter, parallelize, save_adapter
-from tpfuse.interop.huggingface import directory, disk
 from tpfuse.kernels.runtime.rules import shown
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.models.files import directory, disk
 
 WEIGHTS, INDEX = spoil.WEIGHTS, spoil.INDEX
 
@@ -272,7 +272,7 @@ def test_a_file_larger_than_memory_is_an_oserror(copy, monkeypatch):
     def full(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("tpfuse.interop.huggingface.source.rearrange", full)
+    monkeypatch.setattr("tpfuse.models.files.source.rearrange", full)
     with pytest.raises(OSError, match="from_pretrained: .*weight in .* cannot be read: .*can't allocate memory"):
         GPT.from_pretrained(path)
 
@@ -351,7 +351,7 @@ def test_an_adapter_that_cannot_be_read_changes_nothing(adapter, monkeypatch):
         raise RuntimeError("can't allocate memory")
 
     path = adapter()
-    monkeypatch.setattr("tpfuse.interop.huggingface.source.rearrange", full)
+    monkeypatch.setattr("tpfuse.models.files.source.rearrange", full)
     rejected(path, "load_adapter: .* cannot be read: can't allocate memory")
 
 
@@ -444,7 +444,7 @@ def cannot(world, path, act, kind):
     """-> type and text of the error, and how many tensors were gathered before."""
     from tests.common import make_tp
     from tpfuse.interop import adapter
-    from tpfuse.interop.huggingface import write
+    from tpfuse.models.files import write
 
     model, gathered = GPT(spoil.CONFIGS["gpt2"], tp=make_tp(world)), []
     whole = write.full_tensor

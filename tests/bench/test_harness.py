@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tpfuse.bench.measure as timing
-from tpfuse.bench import output
-from tpfuse.bench.count import Call, Counted, Kernel, _Watched, count
-from tpfuse.bench.definition import Bench, Random, discover, load
-from tpfuse.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
-from tpfuse.bench.roofline import Card, measure_card
-from tpfuse.bench.run import COLUMNS, Case, Errors, Setting, available, bound, calls, measure, speed
+import tpfuse.tools.bench.measure as timing
 from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
 from tpfuse.kernels.runtime.op import Cost
 from tpfuse.kernels.runtime.philox import Mask
+from tpfuse.tools.bench import output
+from tpfuse.tools.bench.count import Call, Counted, Kernel, _Watched, count
+from tpfuse.tools.bench.definition import Bench, Random, discover, load
+from tpfuse.tools.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
+from tpfuse.tools.bench.roofline import Card, measure_card
+from tpfuse.tools.bench.run import COLUMNS, Case, Errors, Setting, available, bound, calls, measure, speed
 
 CPU = torch.device("cpu")
 CARD = Card("a card", 1000.0, {"bf16": 100.0, "fp32": 10.0})

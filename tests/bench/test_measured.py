@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import documents, measured
-from tpfuse.bench.definition import discover
+from tpfuse.tools.bench.definition import discover
 
 
 def row(op, shape, mode, provider, p50, **others):

@@ -3,10 +3,10 @@
 import pytest
 
 from bench.plan import check
-from tests.ledger.test_steptime import built
-from tpfuse.ledger.machine import Line
-from tpfuse.ledger.presets import load_config
-from tpfuse.plan.split import Job
+from tests.tools.ledger.test_steptime import built
+from tpfuse.tools.ledger.machine import Line
+from tpfuse.tools.ledger.presets import load_config
+from tpfuse.tools.plan.split import Job
 
 MESSAGES = dict.fromkeys(("all_gather of 2", "all_to_all of 2", "all_reduce of 2"), Line(1e-6, 1e-9, 0.0))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import tune
-from tpfuse.bench.measure import Timing
 from tpfuse.kernels.runtime import tuning as _tuning
+from tpfuse.tools.bench.measure import Timing
 
 BF16 = torch.bfloat16
 

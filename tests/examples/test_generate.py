@@ -254,7 +254,7 @@ def test_chat_needs_a_template(trained, monkeypatch, capsys):
 
 
 def test_a_long_prompt_shows_a_bar(trained, capsys, monkeypatch):
-    monkeypatch.setattr("tpfuse.models.passes.PIECE", 8)
+    monkeypatch.setattr("tpfuse.models.generation.passes.PIECE", 8)
     monkeypatch.setattr("sys.argv", [SCRIPT, "--model", str(trained[0]), "--max-new-tokens", "2", "x" * 30])
     generate.main()
     err = capsys.readouterr().err

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from tests.examples.launch import EXAMPLES, children, example, interrupted, ok, run
-from tpfuse.ledger import parameter_count
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.tools.ledger import parameter_count
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")

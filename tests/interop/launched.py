@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tpfuse import TensorParallel, parallelize
-from tpfuse.interop.huggingface.write import whole_tensors
+from tpfuse.models.files.write import whole_tensors
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

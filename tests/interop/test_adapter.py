@@ -12,9 +12,9 @@ from tests.models.common import batch, body_loss
 from tests.models.theirs import loss_of, make
 from tpfuse import add_lora, load_adapter, merge_lora, parallelize, save_adapter
 from tpfuse.interop import adapter
-from tpfuse.interop.huggingface.source import written
 from tpfuse.layers.lora import base_of
 from tpfuse.models import GPT, Bert
+from tpfuse.models.files.source import written
 
 F64 = torch.float64
 R_A, ALPHA = 3, 6

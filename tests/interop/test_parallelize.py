@@ -18,8 +18,8 @@ from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather
 from tpfuse.interop import vocabulary
-from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT
+from tpfuse.models.files.source import written
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

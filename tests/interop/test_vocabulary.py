@@ -13,7 +13,7 @@ from tests.interop.launched import launched
 from tests.models.common import batch
 from tests.models.theirs import make
 from tpfuse import MainGrad, TensorParallel, as_dtensor, parallelize
-from tpfuse.interop.huggingface.write import whole_tensors
+from tpfuse.models.files.write import whole_tensors
 from tpfuse.training.data_parallel import under_ddp
 
 transformers.utils.logging.set_verbosity_error()

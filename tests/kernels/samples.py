@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 import tpfuse
-from tpfuse.kernels.attention import triton_forward as attention
-from tpfuse.kernels.attention.options import DecodeOptions, Options
-from tpfuse.kernels.cross_entropy import linear_triton
-from tpfuse.kernels.cross_entropy.options import Linear, Loss, Rows
-from tpfuse.kernels.linear import gemm
+from tpfuse.kernels.attn import triton_forward as attention
+from tpfuse.kernels.attn.options import DecodeOptions, Options
+from tpfuse.kernels.gemm import triton_gemm as gemm
+from tpfuse.kernels.losses import linear_triton
+from tpfuse.kernels.losses.options import Linear, Loss, Rows
 from tpfuse.kernels.norm import triton_backward, triton_forward
 from tpfuse.kernels.norm.records import DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted
-from tpfuse.kernels.rope import Rotation
+from tpfuse.kernels.rotary.op import Rotation
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.kernels.runtime.philox import Mask
 

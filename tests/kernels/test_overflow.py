@@ -22,8 +22,8 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.samples import LAUNCHED, cases, samples, take_other_paths
-from tpfuse.kernels.attention.options import Options
-from tpfuse.kernels.cross_entropy import linear_triton
+from tpfuse.kernels.attn.options import Options
+from tpfuse.kernels.losses import linear_triton
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.kernels.runtime.triton import triton

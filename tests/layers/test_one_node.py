@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.common import make_tp
-from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.replay import replay
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Normed, Rope, TransformerBlock, one_node
 from tpfuse.layers import block as blocks
-from tpfuse.ledger import saved_bytes
+from tpfuse.tools.ledger import saved_bytes
 
 D, HEADS, BATCH, SEQ = 16, 4, 2, 6
 KINDS = {

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.common import make_tp
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_, param_groups
-from tpfuse.interop.huggingface.write import full_tensor
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+from tpfuse.models.files.write import full_tensor
 
 # Vocabulary, batch, sequence and tied embeddings, beside those that a model's test has.  Ranks hand their logits on by
 # value, so the largest are left out.

@@ -14,10 +14,10 @@ from tests.common import assert_equal, error, make_tp
 from tests.models import test_base, theirs
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
 from tests.models.test_llama import their_config
-from tpfuse.interop.huggingface.source import written
 from tpfuse.kernels.runtime.op import GEMM
-from tpfuse.ledger import Ledger, state_bytes
 from tpfuse.models import GPT, Bert, Classifier
+from tpfuse.models.files.source import written
+from tpfuse.tools.ledger import Ledger, state_bytes
 
 F64, L = torch.float64, 3
 NAMES = "gpt2", "llama", "bert"

@@ -11,10 +11,10 @@ from tests.common import assert_equal, make_tp
 from tests.models.common import whole
 from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, step, want
 from tpfuse import add_lora, as_dtensor, load_checkpoint, parallelize, save_checkpoint
-from tpfuse.interop.huggingface.write import full_tensor
-from tpfuse.ledger import parameter_count
 from tpfuse.models import Bert, BertConfig, Classifier, with_head
+from tpfuse.models.files.write import full_tensor
 from tpfuse.packing import packed_batch
+from tpfuse.tools.ledger import parameter_count
 
 EVERY_DAY = "roberta", "distilbert", "modernbert"
 ALL = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]

@@ -26,8 +26,8 @@ from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import batch, default_dtype, results, run, whole
 from tests.models.exact import EXACT, make_exact
 from tpfuse import TensorParallel
-from tpfuse.interop.huggingface.source import written
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.models.files.source import written
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64

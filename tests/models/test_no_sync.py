@@ -15,8 +15,8 @@ from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch
 from tests.models.test_llama import config_of
 from tests.no_sync import GPU, Waits, no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
-from tpfuse.ledger.dryrun import fake_world
 from tpfuse.models import GPT, Bert
+from tpfuse.tools.ledger.dryrun import fake_world
 
 B, S, DOCUMENTS = 3, 24, 40  # more documents than tokens of a row: torch.isin sorts from 31 on
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.common import assert_equal, make_tp
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch, default_dtype, results
 from tpfuse import TensorParallel
-from tpfuse.ledger import saved_bytes
 from tpfuse.models import GPT, Bert
+from tpfuse.tools.ledger import saved_bytes
 
 LLAMA = dict(norm="rms", gated=True, activation="silu", qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA |= dict(rope=dict(rope_theta=1e4), num_kv_heads=6, family="llama", embedding_dropout=0.0)

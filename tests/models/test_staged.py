@@ -15,9 +15,9 @@ from tests.common import assert_equal
 from tests.models.common import default_dtype, scramble
 from tests.pipeline.common import MODELS, ROWS, SEQ, VOCAB, made
 from tpfuse import TensorParallel
-from tpfuse.interop.huggingface import disk
-from tpfuse.interop.huggingface import write as hf_write
 from tpfuse.models import GPT, Bert
+from tpfuse.models.files import disk
+from tpfuse.models.files import write as hf_write
 from tpfuse.pipeline import SCHEDULES, schedule
 
 DROPS_NOTHING = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)  # as Llama's files have to say

@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.pipeline.test_step import GPT2, batches, made
 from tpfuse import TensorParallel
-from tpfuse.ledger import Ledger, Plan
-from tpfuse.ledger.recorder import add_up
-from tpfuse.ledger.stages import Pipe, run
 from tpfuse.pipeline import SCHEDULES, schedule, simulate
+from tpfuse.tools.ledger import Ledger, Plan
+from tpfuse.tools.ledger.recorder import add_up
+from tpfuse.tools.ledger.stages import Pipe, run
 
 MICRO_BATCHES = 4
 CONFIG = replace(GPT2, vocab_size=96)  # which two ranks share evenly: the dry run is of the first of them

@@ -11,7 +11,7 @@ from tests.models.common import default_dtype
 from tests.pipeline.common import GPT2, batches, made
 from tpfuse import TensorParallel
 from tpfuse.pipeline import SCHEDULES, Action, Work, demand, fill, order, schedule, simulate
-from tpfuse.together import gather
+from tpfuse.ranks.together import gather
 
 F64 = torch.float64
 SMALL = replace(GPT2, num_layers=4)

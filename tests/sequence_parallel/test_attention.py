@@ -8,13 +8,13 @@ import torch
 from tests.common import assert_equal, error, fake_tp, my_rows
 from tests.sequence_parallel import test_overlap as overlap
 from tests.sequence_parallel.test_overlap import overlapping, restoring
-from tpfuse import gloo
-from tpfuse.kernels.attention import cpu as _attention_cpu
-from tpfuse.kernels.attention.op import attention
+from tpfuse.kernels.attn import cpu as _attention_cpu
+from tpfuse.kernels.attn.op import attention
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.op import OPS as ALL_OPS
 from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.ranks import gloo
 from tpfuse.sequence_parallel import flight, gather_linear, linear_exchange
 from tpfuse.sequence_parallel.attention import gather_attention_exchange
 from tpfuse.sequence_parallel.choice import sizes

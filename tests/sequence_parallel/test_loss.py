@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.common import assert_close, make_tp
 from tpfuse import TensorParallel
-from tpfuse.kernels.cross_entropy.op import cross_entropy
+from tpfuse.kernels.losses.op import cross_entropy
 from tpfuse.kernels.norm import norm_in
 from tpfuse.sequence_parallel import gather_linear, gather_linear_cross_entropy
 from tpfuse.sequence_parallel.loss import gather_stats

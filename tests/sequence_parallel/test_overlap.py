@@ -19,11 +19,12 @@ from tests.common import TOLERANCE, assert_equal, error, fake_tp, my_rows
 from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
 from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
-from tpfuse import TensorParallel, gloo, parallel
+from tpfuse import TensorParallel, parallel
 from tpfuse.kernels.runtime.op import OPS as ALL_OPS
 from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import TransformerBlock
+from tpfuse.ranks import gloo
 from tpfuse.sequence_parallel import (
     choice,
     flight,

@@ -12,9 +12,9 @@ import tpfuse
 from tests.common import assert_close
 from tests.models.common import GPT_CONFIG, batch, whole
 from tpfuse import MainGrad, TensorParallel, as_dtensor, data_parallel
-from tpfuse.ledger import state_bytes
 from tpfuse.models import GPT
 from tpfuse.pipeline.placement import Stage
+from tpfuse.tools.ledger import state_bytes
 
 CONFIG = replace(GPT_CONFIG, num_layers=1)  # 97 words: ranks have slices of two shapes
 NO_DROPOUT = replace(CONFIG, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)

@@ -28,7 +28,7 @@ from tpfuse import (
     param_groups,
     save_checkpoint,
 )
-from tpfuse.kernels.linear.op import ROWS, linear, linear_wgrad_add
+from tpfuse.kernels.gemm.op import ROWS, linear, linear_wgrad_add
 from tpfuse.kernels.runtime.main_grad import PLACES
 from tpfuse.layers.module import wholes
 from tpfuse.models import GPT, Bert
@@ -98,10 +98,10 @@ class Messages:
 
     def __enter__(self):
         import tpfuse.collectives
-        import tpfuse.gloo
+        import tpfuse.ranks.gloo
 
         self.count, self.kept = 0, []
-        self.replace(tpfuse.gloo, "send")
+        self.replace(tpfuse.ranks.gloo, "send")
         self.replace(dist, "all_to_all_single")
         return self
 

@@ -11,8 +11,8 @@ from tests.models.common import BERT_CONFIG, GPT_CONFIG, Training, batch, whole
 from tests.no_sync import no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
 from tpfuse.layers import RMSNorm
-from tpfuse.ledger.dryrun import fake_world
 from tpfuse.models import GPT, Bert
+from tpfuse.tools.ledger.dryrun import fake_world
 
 F64, F32 = torch.float64, torch.float32
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from tests.common import assert_equal, make_tp
 from tests.models.common import STEP_CONFIG, batch, whole
 from tpfuse import TensorParallel, param_groups
-from tpfuse.interop.huggingface.write import full_tensor
 from tpfuse.layers import ParallelAttention, ParallelMLP
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT
+from tpfuse.models.files.write import full_tensor
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {}),

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
+from ..models.files.write import whole_tensors
 from ..models.model import Model
 from ..parallel import resolve
-from ..together import together
+from ..ranks.together import together
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
-from .huggingface.write import whole_tensors
 
 FOLDER = "tpfuse"  # of a checkpoint of accelerate or the Trainer, which holds every rank's shards and optimizer state
 
@@ -63,7 +63,7 @@ class AcceleratorMixin:
     tensor-parallel size; ``get_state_dict`` returns whole tensors by Hugging Face's names (all ranks call it).
     """
 
-    knows_split_models = True  # which tpfuse.foreign.accelerate asks
+    knows_split_models = True  # which tpfuse.training.foreign.accelerate asks
     state: Any
     device: Any
     parallelism_config: Any

@@ -21,15 +21,15 @@ from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, o
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
 from ..layers.module import Spec, local, named_specs, unwrapped_name
+from ..models.files.directory import open_tensors, read_json
+from ..models.files.disk import NewFiles, save_file
+from ..models.files.model import PretrainedModule
+from ..models.files.read import DTYPES, reading
+from ..models.files.source import Source, written
+from ..models.files.write import full_tensor
 from ..parallel import TensorParallel
-from ..rollcall import roll_call
-from ..together import raise_together, together
-from .huggingface.directory import open_tensors, read_json
-from .huggingface.disk import NewFiles, save_file
-from .huggingface.model import PretrainedModule
-from .huggingface.read import DTYPES, reading
-from .huggingface.source import Source, written
-from .huggingface.write import full_tensor
+from ..ranks.rollcall import roll_call
+from ..ranks.together import raise_together, together
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

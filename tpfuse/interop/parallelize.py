@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
-from ..models.config import ModelConfig
+from ..models.config.gpt import ModelConfig
+from ..models.files.read import Tensors, load
 from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
-from ..together import together
-from .huggingface.read import Tensors, load
+from ..ranks.together import together
 from .parallelized import KINDS, Kind, Parallelized, class_of
 from .vocabulary import open_ends
 

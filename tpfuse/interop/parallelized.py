@@ -16,13 +16,13 @@ from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
 from ..models import GPT, Bert, Classifier
 from ..models.families import FAMILIES, Family
+from ..models.files.disk import NewFiles
+from ..models.files.read import Tensors, restore
+from ..models.files.write import save
 from ..models.model import Model
 from ..models.stack import FULL
-from ..together import together
+from ..ranks.together import together
 from .adapter import load_adapter, save_adapter
-from .huggingface.disk import NewFiles
-from .huggingface.read import Tensors, restore
-from .huggingface.write import save
 from .peft import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits
 

@@ -7,8 +7,8 @@ from typing import Any
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import shown
 from ..layers.lora import TARGETS
+from ..models.files.model import PretrainedModule
 from .adapter import BUILT, EMPTY, check_saved, hf_layers
-from .huggingface.model import PretrainedModule
 
 _NONE = "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "loftq_config", "eva_config"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..kernels.runtime.errors import check
+from ..models.files.read import Files, restore
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from .accelerator import FOLDER, AcceleratorMixin, sizes_of
-from .huggingface.read import Files, restore
 from .parallelized import Parallelized, parallelized_in
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names

@@ -14,24 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..agreement import Agreement, Asked, agree
 from ..collectives import collect
-from ..kernels.cross_entropy.op import check_ids
+from ..kernels.losses.op import check_ids
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import PLACES
 from ..kernels.runtime.rules import COUNT, check_number
 from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import ParallelModule, Spec, local
+from ..models.files.read import Tensors
+from ..models.files.write import full_tensor
 from ..models.head import LMHead
 from ..models.model import Model
 from ..models.rows import Rows
 from ..parallel import TensorParallel
+from ..ranks.agreement import Agreement, Asked, agree
+from ..ranks.together import together
 from ..sequence_parallel.crossings import expanded
-from ..together import together
 from ..training.data_parallel import under_ddp
-from .huggingface.read import Tensors
-from .huggingface.write import full_tensor
 
 _CAUSE = "call torch.manual_seed with one seed on every rank before"
 

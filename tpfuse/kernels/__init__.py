@@ -1,15 +1,26 @@
-"""Fused kernels: plain functions on tensors, with gradients, that know nothing of ranks."""
+"""Fused kernels: plain functions on tensors, with gradients, that know nothing of ranks.
 
-from .attention.op import attention
-from .cross_entropy.linear import linear_cross_entropy
-from .cross_entropy.op import cross_entropy
-from .embedding.op import embedding
-from .linear.gated import swiglu
-from .linear.op import linear
+attn/      attention on the fused qkv
+gemm/      GEMMs with fused activations
+lookup/    lookup in a slice of a table
+losses/    losses over a vocabulary that may be split
+norm/      the kernel between two GEMMs, and each part of it alone
+replay/    launches of a call, recorded once and done again
+rotary/    rotary positions, and tables of their cosines and sines
+runtime/   what every kernel stands on
+selection  the large entries of a vector in a row
+"""
+
+from .attn.op import attention
+from .gemm.gated import swiglu
+from .gemm.op import linear
+from .lookup.op import embedding
+from .losses.linear import linear_cross_entropy
+from .losses.op import cross_entropy
 from .norm import dropout, embed_finish, layer_norm, reduce_bias_dropout_add_norm, rms_norm
-from .rope import rope
-from .rope_table import rope_table
-from .select_large import select_large
+from .rotary.op import rope
+from .rotary.table import rope_table
+from .selection import select_large
 
 __all__ = [
     "attention",

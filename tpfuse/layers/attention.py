@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import copy_within
-from ..kernels.attention.op import attention
-from ..kernels.attention.options import Options, as_key_mask, checked_options
+from ..kernels.attn.op import attention
+from ..kernels.attn.options import Options, as_key_mask, checked_options
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
-from ..kernels.rope import rope as rotate
+from ..kernels.rotary.op import rope as rotate
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.philox import threshold

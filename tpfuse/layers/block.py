@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.options import as_key_mask
+from ..kernels.attn.options import as_key_mask
 from ..kernels.norm import Recompute, check_kind, norm_in, reduce_bias_dropout_add_norm
 from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check

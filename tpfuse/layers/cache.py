@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.attention.op import attention_decode
-from ..kernels.attention.options import DecodeOptions
+from ..kernels.attn.op import attention_decode
+from ..kernels.attn.options import DecodeOptions
 from ..kernels.runtime.op import acc_dtype
 
 

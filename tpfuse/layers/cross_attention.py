@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..collectives import copy_within
-from ..kernels.attention.options import as_key_mask
+from ..kernels.attn.options import as_key_mask
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold

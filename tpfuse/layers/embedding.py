@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.cross_entropy.op import check_ids
-from ..kernels.embedding.op import embedding
+from ..kernels.lookup.op import embedding
+from ..kernels.losses.op import check_ids
 from ..kernels.norm import reduce_bias_dropout_add_norm
 from ..parallel import TensorParallel
 from ..sequence_parallel import leave_parts

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.linear.activation import PLAIN
-from ..kernels.linear.gated import activate
-from ..kernels.linear.op import linear
+from ..kernels.gemm.activation import PLAIN
+from ..kernels.gemm.gated import activate
+from ..kernels.gemm.op import linear
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import copy, copy_within
-from ..kernels.linear.op import linear
+from ..kernels.gemm.op import linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import cast, derived

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..agreement import agreement_of
-from ..kernels.cross_entropy.op import cross_entropy as kernel
-from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.losses.op import cross_entropy as kernel
+from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
+from ..ranks.agreement import agreement_of
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
 from .block import Normed

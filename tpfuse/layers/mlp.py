@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.linear.activation import ACTIVATIONS, GATED
-from ..kernels.linear.gated import activate
+from ..kernels.gemm.activation import ACTIVATIONS, GATED
+from ..kernels.gemm.gated import activate
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel

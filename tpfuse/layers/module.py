@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement import Agreement, Asked, names
 from ..collectives import copy
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
+from ..ranks.agreement import Agreement, Asked, names
 from .hooks import onlooker
 from .spec import Origin as Origin
 from .spec import Spec as Spec

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.op import attention_bwd, attention_fwd
-from ..kernels.attention.options import TENSORS, Options
+from ..kernels.attn.op import attention_bwd, attention_fwd
+from ..kernels.attn.options import TENSORS, Options
 from ..kernels.norm.alone import NORM
 from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
 from ..kernels.norm.records import Saved as NormSaved

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..agreement import CLOSE, channel
 from ..kernels.runtime.rules import some
 from ..parallel import TensorParallel
+from ..ranks.agreement import CLOSE, channel
 from .hooks import onlooker
 from .module import ParallelModule, living, wholes
 

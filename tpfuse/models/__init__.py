@@ -1,11 +1,27 @@
-"""Models, their configurations, and their files."""
+"""Models, their configurations, and their files.
+
+bert         BERT
+classify     heads that classify sequences or tokens
+config/      GPTConfig and BertConfig: what a model is made of
+embed        rows of tokens, positions and types, below the blocks
+families/    FAMILIES: an entry a file, what a model_type fixes and the keys of its config.json
+files/       Hugging Face directories in and out
+generation/  generation with a cache, by sampling or beam search
+gpt          GPT-2, Llama and its relatives
+head         the head over a split vocabulary
+inputs       the arguments of a call, and what is refused of them
+model        what every model shares: rng, agreement of the ranks, files
+rows         rows out of a batch, and back
+stack        the blocks one after another, kept or recomputed
+staged       a model of which only some pipeline stages are here
+"""
 
 from typing import Any
 
 from .bert import Bert
-from .bert_config import BertConfig
 from .classify import Classifier
-from .config import GPTConfig, ModelConfig
+from .config.bert import BertConfig
+from .config.gpt import GPTConfig, ModelConfig
 from .gpt import GPT
 from .model import Model, Output
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..interop.huggingface.read import Files
-from ..kernels.cross_entropy.op import check_ids
-from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.losses.op import check_ids
+from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
-from ..kernels.rope_table import rope_table
+from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope, Ropes
@@ -27,10 +26,11 @@ from ..layers.module import replicated
 from ..layers.norm import LayerNorm
 from ..parallel import TensorParallel
 from ..pipeline.placement import Stage
-from .bert_config import BertConfig
 from .classify import Classifier, ClassifierHead, named_in
+from .config.bert import BertConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
+from .files.read import Files
 from .gpt import packed_positions
 from .head import Dense, LMHead, Table, WholeNorm
 from .inputs import Inputs, check_asked, check_packed

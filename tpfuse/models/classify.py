@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..interop.huggingface.source import Source
-from ..kernels.cross_entropy.op import check_ids, cross_entropy
-from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.losses.op import check_ids, cross_entropy
+from ..kernels.losses.options import IGNORE
 from ..kernels.norm import dropout
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.op import acc_dtype, scalar
@@ -34,8 +33,9 @@ from ..kernels.runtime.rules import (
 )
 from ..layers.sites import CLASSIFIER, POOLER
 from ..parallel import TensorParallel
-from .config import ModelConfig
+from .config.gpt import ModelConfig
 from .families import PER, SEQUENCE, TOKEN, Family
+from .files.source import Source
 from .head import Dense
 from .inputs import Inputs, readable
 from .rows import Rows

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..interop.huggingface.read import Files
-from ..kernels.cross_entropy.op import check_ids
-from ..kernels.cross_entropy.options import IGNORE
-from ..kernels.rope_table import rope_table
+from ..kernels.losses.op import check_ids
+from ..kernels.losses.options import IGNORE
+from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope, Ropes
@@ -28,10 +27,11 @@ from ..layers.norm import norm_layer
 from ..parallel import TensorParallel
 from ..pipeline.placement import Stage
 from .classify import Classifier, ClassifierHead, named_in
-from .config import GPTConfig
+from .config.gpt import GPTConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, Family
-from .generate import generate
+from .files.read import Files
+from .generation.generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.cross_entropy.op import cross_entropy
-from ..kernels.linear.op import linear
+from ..kernels.gemm.op import linear
+from ..kernels.losses.op import cross_entropy
 from ..kernels.norm import layer_norm
 from ..kernels.runtime.main_grad import derived
 from ..layers.block import Normed

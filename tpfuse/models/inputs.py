@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.options import as_key_mask, takes_key_mask
-from ..kernels.cross_entropy.op import LOSS, Reduction
+from ..kernels.attn.options import as_key_mask, takes_key_mask
+from ..kernels.losses.op import LOSS, Reduction
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_numbers, check_scalar, described
 

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..agreement import Agreement, Asked, agree
-from ..interop.huggingface.read import Files, load
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..layers.block import Normed, TransformerBlock
@@ -18,9 +16,11 @@ from ..layers.hooks import hooked_within
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
 from ..pipeline.placement import Stage
-from ..together import together
+from ..ranks.agreement import Agreement, Asked, agree
+from ..ranks.together import together
 from .classify import ClassifierHead
-from .config import ModelConfig
+from .config.gpt import ModelConfig
+from .files.read import Files, load
 from .head import LMHead
 from .inputs import Inputs, check_given, check_inputs, check_tokens
 from .rows import Rows

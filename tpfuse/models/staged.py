@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernels.cross_entropy.options import IGNORE
+from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
@@ -20,11 +20,11 @@ from ..layers.block import Normed
 from ..layers.hooks import served
 from ..layers.module import replicated
 from ..parallel import resolve
-from ..pipeline.order import placement
 from ..pipeline.placement import Chunk, Costs, Stage, chunks_of, held_by, stage_of
+from ..pipeline.schedules import placement
 from ..sequence_parallel.crossings import expanded
-from .config import ModelConfig
-from .filed import FiledModel
+from .config.gpt import ModelConfig
+from .files.filed import FiledModel
 from .inputs import ALIGNED, Inputs, check_tokens
 from .rows import Rows
 from .stack import run_blocks

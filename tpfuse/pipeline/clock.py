@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kernels.runtime.errors import check
 from .action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
-from .order import Order
+from .schedules import Order
 
 Array = np.ndarray[Any, Any]
 _CODE = {kind: code for code, kind in enumerate(KINDS)}

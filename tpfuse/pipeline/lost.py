@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..failure import explained
-from .order import Order
+from ..ranks.failure import explained
+from .schedules import Order
 
 _TAG = 1 << 30  # of messages that nobody receives
 _LOOKS, _PAUSE = 4, 0.2  # times, and seconds between: a closed connection may be noticed later than its message failed

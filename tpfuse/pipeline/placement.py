@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, one_of, optional, shown, whole
-from .order import SCHEDULES, placement
+from .schedules import SCHEDULES, placement
 
 
 class Chunk(NamedTuple):

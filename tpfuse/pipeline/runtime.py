@@ -19,8 +19,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
 from .action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action
-from .order import Order
 from .placement import Chunk
+from .schedules import Order
 
 _OF = {kind.value: kind for kind in schedules._ComputationType}
 # the message behind a pass, the one that takes it, and which stage that is of

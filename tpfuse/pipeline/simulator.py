@@ -7,7 +7,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, number
 from .action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from .clock import clock
-from .order import Order
+from .schedules import Order
 
 Seconds = float | Sequence[float]  # of every stage, or of each
 _TIME = number(0, 1e9)

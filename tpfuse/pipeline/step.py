@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import Agreement, Asked
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
+from ..ranks.agreement import Agreement, Asked
 from . import lost
 from .action import KINDS
 from .bubbles import Filler, Filling
 from .copies import copied, sum_copies
-from .order import SCHEDULES, Order, order
 from .placement import Chunk, Stage, held_by
 from .runtime import ChunkStage, Passes, Runtime
+from .schedules import SCHEDULES, Order, order
 from .sharded import Shards, check_sharded, is_shard, local
 from .simulator import Timeline, simulate
 

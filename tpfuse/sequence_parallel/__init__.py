@@ -1,11 +1,24 @@
-"""GEMMs with the exchange of rows that they need, under sequence parallelism and without."""
+"""GEMMs with the exchange of rows that they need, under sequence parallelism and without.
+
+attention      both projections with attention between them
+choice         which form an op takes, by sizes and what was measured
+column_linear  column-parallel linear
+crossings      gather_rows, scatter_rows, exchange: between row shards and GEMMs
+flight         row tiles on their way between ranks while GEMMs run
+forms/         the same functions in three forms
+loss           the loss from row shards, without logits
+mlp            both GEMMs of an MLP as one op
+overlap/       the opaque ops of the two forms that overlap
+records        what the forms of an op take and give; a weight's gradient as a unit of work
+row_linear     row-parallel linear without its sum
+"""
 
 from .attention import gather_attention_exchange
+from .column_linear import gather_linear
 from .crossings import exchange, leave_parts
-from .gather_linear import gather_linear
-from .linear_exchange import linear_exchange
 from .loss import gather_linear_cross_entropy
 from .mlp import gather_mlp_exchange
+from .row_linear import linear_exchange
 
 __all__ = [
     "exchange",

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.attention.op import attention
-from ..kernels.attention.options import TENSORS, Options, checked_options
-from ..kernels.linear.op import check_linear
+from ..kernels.attn.op import attention
+from ..kernels.attn.options import TENSORS, Options, checked_options
+from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check
@@ -19,11 +19,11 @@ from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import autocast, dtype_of
 from ..parallel import TensorParallel
 from .choice import choose
+from .column_linear import run_gather_linear
 from .crossings import expanded
 from .forms import overlapped
-from .gather_linear import run_gather_linear
-from .linear_exchange import run_linear_exchange
 from .records import AttentionSaved, Linear, Needs, Projections, Saved, handed_over, restore, save, wanted
+from .row_linear import run_linear_exchange
 
 
 class _GatherAttentionExchange(Function):

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ..collectives import all_gather
-from ..kernels.cross_entropy.linear import gradients, linear_cross_entropy_stats
-from ..kernels.cross_entropy.op import Reduction, checked_rows, row_losses
-from ..kernels.cross_entropy.options import IGNORE, Linear, Loss, Rows
-from ..kernels.linear.op import check_linear
+from ..kernels.gemm.op import check_linear
+from ..kernels.losses.linear import gradients, linear_cross_entropy_stats
+from ..kernels.losses.op import Reduction, checked_rows, row_losses
+from ..kernels.losses.options import IGNORE, Linear, Loss, Rows
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import mains, wanted

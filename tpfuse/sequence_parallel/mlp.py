@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.linear.activation import width
-from ..kernels.linear.op import check_linear
+from ..kernels.gemm.activation import width
+from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, detached, later
 from ..kernels.runtime.errors import check

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention.options import Options
-from ..kernels.linear.op import linear_wgrad, linear_wgrad_add
+from ..kernels.attn.options import Options
+from ..kernels.gemm.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.deferred import Later
 from ..kernels.runtime.main_grad import Main

@@ -1,1 +1,14 @@
-"""What a training script needs beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view."""
+"""What a training script needs beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view.
+
+checkpoint/    checkpoints that survive a kill and resume at any size
+data_parallel  data_parallel: replicas under DistributedDataParallel, and what it refuses
+dtensor        parameters as DTensors, for FSDP2
+foreign/       torch's own tools on split parameters: right, or refused
+main_grad      MainGrad: gradients in fp32 over micro-batches, and fp32 weights
+matrices       whole weight matrices, for Muon and its like
+ok_topk/       gradients over slow links: the sum of what is large, the rest kept
+optim          param_groups, clip_grad_norm_
+packing        documents packed into rows, balanced over replicas
+state_dict     torch's optimizers in state dictionaries: whole where a parameter is split
+totals         what a MainGrad holds: sums of gradients and fp32 weights, in buffers
+"""

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import Asked, agree
-from ..foreign.groups import WRAPPED, error_of
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
 from ..layers.module import named_specs
 from ..parallel import resolve
-from ..together import together
+from ..ranks.agreement import Asked, agree
+from ..ranks.together import together
+from .foreign.groups import WRAPPED, error_of
 
 BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
 _NAME = "data_parallel"

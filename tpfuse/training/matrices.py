@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..agreement import agreement_of, names
 from ..kernels.runtime.main_grad import refuse
 from ..layers.module import Whole, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
+from ..ranks.agreement import agreement_of, names
 
 _MAIN_GRAD = (
     "WholeMatrices: the gradients are in main_grad, and the optimizer would step on weights that the model does not"

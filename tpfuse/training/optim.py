@@ -6,16 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..agreement import agreement_of, names
-from ..foreign.known import wholes_of
-from ..foreign.norm import Part, over_groups, part_of, scale_, total_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, described, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..models.staged import staged_in
-from ..together import gather
+from ..ranks.agreement import agreement_of, names
+from ..ranks.together import gather
+from .foreign.known import wholes_of
+from .foreign.norm import Part, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
 
 

@@ -7,10 +7,10 @@ from bench import tune
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts import tuning
-from tpfuse.bench.definition import DTYPES, Random
-from tpfuse.bench.run import calls
-from tpfuse.kernels.runtime import replay
+from tpfuse.kernels.replay import replay
 from tpfuse.kernels.runtime import tuning as _tuning
+from tpfuse.tools.bench.definition import DTYPES, Random
+from tpfuse.tools.bench.run import calls
 
 CASES, SLICES = 8, 12  # the first of tuning's cases; each is dealt out to as many processes
 

@@ -10,10 +10,10 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from tpfuse.bench.count import count
-from tpfuse.bench.definition import DTYPES, Random, discover, load
-from tpfuse.bench.run import Errors, results
 from tpfuse.kernels.runtime import op as _op
+from tpfuse.tools.bench.count import count
+from tpfuse.tools.bench.definition import DTYPES, Random, discover, load
+from tpfuse.tools.bench.run import Errors, results
 
 KERNELS = re.compile(r"^def (_\w+_kernel)\(", re.M)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from bench.gpu_day.part import Context, needs
-from tpfuse.bench.run import attempt
 from tpfuse.models import GPT
+from tpfuse.tools.bench.run import attempt
 
 BF16 = torch.bfloat16
 PROMPT, NEW, BATCH = 128, 64, 8

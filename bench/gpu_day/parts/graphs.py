@@ -8,10 +8,10 @@ from torch import Tensor, nn
 import tpfuse
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts.layers import BF16, Layer, block_of, named
-from tpfuse.bench.definition import Random
-from tpfuse.bench.measure import interleaved
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.tools.bench.definition import Random
+from tpfuse.tools.bench.measure import interleaved
 
 STEPS = 3  # that are compared
 SECONDS = 2.0

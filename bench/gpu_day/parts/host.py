@@ -5,7 +5,7 @@ import time
 import torch
 
 from bench.gpu_day.part import Context
-from tpfuse.bench.definition import DTYPES, Random, load
+from tpfuse.tools.bench.definition import DTYPES, Random, load
 
 
 def jobs(context: Context) -> list[str]:

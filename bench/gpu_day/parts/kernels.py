@@ -11,10 +11,11 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from tpfuse.bench.definition import DTYPES, Random, discover
-from tpfuse.bench.measure import AHEAD
-from tpfuse.bench.run import calls
-from tpfuse.kernels.runtime import launch, replay
+from tpfuse.kernels.replay import replay
+from tpfuse.kernels.runtime import launch
+from tpfuse.tools.bench.definition import DTYPES, Random, discover
+from tpfuse.tools.bench.measure import AHEAD
+from tpfuse.tools.bench.run import calls
 
 TURNS = 5
 

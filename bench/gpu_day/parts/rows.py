@@ -2,8 +2,8 @@
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from tpfuse.bench.roofline import Card
-from tpfuse.bench.run import PEERS, Case, Setting, measure
+from tpfuse.tools.bench.roofline import Card
+from tpfuse.tools.bench.run import PEERS, Case, Setting, measure
 
 LOSSES = "cross_entropy", "linear_cross_entropy"  # whose forward may do the backward's work: whole steps are compared
 SECONDS = 0.3

@@ -7,7 +7,7 @@ import sys
 from bench.gpu_day.part import Context, tool
 from bench.gpu_day.parts.check import every_kernel
 from bench.gpu_day.tools import sanitized
-from tpfuse.bench.definition import discover
+from tpfuse.tools.bench.definition import discover
 
 OPTIONS = {"memcheck": ["--report-api-errors", "no"]}  # torch asks CUDA what it expects to be refused
 TINY = "layer_norm", "linear_gelu"

@@ -53,7 +53,7 @@ def _machine(context: Context) -> None:
 
     if not context.tiny and not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU here; --rehearse runs every line on a CPU")
-    from tpfuse.bench.roofline import card_name
+    from tpfuse.tools.bench.roofline import card_name
 
     context.emit(dict(device=card_name(context.device), versions=versions, cores=os.cpu_count()))
 
@@ -61,8 +61,8 @@ def _machine(context: Context) -> None:
 def _card(context: Context) -> None:
     import dataclasses
 
-    from tpfuse.bench.definition import DTYPES
-    from tpfuse.bench.roofline import data_sheet, measure_card
+    from tpfuse.tools.bench.definition import DTYPES
+    from tpfuse.tools.bench.roofline import data_sheet, measure_card
 
     sizes = dict(copy_mib=4, side=64) if context.tiny else {}
     card = measure_card(context.device, {name: DTYPES[name] for name in ("bf16",)}, **sizes)

@@ -5,9 +5,9 @@ import torch
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts import layers
-from tpfuse.bench.definition import DTYPES, Random, discover
-from tpfuse.bench.measure import side_stream
-from tpfuse.bench.run import calls
+from tpfuse.tools.bench.definition import DTYPES, Random, discover
+from tpfuse.tools.bench.measure import side_stream
+from tpfuse.tools.bench.run import calls
 
 
 def jobs(context: Context) -> list[str]:

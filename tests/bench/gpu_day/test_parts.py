@@ -13,11 +13,12 @@ from bench.gpu_day.part import Absent, Context, needs, tool
 from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
-from tpfuse.bench.definition import discover
-from tpfuse.bench.definition import load as load_bench
-from tpfuse.bench.roofline import data_sheet
-from tpfuse.kernels.runtime import launch, replay
+from tpfuse.kernels.replay import replay
+from tpfuse.kernels.runtime import launch
 from tpfuse.kernels.runtime import tuning as _tuning
+from tpfuse.tools.bench.definition import discover
+from tpfuse.tools.bench.definition import load as load_bench
+from tpfuse.tools.bench.roofline import data_sheet
 
 # ---- what is run ----
 
@@ -65,7 +66,7 @@ def test_what_is_not_installed_is_said_at_once(monkeypatch, tmp_path):
 
 def test_the_gpu_tests_are_dealt_out_and_those_that_passed_are_not_run_again(tmp_path):
 
-    assert "tests/kernels/linear/test_gemm.py" in suite.marked() and "tests/test_pool.py" not in suite.marked()
+    assert "tests/kernels/gemm/test_triton_gemm.py" in suite.marked() and "tests/test_pool.py" not in suite.marked()
     items, found = [SimpleNamespace(nodeid=f"t{i}") for i in range(7)], []
     known = {"gpu tests": [dict(test="t3", outcome="passed"), dict(test="t1", outcome="failed")]}
     session = SimpleNamespace(items=list(items))

@@ -12,7 +12,7 @@ from bench.gpu_day.day import Day
 from bench.gpu_day.part import Part
 from bench.gpu_day.plan import DAY, SETUP, parts
 from bench.gpu_day.results import NAME, Results, load
-from tpfuse.bench.definition import discover
+from tpfuse.tools.bench.definition import discover
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..embedding.op import embedding_bwd
+from ..lookup.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, NORM, Composed, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import Mask, active_rng, keep_rows, scale

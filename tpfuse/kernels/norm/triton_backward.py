@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..replay.replay import Replayed
 from ..runtime.counters import counters
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, moved
 from ..runtime.partials import Last, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
-from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import BWD_COLUMNS, BWD_ROWS, ONCE_ROW, bwd_config, once_config

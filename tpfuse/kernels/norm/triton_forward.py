@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..replay.replay import Replayed
 from ..runtime.device import load, sum_ranks
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
-from ..runtime.replay import Replayed
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import apply_config, fwd_chunks_config, fwd_config

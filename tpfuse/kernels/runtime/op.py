@@ -20,9 +20,9 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
+from ..replay.recorder import recorder
+from ..replay.replay import LAUNCHED, UNKNOWN, Replayed, call_of
 from .main_grad import cast
-from .recorder import recorder
-from .replay import LAUNCHED, UNKNOWN, Replayed, call_of
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805)."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .bert_like import OMITTED, PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family
 from .names import Sizes, flat, linear, norm

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import KEYS
 from .names import Modules, Sizes, linear, norm, qkv, table
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .bert_like import PLAIN
 from .family import KEYS, SEQUENCE, TOKEN, Family, Head
 from .names import Modules, Sizes, flat, linear, norm, qkv, table

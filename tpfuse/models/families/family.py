@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 
 # Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some; and some by
 # a pattern, where it does not list them.

@@ -5,7 +5,7 @@ and logits by tanh; Gemma 3 has a norm on every query and key head, and other ro
 
 from typing import Any
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import PATTERNED_LAYERS, SEQUENCE, Family
 from .llama_like import ATTENTION_BIAS, around, layer, llama_like
 from .names import Sizes, flat, norm

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019)."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family
 from .names import Modules, Sizes, flat, linear, norm, table
 

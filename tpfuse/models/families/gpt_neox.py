@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373): attention and MLP
 side by side, LayerNorm, and rotary positions on a part of each head."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family, RotaryKeys
 from .names import Modules, Sizes, flat, linear, norm, table
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
 from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
 

@@ -1,7 +1,7 @@
 """ModernBERT (Warner et al. 2024, arXiv:2412.13663): a pre-norm encoder with rotary positions, no biases, and windows
 in most layers."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, USUAL, Family, Head
 from .names import Modules, Sizes, flat, linear, norm, table
 

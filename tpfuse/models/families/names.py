@@ -6,7 +6,7 @@ of the base model, without its prefix.
 
 from typing import Protocol
 
-from ...interop.huggingface.source import Place, Source
+from ..files.source import Place, Source
 
 Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
 

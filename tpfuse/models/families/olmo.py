@@ -1,7 +1,7 @@
 """OLMo 2 (2025, arXiv:2501.00656): Llama with a norm on what attention and the MLP give in place of what they are
 given, and norms over all query heads together and over all key heads."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import SEQUENCE
 from .llama_like import ATTENTION_BIAS, around, layer, llama_like
 from .names import Sizes, flat, norm

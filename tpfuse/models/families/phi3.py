@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4-mini (Abdin et al. 2024, arXiv:2404.14219): Llama with q, k and v in one tensor of a file and gate
 and up in another, no biases, one sliding window, longrope, and rotary positions on a part of each head."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import ONE_WINDOW, RotaryKeys
 from .llama_like import llama_like, llama_sources
 from .names import Modules, Sizes, flat, joined_qkv

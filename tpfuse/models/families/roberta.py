@@ -5,7 +5,7 @@ Positions count the tokens that are not padding; the head of a sequence has a li
 
 from typing import Any
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .bert_like import OMITTED, PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family, Head
 from .names import Sizes, flat, linear, norm

@@ -1,7 +1,7 @@
 """StarCoder2 (Lozhkov et al. 2024, arXiv:2402.19173): Llama's attention under LayerNorm and an MLP without a gate, with
 biases everywhere or nowhere, one sliding window, and dropout after the embedding, attention and the MLP."""
 
-from ...interop.huggingface.source import Source
+from ..files.source import Source
 from .family import ONE_WINDOW
 from .llama_like import llama_like, llama_sources
 from .names import Modules, Sizes, flat, linear

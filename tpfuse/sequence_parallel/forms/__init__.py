@@ -11,6 +11,10 @@ Parts that come from experts are two functions more in each form, with their own
 
 Shapes: n, dn, dp, parts [R, m, D], one of them expanded with stride 0 if it stands for one shard; x, y, dy [M, ...].
 Gradients of weights that ``needs`` does not ask for are None.
+
+overlapped  with it: messages travel while GEMMs run
+plain       a message, then its GEMM
+replicated  without sequence parallelism: the sum of dx travels under the wgrads
 """
 
 from typing import Protocol

@@ -6,8 +6,8 @@ If a weight is frozen its backward is the plain form's: without a wgrad there is
 
 from torch import Tensor
 
-from ...kernels.attention.op import attention_bwd
-from ...kernels.attention.options import Options
+from ...kernels.attn.op import attention_bwd
+from ...kernels.attn.options import Options
 from ...parallel import TensorParallel
 from ..overlap import attention as attention_ops
 from ..overlap import linear as linear_ops

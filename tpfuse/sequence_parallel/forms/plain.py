@@ -11,7 +11,7 @@ A frozen weight has no wgrad, and nothing is gathered for it.
 
 from torch import Tensor
 
-from ...kernels.linear.op import column_sum, linear_dgrad, linear_dgrad_act, linear_fwd
+from ...kernels.gemm.op import column_sum, linear_dgrad, linear_dgrad_act, linear_fwd
 from ...parallel import TensorParallel
 from ..crossings import gather_rows, scatter_rows
 from ..records import MLP, GatheredWeightGrad, Linear, MLPSaved, Needs, Saved, WeightGrad

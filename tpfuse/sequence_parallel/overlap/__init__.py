@@ -16,4 +16,10 @@ gradients are bitwise those of the plain form, except the MLP's bias gradient, w
 
 Shapes: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N]; w1 of a gated
 activation is [2 N, D].  ``group_name`` is a process group's.
+
+attention  of gather_attention_exchange
+linear     of gather_linear and linear_exchange
+mlp        of gather_mlp_exchange
+reduce     the sum of dx under the wgrads
+steps      a GEMM into its place, rows gathered or sent piece by piece beside one
 """

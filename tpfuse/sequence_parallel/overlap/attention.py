@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.attention.cpu import BLOCK, Backward, Forward
-from ...kernels.attention.op import attention_bwd, attention_fwd
-from ...kernels.attention.options import Options, scores
+from ...kernels.attn.cpu import BLOCK, Backward, Forward
+from ...kernels.attn.op import attention_bwd, attention_fwd
+from ...kernels.attn.options import Options, scores
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import Linear, Projections, Run, WeightGrad, run

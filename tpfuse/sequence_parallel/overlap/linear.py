@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.linear.activation import width
+from ...kernels.gemm.activation import width
 from ...kernels.runtime.op import GEMM, Cost, new_vector, op
 from ..flight import Flight, pieces
 from ..records import Linear, Run, WeightGrad, run

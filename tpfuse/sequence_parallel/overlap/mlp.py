@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.linear.op import activation_fwd, linear_dgrad_act
+from ...kernels.gemm.op import activation_fwd, linear_dgrad_act
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
 from ..records import MLP, Run, WeightGrad, run

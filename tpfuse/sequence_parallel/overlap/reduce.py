@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives import named, start_all_gather
-from ...kernels.linear.op import column_sum, linear_dgrad, linear_wgrad
+from ...kernels.gemm.op import column_sum, linear_dgrad, linear_wgrad
 from ...kernels.norm.core import reduce_parts
 from ...kernels.runtime.op import GEMM, Cost, least, new_vector, op
 from ...parallel import TensorParallel, resolve

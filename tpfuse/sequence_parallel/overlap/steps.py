@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.linear.activation import width
-from ...kernels.linear.op import activation_fwd
+from ...kernels.gemm.activation import width
+from ...kernels.gemm.op import activation_fwd
 from ...kernels.runtime.op import Cost, least, new_vector
 from ..flight import Flight, pieces
 from ..records import Linear

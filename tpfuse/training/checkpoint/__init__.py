@@ -9,6 +9,22 @@ They are resumable at any tensor-parallel size and never half-written:
     directory/job.json         the job that saves here
 
 A save that is killed leaves ``latest`` as it was.  The last two checkpoints are kept.  Nothing in them is a pickle.
+
+background  a save that goes on while training does
+conditions  the model's config, and what decides the last bits
+errors      errors name the function and the file
+folder      latest, and which checkpoints are kept
+hooks       residuals of a sparse all-reduce, and their mean at another number of replicas
+job         one folder, one job
+load        load_checkpoint: nothing changes before every rank has read everything
+meta        meta.json, under a checksum of its own
+pieces      what each rank holds of a tensor, who writes it, and another split
+ranks       all ranks, and their messages about a checkpoint
+save        save_checkpoint: state -> shards, meta.json, latest
+shards      safetensors files and their checksums
+stages      what the stages of a pipeline hold together
+state       what a model and its optimizer hold, by name, and back
+version1    checkpoints of the first format
 """
 
 from .load import load_checkpoint

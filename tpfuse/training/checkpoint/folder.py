@@ -8,7 +8,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from ...interop.huggingface.disk import fsync
+from ...models.files.disk import fsync
 from ...parallel import host
 from .errors import at
 from .job import is_alive, is_here, read_job, this_job, write_job

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ok_topk import OkTopk, State, Unit
+from ..ok_topk import OkTopk, State, Unit
 from .meta import Meta
 from .pieces import Piece, Stored, fill, piece, whole
 from .ranks import Ranks

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...ok_topk import OkTopk
 from ...parallel import host
+from ..ok_topk import OkTopk
 from . import background as thread
 from . import state, version1
 from .conditions import check_config, conditions, warn_of_differences

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...gloo import limit
-from ...rollcall import roll_call
-from ...together import together
+from ...ranks.gloo import limit
+from ...ranks.rollcall import roll_call
+from ...ranks.together import together
 
 T = TypeVar("T")
 _made: "list[tuple[dist.ProcessGroup, Ranks]]" = []  # at most one: the world it was made in, and its ranks

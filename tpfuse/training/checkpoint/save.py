@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ...layers.partial import warn_of_drift
-from ...ok_topk import OkTopk
 from ...pipeline.placement import Stage
-from ...rollcall import RankEnded
+from ...ranks.rollcall import RankEnded
+from ..ok_topk import OkTopk
 from . import background as thread
 from .conditions import conditions, config_of
 from .errors import at, named

@@ -1,0 +1,125 @@
+"""What an op's file must hold, and that a user's own file is timed as tpfuse's are."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+
+import pytest
+
+import tpfuse.tools.bench.command as program
+from tpfuse.__main__ import main
+from tpfuse.tools.bench.definition import Bench, discover, load, load_all
+from tpfuse.tools.bench.roofline import measure_card
+
+ROOT = pathlib.Path(__file__).parents[3]
+DOCUMENTED = next(
+    text
+    for text in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.S | re.M)
+    if "BENCH" in text
+)
+OPTIONS = ["--dtype", "fp32", "--shape", "8x32", "--device", "cpu", "--seconds", "0", "--mode", "fwd,bwd"]
+OPTIONS += ["--providers", "tpfuse,torch"]
+
+
+@pytest.fixture
+def my_op(tmp_path):
+    """Writes a file, and returns its path."""
+
+    def write(text, name="my_op.py"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def small_card(monkeypatch):
+    monkeypatch.setattr(program, "measure_card", functools.partial(measure_card, copy_mib=1, side=16))
+
+
+def test_the_documented_file_is_timed(my_op, capsys, small_card, tmp_path):
+    json_file = tmp_path / "rows.json"
+    path = my_op(DOCUMENTED)
+    assert main(["bench", path, "rms_norm", *OPTIONS, "--json", str(json_file)]) == 0
+    rows = json.loads(json_file.read_text())["rows"]
+    assert [(r["op"], r["mode"], r["provider"]) for r in rows] == [
+        (op, mode, provider)
+        for op in ("silu_norm", "rms_norm")
+        for mode in ("fwd", "bwd")
+        for provider in ("tpfuse", "torch")
+    ]
+    assert all(row["error"] < 1e-5 and row["bytes"] > 0 for row in rows)
+    assert "[1/2] silu_norm 8x32 fp32 fwd: tpfuse warms up" in capsys.readouterr().err
+
+
+def test_without_an_op_of_tpfuse_there_are_no_rates(my_op, capsys, small_card, tmp_path):
+    text = DOCUMENTED.replace("tpfuse=ours", "tpfuse=torch")
+    assert main(["bench", my_op(text), *OPTIONS, "--providers", "tpfuse", "--plot", str(tmp_path / "x.png")]) == 0
+    printed = capsys.readouterr()
+    assert "silu_norm 8x32 fp32 bwd: no rates: the provider tpfuse calls no op of tpfuse" in printed.err
+    assert "x.png is not drawn: no row has rates" in printed.err and "silu_norm" in printed.out
+
+
+def without(name):
+    return DOCUMENTED.replace({"tpfuse": "tpfuse=ours, ", "torch": ", torch=torch"}[name], "")
+
+
+WRONG = {
+    "no tpfuse": (without("tpfuse"), "the Bench 'silu_norm' needs a provider 'tpfuse' in providers; it has 'torch'"),
+    "no torch": (without("torch"), "the Bench 'silu_norm' needs a provider 'torch' in providers; it has 'tpfuse'"),
+    "compile": (DOCUMENTED.replace("torch=torch)", "torch=torch, compile=ours)"), "which is made of 'torch'"),
+    "no function": (DOCUMENTED.replace("tpfuse=ours", "tpfuse=3"), "tpfuse must be a function, got 3"),
+    "no BENCH": (
+        DOCUMENTED.replace("BENCH =", "BEHCN ="),
+        "has no BENCH; it needs BENCH = tpfuse.bench.Bench(...)",
+    ),
+    "another BENCH": ("BENCH = {}", "has as BENCH a dict"),
+    "a field": (DOCUMENTED.replace("    inputs=inputs,\n", ""), "missing 1 required positional argument: 'inputs'"),
+    "axes": (DOCUMENTED.replace("(512, 768)", "(512,)"), "a shape is a tuple of 2 positive integers, MxD; got (512,)"),
+    "no shapes": (DOCUMENTED.replace("((512, 768),)", "()"), "needs at least one of axes and of cpu_shapes"),
+    "a module": ("import no_such_module", "does not run: ModuleNotFoundError: No module named 'no_such_module'"),
+    "inputs": (
+        DOCUMENTED.replace("return random(M, D), random(D, mean=1.0, std=0.1)", "return 3"),
+        "inputs must return a tuple of tensors, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("text, message", WRONG.values(), ids=WRONG)
+def test_what_a_file_lacks_is_named(text, message, my_op, capsys, small_card):
+    path = my_op(text)
+    assert main(["bench", path, *OPTIONS]) == 2
+    said = capsys.readouterr().err
+    assert message in said and ("inputs must" in message or path in said)
+
+
+def test_a_file_that_is_not_there(capsys):
+    assert main(["bench", "nowhere/my_op.py"]) == 2
+    assert "there is no file nowhere/my_op.py" in capsys.readouterr().err
+
+
+def test_inputs_that_fail_cost_only_their_shape(my_op, capsys, small_card):
+    text = DOCUMENTED.replace("    return random(M, D),", "    assert M > 4, 'too few rows'\n    return random(M, D),")
+    options = [*OPTIONS, "--shape", "4x32", "--providers", "torch"]
+    assert main(["bench", my_op(text), *options]) == 0
+    assert "silu_norm 4x32 fp32: no more inputs: too few rows" in capsys.readouterr().err
+
+
+def test_two_ops_of_one_name_are_refused(my_op):
+    one, other = my_op(DOCUMENTED), my_op(DOCUMENTED, "another.py")
+    with pytest.raises(ValueError, match="my_op.py and .*another.py are both called 'silu_norm'"):
+        load_all([one, other])
+    assert [bench.name for bench in load_all([one, one, "rope", "rope"])] == ["silu_norm", "rope"]
+
+
+def test_all_stands_for_tpfuses_own(my_op):
+    assert [bench.name for bench in load_all(["all", my_op(DOCUMENTED)])] == [*discover(), "silu_norm"]
+
+
+def test_a_gpu_needs_shapes_of_its_own():
+    bench = dataclasses.replace(load("rope"), shapes=())
+    assert isinstance(bench, Bench) and program.shapes_of(bench, ["4x2x8"], program.torch.device("cuda")) == [(4, 2, 8)]
+    with pytest.raises(ValueError, match="rope has no standard shapes for a GPU: --shape MxHxE"):
+        program.shapes_of(bench, [], program.torch.device("cuda"))

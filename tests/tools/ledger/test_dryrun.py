@@ -1,0 +1,174 @@
+"""Any model at any scale in one process: against the formulas, against real ranks, and the errors of run time."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.common import make_tp
+from tpfuse.layers import TransformerBlock
+from tpfuse.models import GPT, GPTConfig
+from tpfuse.parallel import TensorParallel
+from tpfuse.tools.ledger import Ledger, Plan, dry_run, fake_world, load_config
+from tpfuse.tools.ledger.dryrun import against_formulas, as_json, point, report, sweep, sweep_table
+
+SMALL = GPTConfig(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=8)
+
+
+def plan(**values):
+    return Plan(**dict(seq=64, micro_batch=2, dtype=torch.float32) | values)
+
+
+BIG = """
+import resource, sys, time
+from tpfuse.tools.ledger import Plan, dry_run, load_config
+from tpfuse.tools.ledger.dryrun import against_formulas
+began = time.monotonic()
+done = dry_run(load_config("gpt3-175b"), Plan(tp=8, dp=128, seq=2048, micro_batch=1))
+counted = [(n, formula) for _, n, formula, _ in against_formulas(done)]
+assert abs(counted[0][0] - counted[0][1]) < 1 and 21.8e9 < counted[0][0] < 21.9e9, counted
+assert all(0.98 < n / formula < 1.02 for n, formula in counted), counted
+seconds, gigabytes = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+assert seconds < 60 and gigabytes < 2, (seconds, gigabytes)
+"""
+
+
+@pytest.mark.slow
+def test_gpt3_on_1024_ranks_in_a_minute_and_two_gigabytes():
+    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def _real(world, sequence_parallel, saving, recompute=None):
+    model = GPT(SMALL, tp=make_tp(world, sequence_parallel), saving=saving, recompute=recompute)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    model(ids, labels=ids, step=0, first_sample=0)  # compares the ranks' input_ids, once
+    with Ledger() as ledger:
+        model(ids, labels=ids, step=0, first_sample=0).loss.backward()
+    return {key: row for key, row in ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+
+
+@pytest.mark.parametrize("sequence_parallel, saving", [(True, "fastest"), (True, "smallest"), (False, "fastest")])
+def test_a_dry_rank_does_what_a_real_one_does(ranks, sequence_parallel, saving):
+    """Every GEMM, attention and collective: calls, bytes, flops."""
+    real = ranks(2, _real, sequence_parallel, saving)
+    dry = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel, saving=saving))
+    rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    assert rows == real[0] == real[1]
+    assert sum(row.wire for row in rows.values()) == dry.work.wire > 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_dry_rank_recomputes_what_a_real_one_does(ranks, sequence_parallel):
+    real = ranks(2, _real, sequence_parallel, "fastest", "full")
+    dry = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel, full=True))
+    rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    assert rows == real[0] == real[1]
+    # small all-reduces are one message, a gather and an exchange are two; two pairs of GEMMs a layer
+    of_forward = (2 if sequence_parallel else 1) * 2 * SMALL.num_layers
+    calls = lambda run: sum(calls for calls, _ in run.work.messages.values())
+    plain = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel))
+    assert calls(dry) - calls(plain) == of_forward
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_a_recomputing_rank_saves_and_sends_is_what_the_formulas_say(sequence_parallel):
+    on = Plan(tp=4, seq=512, micro_batch=8, sequence_parallel=sequence_parallel, full=True)
+    rows = {
+        what: (counted, formula) for what, counted, formula, _ in against_formulas(dry_run(load_config("gpt-22b"), on))
+    }
+    counted, formula = rows["sent over tp (formula: of row tiles)"]
+    assert counted == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt-22b", "bert-large"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_counted_is_what_the_formulas_say(name, sequence_parallel):
+    """At these sizes what the formulas leave out (vectors, the loss, BERT's head) is small."""
+    done = dry_run(load_config(name), Plan(tp=4, dp=2, seq=512, micro_batch=8, sequence_parallel=sequence_parallel))
+    close = 0.02 if name.startswith("gpt") else 0.10
+    for what, counted, formula, _ in against_formulas(done):
+        assert counted == pytest.approx(formula, rel=close), what
+
+
+def test_many_layers_are_those_of_a_few():
+    config, on = GPTConfig(vocab_size=96, max_positions=64, hidden_size=64, num_layers=7, num_heads=8), plan(tp=4, dp=2)
+    whole, few = dry_run(config, on), point(config, on)
+    assert (few.held, few.work) == (whole.held, whole.work)
+
+
+def test_sizes_that_do_not_fit_have_the_words_of_run_time():
+    with pytest.raises(
+        ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3; use 1, 2, 4 or 8"
+    ) as dry:
+        dry_run(SMALL, plan(tp=3))
+    with fake_world(3) as mesh, torch.device("meta"), pytest.raises(ValueError) as real:
+        TransformerBlock(64, 8, tp=TensorParallel(mesh["tp"]))
+    assert str(dry.value) == str(real.value)
+    assert not dist.is_initialized()
+
+
+def test_too_many_positions():
+    with pytest.raises(ValueError, match="128 positions are more than the model's max_positions=64"):
+        dry_run(SMALL, plan(seq=128))
+
+
+def test_no_dry_run_inside_a_process_group():
+    with fake_world(2), pytest.raises(ValueError, match="in a process group already"):
+        dry_run(SMALL, plan())
+    with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
+        dry_run(SMALL, plan(tp=0))
+
+
+def test_ddp_sends_its_buckets():
+    done = dry_run(SMALL, plan(tp=2, dp=4))
+    gradients = done.held.parameters * 4
+    calls, sent = done.held.reduced
+    assert calls == 1 and sent == int(2 * 3 / 4 * gradients) and done.held.sharded_wire == int(3 * 3 / 4 * gradients)
+    assert done.held.state.buckets == gradients and done.held.sharded.buckets == 0
+    assert done.held.viewed == done.held.state._replace(buckets=0)
+    assert dry_run(SMALL, plan(tp=2)).held.reduced == (0, 0)
+
+
+def test_peak_is_of_activations_alone():
+    done = dry_run(SMALL, plan(tp=2))
+    assert done.work.saved < done.work.peak < 2 * done.work.saved
+
+
+@pytest.mark.slow
+def test_sweep_from_one_rank_to_4096():
+    points = sweep(load_config("gpt-530b"), Plan(seq=2048), [1, 8, 64], [1, 64, 4096])
+    assert [(p.plan.tp, p.ranks) for p in points] == [
+        (1, 1),
+        (1, 64),
+        (1, 4096),
+        (8, 64),
+        (8, 4096),
+        (64, 64),
+        (64, 4096),
+    ]
+    by_tp = {p.plan.tp: p for p in points if p.ranks == 4096}
+    assert by_tp[1].work.wire == 0 < by_tp[8].work.wire < by_tp[64].work.wire
+    assert by_tp[64].held.parameters * 64 == pytest.approx(by_tp[1].held.parameters, rel=0.02)
+    assert by_tp[64].work.saved * 64 == pytest.approx(by_tp[1].work.saved, rel=0.05)
+
+
+def test_a_sweep_goes_on_after_sizes_that_do_not_fit():
+    points = sweep(SMALL, plan(), [8, 16], [16])
+    assert points[0].error == "" and "num_heads=8 is not divisible by tensor-parallel size 16" in points[1].error
+    assert sweep_table(points).splitlines()[-1] == f"tp 16: {points[1].error}"
+
+
+def test_report_and_json():
+    done = dry_run(SMALL, plan(tp=2, dp=2))
+    text = report(done)
+    words = "tp 2 x dp 2 = 4 ranks", "FSDP", "all_to_all", "DDP buckets", "data_parallel", "formula"
+    assert all(word in text for word in words)
+    values = as_json(done.plan, done.held, done.work)
+    assert (
+        values["plan"]["ranks"] == 4
+        and values["work"]["flops"] == done.work.flops
+        and values["held"]["state"]["total"] > 0
+    )

@@ -1,0 +1,194 @@
+"""Closed forms of saved activations against what hooks measure: plain layers, tpfuse's blocks at several sizes; state
+bytes."""
+
+import pytest
+import torch
+
+from tests.common import make_tp
+from tpfuse.layers.block import SAVING
+from tpfuse.models import GPT, BertConfig, GPTConfig
+from tpfuse.parallel import TensorParallel
+from tpfuse.tools.ledger import activation_bytes, parameter_count, saved_bytes, state_bytes
+from tpfuse.tools.ledger.dryrun import fake_world
+from tpfuse.tools.ledger.layer import build, token_ids
+from tpfuse.tools.ledger.memory import measured_layer
+from tpfuse.tools.ledger.plain import PlainLayer
+from tpfuse.tools.ledger.presets import load_config
+
+WIDTH, HEADS, BATCH = 1024, 16, 4
+
+
+def config(seq=512, layers=2, **options):
+    return GPTConfig(
+        vocab_size=512, max_positions=seq, hidden_size=WIDTH, num_layers=layers, num_heads=HEADS, **options
+    )
+
+
+def sbh(seq):
+    return seq * BATCH * WIDTH
+
+
+FORMS = {  # tp, sequence parallel, recompute -> of s, h, a, t
+    (1, False, "none"): lambda s, h, a, t: 34 + 5 * a * s / h,
+    (4, False, "none"): lambda s, h, a, t: 10 + 24 / t + 5 * a * s / (h * t),
+    (4, True, "none"): lambda s, h, a, t: (34 + 5 * a * s / h) / t,
+    (4, False, "selective"): lambda s, h, a, t: 10 + 24 / t,
+    (4, True, "selective"): lambda s, h, a, t: 34 / t,
+    (4, False, "full"): lambda s, h, a, t: 2,
+}
+
+
+@pytest.mark.parametrize("way", FORMS)
+@pytest.mark.parametrize("seq", [128, 2048])
+def test_korthikantis_six(way, seq):
+    assert activation_bytes(config(seq), *way, seq=seq, batch=BATCH) / sbh(seq) == FORMS[way](seq, WIDTH, HEADS, way[0])
+
+
+@pytest.mark.parametrize("seq, expected", [(128, 44.0), (512, 74.0)])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_plain_layer(seq, expected, device):
+    if device == "cpu" and seq > 128:
+        pytest.skip("the same code")
+    factory = dict(device=device, dtype=torch.bfloat16)
+    layer = PlainLayer(WIDTH, HEADS, 4 * WIDTH, **factory)
+    x = torch.zeros(BATCH, seq, WIDTH, **factory, requires_grad=True)
+    with saved_bytes(layer) as saved:
+        layer(x)
+    assert saved() / sbh(seq) == pytest.approx(expected, rel=0.01)
+    assert activation_bytes(config(seq), seq=seq, batch=BATCH) / sbh(seq) == expected
+
+
+OURS = {("fastest", True): 32, ("smallest", True): 20}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("saving", SAVING)
+def test_our_block(ranks, sequence_parallel, saving):
+    """Dropout on; tpfuse's form counts 32 and 20 sbh/t and the statistics in fp32."""
+    seq = 512
+    form = activation_bytes(config(), ranks, sequence_parallel, saving, seq=seq, batch=BATCH)
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        measured = measured_layer(config(), tp=tp, seq=seq, batch=BATCH, saving=saving)
+    assert measured == pytest.approx(form, rel=0.01)
+    if sequence_parallel:
+        assert measured / sbh(seq) == pytest.approx(OURS[saving, True] / ranks, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_block_with_its_mlp_beside_attention(ranks, sequence_parallel, saving):
+    """One residual stream less: what attention gives is added, and not kept."""
+    seq, on = 512, config(parallel_residual=True)
+    form, serial = (activation_bytes(c, ranks, sequence_parallel, saving, seq=seq, batch=BATCH) for c in (on, config()))
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving=saving)
+    assert measured == pytest.approx(form, rel=0.01)
+    assert serial - form == 2 * sbh(seq) / (ranks if sequence_parallel else 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("norm", ["layer", "rms", "post"])
+def test_our_recomputed_block(ranks, sequence_parallel, norm):
+    """2 sbh/t and the statistics of one norm, nothing in post-norm; the norm's own vectors apart."""
+    seq, sizes = 512, dict(vocab_size=512, max_positions=512, hidden_size=WIDTH, num_layers=2, num_heads=HEADS)
+    on = BertConfig(**sizes) if norm == "post" else config(norm=norm)
+    form = activation_bytes(on, ranks, sequence_parallel, "fastest", seq=seq, batch=BATCH, full=True)
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving="fastest", full=True)
+    vectors = {"layer": 2, "rms": 1, "post": 0}[norm] * 4 * WIDTH  # in fp32
+    assert measured == form + vectors
+    assert form / sbh(seq) == pytest.approx(2 / (ranks if sequence_parallel else 1), rel=0.01)
+
+
+ROPE = dict(rope_type="default", rope_theta=1e4)
+BRANCHES = {
+    "heads": dict(qk_norm=True),
+    "beside": dict(branch_norm=True),
+    "in place": dict(branch_norm=True, pre_norm=False, qk_norm=True, qk_norm_all=True),
+}
+
+
+@pytest.mark.parametrize("ranks, sequence_parallel", [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize("form", BRANCHES)
+def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
+    """What they save in a block, and their parameters."""
+    on = config(norm="rms", qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, **BRANCHES[form])
+    with fake_world(ranks) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
+        for options in (dict(saving="fastest"), dict(saving="smallest"), dict(saving="fastest", full=True)):
+            saving, full = options["saving"], options.get("full", False)
+            want = activation_bytes(on, ranks, sequence_parallel, saving, seq=512, batch=BATCH, full=full)
+            measured = measured_layer(on, tp=tp, seq=512, batch=BATCH, **options)
+            assert measured == pytest.approx(want, rel=0.01), options
+        model = build(on, tp=tp, saving="fastest", dtype=torch.bfloat16)
+        assert sum(p.numel() for p in model.parameters()) == parameter_count(on, ranks)
+
+
+def _measured(world, saving):
+    model = GPT(
+        GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4),
+        tp=make_tp(world),
+        saving=saving,
+    )
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+    with saved_bytes(model) as saved:
+        model(ids, labels=ids, first_sample=0)
+    return saved()
+
+
+@pytest.mark.parametrize("saving", SAVING)
+def test_real_ranks_save_what_meta_tensors_say(ranks, saving):
+    every = ranks(2, _measured, saving)
+    with fake_world(2) as mesh:
+        on = GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4)
+        model = build(on, tp=TensorParallel(mesh["tp"], sequence_parallel=True), saving=saving, dtype=torch.float32)
+        ids = token_ids(4, 256)
+        with saved_bytes(model) as saved:
+            model(ids, labels=ids, first_sample=0)
+    assert every == [saved()] * 2
+
+
+def test_recompute_has_a_name():
+    with pytest.raises(
+        ValueError, match="recompute must be one of none, selective, full, fastest, smallest, got 'most'"
+    ):
+        activation_bytes(config(), recompute="most", seq=8, batch=1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt3-175b", "bert-large"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_parameters_in_closed_form(name, tp):
+    on = load_config(name)
+    with fake_world(tp) as mesh:
+        model = build(on, tp=TensorParallel(mesh["tp"]), saving="fastest", dtype=torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == pytest.approx(
+        parameter_count(on, tp), rel=0 if tp == 1 else 1e-4
+    )  # an odd vocabulary is split unevenly
+    if name.startswith("gpt") and tp == 1:
+        V, h, s, L = on.vocab_size, on.hidden_size, on.max_positions, on.num_layers
+        assert count == V * h + s * h + L * (12 * h * h + 13 * h) + 2 * h
+
+
+def test_state():
+    model = build(config(), saving="fastest", dtype=torch.bfloat16)
+    n = sum(p.numel() for p in model.parameters())
+    assert state_bytes(model) == (2 * n, 2 * n, 4 * n, 0, 0)
+    assert state_bytes(model, dp=2) == (2 * n, 2 * n, 4 * n, 2 * n, 0)
+    assert state_bytes(model, dp=2, bucket_views=True) == (2 * n, 2 * n, 4 * n, 0, 0)
+    assert state_bytes(model, optimizer="adamw-fp32").optimizer == 12 * n
+    assert state_bytes(model, dp=2, main_grad=True) == (2 * n, 4 * n, 12 * n, 0, 0)
+    assert state_bytes(model, optimizer="adamw-fp32", main_grad=True).optimizer == 12 * n
+    with pytest.raises(ValueError, match="main_grad is of a replicated model"):
+        state_bytes(model, sharded=True, main_grad=True)
+    sharded = state_bytes(model, dp=4, sharded=True)
+    assert sharded.parameters == pytest.approx(n / 2, rel=1e-3) and sharded.buckets == 0
+    assert 0 < sharded.gathered < 2 * n
+    with pytest.raises(ValueError, match="optimizer must be one of sgd, adamw, adamw-fp32, got 'lion'"):
+        state_bytes(model, optimizer="lion")

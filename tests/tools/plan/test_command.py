@@ -1,0 +1,117 @@
+"""``python -m tpfuse plan``: what it prints and writes, what the training example does with it, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+
+from tests.examples.launch import example, ok
+from tpfuse.__main__ import main
+from tpfuse.tools.plan import check, planning
+from tpfuse.tools.plan.report import Planned, Scale
+from tpfuse.tools.plan.search import search
+
+COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
+FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
+
+
+def test_plans(capsys, tmp_path):
+    assert main([*COMMAND, *FEW, "--explain", "1", "--json", str(tmp_path / "plan.json")]) == 0
+    text = capsys.readouterr().out
+    assert all(words in text for words in ("dp 2 x tp 1 x pp 1", "a rank may hold 72.0 GB", "runner-up", "twice the"))
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["job"] == dict(batch=4, seq=64, dtype="bfloat16", optimizer="adamw", num_layers=4)
+    best = values["plans"][0]
+    assert best["dp"] * best["tp"] * best["pp"] == 2 and sum(best["layers"]) == 4
+    assert all(p["micro_batch"] == 2 and p["saving"] == "fastest" and not p["full"] for p in values["plans"])
+
+
+def test_a_plan_given_by_hand(capsys):
+    by_hand = "dp=1,tp=1,pp=2,schedule=zbv,chunks=2,micro_batch=1,saving=smallest,full=yes,sharded=no,layers=1-1-1-1"
+    assert main([*COMMAND, "--fix", by_hand]) == 0
+    text = capsys.readouterr().out
+    assert "1 splits costed" in text and "zbv x 2" in text and "smallest, full recompute" in text
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--model", "gpt-9"], "model 'gpt-9' is neither a local config.json nor one of"),
+        (["--device", "tpu"], "plan: device must be one of v100, a100-80gb,"),
+        (["--devices", "12"], "plan: devices must fill nodes of 8, got 12"),
+        (["--cluster", "none.toml"], "--cluster says the devices; leave out --device(s)"),
+        (["--check"], "--check runs plans on this machine: give --device here"),
+        (["--fix", "speed=2"], "--fix knows dp, tp, pp,"),
+        (["--fix", "tp"], "--fix is FIELD=VALUE,.., got 'tp'"),
+        (["--fix", "tp=two"], "--fix tp must be a positive integer, got 'two'"),
+        (["--fix", "full=perhaps"], "full must be one of False, True, got perhaps"),
+        (["--fix", "dp=3"], "no split of 2 devices with dp=3"),
+        (["--global-batch", "3", "--fix", "dp=2"], "a batch of 3 that dp x micro-batch divides"),
+        (["--fix", "schedule=best"], "schedule must be one of gpipe,"),
+        (["--memory-share", "0.0001", *FEW], "no split of 2 devices holds the model: a rank needs"),
+    ],
+)
+def test_errors_of_one_line(capsys, more, words):
+    assert main([*COMMAND, *more]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len([line for line in error.splitlines() if "error" in line]) == 1
+
+
+def test_how_many_devices_would_do(capsys):
+    assert main([*COMMAND, *FEW, "--memory-share", "0.0002"]) == 2
+    assert "and may hold 16.0 MB; 4 would do" in capsys.readouterr().err
+
+
+def test_a_machine_has_to_be_named(capsys):
+    assert main(["plan", "--model", "gpt-3m", "--devices", "2"]) == 2
+    assert "say what it runs on: --devices and --device, or --cluster" in capsys.readouterr().err
+
+
+def test_what_is_checked_is_spread(monkeypatch):
+    from tests.tools.plan import fake
+
+    job, means = fake.job(4, 8), fake.means(hides=False)
+    plans = Planned(job, Scale(4, None, means.limit), search(job, 4, means))
+    steps = check.chosen(plans, means)
+    splits = {(s.split.dp, s.split.tp, s.split.pp) for s in steps}
+    assert len(splits) == 4 and steps[0].seconds == min(s.seconds for s in steps)
+    monkeypatch.setattr(check, "measure", lambda job, splits: [1, 2, 3, 4])
+    assert "rank correlation (Spearman): " in check.checked(plans, means)
+    assert check.correlation([1, 2, 3], [3, 5, 9]) == 1 and check.correlation([1, 2, 3], [3, 2, 1]) == -1
+
+
+def plan_of(tmp_path, **fields):
+    split = dict(dp=1, tp=1, pp=2, schedule="interleaved", chunks=2, micro_batches=2, layers=[1, 1, 1, 1])
+    split |= dict(saving="smallest", full=True, sharded=False) | fields
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(dict(job=dict(batch=4, seq=32, num_layers=4), plans=[split])))
+    return path
+
+
+SMALL = "--width 32 --layers 4 --heads 4 --seq 32 --batch 4 --max-mb 0.03 --prompt import --steps 2".split()
+
+
+@pytest.mark.slow
+def test_the_example_runs_a_plan(tmp_path):
+    said = ok("train_gpt.py", *SMALL, "--plan", plan_of(tmp_path), "--out", tmp_path / "out", procs=2)
+    assert "pp=2 (interleaved) x tp=1 x dp=1" in said
+
+
+@pytest.mark.parametrize(
+    "fields, more, words",
+    [
+        (dict(sharded=True), [], "--plan: sharded is true, and this script has no FSDP"),
+        ({}, ["--batch", "8"], "--plan: it is of --batch 4, and this run has 8"),
+    ],
+)
+def test_what_the_example_cannot_do(tmp_path, monkeypatch, capsys, fields, more, words):
+    given = [*SMALL, *more, "--plan", str(plan_of(tmp_path, **fields)), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *given])
+    with pytest.raises(SystemExit, match="2"):
+        example("_options").parse()
+    assert words in capsys.readouterr().err
+
+
+def test_fields_of_fix():
+    assert planning.fixed_of("tp=2, full=yes,layers=2-2") == dict(tp=2, full=True, layers=(2, 2))
+    assert planning.fixed_of(None) == {}

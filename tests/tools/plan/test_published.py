@@ -1,0 +1,131 @@
+"""The planner's parts against published numbers, and what they would be off by without one of them."""
+
+import pathlib
+
+import pytest
+import torch
+
+from bench.plan import places, published
+from bench.plan.megatron import MegatronCosts, Sizes, layer
+from tpfuse.models import GPTConfig
+from tpfuse.tools.ledger.mfu import PUBLISHED, forward_flops
+from tpfuse.tools.plan.cluster import preset
+from tpfuse.tools.plan.split import Job, Split
+
+PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+P22, P175, P530, P1T = PUBLISHED
+DEVICES = preset("a100-80gb", 8)
+
+
+def check(rows, percent):
+    assert rows
+    for row in rows:
+        assert abs(row.error) < percent, row
+
+
+def in_the_page(paper, rows):
+    for line in published.report([(paper, row) for row in rows]).splitlines():
+        assert line in PAGE
+
+
+def test_one_layer_of_korthikantis_table_4():
+    rows = published.one_layer()
+    check(rows, 5)
+    in_the_page(published.KORTHIKANTI, rows)
+    times = {row.what: row.ours for row in rows}
+    assert times["sequence parallel"] < times["no recomputation"] < times["selective"] < times["full recomputation"]
+
+
+@pytest.mark.parametrize(
+    "p", [P22, P175, pytest.param(P530, marks=pytest.mark.slow), pytest.param(P1T, marks=pytest.mark.slow)]
+)
+def test_iterations_of_korthikantis_table_5(p):
+    rows = published.of_model(p)
+    check(rows, 10)
+    in_the_page(published.KORTHIKANTI, rows)
+    gain, said = rows[0].ours / rows[1].ours, rows[0].paper / rows[1].paper
+    assert gain == pytest.approx(said, rel=0.1)
+
+
+def test_what_waiting_is_of_a_trillion():
+    """63 of 575 micro-batches' time, without which a step would be a tenth too fast."""
+    p = P1T._replace(batch=64, pp=8, devices=64)  # an eighth of it, the same bubble but for the ends
+    step = published.iteration(p, full=False)
+    assert step.timeline.bubble == pytest.approx(63 / 575, abs=0.012)
+    assert 1 - step.without_bubble / step.seconds > 0.07
+
+
+def test_weak_scaling_of_megatrons_figure_5():
+    rows = published.weak_scaling()
+    assert all(abs(row.ours - row.paper) < 10 for row in rows)
+    assert [row.ours for row in rows] == sorted((row.ours for row in rows), reverse=True)
+    in_the_page(published.MEGATRON, rows)
+
+
+def test_gpipes_table_2():
+    rows = published.gpipe()
+    check(rows, 8)
+    in_the_page(published.GPIPE, rows)
+
+
+def test_pipefishers_steps_bubbles_and_work():
+    rows = published.pipefisher()
+    for row in rows:
+        if row.unit == "%":
+            assert abs(row.ours - row.paper) < 0.1, row
+        assert abs(row.error) < 1, row
+    in_the_page(published.PIPEFISHER, rows)
+
+
+# ---- the layer itself ----
+
+
+@pytest.mark.parametrize("tp, parallel", [(1, False), (8, False), (8, True)])
+def test_the_layers_flops_and_messages(tp, parallel):
+    s = Sizes(rows=2 * 2048, width=6144, heads=64, seq=2048, tp=tp, shards=tp if parallel else 1)
+    made = layer(s)
+    config = GPTConfig(vocab_size=64, max_positions=2048, hidden_size=6144, num_layers=1, num_heads=64)
+    gemm, attention, _ = forward_flops(config, 2048, 2)
+    flops = lambda calls: sum(e.flops for e in calls)
+    assert flops(made.forward) * tp == gemm + attention and flops(made.backward) == 2 * flops(made.forward)
+    assert flops(made.core) * tp == attention
+    sent = lambda calls: sorted(e.op for e in calls if e.wire)
+    expected = [] if tp == 1 else ["all_gather"] * 2 + ["reduce_scatter"] * 2 if parallel else ["all_reduce"] * 2
+    assert sent(made.forward) == sent(made.backward) == expected
+
+
+def test_messages_take_as_long_with_sequence_parallelism_as_without():
+    job, split = Job(P22.config, 4, 2048, torch.float16), Split(tp=8, micro_batch=4)
+    plain, parallel = (MegatronCosts(DEVICES, sequence_parallel=p)(job, split).blocks[0] for p in (False, True))
+    for kind in "FB":
+        assert parallel.passes[kind]["tp"] == pytest.approx(plain.passes[kind]["tp"])
+        assert parallel.passes[kind]["GEMM"] == plain.passes[kind]["GEMM"]
+        assert parallel.passes[kind]["memory-bound"] < plain.passes[kind]["memory-bound"]
+    assert parallel.saved < plain.saved
+
+
+def test_parameters_are_the_models():
+    job = Job(P22.config, 4, 2048, torch.float16)
+    pieces = MegatronCosts(DEVICES, sequence_parallel=True)(job, Split())
+    from tpfuse.tools.ledger import parameter_count
+
+    assert sum(p.parameters for p in pieces.stage(range(48))) == parameter_count(P22.config)
+
+
+def test_what_megatron_refuses():
+    job, costs = Job(P22.config, 4, 2048, torch.float16), MegatronCosts(DEVICES, sequence_parallel=True)
+    with pytest.raises(ValueError, match="megatron: backward passes are not split, got zbv"):
+        costs(job, Split(pp=2, schedule="zbv"))
+    with pytest.raises(ValueError, match="megatron: 64 heads are not divisible by tp=3"):
+        costs(job, Split(tp=3))
+
+
+@pytest.mark.parametrize(
+    "p, within",
+    [(P22, 15), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((P175, 5), (P530, 1), (P1T, 5)))],
+)
+def test_the_papers_own_plans_are_among_the_best(p, within):
+    """Within so many % of the best that the search finds."""
+    found = places.place(p)
+    assert 0 <= found.behind < within and found.own.seconds == pytest.approx(p.seconds, rel=0.1)
+    assert places.line(found) in PAGE

@@ -1,0 +1,18 @@
+"""Attention on the fused qkv.
+
+config           launch parameters, and which form a kernel takes
+cpu              blocked implementation for CPUs
+decode           Triton: one new token against a cache
+op               equations, autograd, attention()
+options          its arguments as one record
+reference        the definition in plain torch
+torch_forward    torch's flash attention as forward, where it computes what is asked for
+triton_backward  Triton: dk and dv in two forms, then dq
+triton_forward   Triton: forward in two forms, and q and k rotated ahead
+triton_records   what launchers hand to kernels, as records
+triton_tiles     Triton: what sees what, tiles of scores, rotation, the dropout mask
+"""
+
+from .op import attention
+
+__all__ = ["attention"]

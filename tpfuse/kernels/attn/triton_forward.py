@@ -1,0 +1,346 @@
+"""The Triton side of attention's forward, and the kernel that prepares what several others read: q and k rotated
+ahead, and backward's delta.
+
+Forward has two forms.  Where AHEAD, a tile's scores are asked for while the product before it with v is in flight, and
+descriptors bring k and v, which takes fewer registers than pointers to them; heads of 80 and 96 columns are not padded.
+
+Forward rotates keys while it loads them.  Backward, and forward of heads wider than 128, read q and k rotated once
+ahead into a buffer instead, because in their loops the rotation would spill registers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..replay.replay import Replayed
+from ..runtime.launch import has_tma, launch, next_power_of_2, target
+from ..runtime.op import Cost, moved
+from ..runtime.philox import scale
+from ..runtime.triton import tl, triton
+from . import torch_forward
+from .config import config, default_config
+from .options import TENSORS, Options, check_width, scores
+from .triton_records import (
+    Static,
+    attending,
+    dense_heads,
+    described,
+    documents_of,
+    numbers_of,
+    static_of,
+    steps_of,
+    strides_of,
+    tensors_of,
+)
+from .triton_tiles import (
+    LN_2,
+    Columns,
+    Head,
+    Rows,
+    keep_mask_tile,
+    key_order,
+    keys_seen,
+    load_rotated,
+    load_tile,
+    locate_head,
+    score_tile,
+    store_tile,
+    tile_range,
+)
+
+# ---- rotation ahead, and delta ----
+
+
+@triton.jit
+def _prepare_kernel(
+    do_ptr, o_ptr,  # [M, H E] in
+    qkv_ptr,  # [M, G, Q + 2, E] in, the last two dimensions contiguous
+    tensors,  # of the rotation alone
+    delta_ptr,  # [B, H, S] out, fp32: times kept_share
+    rotated_ptr,  # [S B, G, Q + 1, BLOCK_E] out with cos: q and k as load_rotated orders them
+    B, S, G, Q, kept_share, strides, steps,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    E: tl.constexpr = STATIC.E
+    BLOCK_E: tl.constexpr = STATIC.BLOCK_E
+    tiles, H = tl.cdiv(S, BLOCK_M), G * Q
+    plane = tl.program_id(0) // tiles
+    b, h = plane // H, plane % H
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    if delta_ptr is not None:
+        do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
+        o = load_tile(Rows(o_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E).to(tl.float32)
+        delta = tl.sum(do * o, 1) * kept_share
+        tl.store(delta_ptr + plane.to(tl.int64) * S + rows, delta, mask=rows < S)
+    if tensors.cos_ptr is not None:
+        in_ptr = qkv_ptr + b.to(tl.int64) * strides.b + (h // Q).to(tl.int64) * strides.g
+        out_ptr = rotated_ptr + (b.to(tl.int64) * G + h // Q) * (Q + 1) * BLOCK_E
+        head = Head(tensors, None, None, B, S, b, None)
+        q = load_rotated(Rows(in_ptr + h % Q * E, strides.s), rows, head, True, STATIC)
+        store_tile(Rows(out_ptr + h % Q * BLOCK_E, steps.rotated), q, rows, S, BLOCK_E, BLOCK_E)
+        if h % Q == 0:
+            k = load_rotated(Rows(in_ptr + Q * E, strides.s), rows, head, True, STATIC)
+            store_tile(Rows(out_ptr + Q * BLOCK_E, steps.rotated), k, rows, S, BLOCK_E, BLOCK_E)
+
+
+# ---- forward ----
+
+
+@triton.jit
+def _seen(s, keys, first, last):
+    return tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
+
+
+@triton.jit
+def _softmax(s, total, top, head, EDGE: tl.constexpr):
+    """Returns the probabilities of one tile, the factor of what was added before, and total and top with the tile."""
+    tensors, unit = head.tensors, head.numbers.unit
+    new = tl.maximum(top, tl.max(s, 1) * unit)
+    shift = new
+    if EDGE or tensors.key_mask_ptr is not None or tensors.bias_ptr is not None:
+        shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+    p = tl.exp2(s * unit - shift[:, None])
+    old = tl.exp2(top - shift)
+    return p, old, total * old + tl.sum(p, 1), new
+
+
+@triton.jit
+def _fwd_tile(
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
+    EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
+    keys = start + key_order(head, BLOCK_N)
+    k = load_rotated(k_rows, keys, head, EDGE, STATIC)
+    s, _ = score_tile(q, k, head, rows, keys)
+    if EDGE:
+        s = _seen(s, keys, first, last)
+    p, old, total, top = _softmax(s, total, top, head, EDGE)
+    if head.tensors.rng_ptr is not None:
+        p = tl.where(keep_mask_tile(head, rows, start, BLOCK_N), p, 0.0)
+    if v_rows is None:
+        v_rows = Rows(k_rows.ptr + STATIC.E, k_rows.stride)
+    v = load_tile(v_rows, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
+    o = tl.dot(p.to(v.dtype), v, o * old[:, None], input_precision="ieee")
+    return o, total, top
+
+
+@triton.jit
+def _scores_ahead(q, k, q_rest, k_rest, start, rows, head, BLOCK_N: tl.constexpr):
+    """Returns the scores of one tile; k and k_rest are Columns.  The short product comes first: it is waited for."""
+    tile = k.descriptor.load([start, k.first])
+    if k_rest is None:
+        s, _ = score_tile(q, tile, head, rows, start + tl.arange(0, BLOCK_N))
+    else:
+        s = tl.dot(q_rest, k_rest.descriptor.load([start, k_rest.first]).T, input_precision="ieee")
+        s = tl.dot(q, tile.T, s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _add_ahead(o, p, old, v, start):
+    """Returns o with the values of one tile; v is Columns, None where there are no such columns."""
+    if v is not None:
+        tile = v.descriptor.load([start, v.first])
+        o = tl.dot(p.to(tile.dtype), tile, o * old[:, None], input_precision="ieee")
+    return o
+
+
+@triton.jit
+def _fwd_ahead(
+    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns o, o_rest, total and top with all keys: first those at the edges, whose code behind the other loop would
+    make that spill, then those of [a, e), all of which all rows see.
+
+    In a turn of that loop the softmax of its tile comes first, then the next tile's product with k and its own with v:
+    the softmax runs while the product with v before it is in flight.
+    """
+    for start in tl.range(begin, end - (e - a), BLOCK_N):
+        tile = tl.where(start < a, start, start + e - a)
+        s = _scores_ahead(q, k, q_rest, k_rest, tile, rows, head, BLOCK_N)
+        p, old, total, top = _softmax(_seen(s, tile + tl.arange(0, BLOCK_N), first, last), total, top, head, True)
+        o, o_rest = _add_ahead(o, p, old, v, tile), _add_ahead(o_rest, p, old, v_rest, tile)
+    if a < e:
+        s = _scores_ahead(q, k, q_rest, k_rest, a, rows, head, BLOCK_N)
+        for start in tl.range(a, e - BLOCK_N, BLOCK_N):
+            p, old, total, top = _softmax(s, total, top, head, False)
+            p = p.to(v.descriptor.dtype)  # of which there are half as many registers while s is computed
+            s = _scores_ahead(q, k, q_rest, k_rest, start + BLOCK_N, rows, head, BLOCK_N)
+            o, o_rest = _add_ahead(o, p, old, v, start), _add_ahead(o_rest, p, old, v_rest, start)
+        p, old, total, top = _softmax(s, total, top, head, False)
+        o, o_rest = _add_ahead(o, p, old, v, e - BLOCK_N), _add_ahead(o_rest, p, old, v_rest, e - BLOCK_N)
+    return o, o_rest, total, top
+
+
+@triton.jit(do_not_specialize=["documents"])
+def _fwd_kernel(
+    qk_ptr,  # [M, G, Q + 1 or more, E_QK] in, the last two dimensions contiguous
+    v_ptr,  # [M, G, E] in, the last dimension contiguous; None: v lies behind k
+    tensors,
+    o_ptr,  # [M, H E] out
+    lse_ptr,  # [B, H, S] out, fp32
+    qkv_rows, rest_rows,  # qkv as [S, columns]: descriptors of BLOCK_E and REST of them where AHEAD, else None
+    B, S, G, Q, documents, numbers, qk_strides, v_strides, steps,
+    STATIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    E: tl.constexpr = STATIC.E
+    E_QK: tl.constexpr = STATIC.E_QK
+    BLOCK_E: tl.constexpr = STATIC.BLOCK_E
+    tiles = tl.cdiv(S, BLOCK_M)
+    plane = tl.program_id(0) // tiles
+    start_m = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M  # the longest first, under a causal mask
+    H = G * Q
+    b, h = plane // H, plane % H
+    group_ptr = qk_ptr + b.to(tl.int64) * qk_strides.b + (h // Q).to(tl.int64) * qk_strides.g
+    k_rows = Rows(group_ptr + Q * E_QK, qk_strides.s)
+    v_rows = None
+    if v_ptr is not None:
+        v_ptr += b.to(tl.int64) * v_strides.b + (h // Q).to(tl.int64) * v_strides.g
+        v_rows = Rows(v_ptr, v_strides.s)
+    head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
+    rows = start_m + tl.arange(0, BLOCK_M)
+    first, last = keys_seen(rows, head, STATIC)
+    q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, head, True, STATIC)
+    o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
+    o_rest = o  # of REST columns, else not used
+    if AHEAD:
+        REST: tl.constexpr = STATIC.REST
+        column = b * qk_strides.b + (h // Q) * qk_strides.g + Q * E
+        k, v = Columns(qkv_rows, column), Columns(qkv_rows, column + E)
+        q_rest, k_rest, v_rest = None, None, None
+        if REST:
+            q_rows = Rows(group_ptr + h % Q * E + BLOCK_E, qk_strides.s)
+            q_rest, o_rest = load_tile(q_rows, rows, S, True, REST, REST), tl.zeros([BLOCK_M, REST], tl.float32)
+            k_rest, v_rest = Columns(rest_rows, column + BLOCK_E), Columns(rest_rows, column + E + BLOCK_E)
+        o, o_rest, total, top = _fwd_ahead(
+            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head, BLOCK_N
+        )  # fmt: skip
+    else:
+        for start in tl.range(a, e, BLOCK_N):
+            o, total, top = _fwd_tile(
+                o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
+            )  # fmt: skip
+        for start in tl.range(begin, end - (e - a), BLOCK_N):
+            tile = tl.where(start < a, start, start + e - a)
+            o, total, top = _fwd_tile(
+                o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
+            )  # fmt: skip
+    nothing = total == 0.0
+    lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
+    tl.store(lse_ptr + plane.to(tl.int64) * S + rows, lse, mask=rows < S)
+    factor = (numbers.keep_scale / tl.where(nothing, 1.0, total))[:, None]
+    o_ptr += plane.to(tl.int64) * E
+    store_tile(Rows(o_ptr, steps.o), o * factor, rows, S, E, BLOCK_E)
+    if STATIC.REST:
+        store_tile(Rows(o_ptr + BLOCK_E, steps.o), o_rest * factor, rows, S, STATIC.REST, STATIC.REST)
+
+
+# ---- launchers ----
+
+
+def prepare(
+    qkv: Tensor, options: Options, do: Tensor | None = None, o: Tensor | None = None, delta: Tensor | None = None
+) -> Tensor:
+    """Fills delta [B, H, S], divided by dropout's factor, where one is given, and returns q and k as the kernels after
+    it read them: rotated where there are rotary positions."""
+    B, S, (_, G, slots, _) = options.batch, options.seq, qkv.shape
+    static = static_of(qkv, options)
+    rotated = None if options.cos is None else qkv.new_empty(S * B, G, slots - 1, static.BLOCK_E)
+    block = max(4096 // static.BLOCK_E, 16)
+    grid = (-(-S // block) * B * G * (slots - 2),)
+    rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
+    arrays = do, o, qkv, rotation, delta, rotated
+    numbers: dict[str, Any] = dict(B=B, S=S, G=G, Q=slots - 2, kept_share=1 / scale(options.p))
+    numbers |= dict(strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
+    launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, BLOCK_M=block, num_warps=4)
+    return qkv if rotated is None else rotated
+
+
+def rotated_bytes(qkv: Tensor) -> tuple[int, int]:
+    """Returns the bytes of q and k as they are, and as ``prepare`` writes them."""
+    qk = moved(qkv) // qkv.shape[2] * (qkv.shape[2] - 1)
+    return qk, qk // qkv.shape[3] * static_of(qkv, Options()).BLOCK_E
+
+
+def _rotates_ahead(qkv: Tensor, options: Options) -> bool:
+    return options.cos is not None and qkv.shape[3] > 128
+
+
+def split(E: int) -> tuple[int, int]:
+    """Returns BLOCK_E and REST of the form AHEAD: heads of 80 and 96 are 64 + 16 and 64 + 32 columns, not 128."""
+    return (64, E - 64) if E in (80, 96) else (max(next_power_of_2(E), 16), 0)
+
+
+def runs_ahead(E: int, options: Options) -> bool:
+    """Returns whether forward's form AHEAD has registers for what a call asks for: heads that fill up to 128 columns,
+    under causal, window and documents alone.
+
+    With dropout it would spill 48 to 88 bytes at 128 columns, and at 64 take 2 to 3 % more instructions where their
+    issue is what limits it.
+    """
+    others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
+    return sum(split(E)) == E <= 128 and all(option is None for option in others)
+
+
+def _form(
+    shape: dict[str, Any], qkv: Tensor, static: Static, options: Options
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns descriptors of qkv where ``shape`` is of the form AHEAD, and the kernel's constants and launch
+    parameters; the plain form's where a call cannot take that form, whose tiles are others.
+
+    A call with descriptors is not replayed: it costs the host its launcher every time.
+    """
+    arch, E = target(qkv.device).arch, static.E
+    if shape["AHEAD"]:
+        block, rest = split(E)
+        boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
+        rows = described([qkv] * len(boxes), options, boxes) if has_tma(arch) and runs_ahead(E, options) else None
+        if rows is not None:
+            first, second = (*rows, None)[:2]
+            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
+        shape = {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
+    return (None, None), dict(STATIC=static) | shape
+
+
+@Replayed
+def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Launches attention_fwd."""
+    check_width(qkv)
+    asked, rotated = options, _rotates_ahead(qkv, options)
+    if rotated:
+        options = options._replace(cos=None, sin=None, positions=None)
+    shape = config("fwd", target(qkv.device).arch, qkv, options)
+    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, asked):
+        return torch_forward.launch(qkv, asked)
+    qkv = dense_heads(qkv)
+    batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
+    H = G * (slots - 2)
+    o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
+    if M > seq * batch:
+        o[seq * batch :].zero_()
+    qk, v = (prepare(qkv, asked), qkv[:, :, -1]) if rotated else (qkv, None)
+    static = attending(static_of(qkv, options), qk, options)
+    rows, shape = _form(shape, qkv, static, asked)
+    grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
+    arrays = qk, v, tensors_of(options), o, lse, *rows
+    numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))
+    numbers |= dict(steps=steps_of(qkv, batch, static))
+    numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
+    launch(_fwd_kernel, grid, qkv.device, *arrays, **numbers, **shape)
+    return o, lse
+
+
+# ---- cost ----
+
+
+def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    qkv, options = args
+    ahead = rotated_bytes(qkv)[1] if _rotates_ahead(qkv, options) else 0
+    left, computed = scores(qkv, options)
+    read, written = moved(qkv, *options[:TENSORS]) + ahead, moved(*outputs) + ahead
+    return Cost(read, written, 4 * left * qkv.shape[-1], scores=computed)

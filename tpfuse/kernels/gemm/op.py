@@ -1,0 +1,288 @@
+"""Linear layer with a fused activation, and the three GEMMs that a parallel layer is built of.
+
+    z = x W' + b          y = act(z)
+    dz = dy act'(z)       dx = dz W        dW = dz' x        db = sum_rows dz
+
+Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none" and those of activation.py.  A gated one, such as
+"swiglu", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N], y [M, N].
+GEMMs accumulate in fp32; outputs have x's dtype, dW and db that which is asked for.  The activation is taken of z as
+rounded and stored, and recomputed from z in the same pass as its derivative.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.function import Function, once_differentiable
+from ..runtime.main_grad import mains, wanted
+from ..runtime.op import ELEMENTWISE, GEMM, Composed, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
+from .activation import ACTIVATIONS, GATED, PLAIN, width
+from .cost import (
+    linear_dgrad_act_cost,
+    linear_dgrad_cost,
+    linear_fwd_cost,
+    linear_wgrad_add_cost,
+    linear_wgrad_cost,
+)
+from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch
+from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
+
+# ---- reference ----
+
+
+def column_sum(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """[M, N] -> [N], summed in fp32 and rounded to ``dtype``; empty if that is None."""
+    acc = acc_dtype(x)
+    return x.new_empty(0, dtype=acc) if dtype is None else x.sum(0, dtype=acc).to(dtype)
+
+
+def _gate_up(z: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, 2N] -> [M, N], [M, N], in fp32"""
+    return z.to(acc_dtype(z)).unflatten(1, (-1, 2)).unbind(2)
+
+
+def activation_fwd_ref(z: Tensor, activation: str) -> Tensor:
+    """[M, N] -> [M, N];  gated, [M, 2N] -> [M, N]"""
+    if activation not in GATED:
+        return ACTIVATIONS[activation].forward(z)
+    gate, up = _gate_up(z)
+    return (ACTIVATIONS[GATED[activation]].forward(gate) * up).to(z.dtype)
+
+
+def _dz_ref(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    if activation not in GATED:
+        return ACTIVATIONS[activation].backward(dy, z)
+    (gate, up), act = _gate_up(z), ACTIVATIONS[GATED[activation]]
+    dgate, dup = act.backward(dy * up, gate), dy * act.forward(gate)
+    return torch.stack((dgate, dup), 2).flatten(1).to(z.dtype)
+
+
+def activation_bwd_ref(
+    dy: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dz like z, db [columns of z] in the dtype ``bias`` (empty if None), act(z) (empty unless ``rebuild``)."""
+    dz = _dz_ref(dy, z, activation)
+    return dz, column_sum(dz, bias), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
+
+
+def linear_fwd_ref(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """-> y, z (empty for "none")."""
+    z = F.linear(x, w, None if b is None else b.to(x.dtype))
+    return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
+
+
+def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
+    """dy [M, N], w [N, K] -> dx [M, K]"""
+    return dy @ w
+
+
+def linear_dgrad_act_ref(
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
+    db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
+    return activation_bwd(dy @ w, z, activation, rebuild=rebuild, bias=bias)
+
+
+def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
+    return (dy.t() @ x).to(dtype), column_sum(dy, bias)
+
+
+ROWS = 512  # that a CPU widens at a time: few enough to be small beside the activations, enough for a GEMM
+
+
+def linear_wgrad_add_ref(dy: Tensor, x: Tensor, out: Tensor, bias: torch.dtype | None) -> Tensor:
+    """Adds dW = dy' x [N, K] to ``out`` in its dtype, which is fp32 (fp64 for fp64) -> db as of linear_wgrad.
+
+    The GEMM adds, and nothing is rounded in between.  Where torch has none from 16 bits to fp32 (it has on CUDA), dy
+    and x are widened a few rows at a time.
+    """
+    if dy.dtype == out.dtype:
+        out.addmm_(dy.t(), x)
+    elif dy.device.type == "meta" or (dy.is_cuda and not torch.version.hip):
+        torch.addmm(out, dy.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        for dy_rows, x_rows in zip(dy.split(ROWS), x.split(ROWS)):
+            out.addmm_(dy_rows.to(out.dtype).t(), x_rows.to(out.dtype))
+    return column_sum(dy, bias)
+
+
+# ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
+
+
+def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
+    gated = activation in GATED
+    rows = None if gated else ACTIVATIONS[activation].rows
+    if rows is None and not gated:
+        made = activation_fwd_ref(z, activation)
+        return made if y is None else y.copy_(made)
+    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
+    for i, j in row_blocks(*z.shape):
+        y[i:j] = activation_fwd_ref(z[i:j], activation) if rows is None else rows.forward(z[i:j])
+    return y
+
+
+def _activation_bwd_cpu(
+    dy: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gated = activation in GATED
+    rows = None if gated else ACTIVATIONS[activation].rows
+    if rows is None and not gated:
+        made, db, again = activation_bwd_ref(dy, z, activation, rebuild=rebuild, bias=bias)
+        return made if dz is None else dz.copy_(made), db, again if y is None else y.copy_(again)
+    dz = torch.empty_like(z) if dz is None else dz
+    y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
+    acc = acc_dtype(z)
+    db = z.new_zeros(0 if bias is None else z.shape[1], dtype=acc)
+    own = None if bias is None else acc
+    for i, j in row_blocks(*z.shape):
+        if rows is None:
+            dz[i:j], db_block, again = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild=rebuild, bias=own)
+            db += db_block
+        else:
+            dz[i:j], again = rows.backward(dy[i:j], z[i:j])
+        if rebuild:
+            y[i:j] = again
+    return dz, db.to(bias or acc) if rows is None else column_sum(dz, bias), y
+
+
+def _linear_dgrad_act_cpu(
+    dy: Tensor,
+    w: Tensor,
+    z: Tensor,
+    activation: str,
+    rebuild: bool,
+    bias: torch.dtype | None,
+    dz: Tensor | None = None,
+    y: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _activation_bwd_cpu(dy @ w, z, activation, rebuild, bias=bias, dz=dz, y=y)
+
+
+activation_fwd = op(activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
+activation_bwd = op(
+    activation_bwd_ref,
+    kind=ELEMENTWISE,
+    launch=activation_bwd_launch,
+    cpu=_activation_bwd_cpu,
+    cost=activation_bwd_cost,
+)
+linear_fwd = op(linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, cost=linear_fwd_cost)
+linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, cost=linear_dgrad_cost)
+linear_dgrad_act = op(
+    linear_dgrad_act_ref,
+    kind=GEMM,
+    launch=linear_dgrad_act_launch,
+    cpu=_linear_dgrad_act_cpu,
+    cost=linear_dgrad_act_cost,
+)
+linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
+linear_wgrad_add = op(
+    linear_wgrad_add_ref,
+    kind=GEMM,
+    fake=lambda dy, x, out, bias: column_sum(dy, bias),
+    mutates=("out",),
+    cost=linear_wgrad_add_cost,
+)
+
+
+# ---- autograd ----
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
+        y, z = _forward(x, w, b, activation)
+        ctx.save_for_backward(x, w, z)
+        ctx.activation, ctx.bias, ctx.mains = activation, dtype_of(b), mains(w)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, z = ctx.saved_tensors
+        _, weight, bias, _ = ctx.needs_input_grad
+        tensors, asked = (dy.contiguous(), x, w, z), (weight, ctx.bias if bias else None)
+        main = wanted(ctx.mains)
+        if main is None:
+            return *_gradients(tensors, ctx.activation, *asked), None
+        dx, db = main.add(lambda total: _gradients_adding(tensors, ctx.activation, total, asked[1]))
+        return dx, None, db, None
+
+
+@Composed
+def _forward(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    """-> y, z (None without an activation); the checks are part of what is recorded, so that a call which is replayed
+    has passed them."""
+    check_linear("linear", x, w, b, activation=activation)
+    y, z = linear_fwd(x, w, b, activation)
+    return y, None if activation == "none" else z
+
+
+@Composed
+def _gradients(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, weight: bool, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for."""
+    dy, x, w, z = tensors
+    dw = db = None
+    if z is not None:
+        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
+    if weight:
+        dw, db_plain = linear_wgrad(dy, x, w.dtype, bias if z is None else None)
+        db = db_plain if z is None else db
+    elif z is None and bias is not None:
+        db = column_sum(dy, bias)
+    return linear_dgrad(dy, w), dw, None if bias is None else db
+
+
+def _gradients_adding(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, total: Tensor, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """As ``_gradients``, but dW is added to ``total`` [N, K] -> dx and db."""
+    dy, x, w, z = tensors
+    db = None
+    if z is not None:
+        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
+    db_plain = linear_wgrad_add(dy, x, total, bias if z is None else None)
+    return linear_dgrad(dy, w), None if bias is None else db_plain if z is None else db
+
+
+# ---- public ----
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    """Returns act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (or autocast's).
+
+    ``activation``: "none", a name in kernels.linear.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
+    the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
+    (a [N, 2, K] seen flat).  ValueError for another activation and for shapes or dtypes that do not agree.
+    """
+    x, weight, bias = autocast(x, weight, bias)
+    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
+
+
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+    """Raises the ValueError of the public function ``name`` for arguments that linear cannot take."""
+    shape, columns = weight.shape, x.shape[-1]
+    if activation not in PLAIN and activation not in GATED:
+        raise ValueError(f"{name}: activation must be one of {', '.join((*PLAIN, *GATED))}, got {activation!r}")
+    if len(shape) != 2 or shape[1] != columns:
+        raise ValueError(f"{name}: weight must be [N, {columns}], got {tuple(shape)}")
+    rows = shape[0]
+    if rows % width(activation):
+        raise ValueError(f"{name}: {activation} takes pairs of rows of weight, gate and up in turns, got {rows} rows")
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"{name}: bias must be [{rows}], got {bias.shape}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name}: x and weight must have one dtype outside autocast, got {x.dtype} and {weight.dtype}")

@@ -1,0 +1,9 @@
+"""The lookup in a slice of a table.
+
+op      embedding: reference, autograd
+triton  Triton: the lookup and its deterministic backward
+"""
+
+from .op import embedding
+
+__all__ = ["embedding"]

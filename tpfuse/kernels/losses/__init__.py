@@ -1,0 +1,14 @@
+"""Cross-entropy of logits, and of a linear layer whose logits are never stored.
+
+linear         of a linear layer whose logits never exist as a whole
+linear_cost    what its launchers move and compute
+linear_triton  Triton: of a linear layer
+op             cross_entropy of logits
+options        the records its ops take
+triton         Triton: of logits
+"""
+
+from .linear import linear_cross_entropy
+from .op import cross_entropy
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]

@@ -1,0 +1,124 @@
+"""What an encoder of BERT's kind is made of, and how a config.json holds its layers' windows and rotary positions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ...kernels.runtime.rules import Rule, check_rules, instance, shown
+from ..families import ENCODERS, Family
+from .fields import BERT_FIELDS, FULL, SLIDING
+from .gpt import ModelConfig
+from .rotary import check_rope
+
+_THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(ModelConfig):
+    """A bidirectional encoder: BERT (Devlin et al. 2018, arXiv:1810.04805) or a relative of it.
+
+    ``type_vocab_size=0``: no token types.  ``positions_skip_padding``: as in RoBERTa, a call's default positions count
+    the tokens that are not padding, from ``pad_token_id + 1`` on, and padding has ``pad_token_id``.
+    ``head_activation`` and ``head_bias`` are the masked-LM head's (None: ``activation``).
+
+    With ``rope`` (transformers' rope_parameters) positions are rotary and not learned.  ``window``: a query sees keys
+    at a distance below it, in the layers that ``layer_types`` calls sliding (None: all); these have the rotary
+    positions of ``local_rope``, where that is given.  ``post_norm=False``: norms stand before attention and the MLP,
+    but for the first layer's, which reads the embedding's.  ``pooling``: what a head per sequence reads, the first
+    row ("cls") or the mean of those that may be seen.
+    """
+
+    family: str = "bert"
+    activation: str = "gelu"
+    eps: float = 1e-12
+    type_vocab_size: int = 2
+    pad_token_id: int | None = 0
+    positions_skip_padding: bool = False
+    head_activation: str | None = None
+    head_bias: bool = True
+    pooling: str = "cls"
+    gated: bool = False
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    post_norm: bool = True
+    rope: Mapping[str, Any] | None = field(default=None, hash=False)
+    local_rope: Mapping[str, Any] | None = field(default=None, hash=False)
+    window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    families: ClassVar[tuple[str, ...]] = ENCODERS
+    rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions_skip_padding and (self.pad_token_id is None or self.pad_token_id < 0):
+            raise ValueError(f"BertConfig: positions_skip_padding needs a pad_token_id, got {shown(self.pad_token_id)}")
+        if not self.type_vocab_size and "type_vocab_size" in self.hf.hf_keys:
+            raise ValueError(f"BertConfig: type_vocab_size must be a positive integer in a {self.family} model, got 0")
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
+                kinds = f"{self.num_layers} of {FULL} and {SLIDING}"
+                raise ValueError(f"BertConfig: layer_types must be {kinds}, got {shown(self.layer_types)}")
+            if SLIDING in self.layer_types and self.window is None:
+                raise ValueError(f"BertConfig: layer_types has {SLIDING}, and window is None")
+        if self.local_rope is not None and (self.rope is None or self.window is None):
+            raise ValueError("BertConfig: local_rope needs rope and window")
+        for rope in self.ropes:
+            sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
+            check_rope("BertConfig", rope, self.hf.rotary_keys, **sizes)
+
+    @property
+    def first_position(self) -> int:
+        return 1 + (self.pad_token_id or 0) if self.positions_skip_padding else 0
+
+    @property
+    def learned_positions(self) -> int:
+        return self.max_positions if self.rope is None else 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        types = self.layer_types or (FULL if self.window is None else SLIDING,) * self.num_layers
+        return tuple(self.window if kind == SLIDING else None for kind in types)
+
+    @property
+    def ropes(self) -> list[Mapping[str, Any]]:
+        """The rotary positions of layers without a window and with one; one where they are the same, or none."""
+        return [rope for rope in (self.rope, self.local_rope) if rope is not None]
+
+    @classmethod
+    def _values(cls, read: Any, family: Family) -> dict[str, Any]:
+        values: dict[str, Any] = super()._values(read, family)
+        return values | _layers(read, values["num_layers"]) if family.rotary else values
+
+    def to_hf(self) -> dict[str, Any]:
+        config = super().to_hf()
+        if self.hf.rotary:
+            name = f"BertConfig: a {self.family} model of transformers has"
+            if self.rope is None or self.window is None:
+                raise ValueError(f"{name} rotary positions and a window, got rope={self.rope} and window={self.window}")
+            types = [FULL if window is None else SLIDING for window in self.windows]
+            config |= dict(local_attention=2 * (self.window - 1), layer_types=types)
+            config["rope_parameters"] = {FULL: dict(self.rope), SLIDING: dict(self.local_rope or self.rope)}
+        return config
+
+
+def _layers(read: Any, layers: int) -> dict[str, Any]:
+    """Returns the window, which layers have it, and the rotary positions of both kinds of layers."""
+    types, every = read.optional("layer_types"), read.optional("global_attn_every_n_layers") or 3
+    if types is None:
+        types = [SLIDING if i % every else FULL for i in range(layers)]
+    found = read.optional("rope_parameters") or {}
+    check_rules(read.name, dict(rope_parameters=found), dict(rope_parameters=instance("an object", Mapping)))
+    if read.optional("rope_scaling") is not None:
+        raise ValueError(f"{read.name}: rope_scaling={shown(read.config['rope_scaling'])} is not built; only None is")
+    ropes = []
+    for kind, (key, default) in _THETAS.items():
+        rope = found.get(kind) or {}
+        check_rules(read.name, {kind: rope}, {kind: instance("an object", Mapping)})
+        if read.config.get(key, default) is None:
+            raise ValueError(f"{read.name}: {key}=None is not built; give it a number")
+        ropes.append({"rope_type": "default", "rope_theta": read.config.get(key, default)} | dict(rope))
+    window = (read.optional("local_attention") or 128) // 2 + 1  # keys on either side, and the query's own
+    return dict(window=window, layer_types=types, rope=ropes[0], local_rope=ropes[1])

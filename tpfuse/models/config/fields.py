@@ -1,0 +1,78 @@
+"""What each field of a config may hold, for configs made by hand and those read from a file alike."""
+
+from collections.abc import Mapping
+
+from ...kernels.gemm.activation import ACTIVATIONS
+from ...kernels.norm import KINDS
+from ...kernels.runtime.rules import Rule, boolean, instance, number, one_of, optional, whole
+
+MAX_LAYERS = 10_000
+MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
+FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
+_PROBABILITY = number(0, 1, "[)")
+_POSITIVE = number(0, 1e6, "(]")
+
+MODEL_FIELDS: dict[str, Rule] = dict(
+    vocab_size=whole(),
+    max_positions=whole(),
+    hidden_size=whole(),
+    num_layers=whole(most=MAX_LAYERS),
+    num_heads=whole(),
+    ffn_size=optional(whole()),
+    activation=one_of(sorted(ACTIVATIONS)),
+    eps=number(0, 1),
+    dropout=_PROBABILITY,
+    attention_dropout=_PROBABILITY,
+    embedding_dropout=_PROBABILITY,
+    init_std=number(0, 1e6),
+    tie_embeddings=boolean,
+)
+GPT_FIELDS = MODEL_FIELDS | dict(
+    norm=one_of(KINDS),
+    gated=boolean,
+    num_kv_heads=optional(whole()),
+    head_width=optional(whole()),
+    qkv_bias=boolean,
+    out_bias=boolean,
+    mlp_bias=boolean,
+    qk_norm=boolean,
+    rope=optional(instance("a mapping", Mapping)),
+    window=optional(whole()),
+    layer_types=optional(instance("a list", list, tuple)),
+    parallel_residual=boolean,
+    pre_norm=boolean,
+    branch_norm=boolean,
+    qk_norm_kind=one_of(kind for kind, entry in KINDS.items() if not entry.centred),
+    qk_norm_all=boolean,
+    attention_scalar=optional(_POSITIVE),
+    attention_softcap=optional(_POSITIVE),
+    logit_softcap=optional(_POSITIVE),
+    scaled_embedding=boolean,
+    local_rope=optional(instance("a mapping", Mapping)),
+)
+BERT_FIELDS = MODEL_FIELDS | dict(
+    type_vocab_size=whole(least=0),
+    pad_token_id=optional(whole(least=-1)),
+    positions_skip_padding=boolean,
+    head_activation=optional(one_of(sorted(ACTIVATIONS))),
+    head_bias=boolean,
+    pooling=one_of(("cls", "mean")),
+    gated=boolean,
+    qkv_bias=boolean,
+    out_bias=boolean,
+    mlp_bias=boolean,
+    norm_bias=boolean,
+    post_norm=boolean,
+    rope=optional(instance("a mapping", Mapping)),
+    local_rope=optional(instance("a mapping", Mapping)),
+    window=optional(whole()),
+    layer_types=optional(instance("a list", list, tuple)),
+)
+# Keys of config.json that are no field.
+FILE_KEYS: dict[str, Rule] = dict(
+    use_sliding_window=optional(boolean),
+    max_window_layers=optional(whole(least=0)),
+    sliding_window_pattern=optional(whole()),
+    local_attention=optional(whole()),
+    global_attn_every_n_layers=optional(whole()),
+)

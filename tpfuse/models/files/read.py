@@ -1,0 +1,262 @@
+"""A directory, or tensors in memory -> a model's parameters, each rank its own slices."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ...kernels.runtime.rules import brief, shown, some
+from ...layers.module import Spec, initialize, local, named_specs
+from ...parallel import TensorParallel
+from ...ranks.together import together
+from .directory import is_weights_name, open_tensors, read_json
+from .model import PretrainedModule
+from .source import Source
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = tuple(_DTYPE_NAMES.values())  # integers and 8 bits mean a quantized file, whose scales are not read
+_TENSORS_PER_LAYER = 6  # at least: q, k and v, the output, the MLP's two, two norms
+_Entry = tuple[str, Spec, TensorParallel, Source]
+T = TypeVar("T")
+
+
+class Tensors:
+    """Tensors in memory, by their names in the base model (prefixes and old spellings undone).
+
+    ``caller`` and ``holder`` (what holds them) are the words of an error.
+    """
+
+    def __init__(self, caller: str, holder: str, tensors: Mapping[str, Tensor]):
+        self.caller, self.holder, self._stored = caller, holder, tensors
+
+    def raw_names(self) -> Iterable[str]:
+        """Returns the names as they are stored."""
+        return self._stored
+
+    def names(self, base_prefix: str) -> dict[str, str]:
+        """Returns name in the base model -> stored name."""
+        names: dict[str, str] = {}
+        for raw in self.raw_names():
+            name = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", raw.removeprefix(base_prefix)))
+            if name in names:
+                raise ValueError(
+                    f"{self.caller}: {self.holder} holds {brief(name)} twice, as {brief(names[name])} and {brief(raw)}"
+                )
+            names[name] = raw
+        return names
+
+    def check_layers(self, layers: int) -> None:
+        """Raises ValueError where the tensors are too few for so many layers, before a module is made for each."""
+        count = sum(1 for _ in self.raw_names())
+        if _TENSORS_PER_LAYER * layers > count:
+            raise ValueError(
+                f"{self.caller}: {self.holder} holds {count} tensors, which are too few for num_layers={layers}"
+            )
+
+    def tensor(self, raw: str) -> Any:
+        """Returns a tensor to read lazily: ``[...]`` and slices read, ``get_shape()`` and ``get_dtype()`` do not."""
+        return _InMemory(self._stored[raw])
+
+
+class _InMemory:
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor.detach()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _DTYPE_NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+
+class Files(Tensors):
+    """A directory: its config, and its tensors, read lazily.
+
+    ValueError or OSError for a directory that is not as it should be, whatever it holds (see directory.py).
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.caller, self.holder = "from_pretrained", str(path)
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(
+                f"from_pretrained: {self.path} has no config.json; it must be a local Hugging Face directory"
+            )
+        self.config = self._named(lambda: read_json(self.path, CONFIG))
+        self._handles = {file: self._open(file) for file in self._weight_files()}
+        self._file_of: dict[str, str] = {}
+        for file, handle in self._handles.items():
+            for name in handle.keys():  # noqa: SIM118
+                other = self._file_of.setdefault(name, file)
+                if other != file:
+                    raise ValueError(f"from_pretrained: {self.path} holds {brief(name)} twice, in {other} and {file}")
+
+    def read_config(self, make: Callable[[dict[str, Any]], T]) -> T:
+        """Returns ``make(config)``; an error names the file, and that it has more layers than the tensors is one."""
+        try:
+            config = make(self.config)
+        except ValueError as error:
+            raise ValueError(f"from_pretrained: {self.path / CONFIG}: {error}") from None
+        self.check_layers(config.num_layers)  # type: ignore[attr-defined]
+        return config
+
+    def _weight_files(self) -> list[str]:
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        if (self.path / INDEX).is_file():
+            files = self._named(lambda: read_json(self.path, INDEX)).get("weight_map")
+            stands = f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to"
+            if not isinstance(files, dict):
+                raise ValueError(f"{stands} files, got {shown(files)}")
+            for name, file in files.items():
+                if not is_weights_name(file):
+                    raise ValueError(
+                        f"{stands} plain names of .safetensors files beside it, got {shown(file)} for {shown(name)}"
+                    )
+            return sorted(set(files.values()))
+        raise ValueError(
+            f"from_pretrained: {self.path} has neither {SINGLE} nor {INDEX}; tpfuse reads safetensors only"
+        )
+
+    def _open(self, file: str) -> Any:
+        try:
+            return open_tensors(self.path, file)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"from_pretrained: {self.path / file} cannot be read (truncated or missing?): {error}"
+            ) from None
+
+    def _named(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except ValueError as error:
+            raise ValueError(f"from_pretrained: {error}") from None
+
+    def dtype(self, asked: torch.dtype | str | None) -> torch.dtype:
+        """Returns the dtype of parameters: what is asked for, by itself or by name, or "auto", the directory's own.
+
+        That is what config.json says, else the first tensor's.
+        """
+        first = next(iter(self._file_of), None)
+        own = self.config.get("dtype") or self.config.get("torch_dtype")
+        if asked == "auto" and own is None and first is not None:
+            own = next((d for d, name in _DTYPE_NAMES.items() if name == self.tensor(first).get_dtype()), None)
+        found = own if asked == "auto" else asked
+        found = torch.get_default_dtype() if found is None else found
+        found = getattr(torch, found.removeprefix("torch."), found) if isinstance(found, str) else found
+        if not isinstance(found, torch.dtype) or found not in _DTYPE_NAMES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_NAMES)
+            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(found)}")
+        return found
+
+    def raw_names(self) -> Iterable[str]:
+        return self._file_of
+
+    def tensor(self, raw: str) -> Any:
+        return self._handles[self._file_of[raw]].get_slice(raw)
+
+
+def load(model: PretrainedModule, tensors: Tensors, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
+
+    def put(name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        value = value.to(dtype=dtype, device=device, copy=True)
+        setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+
+    groups = model.groups()
+    model.fresh = together(lambda: _lacking(model, tensors), groups) if model.fresh else ()
+    _read(model, tensors, put)
+    for path in model.fresh:
+        module = model.get_submodule(path).to(dtype)
+        module.to_empty(device=torch.get_default_device() if device is None else device)
+        initialize(module, model.seed, prefix=f"{path}.")
+    model.fresh = ()
+
+
+def _lacking(model: PretrainedModule, tensors: Tensors) -> tuple[str, ...]:
+    """Returns the modules, of those that need not be there, of which a file has no tensor."""
+    names, sources = tensors.names(model.base_prefix), model.sources()
+    needed = [(name.rpartition(".")[0], sources[name].names) for name, *_ in named_specs(model)]
+    there = {path for path, its in needed if any(name in names for name in its)}
+    return tuple(dict.fromkeys(path for path, _ in needed if path in model.fresh and path not in there))
+
+
+def restore(model: PretrainedModule, tensors: Tensors) -> None:
+    """Gives the parameters of a model new values in place, so that what holds them (an optimizer, DDP) holds them on.
+
+    Each rank reads its own slices only, after everything has been checked by names and shapes alone.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        _read(model, tensors, lambda name, value: local(parameters[name]).copy_(value))
+
+
+def _read(model: PretrainedModule, tensors: Tensors, put: Callable[[str, Tensor], Any]) -> None:
+    sources = model.sources()
+    read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in model.fresh
+    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model) if read_here(name)]
+    names = together(lambda: _check(model, tensors, entries), model.groups())
+
+    def read() -> None:
+        for name, spec, tp, source in entries:
+            with reading(f"{tensors.caller}: {name} in {tensors.holder}"):
+                value = source.read(lambda n: tensors.tensor(names[n]), spec, tp)
+            put(name, value)
+
+    together(read, model.groups())
+
+
+@contextlib.contextmanager
+def reading(stands: str) -> Iterator[None]:
+    """Raises OSError where the bytes of a file cannot be had, which are read only now.
+
+    A file's size is a claim too: a sparse one holds more zeros than there is memory for.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError, MemoryError) as error:
+        raise OSError(f"{stands} cannot be read: {brief(error)}") from error
+
+
+def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
+    """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
+    names = tensors.names(model.base_prefix)
+    for name, filed in model.config.hf.filed.items():
+        if filed in names and name not in names:
+            names[name] = names.pop(filed)
+    for *_, source in entries:
+        if source.also is not None and source.also in names:
+            names.setdefault(source.names[0], names[source.also])
+    _check_names(model, tensors, names, [n for *_, source in entries for n in source.names])
+    for name, spec, _, source in entries:
+        for n, expected in zip(source.names, source.their_shapes(spec.shape), strict=True):
+            stored = tensors.tensor(names[n])
+            got = tuple(stored.get_shape())
+            stands = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
+            if got != expected:
+                raise ValueError(f"{stands} must be {expected} for {name} of this config, got {shown(got)}")
+            if stored.get_dtype() not in DTYPES:
+                raise ValueError(f"{stands} must be one of {DTYPES}, got {stored.get_dtype()}")
+    return names
+
+
+def _check_names(model: PretrainedModule, tensors: Tensors, names: dict[str, str], needed: list[str]) -> None:
+    missing = [n for n in needed if n not in names]
+    if missing:
+        raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {some(missing)}")
+    ignorable, taken = model.ignorable(), set(needed)
+    extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
+    if extra:
+        raise ValueError(
+            f"{tensors.caller}: {tensors.holder} holds {some(extra)}, which {type(model).__name__} has no place for"
+        )

@@ -1,0 +1,183 @@
+"""A model -> a directory that transformers loads: full tensors, config.json, the tokenizer it came with."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...collectives import all_gather
+from ...layers.linear import Adaptable
+from ...layers.module import Spec
+from ...parallel import TensorParallel, host
+from ...ranks.rollcall import roll_call
+from ...ranks.together import raise_together, together
+from .directory import own_file
+from .disk import NewFiles, save_file
+from .model import PretrainedModule
+from .read import CONFIG, INDEX, SINGLE
+from .source import written
+
+MAX_SHARD_BYTES = 5 << 30
+_CALLER = "save_pretrained"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
+    """Returns the whole of a parameter, on every rank; a collective where it is sharded."""
+    if isinstance(p, DTensor):
+        whole: Tensor = p.full_tensor().detach()
+        return whole[:: spec.copies]  # copies > 1: a rank's slice is one index of dimension 0
+    p = p.detach()
+    if spec.dim is None or tp.size == 1:
+        return p
+    n = spec.shape[spec.dim]
+    rows = p.movedim(spec.dim, 0)
+    chunk = -(-n // (tp.size // spec.copies))
+    padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
+    every = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
+    return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
+
+
+def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
+    sources = model.sources()
+    every = ((sources[name], full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
+    for hf_name, tensor in written(every):
+        yield model.hf_name(hf_name), tensor
+
+
+class _Written(NamedTuple):
+    """What a rank wrote: its files with the names of their tensors, and the bytes of their parameters."""
+
+    shards: list[tuple[str, list[str]]]
+    size: int
+
+
+def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) -> None:
+    """Writes the directory, in files of at most ``shard_bytes`` (MAX_SHARD_BYTES).  Every rank calls it; one writes.
+
+    Of a model over pipeline stages one rank of each writes its shards, and what two hold is the first one's; the first
+    stage's puts them under their names, so that no rank has the whole model.
+
+    Files appear whole or not at all, under their final names only when all are written.  ValueError where adapters are
+    not merged into the weights: they have a format of their own.  OSError, on every rank and before any tensor is
+    gathered, where ``path`` cannot be written; RankEnded (over gloo) on the others where a rank ends meanwhile.
+    """
+    groups = model.groups()
+    together(lambda: _check_merged(model), groups, roll_call)
+    stages = model.stages(_CALLER)
+    rank = 0 if stages is None else stages.rank()
+    leads = model.writes and rank == 0
+    new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups, roll_call)
+    with contextlib.nullcontext() if new is None else new:
+        every = [name for name, *_ in model.stored_parameters()]
+        others = model.over_stages(_CALLER, (every, None if new is None else new.folder))
+        mine = set(every).difference(*(names for names, _ in others[:rank]))
+        stored = [each for each in model.stored_parameters() if each[0] in mine]
+        tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in stored)
+        shards: list[tuple[str, list[str]]] = []
+        error: Exception | None = None
+        folder = others[0][1]
+        if model.writes and folder is not None:
+            try:
+                shards = _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
+            except Exception as e:
+                error = e
+        for _ in tensors:  # the collectives that remain: all of them here, or those after an error
+            pass
+        raise_together(error, groups, roll_call)
+        size = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in stored)
+        shards_of = model.over_stages(_CALLER, _Written(shards, size))
+        together(lambda: None if new is None else _finish(model, new, shards_of), groups, roll_call)
+
+
+def _check_merged(model: PretrainedModule) -> None:
+    if any(m.adapter is not None for m in model.modules() if isinstance(m, Adaptable)):
+        raise ValueError(
+            f"{_CALLER}: the model has adapters; use save_adapter for them, or merge_lora to have them in the weights"
+        )
+
+
+def _finish(model: PretrainedModule, new: NewFiles, every: Sequence[_Written]) -> None:
+    """Gives the shards their names, writes config.json, and moves the files over when all are there."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
+    config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
+    folder, shards = new.folder, [shard for each in every for shard in each.shards]
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for (shard, _), file in zip(shards, files, strict=True):
+        os.replace(folder / shard, folder / file)
+    if count > 1:
+        places = {tensor: file for (_, names), file in zip(shards, files, strict=True) for tensor in names}
+        total = sum(each.size for each in every)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(folder / CONFIG, config)
+    if model.source is not None:
+        _copy_tokenizer(model.source, folder)
+    published = new.publish()
+    for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
+        stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
+        if stale and old.name not in published and (old.is_symlink() or not old.is_dir()):
+            old.unlink()
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files; what is not the directory's own file would be somebody else's, so it is left."""
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(source / name):
+            try:
+                shutil.copyfile(own_file(source, name), folder / name)
+            except (ValueError, FileNotFoundError) as error:
+                warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
+
+
+def _write_shards(
+    model: PretrainedModule, path: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
+) -> list[tuple[str, list[str]]]:
+    """Writes the tensors in files of at most ``shard_bytes``, whose names begin as ``path``; returns each with its
+    tensors' names."""
+    if not path.parent.is_dir():
+        raise OSError(f"{_CALLER}: {path.parent} of {host()[0]} is not there: all ranks must share one folder")
+    shards: list[tuple[str, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    sources = model.sources()
+
+    def flush() -> None:
+        file = path.with_name(f"{path.name}-{len(shards)}")
+        save_file(pending, file)
+        shards.append((file.name, list(pending)))
+        pending.clear()
+
+    for hf_name, tensor in written((sources[name], full) for name, full in tensors):
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        pending[model.hf_name(model.config.hf.filed.get(hf_name, hf_name))] = tensor.cpu()
+    if pending:
+        flush()
+    return shards
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

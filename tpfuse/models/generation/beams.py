@@ -1,0 +1,170 @@
+"""Beam search by transformers' rules: of every prompt the best few sequences so far go on, and the best that have ended
+are kept.
+
+    candidates   the max(2, 1 + eos tokens) x num_beams highest sums of log-probabilities, over all beams and tokens
+    run on       the num_beams highest that have not ended
+    are kept     the num_beams highest, of those kept so far and of the num_beams first candidates those that have
+                 ended, by sum / length ** length_penalty, length being that of the new tokens with the eos
+
+The search of a prompt ends where all its kept sequences are better than the best running beam can become: by
+early_stopping=False that beam's sum at its length now, by "never" at the length that flatters it most; by True as soon
+as num_beams have ended.  The last token ends every sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.runtime.op import acc_dtype
+from ...kernels.runtime.rules import COUNT, Rule, check_number, described, limited
+from .passes import Pass
+from .request import Request
+from .sampling import Scores
+from .stopping import Stopping, among
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+_NEVER = -1e9  # a score that is none
+_PENALTY: Rule = limited("lie in [-50, 50]", lambda v: -50 <= v <= 50)  # beyond, a length to this power may overflow
+
+
+class Beams(NamedTuple):
+    """How beams are searched; as in :func:`generate`."""
+
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def check(self) -> None:
+        """Raises ValueError, which names the argument, for what no search takes."""
+        check_number("generate: num_beams", self.num_beams, COUNT)
+        check_number("generate: length_penalty", self.length_penalty, _PENALTY)
+        early = self.early_stopping
+        if not (isinstance(early, bool) or (isinstance(early, str) and early == "never")):
+            raise ValueError(f"generate: early_stopping must be True, False or 'never', got {described(early)}")
+
+
+class _Kept(NamedTuple):
+    """The best sequences of each prompt that have ended."""
+
+    text: Tensor  # [B, n, S + new]
+    scores: Tensor  # fp64 [B, n], falling
+    ended: Tensor  # bool [B, n]; others are no sequences
+    new: Tensor  # int64 [B, n]: tokens
+
+    def best(self, others: _Kept) -> _Kept:
+        """The n highest of both."""
+        joined = [torch.cat(pair, 1) for pair in zip(self, others, strict=True)]
+        top = joined[1].topk(self.scores.shape[1]).indices
+        return _Kept(_rows(joined[0], top), *(x.gather(1, top) for x in joined[1:]))
+
+
+class Search:
+    """The beams of every prompt.  ``text`` [B n, S + new] and ``token`` [B n, 1] are those that run on."""
+
+    def __init__(self, request: Request, beams: Beams, scores: Scores):
+        ids, self.n = request.ids, beams.num_beams
+        (self.batch, self.prompt), self.beams, self.scores = ids.shape, beams, scores
+        self.ends, self.new = request.ends, request.new
+        self.fill = 0 if request.pad is None else request.pad
+        self.text = torch.cat([ids, ids.new_full((self.batch, self.new), self.fill)], 1).repeat_interleave(self.n, 0)
+        self.running = torch.zeros(self.batch, self.n, dtype=torch.float64, device=ids.device)
+        self.running[:, 1:] = _NEVER  # at first all beams are one
+        none = torch.zeros_like(self.running, dtype=torch.bool)
+        text = self.text.view(self.batch, self.n, -1)
+        self.kept = _Kept(text, torch.full_like(self.running, _NEVER), ended=none, new=none.long())
+        self.open = torch.ones(self.batch, 1, dtype=torch.bool, device=ids.device)
+        self.all_ended = torch.zeros((), dtype=torch.bool, device=ids.device)
+
+    def take(self, logits: Tensor, count: int, stopping: Stopping) -> tuple[Tensor, Tensor]:
+        """Chooses the ``count``th token of every beam by logits [B n, V/R] -> tokens [B n, 1], and of which row [B n]
+        each goes on."""
+        top, beam, token = self._candidates(logits, self.text[:, : self.prompt + count - 1])
+        text = _rows(self.text.view(self.batch, self.n, -1), beam)
+        text[:, :, self.prompt + count - 1] = token
+        hits = self._hits(text[:, :, : self.prompt + count], token, stopping)
+        if count == self.new:
+            hits = torch.ones_like(hits)
+        go = (top + hits * _NEVER).topk(self.n).indices
+        was_open, running = self.open, (top + hits * _NEVER).gather(1, go)
+        first = torch.arange(top.shape[1], device=top.device) < self.n
+        ended = hits & first
+        full = self.kept.ended.all(1, keepdim=True) & (self.beams.early_stopping is True)
+        scores = top / float(count) ** self.beams.length_penalty
+        scores = scores + _NEVER * full + _NEVER * ~was_open + _NEVER * ~ended
+        self.kept = self.kept.best(_Kept(text, scores, ended, new=torch.full_like(token, count)))
+        self.running, self.text = running, _rows(text, go).flatten(0, 1)
+        self.open = was_open & self._improvable(count)
+        self.all_ended = hits.all()
+        rows = beam.gather(1, go) + self.n * torch.arange(self.batch, device=top.device)[:, None]
+        tokens = token.gather(1, go).view(-1, 1)
+        self.scores.seen = self.scores.seen[rows.flatten()].scatter_(1, tokens, True)
+        return tokens, rows.flatten()
+
+    def over(self) -> bool:
+        """Whether no sequence can change any more; a GPU is waited for."""
+        enough = self.kept.ended.all() & (self.beams.early_stopping is True)
+        return bool(~self.open.any() | enough | self.all_ended)
+
+    def best(self, sequences: int) -> Tensor:
+        """The ``sequences`` best of each prompt [B x sequences, S + new], as long as the longest."""
+        length = self.prompt + int(self.kept.new[:, :sequences].max())
+        return self.kept.text[:, :sequences, :length].flatten(0, 1)
+
+    def _candidates(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the highest sums, falling, of which beam each goes on, and by which token: [B, candidates] each."""
+        scores = self.scores.whole(logits).log_softmax(-1)
+        scores = self.scores.processed(scores, ids, dtype=acc_dtype(logits))
+        sums = (scores.view(self.batch, self.n, -1) + self.running[..., None]).flatten(1)
+        many = max(2, 1 + len(self.ends)) * self.n
+        top, index = sums.topk(min(many, sums.shape[1]))
+        top, index = self.scores.agreed(torch.stack([top, index.double()]))
+        index = index.long()
+        return top, index // scores.shape[-1], index % scores.shape[-1]
+
+    def _hits(self, text: Tensor, token: Tensor, stopping: Stopping) -> Tensor:
+        """Which candidates have ended: bool [B, candidates]."""
+        hits = among(token, self.ends) if self.ends else torch.zeros_like(token, dtype=torch.bool)
+        return hits if stopping.none else hits | stopping(text.flatten(0, 1), self.scores.tp).view(token.shape)
+
+    def _improvable(self, count: int) -> Tensor:
+        """Whether the best running beam may become better than one of the kept: bool [B, 1]."""
+        penalty = self.beams.length_penalty
+        longest = self.new if self.beams.early_stopping == "never" and penalty > 0 else count
+        bound = self.running[:, :1] / float(longest) ** penalty
+        worst = torch.where(self.kept.ended, self.kept.scores.amin(1, keepdim=True), _NEVER)
+        return (bound > worst).any(1, keepdim=True)
+
+
+def search(
+    model: GPT, request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, often: int
+) -> Tensor:
+    """Returns the best sequences [B x sequences, S + new]; after every ``often`` tokens it is asked whether there can
+    be better ones."""
+    found, prompt = Search(request, beams, scores), request.ids.shape[1]
+    logits = forward.read(request, lambda *_: None).repeat_interleave(beams.num_beams, 0)
+    forward.repeat(beams.num_beams)
+    scores.repeat(beams.num_beams)
+    position = request.positions[:, -1:].repeat_interleave(beams.num_beams, 0)
+    for count in range(1, request.new + 1):
+        tokens, rows = found.take(logits, count, stopping)
+        if count == request.new:
+            break
+        if count % often == 0:
+            scores.check()
+            if found.over():
+                break
+        forward.reorder(rows, prompt)
+        position = position + 1
+        logits = forward(tokens, position)
+    scores.check()
+    return found.best(request.sequences)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, m, L] and index [B, k] -> [B, k, L]"""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

@@ -1,0 +1,320 @@
+"""Generation's forward pass on a CPU: the sums of the model's own, without row shards, autograd and what else training
+needs, so that a token costs few calls of torch a layer.
+
+Every rank has all rows s * batch + b (a token is one row a prompt, too few to share), its own heads, its own columns of
+the MLP and its own slice of the vocabulary: one sum over the ranks for each GEMM pair.  Only the last position's rows
+go through what follows the last layer's keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ...kernels.attn.cpu import decode
+from ...kernels.attn.op import attention
+from ...kernels.gemm.prepared import Join, Map, Plain, form_for
+from ...kernels.lookup.op import embedding_fwd
+from ...kernels.norm import KINDS
+from ...kernels.runtime.op import acc_dtype
+from ...layers import KVCache, TransformerBlock
+from ...layers.attention import Ropes
+from ...layers.cache import Seeing
+from ...layers.hooks import hooked
+from ...layers.linear import RowParallelLinear
+from ...layers.module import local
+from ...layers.norm import LayerNorm, SplitNorm
+from ..rows import Rows
+from .shared_memory import Exchange, exchange
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+BLOCK = 128  # rows: more are worked on piece by piece, or in fewer passes
+
+
+def applies(model: GPT, ids: Tensor) -> bool:
+    """Whether the weights may be used as they are: plain tensors of one dtype on a CPU, nothing beside or around them.
+
+    Adapters, hooks, autocast, torch.compile, FSDP, onlookers of ops and layers of other kinds are for the model's own
+    forward pass.
+    """
+    parameters = list(model.parameters())
+    return (
+        ids.is_cpu
+        and all(p.is_cpu and not isinstance(p, DTensor) for p in parameters)
+        and len({p.dtype for p in parameters}) == 1
+        and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_in_torch_dispatch_mode())
+        and not hooked(model)
+        and all(map(_plain, model.blocks))
+        and not any("parametrizations" in m._modules for m in model.modules())
+    )
+
+
+def _plain(block: nn.Module) -> bool:
+    if type(block) is not TransformerBlock or block.post_norm:
+        return False
+    return block.attention.qkv.adapter is None and block.attention.out.adapter is None and block.mlp.in_one
+
+
+class Direct:
+    """A model with a KV cache for ``seen`` [B, L], a prompt that is read ``prompt`` columns at a time, and ``new``
+    tokens: a collective.
+
+    ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
+    """
+
+    def __init__(self, model: GPT, seen: Tensor, *, padded: bool, prompt: int, new: int):
+        assert model.head is not None  # checked
+        self.model, self.exchange = model, exchange(model.tp, seen.device)
+        dtype = model.embedding.weight.dtype
+        self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
+        rotations = 0 if model.config.rope is None else len(model.config.rotations)
+        self.turnings = [_Turning(model, seen.shape[1], i) for i in range(rotations)]
+        self.norm = _norm(model.norm_in) if model.norm_in is not None else lambda h: h
+        self.form = form_for(dtype, rows=len(seen), times=new)
+        tied, self.capped = model._tied(), model.head.capped
+        self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
+        # The prompt's rows are many, so that the form of a token's may not be the best for them.
+        first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
+        self.layers = [_Layer(block, self.exchange, first) for block in model.blocks]
+        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], self.exchange, first)]
+        if first is not self.form:
+            self.layers = []
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids and their positions [B, n], which go on where the last call ended -> this rank's logits [B, V/R] of the
+        last ones."""
+        rows = positions.t().reshape(-1)
+        known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
+        h = self._embedded(known, rows)
+        turns: list[_Turn | None] = [turning(positions) for turning in self.turnings] or [None]
+        x = self.norm(h)
+        reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
+        for layer, cache in zip(self._stack(reads), self.caches, strict=True):
+            h, x = layer(h, x, cache, turns[0 if layer.window is None else -1])
+        return self.capped(self.head(x))
+
+    def _stack(self, reads: bool) -> list[_Layer]:
+        if reads:
+            return self.prompt
+        self.prompt = []
+        if not self.layers:
+            self.layers = [_Layer(block, self.exchange, self.form) for block in self.model.blocks]
+        return self.layers
+
+    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        first, learned = self.model.embedding, self.model.positions
+        table = local(first.weight)
+        if self.model.tp.size == 1:
+            h = first.scaled(F.embedding(ids, table))
+        else:
+            h = self.exchange.sum(first.scaled(embedding_fwd(table, ids, first.first)))
+        return h if learned is None else h + F.embedding(positions, local(learned.weight))
+
+
+# ---- one layer ----
+
+
+class _Layer:
+    """(h, x = norm(h)) of the layer's input -> the same of its output; rows s * batch + b."""
+
+    def __init__(self, block: Any, exchange: Exchange, form: Plain):
+        a, m = block.attention, block.mlp
+        self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
+        self.parallel = block.parallel
+        self.seeing = Seeing(a.window, a.scale, a.softcap)
+        self.norm_attention, self.norm_mlp = (
+            (lambda h: h) if norm is None else _norm(norm) for norm in (block.norm_attention, block.norm_mlp)
+        )
+        self.head_norms = None if a.q_norm is None else [_norm(norm, exchange) for norm in (a.q_norm, a.k_norm)]
+        weight, bias = a.qkv.flat()
+        self._project(weight, bias, form)
+        self.out = _joined(a.out, exchange, form, block.branch_attention)
+        self.up = form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
+        self.down = _joined(m.fc2, exchange, form, block.branch_mlp)
+
+    def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
+        self.qkv = form.map(weight, bias)
+
+    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
+        attended = self.out(self._attend(x, cache, turn), h)
+        h = self.down(self.up(self.norm_attention(h if self.parallel else attended)), attended)
+        return h, self.norm_mlp(h)
+
+    def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+        """x [n B, D] -> o [n B, H/R E]"""
+        qkv = self._heads(self.qkv(x), slice(self.slots), turn)
+        batch = len(cache.mask)
+        if len(x) == batch:
+            cache.store(qkv[:, :, -2:].unsqueeze(3))
+            return cache.see(qkv[:, :, :-2], self.seeing, by=decode)
+        n = len(x) // batch
+        if cache.length > 0:
+            return cache.attend(qkv, batch, n, self.seeing)
+        cache.fill(qkv, batch, n)
+        if cache.padded or self.seeing.softcap is not None or (self.window is not None and self.window < n):
+            mask = cache.mask[:, :n] if cache.padded else None
+            return attention(qkv, batch=batch, causal=True, key_mask=mask, **self.seeing._asdict())
+        return _causal(qkv, cache.kv[:, :, :, :n], self.seeing.scale)
+
+    def _heads(self, x: Tensor, slots: slice, turn: _Turn | None) -> Tensor:
+        """What a projection gives -> the heads of these slots of each group [m, G/R, slots, E], normed and rotated."""
+        first, last, _ = slots.indices(self.slots)
+        heads = x.view(len(x), -1, last - first, self.width)
+        if self.head_norms is not None:
+            queries = max(self.slots - 2 - first, 0)
+            q, k, _ = heads.split([queries, *((1, 1) if last == self.slots else (0, 0))], 2)
+            for norm, own in zip(self.head_norms, (q, k), strict=True):
+                own.copy_(norm(own))
+        return heads if turn is None else turn(heads, slots)
+
+
+class _Last(_Layer):
+    """The last layer over the prompt: of all rows the keys and values, of the last position's everything else."""
+
+    def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
+        w = weight.view(-1, self.slots, self.width, weight.shape[1])
+        b = None if bias is None else bias.view(-1, self.slots, self.width)
+        self.q = form.map(w[:, :-2].flatten(0, 2), None if b is None else b[:, :-2].flatten())
+        self.kv = form.map(w[:, -2:].flatten(0, 2), None if b is None else b[:, -2:].flatten())
+
+    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
+        return super().__call__(h[-len(cache.mask) :], x, cache, turn)
+
+    def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+        batch, queries = len(cache.mask), self.slots - 2
+        cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
+        q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.last(batch))
+        return cache.see(q, self.seeing, by=decode)
+
+
+def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, branch: LayerNorm | None) -> Join:
+    """Returns (x, h) -> h + the sum over ranks of x W' + b, of which ``branch`` is a norm."""
+    weight, bias = local(layer.weight), local(layer.bias)
+    if branch is not None:
+        summed, norm = form.map(weight, None), _norm(branch)
+
+        def add(x: Tensor, h: Tensor) -> Tensor:
+            y = exchange.sum(summed(x))
+            return h + norm(y if bias is None else y + bias)
+
+        return add
+    if exchange.tp.size == 1:
+        return form.add(weight, bias)
+    alone = form.map(weight, None)
+
+    def run(x: Tensor, h: Tensor) -> Tensor:
+        h = h + exchange.sum(alone(x))
+        return h if bias is None else h.add_(bias)
+
+    return run
+
+
+def _norm(norm: LayerNorm | None, exchange: Exchange | None = None) -> Map:
+    """Returns the map of a norm; ``exchange``: that of one whose width is split over the ranks."""
+    assert norm is not None
+    weight, bias, eps, kind = local(norm.weight), local(norm.bias), norm.eps, KINDS[norm.kind]
+    if kind.centred:
+        return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
+    scale = weight.to(acc_dtype(weight)) + kind.offset
+
+    def rms(x: Tensor) -> Tensor:
+        if len(x) <= BLOCK and not kind.offset:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        wide = x.to(scale.dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing written
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = wide * rstd if wide is x else wide.mul_(rstd)
+        return normed.mul_(scale).to(x.dtype)
+
+    def split(x: Tensor) -> Tensor:
+        """x [m, G', Q, E] of this rank's heads, or of none"""
+        flat = x.flatten(1).to(scale.dtype)
+        if not x.numel() or exchange is None:
+            return x
+        mean = exchange.sum(flat.square().mean(1)).div_(exchange.tp.size)
+        return (flat * mean.add_(eps).rsqrt_()[:, None]).mul_(scale).to(x.dtype).view(x.shape)
+
+    return split if isinstance(norm, SplitNorm) else rms
+
+
+def _causal(qkv: Tensor, kv: Tensor, scale: float | None) -> Tensor:
+    """qkv [n B, G, Q + 2, E], kv [B, G, 2, n, E] of the same -> o [n B, G Q E]"""
+    (batch, groups, _, n, width), queries = kv.shape, qkv.shape[2] - 2
+    q = qkv[:, :, :-2].unflatten(0, (n, batch)).permute(1, 2, 3, 0, 4).reshape(-1, queries, n, width)
+    k, v = (t.reshape(-1, 1, n, width).expand(-1, queries, -1, -1) for t in kv.unbind(2))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return o.view(batch, groups, queries, n, width).permute(3, 0, 1, 2, 4).reshape(n * batch, -1)
+
+
+# ---- rotary positions ----
+
+
+class _Turn(NamedTuple):
+    """cos and sin [m, 1, Q + 2, E] of every column of qkv (v turns by 0), and the column that each is paired with.
+
+    What is turned is written over: new memory takes longer than the sums.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: Tensor | None  # None: half a head away
+
+    def __call__(self, heads: Tensor, slots: slice) -> Tensor:
+        cos, sin = self.cos[:, :, slots], self.sin[:, :, slots]
+        if len(heads) <= BLOCK:
+            return self._turned(heads, cos, sin)
+        keys = self.cos.shape[2] - 1 - (slots.start or 0)  # of these slots, those before v
+        for x, *turns in zip(*(t[:, :, :keys].split(BLOCK) for t in (heads, cos, sin)), strict=True):
+            x.copy_(self._turned(x, *turns))  # what stands between stays in the cache: a tenth of the time
+        return heads
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.to(cos.dtype)
+        paired = wide.roll(x.shape[-1] // 2, -1) if self.pairs is None else wide.index_select(-1, self.pairs)
+        return wide.mul_(cos).addcmul_(paired, sin).to(x.dtype)
+
+    def last(self, rows: int) -> _Turn:
+        return self._replace(cos=self.cos[-rows:], sin=self.sin[-rows:])
+
+
+class _Turning:
+    """Looks the turns of rows up in tables of the model's, laid out for qkv."""
+
+    def __init__(self, model: GPT, columns: int, which: int):
+        self.model, self.columns, self.which = model, columns, which  # positions are less than columns
+        first: Any = model.blocks[0]
+        self.slots, self.width = first.attention.heads_per_group, model.config.head_size
+        self.made_of: Tensor | None = None
+
+    def __call__(self, positions: Tensor) -> _Turn:
+        """positions [B, n] -> the turns of rows [n B]"""
+        rope = self.model._rope(Rows(positions.shape, self.model.tp), positions, positions.device, self.columns)
+        assert rope is not None
+        rope = rope[self.which] if isinstance(rope, Ropes) else rope
+        assert rope.positions is not None
+        if self.made_of is not rope.cos:
+            self.made_of = rope.cos
+            # The model's tables may be for thousands of positions more; but longrope's long ones come after the short.
+            rows = slice(self.columns if self.model.config.switches_at is None else None)
+            self.cos, self.sin, self.pairs = self._laid_out(rope.cos[rows], rope.sin[rows])
+        return _Turn(self.cos[rope.positions], self.sin[rope.positions], self.pairs)
+
+    def _laid_out(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        half, E = cos.shape[1], self.width
+        dtype = acc_dtype(self.model.embedding.weight)
+        turned = torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+        tables = []
+        for table, rest in zip(turned, (1.0, 0.0)):
+            table = F.pad(table, (0, E - 2 * half), value=rest)[:, None, None].repeat(1, 1, self.slots, 1)
+            table[:, :, -1] = rest
+            tables.append(table)
+        columns = torch.arange(E)
+        pairs = torch.cat([columns[half : 2 * half], columns[:half], columns[2 * half :]])
+        return tables[0], tables[1], None if 2 * half == E else pairs

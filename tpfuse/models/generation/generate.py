@@ -1,0 +1,209 @@
+"""Generation with a KV cache: the prompt in one pass, then one token of every prompt at a time, greedy or sampled.
+
+Decoding runs on the same path as training: a batch's rows are padded to a multiple of the row shards, so each new
+token costs the same two messages a GEMM pair, with or without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import described
+from ...layers.module import check_gathered
+from .beams import Beams, search
+from .graph import Replayed, may_capture
+from .listening import Listener
+from .passes import pass_of
+from .request import Request, checked
+from .sampling import Chooser, Processor, Sampling, Scores, callables
+from .step import Step
+from .stopping import Stopping, until_all_ended
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    input_ids: Tensor | None = None,
+    *,
+    inputs_embeds: Tensor | None = None,
+    max_new_tokens: int,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logits_processor: Sequence[Processor] | Processor | None = None,
+    num_return_sequences: int = 1,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    seed: int = 0,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    streamer: Any = None,
+    on_token: Callable[[Tensor], bool | None] | None = None,
+    on_prompt: Callable[[int, int], None] | None = None,
+    cuda_graph: bool = False,
+) -> Tensor:
+    """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
+
+    input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.
+    Returns [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  Dropout
+    is off.
+
+    A token is the most likely one, after ``repetition_penalty``, which divides the logit of a token that was there
+    before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858), and after each ``logits_processor``.
+    ``do_sample`` draws from softmax(logits / ``temperature``), of the ``top_k`` most likely tokens, of the fewest whose
+    probability is at least ``top_p`` together, and of those whose probability is at least ``min_p`` of the highest; in
+    that order, which is transformers'.  ``num_return_sequences`` continues each prompt so many times, by samples that
+    depend on neither that number nor the batch: [B x num_return_sequences, S + new].
+
+    ``num_beams`` above 1 searches the sequence of the highest sum of log-probabilities / length **
+    ``length_penalty``, by transformers' rules, with ``early_stopping`` True, False or "never"; the
+    ``num_return_sequences`` best of each prompt, at most ``num_beams``, come best first.  The cache then holds
+    num_beams rows of each prompt, and with each token those of its new tokens are put in another order: a copy, which
+    needs the memory of one layer's beside it for that time.  Penalty and processors get log-probabilities.
+
+    A sequence ends at an ``eos_token_id``, where ``stop_strings`` (with the ``tokenizer`` of transformers that made the
+    prompt) occur in the text so far and end in its last token, or where one of ``stopping_criteria`` says so.  It goes
+    on as ``pad_token_id`` (default: the first eos; where there is neither, as the model continues it).  Generation
+    stops when all have ended.
+
+    ``logits_processor`` and ``stopping_criteria`` are transformers' objects, or any callables (input_ids [B, S + n],
+    scores): scores [B, V], fp32 (fp64 of a model in fp64), give scores of that shape; a criterion gets None for them
+    and gives bools [B], or one.  Where the ranks' answers differ, the first rank's processors count, and any rank's
+    criterion.
+
+    ``streamer`` has transformers' ``put(ids)``, which gets the prompts [B, S] and then each column [B], on the CPU, and
+    ``end()``.  It may be given on one rank alone.  ``on_token(tokens [B])`` is called with every new column; true on
+    any rank stops.  Long prompts are read in pieces, so that a layer's rows need no memory for all of them;
+    ``on_prompt(columns, of)`` is called behind each, on the ranks that have it.  An error of one rank's streamer or
+    callable is an error on every rank.
+
+    With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
+    processors, autocast or beams stand against it.
+
+    ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
+    it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
+    a callable, stop strings or criteria a GPU is waited for at each token, else at every eighth.
+    """
+    model.check_whole("generate")
+    check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
+    check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
+    sampling = Sampling(
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    check_gathered("generate", model.embedding)
+    given: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
+    asked = dict(given, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
+    asked |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
+    beams = Beams(num_beams, length_penalty, early_stopping)
+    asked |= dict(beams._asdict(), logits_processor=logits_processor, cuda_graph=cuda_graph)
+    model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
+    given |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    beams.check()
+    check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
+    request = checked(model, (input_ids, attention_mask), sampling, num_beams, **given)
+    processors = callables("logits_processor", logits_processor)
+    stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
+    listener = Listener(model.tp.group, streamer, on_token, on_prompt)
+    check(
+        num_beams == 1 or listener.none,
+        f"generate: streamer, on_token and on_prompt hear one sequence as it comes; num_beams={num_beams} are several",
+    )
+    check(
+        num_beams == 1 or stopping.none or request.pad is not None,
+        f"generate: with num_beams={num_beams}, stop_strings and stopping_criteria need pad_token_id or eos_token_id",
+    )
+
+    training = [module for module in model.modules() if module.training]  # of a model that is frozen in part, some
+    model.eval()
+    try:
+        if num_beams > 1:
+            return _searched(model, request, beams, processors=processors, stopping=stopping)
+        listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
+        step = _begun(model, request, processors, told=listener.read)
+        run = Replayed(step) if cuda_graph and may_capture(model, step, request.new) else step
+        return _continued(step, run, request, told=(stopping, listener))
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _begun(
+    model: GPT, request: Request, processors: tuple[Processor, ...], told: Callable[[int, int], None] = lambda *_: None
+) -> Step:
+    """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
+    choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
+    forward = pass_of(model, request)
+    logits, n = forward.read(request, told), request.sequences
+    if n > 1:
+        forward.repeat(n)
+        choose.repeat(n)
+    forward.fix()
+    return Step(request, forward, choose, logits.repeat_interleave(n, 0))
+
+
+def _continued(step: Step, run: Callable[[], None], request: Request, told: tuple[Stopping, Listener]) -> Tensor:
+    """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
+    (stopping, listener), ids, scores = told, request.ids, step.choose.scores
+    often = 1 if not (listener.none and stopping.none) else _tokens_between(ids.device)
+    for count in range(1, request.new + 1):
+        columns = ids.shape[1] + count
+        if count == 1 or scores.processors:
+            step.take(step.first if count == 1 else step.logits(), step.text[:, : columns - 1])
+        else:
+            run()
+        asks = count % often == 0
+        if asks and (request.ends or ids.is_cpu):  # a GPU is waited for below anyway
+            scores.check()
+        if listener.tokens(step.token[:, 0]):
+            break
+        if not stopping.none:
+            step.done |= stopping(step.text[:, :columns], scores.tp)
+        if asks and (request.ends or not stopping.none) and step.done.all():
+            break
+    listener.end()
+    text = step.text[:, :columns]
+    if not request.ends:
+        return text
+    scores.check()
+    return until_all_ended(text, request.ends, prompt=ids.shape[1]) if often > 1 else text
+
+
+def _searched(
+    model: GPT, request: Request, beams: Beams, *, processors: tuple[Processor, ...], stopping: Stopping
+) -> Tensor:
+    """Returns the prompts, and behind them the best sequences."""
+    ids = request.ids
+    scores = Scores(model, ids, request.mask, penalty=request.sampling.repetition_penalty, processors=processors)
+    often = _tokens_between(ids.device) if stopping.none else 1
+    forward = pass_of(model, request)
+    return search(model, request, beams, scores=scores, forward=forward, stopping=stopping, often=often)
+
+
+def _tokens_between(device: torch.device) -> int:
+    """Returns after how many tokens generation asks again whether all sequences have ended.
+
+    A GPU is waited for with each question; those that come too late are cut off.
+    """
+    return 1 if device.type == "cpu" else 8

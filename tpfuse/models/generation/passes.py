@@ -1,0 +1,149 @@
+"""Generation's forward passes: ids and their positions go in, logits of the last ones come out, keys and values stay in
+a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...layers.cache import KVCache, Place
+from ...ranks.agreement import any_rank
+from ..rows import Rows
+from .direct import Direct, applies
+from .request import Request
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+PIECE = 2048  # rows
+
+
+class Pass:
+    """A model with a cache, of which each call goes on where the last one ended: first the prompts, then tokens.
+
+    ``pieces``: in how many the prompts are read.  ``direct``: the CPU's own, whose host knows the length of the cache.
+    ``alike``: whether the host does the same for every token.
+    """
+
+    alike = True
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
+        self.run, self.caches, self.pieces, self.direct = run, caches, pieces, direct
+        self.place: Place | None = None
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids and their positions [B, n] -> this rank's logits [B, V/R] of the last ones."""
+        if self.place is not None:
+            self.place.advance()
+        return self.run(ids, positions)
+
+    def read(self, request: Request, told: Callable[[int, int], None]) -> Tensor:
+        """The prompts' logits [B, V/R]; ``told`` hears behind each piece how many of how many columns were read."""
+        ids, done = request.ids, 0
+        for piece, positions in zip(*(t.tensor_split(self.pieces, 1) for t in (ids, request.positions)), strict=True):
+            logits = self(piece, positions)
+            done += piece.shape[1]
+            told(done, ids.shape[1])
+        return logits
+
+    def fix(self) -> None:
+        """Behind the prompts: from now on every call has one token, and is the same to the host."""
+        if not self.direct:
+            first = self.caches[0]
+            self.place = Place(len(first.mask), first.length, first.mask.device)
+            for cache in self.caches:
+                cache.fix(self.place)
+
+    def repeat(self, n: int) -> None:
+        """Makes ``n`` rows of each, behind the prompts: the next call has so many."""
+        mask = self.caches[0].mask.repeat_interleave(n, 0)
+        for cache in self.caches:
+            cache.repeat(n, mask)
+
+    def reorder(self, rows: Tensor, first: int) -> None:
+        """Lets row b go on from what row ``rows[b]`` was, from the position ``first`` on."""
+        for cache in self.caches:
+            cache.reorder(rows, first)
+
+
+class _Switching(Pass):
+    """The pass of a model whose rotary positions are others in calls of more than ``at`` positions.
+
+    The keys in a cache are rotated by the tables of their time, so what has been seen goes once more through the model,
+    with a new cache, when the first sequence passes that length.
+    """
+
+    alike = False
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, at: int):
+        super().__init__(self._go_on, [], pieces=1, direct=True)
+        self.make, self.at, self.seen = make, at, request.seen
+        self.now: Pass | None = None
+        self.switched, self.longest = False, 0
+        self.ids = self.positions = request.ids[:, :0]
+
+    def _go_on(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self.now is not None and self.switched:
+            return self.now(ids, positions)
+        self.longest = int(positions.max()) + 1 if self.now is None else self.longest + 1
+        self.switched = self.longest > self.at
+        self.ids, self.positions = torch.cat([self.ids, ids], 1), torch.cat([self.positions, positions], 1)
+        if self.now is None or self.switched:
+            self.now, ids, positions = self.make(self.seen, self.ids), self.ids, self.positions
+        return self.now(ids, positions)
+
+    def repeat(self, n: int) -> None:
+        assert self.now is not None  # the prompts have been read
+        self.now.repeat(n)
+        self.seen, self.ids, self.positions = (x.repeat_interleave(n, 0) for x in (self.seen, self.ids, self.positions))
+
+    def reorder(self, rows: Tensor, first: int) -> None:
+        assert self.now is not None
+        self.now.reorder(rows, first)
+        self.ids, self.positions = self.ids[rows], self.positions[rows]
+
+
+def pass_of(model: GPT, request: Request) -> Pass:
+    """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
+    direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
+    pieces, switch = pieces_of(model, request.ids), model.config.switches_at
+
+    def make(seen: Tensor, ids: Tensor) -> Pass:
+        kept: dict[str, Any] = dict(padded=request.padded)
+        if direct:
+            sizes: dict[str, Any] = dict(prompt=-(-ids.shape[1] // pieces), new=seen.shape[1] - ids.shape[1])
+            run = Direct(model, seen, **kept, **sizes)
+            return Pass(run, run.caches, pieces=pieces, direct=True)
+        caches = [KVCache(seen, **kept) for _ in model.blocks]
+        return Pass(
+            lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False
+        )
+
+    if switch is None or request.seen.shape[1] <= switch:
+        return make(request.seen, request.ids)
+    return _Switching(make, request, switch)
+
+
+def pieces_of(model: GPT, ids: Tensor) -> int:
+    """Returns in how many pieces prompts [B, S] are read: what a layer computes of one is there at a time, and not of
+    all, which is many times the cache.  One where rotary positions depend on the prompt's length."""
+    changing = model.config.stretched or model.config.switches_at is not None
+    return 1 if changing else min(-(-ids.numel() // PIECE), ids.shape[1])
+
+
+def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
+    """One pass on the path of training, over every feature that a model's layers have."""
+    rows, first = Rows(ids.shape, model.tp), caches[0].length == 0
+    valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
+    h, normed = model._embed(rows, valid, positions, None)
+    seen = caches[0].mask
+    call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq)
+    call["rope"] = model._rope(rows, positions, ids.device, below=seen.shape[1])
+    call["attention_mask"] = seen[:, : rows.seq] if first and caches[0].padded else None
+    for block, cache in zip(model.blocks, caches, strict=True):
+        h, normed = block(h, normed, cache=cache, **call)
+    assert model.head is not None  # checked
+    return rows.back(model.head.logits(normed, model._tied()))[:, -1]

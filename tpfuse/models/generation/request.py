@@ -1,0 +1,99 @@
+"""What ``generate`` is asked for, checked: prompts moved to end at one column, how tokens are chosen, when they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.losses.op import check_ids
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import COUNT, INT64, SEED, Rule, check_number, check_numbers, described, limited
+from ..inputs import Inputs, check_tokens
+from .sampling import Sampling
+from .stopping import end_tokens
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+_FACTOR = limited("be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
+_NUMBERS: dict[str, Rule] = {
+    "max_new_tokens": COUNT,
+    "temperature": _FACTOR,
+    "top_k": COUNT,
+    "top_p": limited("lie in (0, 1]", lambda v: 0 < v <= 1),
+    "min_p": limited("lie in [0, 1]", lambda v: 0 <= v <= 1),
+    "repetition_penalty": _FACTOR,
+    "seed": SEED,
+    "num_return_sequences": limited("lie in 1 to 65535", lambda v: 1 <= v < 1 << 16, integer=True),
+}
+
+
+class Request(NamedTuple):
+    """Prompts [B, S] that end at column S, with what follows them."""
+
+    ids: Tensor
+    mask: Tensor  # bool: what is no padding
+    padded: bool  # whether an attention mask was given
+    new: int  # tokens at most
+    ends: list[int]
+    pad: int | None  # None: an ended sequence goes on as the model continues it
+    sampling: Sampling
+    sequences: int  # of each prompt
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, S]"""
+        return (self.mask.cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def seen(self) -> Tensor:
+        """[B, S + new]: the columns that may be seen."""
+        return torch.cat([self.mask, self.mask.new_ones(len(self.mask), self.new)], 1)
+
+
+def checked(
+    model: GPT, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, **given: Any
+) -> Request:
+    """Returns what is asked for of ``prompt``, ids and their mask [B, S].
+
+    ValueError, which names the argument, for what no model takes.
+    """
+    input_ids, attention_mask = prompt
+    if input_ids is None:
+        raise ValueError("generate: give input_ids [B, S]")
+    check_tokens(type(model).__name__, input_ids)
+    check(input_ids.shape[1] > 0, "generate: the prompt is empty")
+    inputs = Inputs(input_ids, attention_mask=attention_mask)
+    model._check_inputs(inputs)
+    check_numbers("generate", sampling._asdict() | given, _NUMBERS)
+    sample, new, sequences = sampling.do_sample, given["max_new_tokens"], given["num_return_sequences"]
+    check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
+    check(not (sample and beams > 1), f"generate: do_sample with num_beams={beams}, beam sampling, is not built")
+    check(
+        sample or sequences <= beams,
+        f"generate: num_return_sequences={sequences} is more than num_beams={beams}; without beams it needs"
+        " do_sample=True",
+    )
+    S, most, vocab = input_ids.shape[1], model.config.max_positions, model.config.vocab_size
+    check(S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}")
+    ends, pad = end_tokens(given["eos_token_id"]), given["pad_token_id"]
+    if pad is not None:
+        check_number("generate: pad_token_id", pad, INT64)
+    pad = pad if pad is not None else (ends[0] if ends else None)
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if inputs.key_mask is None else inputs.key_mask
+    check(attention_mask is None or bool(mask.any(1).all()), "generate: a prompt has no token")
+    order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
+    ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+    check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
+    return Request(
+        ids.masked_fill(~mask, 0 if pad is None else pad),
+        mask,
+        padded=attention_mask is not None,
+        new=new,
+        ends=ends,
+        pad=pad,
+        sampling=sampling,
+        sequences=sequences,
+    )

@@ -1,0 +1,179 @@
+"""How the next token is chosen: the most likely one, or one drawn from what a few filters leave.
+
+Sampling is Gumbel-max: argmax_v x_v / T - log(-log u_v), with u_v by Philox of (seed, the token's place in its
+sequence, the prompt's number, which of its continuations this is, global vocabulary id v), so no random state is kept,
+and the split, padding and batch do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.runtime.op import acc_dtype
+from ...kernels.runtime.philox import make_rng, uniform
+from ...kernels.runtime.rules import described
+from ...ranks.together import raise_together
+from .shared_memory import exchange
+
+if TYPE_CHECKING:
+    from ..gpt import GPT
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # ids [B, S] and scores [B, V] -> scores [B, V]
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen; as in :func:`generate`."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+class Scores:
+    """logits [B, V/R] of every rank -> scores [B, V], the same on every rank, through the penalty and processors."""
+
+    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, penalty: float, processors: tuple[Processor, ...]):
+        self.tp, self.vocab, self.processors = model.tp, model.config.vocab_size, processors
+        self.gather = exchange(model.tp, ids.device).gather
+        self.penalty = penalty
+        self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
+        self.seen.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
+        self.nan = torch.zeros((), dtype=torch.bool, device=ids.device)
+
+    def repeat(self, n: int) -> None:
+        """Makes ``n`` rows of each."""
+        self.seen = self.seen.repeat_interleave(n, 0)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[B, V/R] -> fp64 [B, V]"""
+        if self.tp.size > 1:
+            width = -(-self.vocab // self.tp.size)  # the last rank may have fewer
+            padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
+            logits = self.gather(padded).permute(1, 0, 2).flatten(1)[:, : self.vocab]
+        scores = logits.double()
+        self.nan |= scores.isnan().any()
+        return scores
+
+    def processed(self, scores: Tensor, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Scores [B, V] through the penalty, then the processors, which get ``ids`` and scores of ``dtype``."""
+        penalty = self.penalty
+        if penalty != 1:
+            scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        if not self.processors:
+            return scores
+        assert ids is not None
+        error = None
+        try:
+            scores = self._by_processors(scores.to(dtype), ids)
+        except Exception as e:
+            error = e
+        failed = torch.tensor([error is not None], device=ids.device)
+        if (self.gather(failed.byte()) if self.tp.size > 1 else failed).any():
+            raise_together(error, (self.tp.group,))
+        return scores.double()
+
+    def _by_processors(self, scores: Tensor, ids: Tensor) -> Tensor:
+        shape = scores.shape
+        for processor in self.processors:
+            scores = processor(ids, scores)
+            if not isinstance(scores, Tensor) or scores.shape != shape:
+                raise ValueError(
+                    f"generate: a logits_processor must return scores {tuple(shape)}, got {described(scores)} from a"
+                    f" {type(processor).__name__}"
+                )
+        return scores
+
+    def agreed(self, choice: Tensor) -> Tensor:
+        """Returns the first rank's choice, where what was chosen by is the caller's and may differ over the ranks."""
+        return choice if self.tp.size == 1 or not self.processors else self.gather(choice)[0].clone()
+
+    def check(self) -> None:
+        """Raises RuntimeError where a logit was NaN; a GPU is waited for."""
+        if self.nan:
+            raise RuntimeError("generate: the model's logits are NaN; tpfuse.watch(model) finds the op they come from")
+
+
+class Chooser:
+    """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
+
+    def __init__(
+        self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling, processors: tuple[Processor, ...] = ()
+    ):
+        assert model.head is not None  # checked
+        self.head, self.sampling = model.head, sampling
+        self.scores = Scores(model, ids, mask, penalty=sampling.repetition_penalty, processors=processors)
+        self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
+        self.sample = torch.arange(len(ids), device=ids.device)  # the prompt's number, and which of its continuations
+        self.draw = torch.zeros_like(self.sample)
+
+    def repeat(self, n: int) -> None:
+        """Makes ``n`` rows of each, which are samples of their own whatever n is."""
+        self.scores.repeat(n)
+        self.draw = torch.arange(n, device=self.sample.device).repeat(len(self.sample))
+        self.sample = self.sample.repeat_interleave(n)
+
+    def __call__(self, logits: Tensor, position: Tensor, ids: Tensor | None = None) -> Tensor:
+        """``position`` [B] of the new token; ``ids`` [B, S] before it, for processors."""
+        s = self.sampling
+        if not s.do_sample and s.repetition_penalty == 1 and not self.scores.processors:
+            return self._most_likely(logits)
+        scores = self.scores.processed(self.scores.whole(logits), ids, dtype=acc_dtype(logits))
+        if s.do_sample:
+            scores = keep_likely(scores / s.temperature, s.top_k, s.top_p, s.min_p)
+            drawn = uniform(self.rng, position, self.sample, self.scores.vocab, draw=self.draw)
+            scores = scores - drawn.log_().neg_().log_()
+        token = self.scores.agreed(scores.argmax(-1))  # the first of equals
+        self.scores.seen.scatter_(1, token[:, None], True)
+        return token
+
+    def _most_likely(self, logits: Tensor) -> Tensor:
+        """Returns the most likely token; two numbers per prompt travel."""
+        value, index = logits.max(-1)  # the first of equals
+        best = torch.stack([value.double(), (index + self.head.first).double()])
+        every = best[None] if self.scores.tp.size == 1 else self.scores.gather(best)
+        self.scores.nan |= every[:, 0].isnan().any()  # a maximum is NaN where any logit is
+        rank = every[:, 0].argmax(0)
+        return every[:, 1].gather(0, rank[None])[0].long()
+
+
+def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float | None = None) -> Tensor:
+    """Returns scores [B, V] with -inf where a token is not to be drawn.
+
+    The ``top_k`` highest stay, of these the fewest whose probability is at least ``top_p`` together, and of these those
+    whose probability is at least ``min_p`` of the highest; the highest always stays, and so do scores equal to the last
+    that stays.
+    """
+    if top_k is not None and top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered = scores.sort(-1, descending=True).values
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs  # what is more likely
+        last = (before < top_p).sum(-1, keepdim=True) - 1
+        scores = scores.masked_fill(scores < ordered.gather(1, last), -torch.inf)
+    if min_p is not None and min_p > 0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return scores
+
+
+def callables(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
+    """Returns what an argument of ``generate`` holds: callables, of which a list of transformers' is one too.
+
+    ValueError, which names the argument, for anything else.
+    """
+    many = given if isinstance(given, Iterable) else () if given is None else (given,)
+    found = tuple(many)
+    if not all(map(callable, found)):
+        raise ValueError(
+            f"generate: {name} must be callables (input_ids, scores), as transformers' are, got {described(given)}"
+        )
+    return found

@@ -1,0 +1,11 @@
+"""Tools around the library: ledger, planner, doctor, benchmarks, explain, watch, parity.  Nothing else imports them.
+
+bench/     kernels alone, at any shape: python -m tpfuse bench
+doctor/    what an installation is, what runs where, whether it works: tpfuse.doctor()
+explain    which path each layer's messages take, and why
+ledger/    bytes, flops, memory and time: measured and predicted
+parity     a model at one rank and at several, tensor by tensor
+pipeline/  pictures of schedules, and python -m tpfuse pipeline
+plan/      what a split of a model over machines would take
+watch      finds the first op whose output is not finite
+"""

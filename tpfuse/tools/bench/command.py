@@ -1,0 +1,195 @@
+"""``python -m tpfuse bench``: any op at any shape, against plain torch, torch.compile and Liger Kernel.
+
+The card's copy bandwidth and matrix rate are measured first; a row's roofline is the time that they leave for the least
+bytes (the inputs and outputs of tpfuse's ops, once each) and the flops that these ops declare, so GB/s and TFLOP/s
+count the same work for every provider.  Everything that can be refused is refused before anything is timed; what is
+measured is printed and written whatever comes after it.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
+from . import output, plots
+from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
+from .measure import cache_bytes
+from .roofline import Card, measure_card
+from .run import MODES, PEERS, Case, Found, Setting, available, measure
+
+STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
+INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
+
+
+def listed() -> list[dict[str, Any]]:
+    """Returns what there is to time."""
+    fields = "name", "axes", "shapes", "cpu_shapes"
+    benches = map(load, discover())
+    return [{key: getattr(bench, key) for key in fields} | dict(providers=bench.names) for bench in benches]
+
+
+def listing() -> str:
+    """Returns the same as text."""
+    lines = []
+    for op in listed():
+        lines += [f"{op['name']}  {'x'.join(op['axes'])}"]
+        lines += [f"    {where} {' '.join(map(written, op[key]))}" for where, key in STANDARD.items()]
+        lines += [f"    {', '.join(op['providers'])}"]
+    usage = "python -m tpfuse bench OP [OP ...], all, or a file of your own, NAME.py; --help says what else"
+    return "\n".join([*lines, "", usage])
+
+
+def chosen(text: str, known: Collection[str], what: str) -> list[str]:
+    """Returns ["fwd", "bwd"] of "fwd,bwd"; ValueError for a name that is not known."""
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no {what} {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    return names
+
+
+def shapes_of(bench: Bench, texts: Sequence[str], device: torch.device) -> list[Shape]:
+    """Returns the shapes that are asked for, or the standard ones; ValueError where there are none."""
+    if texts:
+        return [bench.parse(text) for text in texts]
+    standard = bench.shapes if device.type == "cuda" else bench.cpu_shapes
+    if not standard:
+        raise ValueError(f"{bench.name} has no standard shapes for a GPU: --shape {bench.form}")
+    return list(standard)
+
+
+def device_of(name: str) -> torch.device:
+    """Returns a device that is there; ValueError for any other."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device is cpu, cuda or cuda:N, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no GPU here; --device cpu times the CPU path")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here, the first of which is 0")
+    return torch.device(name)
+
+
+def progress(line: str) -> None:
+    """Prints a line to stderr, over the one before it on a terminal."""
+    end = "" if sys.stderr.isatty() else "\n"
+    print(f"\r\033[K{line:.120}" if not end else line, end=end, file=sys.stderr, flush=True)
+
+
+# ---- what is to be measured ----
+
+
+class Plan(NamedTuple):
+    """What a command line asks for, every name and every path checked."""
+
+    cases: list[Case]
+    dtypes: list[str]
+    device: torch.device
+    notes: list[str]
+
+
+def planned(args: Namespace) -> Plan:
+    """Returns the plan of a command line; ValueError or OSError for what cannot be had."""
+    device = device_of(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_number("--seconds", args.seconds, NOT_NEGATIVE)
+    dtypes, modes = chosen(args.dtype, DTYPES, "dtype"), chosen(args.mode, MODES, "mode")
+    benches = load_all(args.ops)
+    if args.dropout is not None:
+        benches = [bench if bench.p is None else dataclasses.replace(bench, p=args.dropout) for bench in benches]
+    texts = [text for given in args.shape or () for text in given.split(",")]
+    known = {name for bench in benches for name in bench.names} | set(PEERS)
+    wanted = args.providers and chosen(args.providers, known, "provider")
+    cases, notes = [], []
+    for bench in benches:
+        providers, lines = available(bench, wanted)
+        notes += lines
+        for shape in shapes_of(bench, texts, device):
+            cases += [Case(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
+    _check_places(args)
+    return Plan(cases, dtypes, device, notes)
+
+
+def _check_places(args: Namespace) -> None:
+    for path in filter(None, (args.csv, _json_file(args))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path} is a folder, or cannot be written")
+    if args.plot:
+        plots.check(args.plot)
+
+
+def _json_file(args: Namespace) -> pathlib.Path | None:
+    return args.json if isinstance(args.json, pathlib.Path) else None
+
+
+# ---- measuring it ----
+
+
+def run(args: Namespace) -> int:
+    """Runs the command; returns 0, 1 where there is no row, and 130 after Ctrl-C, which prints and writes the rows so
+    far."""
+    if not args.ops:
+        print(json.dumps(listed(), indent=1) if args.json else listing())
+        return 0
+    plan = planned(args)
+    found, card, code = Found([], plan.notes), None, None
+    try:
+        progress("measuring the card")
+        card = measure_card(plan.device, {dtype: DTYPES[dtype] for dtype in plan.dtypes})
+        for i, case in enumerate(plan.cases, 1):
+            say = _numbered(f"[{i}/{len(plan.cases)}]")
+            measure(case, Setting(card, plan.device, args.seconds, say), found)
+    except KeyboardInterrupt:
+        found.notes.append("interrupted: these are the rows so far")
+        code = INTERRUPTED
+    except BaseException:
+        if card and found.rows:
+            report(args, found, card, cache=cache_bytes(plan.device))
+        raise
+    if card:
+        report(args, found, card, cache=cache_bytes(plan.device))
+    return code or (0 if found.rows else 1)
+
+
+def _numbered(number: str) -> Callable[[str], None]:
+    return lambda line: progress(f"{number} {line}")
+
+
+def report(args: Namespace, found: Found, card: Card, *, cache: int) -> None:
+    """Prints the rows and writes each file that is asked for, whatever becomes of the others.
+
+    Raises the first error at the end.
+    """
+    if sys.stderr.isatty():
+        progress("")
+    found.notes.extend(output.cached(found.rows, cache))
+    if args.plot and not any(row["bytes"] for row in found.rows):
+        found.notes.append(f"{args.plot} is not drawn: no row has rates")
+    everything = output.result(found, card)
+    if args.json and not _json_file(args):
+        print(json.dumps(everything, indent=1))
+    else:
+        print(output.ceilings(card))
+        print(output.table(found.rows))
+    for line in dict.fromkeys(found.notes):
+        print(line, file=sys.stderr)
+    errors: list[OSError] = []
+    writers: list[tuple[pathlib.Path | None, Callable[[pathlib.Path], object]]] = [
+        (args.csv, lambda path: output.write_csv(found.rows, path)),
+        (_json_file(args), lambda path: output.write_json(everything, path)),
+        (args.plot, lambda path: plots.draw(found.rows, card, path)),
+    ]
+    for path, write in writers:
+        try:
+            if path:
+                write(path)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

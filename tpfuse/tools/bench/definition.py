@@ -1,0 +1,181 @@
+"""A benchmark of one op: its axes, standard shapes, inputs, and who provides it."""
+
+import importlib
+import importlib.util
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.runtime.op import acc_dtype
+from ...kernels.runtime.philox import make_rng
+from ...kernels.runtime.rules import brief, check_number, number
+
+FOLDER = pathlib.Path(__file__).with_name("ops")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NEEDED = "tpfuse", "torch"  # the one whose work is counted, and the one that the others are compared with
+Shape = tuple[int, ...]
+
+
+class Random:
+    """Makes the inputs of one call: random values, which differ from call to call and repeat from run to run."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int):
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        """Returns a leaf that wants a gradient."""
+        return self.constant(*shape).mul_(std).add_(mean).requires_grad_()
+
+    def constant(self, *shape: int) -> Tensor:
+        """Returns normal numbers that want no gradient."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device, generator=self.generator)
+
+    def ids(self, high: int, *shape: int) -> Tensor:
+        """Returns int64 numbers from 0 to ``high`` - 1."""
+        return torch.randint(high, shape, device=self.device, generator=self.generator)
+
+    def rng(self) -> Tensor:
+        """Returns what tpfuse's dropout takes its masks from."""
+        return make_rng(self.seed, 1).to(self.device)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What an op's file holds as ``BENCH``.
+
+    ``inputs(random, *shape)`` makes a tuple; a provider takes it, unpacked, and returns a tensor or a tuple of them.
+    "tpfuse" is the provider whose bytes and flops are counted.  "torch" is plain PyTorch, from which "compile" is made
+    and, in fp64, the truth that errors are taken against.  With ``p`` providers take ``p=`` too; errors are then taken
+    at p = 0, since every library draws its own masks, unless ``exact`` is given: torch with *tpfuse's* mask, against
+    which tpfuse alone is compared.  ``yardsticks`` are providers that do only part of the work: they have no error.
+    ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
+
+    Raises ValueError where a provider is missing or a shape has other axes.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    cpu_shapes: tuple[Shape, ...]
+    inputs: Callable[..., tuple[Any, ...]]
+    providers: dict[str, Callable[..., Any]]
+    p: float | None = None
+    exact: Callable[..., Any] | None = None
+    yardsticks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        what, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"
+        for name in NEEDED:
+            if name not in self.providers:
+                raise ValueError(f"{what} needs a provider {name!r} in providers; it has {has}")
+        if "compile" in self.providers:
+            raise ValueError(f"{what} has a provider 'compile', which is made of 'torch': give it another name")
+        for name, fn in dict(self.providers, inputs=self.inputs).items():
+            if not callable(fn):
+                raise ValueError(f"{what}: {name} must be a function, got {brief(repr(fn))}")
+        for name in self.yardsticks:
+            if name not in self.providers:
+                raise ValueError(f"{what} has a yardstick {name!r} that is no provider; it has {has}")
+        if self.p is not None:
+            check_number(f"{what}: p", self.p, number(0, 1, "[)"))
+        self._check_shapes(what)
+
+    def _check_shapes(self, what: str) -> None:
+        if not self.axes or not self.cpu_shapes:
+            raise ValueError(f"{what} needs at least one of axes and of cpu_shapes")
+        for shape in (*self.shapes, *self.cpu_shapes):
+            whole = isinstance(shape, tuple) and all(isinstance(size, int) and size > 0 for size in shape)
+            if not whole or len(shape) != len(self.axes):
+                raise ValueError(
+                    f"{what}: a shape is a tuple of {len(self.axes)} positive integers, {self.form}; got {shape!r}"
+                )
+
+    @property
+    def form(self) -> str:
+        """The axes as a shape is written, "MxD"."""
+        return "x".join(self.axes)
+
+    @property
+    def names(self) -> list[str]:
+        """Names tpfuse and torch, what torch.compile makes of torch, then the others."""
+        first = ["tpfuse", "torch", "compile"]
+        return first + [name for name in self.providers if name not in first]
+
+    def parse(self, text: str) -> Shape:
+        """Returns the shape that "8192x4096" says; ValueError where it is none of this op."""
+        example = written(self.cpu_shapes[0])
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(self.axes):
+            raise ValueError(
+                f"{self.name}: a shape is {self.form}, {len(self.axes)} positive integers joined by x, such as"
+                f" {example}; got {text!r}"
+            )
+        return tuple(map(int, text.split("x")))
+
+
+def written(shape: Shape) -> str:
+    """Returns "8192x4096" of (8192, 4096)."""
+    return "x".join(map(str, shape))
+
+
+def acc(x: Tensor) -> Tensor:
+    """Returns x in fp32, or fp64 where it is fp64: how plain torch code writes ``x.float()``."""
+    return x.to(acc_dtype(x))
+
+
+def discover() -> list[str]:
+    """Returns the names of tpfuse's own ops: the files of ``ops``."""
+    return sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+
+
+def load(name: str) -> Bench:
+    """Returns the benchmark of one of tpfuse's ops, or the BENCH of a file, "path/to/my_op.py".
+
+    Raises ValueError where there is no such op or file, and for a file that does not run or has no BENCH.
+    """
+    if name.endswith(".py"):
+        return _from_file(pathlib.Path(name))
+    if name not in discover():
+        raise ValueError(f"there is no op {name!r}; there are {', '.join(discover())}, or a file of your own, NAME.py")
+    bench: Bench = importlib.import_module(f"{__package__}.ops.{name}").BENCH
+    return bench
+
+
+def load_all(names: Sequence[str]) -> list[Bench]:
+    """Returns each benchmark once, "all" standing for tpfuse's own; ValueError where two share a name."""
+    wanted = [each for name in names for each in (discover() if name == "all" else [name])]
+    found: dict[str, str] = {}
+    benches = []
+    for source in dict.fromkeys(wanted):
+        bench = load(source)
+        if other := found.get(bench.name):
+            raise ValueError(f"{other} and {source} are both called {bench.name!r}: one BENCH needs another name")
+        found[bench.name] = source
+        benches.append(bench)
+    return benches
+
+
+def _from_file(path: pathlib.Path) -> Bench:
+    """Returns the BENCH of a file, which runs as a module of its own."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = f"{__package__}.own.{path.stem}"  # apart from every module that the file may import
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # of every file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and pickle look for it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    bench = getattr(module, "BENCH", None)
+    if not isinstance(bench, Bench):
+        has = "no BENCH" if bench is None else f"as BENCH a {type(bench).__name__}"
+        raise ValueError(f"{path} has {has}; it needs BENCH = tpfuse.bench.Bench(...)")
+    return bench

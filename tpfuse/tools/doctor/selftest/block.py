@@ -1,0 +1,158 @@
+"""A transformer block with dropout, on one rank or split over a group, against the same block by definition on one."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....collectives import all_gather
+from ....kernels.runtime.philox import make_rng
+from ....layers.block import TransformerBlock
+from ....layers.module import named_specs
+from ....models.files.write import full_tensor
+from ....parallel import TensorParallel
+from ..connections import connections, device_of
+from ..report import FAULT, NOTE, Finding
+from .blame import blamed
+from .compare import ADVICE, CHAIN, checked, findings
+from .references import References
+
+WIDTH, HEAD, BATCH, SEQ = 20, 6, 3, 7
+MOST = 64  # ranks that the block is made for
+SHARED = dict(q="weight", kv="weight", q_bias="bias", kv_bias="bias")  # layers.attention.CopiedKV's, of one weight
+
+
+class Split(NamedTuple):
+    """One way to split a block; together the ways run every op that sends messages."""
+
+    name: str
+    group: dict[str, Any]  # how TensorParallel splits it
+    block: dict[str, Any]
+    ops: tuple[str, ...] = ()  # that send messages
+
+
+def both(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{way}" for name in names for way in ("fwd", "bwd"))
+
+
+ALONE = (
+    Split("block on one rank", {}, {}),
+    Split("block that recomputes", {}, dict(saving="smallest")),
+)
+SPLIT = (
+    Split(
+        "block, sequence parallel",
+        dict(sequence_parallel=True, overlap="off"),
+        dict(saving="smallest", num_kv_heads=1),
+        ("all_gather", "all_to_all", "all_gather_copies", "reduce_parts"),
+    ),
+    Split(
+        "block, overlapped",
+        dict(sequence_parallel=True, overlap="pairwise"),
+        {},
+        both("gather_attention_exchange", "gather_mlp_exchange"),
+    ),
+    Split(
+        "block, normalised q and k",
+        dict(sequence_parallel=True, overlap="pairwise"),
+        dict(qk_norm=True),
+        both("gather_linear", "linear_exchange", "gather_mlp_exchange"),
+    ),
+    Split("block, replicated rows", dict(overlap="pairwise"), {}, ("linear_reduce_bwd", "all_gather", "reduce_parts")),
+)
+
+
+def alone(device: torch.device) -> list[Finding]:
+    """Returns the lines of the blocks on one rank."""
+    found = []
+    for split in ALONE:
+        try:
+            found += compared(split, TensorParallel(), device)
+        except Exception as error:
+            found.append(Finding(split.name, f"{type(error).__name__}: {error}", FAULT, ADVICE))
+    return found
+
+
+def over(group: dist.ProcessGroup | None) -> list[Finding]:
+    """Returns the lines of the blocks that are split over ``group``.  Each rank calls it."""
+    if group is None or group.size() == 1:
+        return []
+    if group.size() > MOST:
+        advice = f"Run the doctor on {MOST} ranks or fewer to have blocks compared: one rank computes them whole."
+        return [Finding("blocks", f"not run on more than {MOST} ranks", NOTE, advice)]
+    with connections(group) as own:
+        device = device_of(group)
+        return [f for split in SPLIT for f in compared(split, TensorParallel(own, **split.group), device)]
+
+
+def compared(split: Split, tp: TensorParallel, device: torch.device) -> list[Finding]:
+    """Returns the lines of one block: its output, and the gradients of its input and of every parameter."""
+    ours = make(split, tp, torch.float32, device)
+    whole = make(split, TensorParallel(), torch.float64, torch.device("cpu"), ranks=tp.size)
+    values = {name: random(p.shape, i) for i, (name, p) in enumerate(whole.named_parameters())}
+    values = {name: 1 + 0.1 * t if t.dim() == 1 else t / WIDTH**0.5 for name, t in values.items()}
+    for block in ours, whole:
+        fill(block, {name: t.float() for name, t in values.items()})
+    made = step(ours, tp.size)
+    with References() as references:
+        exact = step(whole, tp.size)
+    results = checked(made, {name: part(exact, name) for name in made}, torch.float32, CHAIN)
+    wrong = not all(result.ok for result in results)
+    return findings(split.name, results, blamed(references.calls, device, split.ops) if wrong else "")
+
+
+def make(
+    split: Split, tp: TensorParallel, dtype: torch.dtype, device: torch.device, *, ranks: int | None = None
+) -> TransformerBlock:
+    """Returns the block of a group of so many ``ranks``, those of ``tp`` unless given."""
+    heads = 2 * (ranks or tp.size)
+    shared: dict[str, Any] = dict(head_width=HEAD, dropout=0.1, attention_dropout=0.1, dtype=dtype, device=device)
+    return TransformerBlock(WIDTH, heads, 3 * heads, tp=tp, **shared, **split.block)
+
+
+@torch.no_grad()
+def fill(block: TransformerBlock, values: dict[str, Tensor]) -> None:
+    """Fills the parameters with this rank's slices of those of the block on one rank."""
+    for (name, spec, tp), p in zip(named_specs(block), block.parameters(), strict=True):
+        p.copy_(part(values, name)[spec.local(tp)])
+
+
+def part(values: dict[str, Tensor], name: str) -> Tensor:
+    """Returns the value of a name on one rank, or the part of it that has a name of its own where ranks share the only
+    kv head."""
+    stem, _, leaf = name.rpartition(".")
+    whole = SHARED.get(leaf)
+    if whole is None:
+        return values[name]
+    value = values[f"{stem}.{whole}"]  # [1, H + 2, ..]
+    return value[:, -2:] if leaf.startswith("kv") else value[0, :-2]
+
+
+def step(block: TransformerBlock, ranks: int) -> dict[str, Tensor]:
+    """Returns the output and every gradient, whole, of a forward and a backward with dropout."""
+    tp, p = block.tp, next(block.parameters())
+    seq = ranks * -(-SEQ // ranks)
+    x, dy = (random((BATCH * seq, WIDTH), seed).float().to(p.device, p.dtype) for seed in (100, 101))
+    mine = lambda t: t.chunk(tp.row_shards)[tp.row_rank].contiguous()
+    x = mine(x).clone().requires_grad_()
+    y = block(x, batch=BATCH, rng=make_rng(7, 3, device=p.device))
+    y.backward(mine(dy))
+    assert x.grad is not None
+    made = {"output": rows(y, tp), "gradient of the input": rows(x.grad, tp)}
+    for (name, spec, _), p in zip(named_specs(block), block.parameters(), strict=True):
+        assert p.grad is not None
+        made[f"gradient of {name}"] = full_tensor(p.grad, spec, tp)
+    return made
+
+
+def rows(shard: Tensor, tp: TensorParallel) -> Tensor:
+    """Returns all rows of what is sharded under sequence parallelism."""
+    if tp.row_shards == 1 or tp.group_name is None:
+        return shard
+    return all_gather(shard.detach().contiguous(), tp.size, tp.group_name).flatten(0, 1)
+
+
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Returns normal numbers in fp64 on the CPU."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")

@@ -1,0 +1,201 @@
+"""Which path each layer's messages take, and why."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.runtime.errors import check
+from ..layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
+from ..layers.module import local
+from ..models.head import LMHead
+from ..models.staged import StagedModel
+from ..parallel import TensorParallel
+from ..pipeline.placement import held_by
+from ..pipeline.schedules import placement
+from ..sequence_parallel.choice import Sizes, form_of, hidden, sizes
+from ..sequence_parallel.forms import plain
+from ..training.data_parallel import bucket_count, limits, replica_of
+
+_MOST_ROWS = 1 << 24
+
+
+class Path(NamedTuple):
+    """One op of one layer; of a pipeline's stage what it sends to other ranks; the mean of the gradients over replicas.
+
+    ``bytes`` and ``messages`` are sent by this rank, forward and backward: under sequence parallelism all of them,
+    without it those that can hide (the sum of dx), those of a stage, and those of a step over the replicas (a ring's).
+    """
+
+    layer: str
+    op: str
+    path: str  # "plain" or "pairwise"
+    weight: tuple[int, ...]  # a rank's; () of a stage and of replicas
+    rows: int | None
+    bytes: int | None
+    messages: int | None
+    reason: str
+
+
+class Paths(list[Path]):
+    """Prints as a table."""
+
+    def __repr__(self) -> str:
+        head = ("layer", "op", "path", "rows", "weight", "MB sent", "messages", "reason")
+        shown = lambda value: "" if value is None else str(value)
+        sizes = lambda p: (shown(p.rows), "x".join(map(str, p.weight)), _mb(p.bytes), shown(p.messages))
+        lines = [head, *((p.layer, p.op, p.path, *sizes(p), p.reason) for p in self)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths)), line[-1]]).rstrip() for line in lines
+        )
+
+
+class _Layer(NamedTuple):
+    """Something that exchanges rows; an MLP's two GEMMs are one, and an attention layer's two projections."""
+
+    name: str
+    op: str
+    weight: Tensor  # [N, D] flat
+    tp: TensorParallel
+    columns: int | None = None  # N, if ranks have different ones
+
+
+def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | None = None) -> Paths:
+    """Lists everything in a model that exchanges rows, and what averages its gradients under DistributedDataParallel:
+    the path its messages take, sizes, bytes and the reason.  It prints as a table.
+
+    ``rows`` is M = positions x samples of a call.  Without it a path that depends on rows is named with the least
+    that it takes. ``dtype`` is that of the activations: the weight's unless given (under autocast, its dtype).
+    ValueError for ``rows`` below 1.
+    """
+    check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
+    return Paths(
+        [
+            *(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model)),
+            *_sends(model, rows, dtype or next(model.parameters()).dtype),
+            *_averages(model),
+        ]
+    )
+
+
+def _layers(model: nn.Module) -> Iterator[_Layer]:
+    inside: set[nn.Module] = set()
+    tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, ParallelMLP):
+            inside |= {module.fc1, module.fc2}
+            yield _Layer(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
+        elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
+            inside |= {module.qkv, module.out}
+            weight = module.qkv.flat()[0]
+            columns = len(weight) + module.out.weight.shape[1]
+            yield _Layer(name, "gather_attention_exchange", weight, module.tp, columns=columns)
+        elif isinstance(module, ColumnParallelLinear):
+            yield _Layer(name, "gather_linear", module.flat()[0], module.tp)
+        elif isinstance(module, RowParallelLinear):
+            yield _Layer(name, "linear_exchange", local(module.weight), module.tp)
+        elif isinstance(module, LMHead):
+            own = getattr(module, "weight", None)
+            weight = local(tables[module.vocab_size] if own is None else own)
+            yield _Layer(name, "gather_linear", weight, module.tp, columns=module.columns)
+        elif isinstance(module, VocabParallelEmbedding):
+            columns = -(-module.num_embeddings // module.tp.size)
+            yield _Layer(name, "embedding", local(module.weight), module.tp, columns=columns)
+
+
+def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
+    """What each of a model's pipeline stages sends to another rank, of a micro-batch of ``rows``."""
+    if not isinstance(model, StagedModel) or model.stage is None:
+        return
+    chains, tp = placement(model.stage.schedule, model.stage.ranks, held_by(model.stage)), model.tp
+    for chain, stage in ((c.chain, c.stage) for c in model.chunks):
+        ends = {"h": stage + 1, "its input's gradient": stage - 1}
+        places = {what: chains[chain][i] for what, i in ends.items() if 0 <= i < len(chains[chain])}
+        sent = [f"{what} to rank {rank}" for what, rank in places.items() if rank != model.stage.rank]
+        size = None if rows is None else -(-rows // tp.row_shards) * model.config.hidden_size * dtype.itemsize
+        yield Path(
+            layer=f"stage {stage}" + (f" of chain {chain}" if len(chains) > 1 else ""),
+            op="send",
+            path="plain",
+            weight=(),
+            rows=rows,
+            bytes=None if size is None else size * len(sent),
+            messages=None if size is None else len(sent),
+            reason=", ".join(sent) or "both neighbours are on this rank",
+        )
+
+
+def _averages(model: nn.Module) -> Iterator[Path]:
+    """What DistributedDataParallel sends in a step, and its settings."""
+    replica = replica_of(model)
+    if replica is None:
+        return
+    parameters = [p for p in replica.module.parameters() if p.requires_grad]
+    size, caps = replica.process_group.size(), limits(replica)
+    gradients = "views of them" if replica.gradient_as_bucket_view else "copied into them"
+    first = f", the first of {caps[0] / 2**20:g}" if len(caps) > 1 else ""
+    yield Path(
+        layer="data parallel",
+        op="all_reduce",
+        path="plain",
+        weight=(),
+        rows=None,
+        bytes=2 * (size - 1) * sum(p.numel() * p.element_size() for p in parameters) // size,
+        messages=bucket_count(parameters, caps),
+        reason=f"{size} replicas, buckets of {round(caps[-1] / 2**20, 3):g} MiB{first}, gradients {gradients}",
+    )
+
+
+def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:
+    name, op, weight, tp, columns = layer
+    shape = columns or len(weight), weight.shape[1]
+    options: dict[str, Any] = dict(dtype=dtype, device=weight.device, tp=tp)
+    on = lambda rows: sizes(op, rows, shape, **options)
+    sent = None if rows is None else on(rows)
+    path = "plain" if form_of(op, rows or 1, shape, **options) is plain else "pairwise"
+    reason, least = _reason(op, tp, sent, on)
+    bytes, messages = (None, None) if sent is None else sent[:2]
+    return Path(
+        layer=name,
+        op=op,
+        path=path if least is None else "auto",
+        weight=shape,
+        rows=rows,
+        bytes=bytes,
+        messages=messages,
+        reason=reason,
+    )
+
+
+def _reason(op: str, tp: TensorParallel, sent: Sizes | None, on: Callable[[int], Sizes]) -> tuple[str, int | None]:
+    """Returns the reason and, if the path depends on rows that are not known, the least that overlap; ``sent`` are the
+    sizes of a call, and ``on(rows)`` those of another."""
+    if tp.size == 1:
+        return "one rank: no messages", None
+    if op == "embedding":
+        return "no GEMM to hide under", None
+    if hidden(op, tp).gemms == 0:
+        return "without sequence parallelism nothing of it overlaps", None
+    if tp.overlap != "auto":
+        return f"overlap={tp.overlap!r}", None
+    if on(1).copied:
+        return "one machine: messages are copies by the cores that multiply", None
+    if on(1).measured is None:
+        return "nobody measured this device, dtype and number of ranks (bench.overlap --write)", None
+    if sent is None:
+        least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if on(1 << i).wins), None)
+        if least is None:
+            return "no number of rows is worth it", None
+        return f"pairwise from about {least} rows, plain below", least
+    communication, computation, cost = (1e3 * seconds for seconds in sent.seconds)
+    compared = ">" if sent.wins else "<="
+    gain = f"hides min({communication:.2f} ms of messages, {computation:.2f} of GEMMs)"
+    return f"{gain} {compared} its cost of {cost:.2f} ms", None
+
+
+def _mb(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:.2f}"

@@ -1,0 +1,52 @@
+"""Accounting: bytes and flops of what runs, memory, any model at any scale, utilisation, step times.
+
+arguments  the command line of python -m tpfuse
+aten       costs of ops that are not tpfuse's
+dryrun     one rank of any world, on meta tensors
+layer      one layer, side by side
+machine    what this machine can do, calibrated
+memory     saved activations and state, closed forms and measured
+mfu        model flops, share of the peak, ThroughputMeter
+operators  the operator table of arXiv:2007.00072
+options    what a value of an option may be, and the options of commands that have many
+plain      the plain torch layer it is compared with
+plots      pictures
+presets    models by name
+processes  real gloo processes for calibrate and predict
+recorder   every op that runs under it
+shapes     sizes that every formula is written in
+stages     every rank of a pipeline, on meta tensors
+steptime   predicted step times
+text       tables and units
+"""
+
+from .dryrun import Plan, fake_world
+from .dryrun import run as dry_run
+from .layer import compare
+from .memory import activation_bytes, parameter_count, saved_bytes, state_bytes
+from .mfu import ThroughputMeter, hardware_flops, known_peak, model_flops, utilization
+from .presets import load_config
+from .recorder import Ledger, mue
+from .stages import Pipe
+from .stages import run as dry_pipeline
+
+__all__ = [
+    "Ledger",
+    "Pipe",
+    "Plan",
+    "ThroughputMeter",
+    "activation_bytes",
+    "compare",
+    "dry_pipeline",
+    "dry_run",
+    "fake_world",
+    "hardware_flops",
+    "known_peak",
+    "load_config",
+    "model_flops",
+    "mue",
+    "parameter_count",
+    "saved_bytes",
+    "state_bytes",
+    "utilization",
+]

@@ -1,0 +1,342 @@
+"""Any model at any scale, in one process: the real model on meta tensors, over a process group that does not exist.
+
+Forward and backward of one rank run under the ledger; nothing is allocated, computed or sent.  Counted numbers stand
+beside their closed forms.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...models.config.gpt import ModelConfig
+from ...models.model import Model
+from ...parallel import TensorParallel
+from ...training.data_parallel import BUCKETS, bucket_count
+from .aten import ATTENTION, COMMUNICATION, GEMM
+from .layer import build, token_ids, with_layers
+from .memory import State, activation_bytes, parameter_count, saved_bytes, state_bytes
+from .mfu import model_flops
+from .recorder import Ledger
+from .shapes import Shape
+from .text import Progress, progress, quantity, table
+
+
+@contextlib.contextmanager
+def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[DeviceMesh]:
+    """Makes a mesh ("pp", "dp", "tp") of ranks of which this process is the first of ``stage``, a place on "pp", and
+    the others do not exist.
+
+    ValueError for sizes below 1 or where a process group exists already.
+    """
+    for name, n in (("tp", tp), ("dp", dp), ("pp", pp)):
+        if n < 1:
+            raise ValueError(f"fake_world: {name} must be at least 1, got {n}")
+    if dist.is_initialized():
+        raise ValueError(
+            "fake_world: this process is in a process group already; run the dry run in a process of its own"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * dp * tp, world_size=pp * dp * tp)
+    try:
+        yield init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    finally:
+        dist.destroy_process_group()
+
+
+class Plan(NamedTuple):
+    """What is run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
+
+    tp: int = 1
+    dp: int = 1
+    seq: int = 2048
+    micro_batch: int = 1
+    sequence_parallel: bool = True
+    saving: str = "fastest"
+    dtype: torch.dtype = torch.bfloat16
+    optimizer: str = "adamw"
+    full: bool = False  # recompute="full": of each block the input is kept
+
+
+class Held(NamedTuple):
+    """What one rank holds, and sends over dp once per step.
+
+    ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2.
+    ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
+    ``sharded_wire``: what FSDP sends instead (two all-gathers, a reduce-scatter).
+    """
+
+    parameters: int
+    state: State
+    viewed: State
+    sharded: State
+    reduced: tuple[int, int]
+    sharded_wire: int
+
+
+class Work(NamedTuple):
+    """What a micro-batch, forward and backward, costs one rank.
+
+    ``saved``: bytes at the end of forward.  ``peak``: the most alive at once, parameters and their gradients apart.
+    ``moved``: bytes read and written.  ``wire``: bytes sent over tp, by ``messages``: (collective, phase) -> (calls,
+    bytes sent).
+    """
+
+    saved: int
+    peak: int
+    gemm_flops: int
+    attention_flops: int
+    moved: int
+    wire: int
+    messages: dict[tuple[str, str], tuple[int, int]]
+
+    @property
+    def flops(self) -> int:
+        """All of them."""
+        return self.gemm_flops + self.attention_flops
+
+
+class DryRun(NamedTuple):
+    """A dry run's results."""
+
+    config: ModelConfig
+    plan: Plan
+    held: Held
+    work: Work
+    ledger: Ledger
+
+
+def run(config: ModelConfig, plan: Plan) -> DryRun:
+    """Runs forward and backward of rank 0.  ValueError, as at run time, for sizes that cannot be split."""
+    with fake_world(plan.tp, plan.dp) as mesh:
+        model = planned_model(config, plan, mesh)
+        return DryRun(config, plan, held_by(model, plan), *_work(model, plan))
+
+
+def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
+    """Returns the model of a plan, on the meta device."""
+    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype)
+
+
+def held_by(model: Model, plan: Plan) -> Held:
+    """Returns what this rank holds of a model."""
+    parameters: list[Tensor] = list(model.parameters())
+    ring = (plan.dp - 1) / plan.dp
+    buckets = bucket_count(parameters, BUCKETS) if plan.dp > 1 else 0
+    state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
+    gradients = sum(p.numel() * p.element_size() for p in parameters)
+    return Held(
+        parameters=sum(p.numel() for p in parameters),
+        state=state(),
+        viewed=state(bucket_views=True),
+        sharded=state(sharded=True),
+        reduced=(buckets, int(2 * ring * gradients)),
+        sharded_wire=int(3 * ring * gradients),
+    )
+
+
+def _work(model: Model, plan: Plan) -> tuple[Work, Ledger]:
+    ids = token_ids(plan.micro_batch, plan.seq)
+    shown, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
+
+    def forget_gradient(p: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        shown.show(f"dry run: backward, {left} gradients to go")
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(forget_gradient)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: shown.show(f"dry run: forward, layer {i + 1} of {count}"))
+    with Ledger() as ledger:
+        with saved_bytes(model) as saved:
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+    shown.done()
+    total = ledger.total()
+    messages = {
+        (op, phase): (row.calls, row.wire)
+        for (op, phase, kind), row in ledger.by("op", "phase", "kind").items()
+        if kind == COMMUNICATION
+    }
+    work = Work(
+        saved=saved(),
+        peak=ledger.peak,
+        gemm_flops=ledger.total(kind=GEMM).flops,
+        attention_flops=ledger.total(kind=ATTENTION).flops,
+        moved=total.moved,
+        wire=total.wire,
+        messages=messages,
+    )
+    return work, ledger
+
+
+# ---- against the formulas ----
+
+
+def expected_wire(config: ModelConfig, plan: Plan) -> int:
+    """Returns the bytes that a rank sends per micro-batch, of row tiles only.
+
+    Vectors, statistics of the loss and tables of positions are small.  With sequence parallelism a layer gathers its
+    rows twice and exchanges twice, each way, and gathers two again for the weights' gradients; embedding and head add
+    an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, each an
+    exchange and a gather, and one at either end.  Blocks that are recomputed send what forward sends again.
+    """
+    s, R = Shape.of(config), plan.tp
+    rows = -(-plan.seq * plan.micro_batch // R)
+    tile = (R - 1) * rows * s.D * plan.dtype.itemsize
+    again = 4 * s.L if plan.full else 0
+    return tile * (again + (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4))
+
+
+def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
+    """Returns (what, counted, formula, unit), of one rank."""
+    c, plan, work = r.config, r.plan, r.work
+    s = Shape.of(c)
+    size: dict[str, int] = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
+    saved = s.L * activation_bytes(c, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, **size)
+    flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
+    return [
+        ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
+        ("saved activations (formula: of the layers)", work.saved, saved, "B"),
+        ("flops (formula: of the model, all keys)", work.flops, flops, "flop"),
+        ("sent over tp (formula: of row tiles)", work.wire, expected_wire(c, plan), "B"),
+    ]
+
+
+def memory_table(r: DryRun) -> str:
+    """Returns a table of what one rank holds, under DDP, tpfuse.data_parallel and FSDP."""
+    held, work, plan = r.held, r.work, r.plan
+    states = held.state, held.viewed, held.sharded
+    parts = "parameters", "gradients", "optimizer", "buckets", "gathered"
+    names = "parameters", "gradients", f"optimizer ({plan.optimizer})", "DDP buckets", "FSDP, whole blocks"
+    rows = [(name, *(quantity(getattr(state, part), "B") for state in states)) for name, part in zip(names, parts)]
+    rows.append(("activations and temporaries at the peak", *[quantity(work.peak, "B")] * 3))
+    rows.append(("peak", *(quantity(state.total + work.peak, "B") for state in states)))
+    return table(("memory a rank", "DDP", "data_parallel", "FSDP"), rows)
+
+
+def report(r: DryRun) -> str:
+    """Returns a dry run as text."""
+    c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
+    mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
+    dtype, kept = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
+    head = (
+        f"{s.L} layers, width {s.D}, {s.H} heads, vocabulary {s.V}: {quantity(parameter_count(c))} parameters\n"
+        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {kept}, {dtype};"
+        f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
+    )
+    numbers = [
+        (what, quantity(n, unit), quantity(formula, unit), f"{n / formula:.3f}" if formula else "-")
+        for what, n, formula, unit in against_formulas(r)
+    ]
+    counted = table(("a rank's", "counted", "formula", "ratio"), numbers)
+    rows: list[tuple[object, ...]] = [
+        ("tp", op, phase, calls, quantity(wire, "B")) for (op, phase), (calls, wire) in work.messages.items()
+    ]
+    if plan.dp > 1:
+        rows.append(("dp", "all_reduce (DDP buckets)", "a step", held.reduced[0], quantity(held.reduced[1], "B")))
+        rows.append(("dp", "or FSDP: 2 all_gather, 1 reduce_scatter", "a step", None, quantity(held.sharded_wire, "B")))
+    messages = table(("over", "collective", "in", "calls", "sent"), rows) if rows else "no collectives"
+    kinds = table(
+        ("kind", "flops", "bytes read and written"),
+        [
+            (kind, *(quantity(n, unit) for n, unit in zip((row.flops, row.moved), ("flop", "B"))))
+            for (kind,), row in r.ledger.by("kind").items()
+        ],
+    )
+    return "\n\n".join([head, counted, memory_table(r), messages, kinds])
+
+
+def as_json(plan: Plan, held: Held, work: Work) -> dict[str, Any]:
+    """Returns plain numbers, of one rank."""
+    messages = [dict(op=op, phase=phase, calls=n, bytes=wire) for (op, phase), (n, wire) in work.messages.items()]
+    states = {
+        name: getattr(held, name)._asdict() | dict(total=getattr(held, name).total)
+        for name in ("state", "viewed", "sharded")
+    }
+    planned = plan._asdict() | dict(dtype=str(plan.dtype).removeprefix("torch."), ranks=plan.tp * plan.dp)
+    return dict(
+        plan=planned, held=held._asdict() | states, work=work._asdict() | dict(messages=messages, flops=work.flops)
+    )
+
+
+# ---- how each cost grows ----
+
+
+class Point(NamedTuple):
+    """One size of a sweep: its costs, or the error."""
+
+    plan: Plan
+    held: Held | None = None
+    work: Work | None = None
+    error: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.plan.tp * self.plan.dp
+
+
+def point(config: ModelConfig, plan: Plan) -> Point:
+    """Returns the costs of a model of many layers, from a run of two and one of three: every layer adds the same."""
+    L = config.num_layers
+    with fake_world(plan.tp, plan.dp) as mesh:
+        held = held_by(planned_model(config, plan, mesh), plan)
+        if L <= 3:
+            return Point(plan, held, _work(planned_model(config, plan, mesh), plan)[0])
+        two, three = (_work(planned_model(with_layers(config, n), plan, mesh), plan)[0] for n in (2, 3))
+    line = lambda a, b: a + (L - 2) * (b - a)
+    messages = {}
+    for key, (calls, wire) in two.messages.items():
+        messages[key] = line(calls, three.messages[key][0]), line(wire, three.messages[key][1])
+    numbers = {name: line(getattr(two, name), getattr(three, name)) for name in Work._fields if name != "messages"}
+    return Point(plan, held, Work(**numbers, messages=messages))
+
+
+def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[int]) -> list[Point]:
+    """Runs every tp at every number of ranks it divides; sizes that cannot be split are points with the error."""
+    points: list[Point] = []
+    plans = [plan._replace(tp=tp, dp=n // tp) for tp in tps for n in ranks if n % tp == 0]
+    for each in progress(plans, "dry run"):
+        try:
+            points.append(point(config, each))
+        except ValueError as error:
+            points.append(Point(each, error=str(error)))
+    return points
+
+
+def sweep_table(points: list[Point]) -> str:
+    """Returns a sweep as a table."""
+    header = (
+        "tp",
+        "dp",
+        "ranks",
+        "parameters",
+        "DDP state",
+        "FSDP state",
+        "saved",
+        "peak",
+        "flops",
+        "sent over tp",
+        "sent over dp",
+    )
+    rows: list[tuple[object, ...]] = []
+    for p in points:
+        sizes = p.plan.tp, p.plan.dp, p.ranks
+        if p.held is None or p.work is None:
+            rows.append((*sizes, *[None] * 8))
+            continue
+        h, w = p.held, p.work
+        cells = [quantity(h.parameters), *(quantity(n, "B") for n in (h.state.total, h.sharded.total, w.saved, w.peak))]
+        rows.append((*sizes, *cells, quantity(w.flops, "flop"), quantity(w.wire, "B"), quantity(h.reduced[1], "B")))
+    errors = dict.fromkeys(f"tp {p.plan.tp}: {p.error}" for p in points if p.error)
+    return "\n".join([table(header, rows), *errors])

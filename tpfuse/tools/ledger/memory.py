@@ -1,0 +1,232 @@
+"""What training keeps in memory: activations saved for backward, in closed form and measured, and parameters' state.
+
+Saved bytes per layer at 16 bit with dropout on (s positions, b micro-batch, h width, a heads, t tensor-parallel size):
+
+    Korthikanti et al. 2022 (arXiv:2205.05198)         tpfuse (softmax statistics and vectors apart)
+    no parallelism          sbh (34 + 5as/h)           fastest    sbh (8 + 24/t)     with SP  32 sbh/t
+    TP                      sbh (10 + 24/t + 5as/ht)   smallest   sbh (4 + 16/t)     with SP  20 sbh/t
+    TP + SP                 sbh/t (34 + 5as/h)
+    TP, selective           sbh (10 + 24/t)
+    TP + SP, selective      34 sbh/t
+    full recompute          2 sbh                      full       2 sbh                with SP  2 sbh/t
+
+The terms behind these are kept apart below, so that other dtypes, grouped heads and gated MLPs have their formula too.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.norm import KINDS
+from ...models.config.gpt import ModelConfig
+from ...parallel import TensorParallel
+from .layer import build, token_ids, with_layers
+from .shapes import Shape
+
+RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
+
+
+def activation_bytes(
+    config: ModelConfig,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    *,
+    seq: int,
+    batch: int,
+    element_size: int = 2,
+    full: bool = False,
+) -> float:
+    """Returns the bytes that one layer saves on one rank.
+
+    ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
+    "fastest" or "smallest" for tpfuse's, ``full`` where its blocks are recomputed (recompute="full" of a model).
+    ValueError for another.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    s, e, rows = Shape.of(config), element_size, seq * batch
+    t = tp
+    shards = t if sequence_parallel else 1  # of the rows between GEMMs
+    if recompute == "full":
+        return e * rows * s.D
+    if recompute in ("fastest", "smallest"):
+        streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
+        a = 0 if recompute == "smallest" else s.F
+        norm = 8 if KINDS[config.norm].centred else 4  # its statistics
+        before, branches = getattr(config, "pre_norm", True), getattr(config, "branch_norm", False)
+        if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
+            return rows * (e * s.D + (0 if config.post_norm or not before else norm)) / shards
+        # Side by side attention and MLP have one residual stream in front of them.
+        between = 2 * (streams * e * s.D + norm if before else e * s.D) + branches * 2 * (e * s.D + norm)
+        between -= s.parallel * e * s.D
+        inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H + _qk_norms(config, e, t)
+        return rows * (between / shards + inside / t)
+    beside = getattr(config, "pre_norm", True) and getattr(config, "branch_norm", False)
+    between = 2 * (2 * e + 1 + beside * e) * s.D  # each norm's input and output, and the masks of dropout
+    inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
+    scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
+    return rows * (between / shards + (inside + scores) / t)
+
+
+def _qk_norms(config: ModelConfig, e: int, t: int) -> float:
+    """Returns the bytes a row of what norms of queries and keys save, over all ranks: their inputs, and a number a
+    head, or each of all heads together, which every rank has."""
+    s = Shape.of(config)
+    together = getattr(config, "qk_norm_all", False)
+    return config.qk_norm * (e * (s.H + s.G) * s.E + 4 * (2 * t if together else s.H + s.G))
+
+
+@contextlib.contextmanager
+def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
+    """Measures what a forward keeps for backward: each storage once, not counted the model's own parameters and those
+    of ``apart``.
+
+        with saved_bytes(model) as saved:
+            loss = model(ids, labels=ids).loss
+        print(saved())
+
+    Meta tensors will do.
+    """
+    own = {_storage(p)._cdata for p in (*apart, *([] if model is None else model.parameters()))}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+    total: int | None = None
+
+    def pack(t: Tensor) -> Tensor:
+        storage = _storage(t)
+        storages[storage._cdata] = storage
+        return t
+
+    def count() -> int:
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        try:
+            yield lambda: count() if total is None else total
+        finally:
+            total = count()
+            storages.clear()  # backward may free them
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    return (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
+
+
+def measured_layer(
+    config: ModelConfig,
+    *,
+    tp: TensorParallel | None = None,
+    seq: int,
+    batch: int,
+    saving: str,
+    full: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Returns the bytes that one more layer of the real model saves on this rank, on meta tensors."""
+
+    def saved_with(layers: int) -> int:
+        model = build(with_layers(config, layers), tp=tp, saving=saving, full=full, dtype=dtype)
+        ids = token_ids(batch, seq)
+        with saved_bytes(model) as saved:
+            out = model(ids, labels=ids, first_sample=0)
+        del out
+        return saved()
+
+    return saved_with(2) - saved_with(1)
+
+
+# ---- what goes with the parameters ----
+
+
+OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the parameter's own
+    "sgd": lambda size: 0,
+    "adamw": lambda size: 2 * size,  # torch's: both moments in the parameter's dtype
+    "adamw-fp32": lambda size: 8 + (4 if size < 4 else 0),  # both moments and a master copy in fp32
+}
+
+
+class State(NamedTuple):
+    """Bytes that a rank holds apart from activations.
+
+    ``buckets``: DDP's copies of the gradients, none under tpfuse.data_parallel; ``gathered``: the two largest units
+    that FSDP has whole at a time.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buckets: int = 0
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(self)
+
+
+def state_bytes(
+    model: nn.Module,
+    *,
+    dp: int = 1,
+    sharded: bool = False,
+    optimizer: str = "adamw",
+    main_grad: bool = False,
+    bucket_views: bool = False,
+) -> State:
+    """Returns the bytes of this rank's shard of a model.
+
+    The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
+    ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
+    copy).  ``main_grad``: under tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the
+    optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.  ``bucket_views``: under
+    tpfuse.data_parallel, where the gradients lie in DDP's buckets, and are not held twice.
+    """
+    if main_grad and sharded:
+        raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    parameters = list(model.parameters())
+    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()
+    bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
+    weights = bytes_of(lambda size: size)
+    whole = sum(p.numel() * p.element_size() for p in parameters)
+    blocks = getattr(model, "blocks", [])  # None where another pipeline rank holds it
+    units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks if block is not None]
+    ends = whole - sum(units)
+    gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
+    wide = lambda size: max(size, 4) if main_grad else size
+    master = lambda size: 4 if main_grad and size < 4 else 0
+    return State(
+        parameters=weights,
+        gradients=bytes_of(wide),
+        optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](wide(size)) + master(size)),
+        buckets=whole if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
+        gathered=gathered,
+    )
+
+
+def parameter_count(config: ModelConfig, tp: int = 1) -> float:
+    """Returns the parameters of one rank, with a language-model head, in closed form.
+
+    Matrices, their biases before the split, and the embedding are divided by tp, the rest is replicated.  For GPT-2 at
+    tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
+    """
+    c, s = config, Shape.of(config)
+    norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
+    inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
+    before, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
+    beside = 2 * (before + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
+    if getattr(c, "qk_norm_all", False):
+        inside += c.qk_norm * (s.H + s.G) * s.E
+    else:
+        beside += c.qk_norm * 2 * s.E
+    vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
+    replicated = (s.P + c.type_vocab_size) * s.D + norm
+    if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
+        vocabulary += s.V
+        replicated += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
+    return (vocabulary + s.L * inside) / tp + s.L * beside + replicated

@@ -1,0 +1,208 @@
+"""The ledger: every op that runs under it, with the bytes it moves, the least it could move, and its flops.
+
+    with Ledger() as ledger:
+        model(ids, labels=ids).loss.backward()
+    print(ledger)
+
+Meta tensors will do: then nothing is allocated and nothing computed.  It sees one rank's ops.  tpfuse's ops declare
+their own costs beside their kernels; other ops are counted as in :mod:`.aten`.  Ops inside backward are called
+backward, those of a recomputed forward too.
+"""
+
+import functools
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...kernels.runtime.op import NAMESPACE, OPS, least
+from . import aten
+from .text import quantity, table
+
+FORWARD, BACKWARD = PHASES = "forward", "backward"
+
+
+class Entry(NamedTuple):
+    """One call.
+
+    ``read`` and ``written`` are bytes of this rank's memory, ``least`` the lower bound on their sum, ``wire`` bytes
+    sent to other ranks.  ``inputs`` and ``outputs`` are (storage number, bytes), the same number wherever the same
+    storage is seen.  ``drops``: the call makes a dropout mask.  ``scores``: those that attention makes.
+    """
+
+    op: str
+    kind: str
+    phase: str
+    read: int
+    written: int
+    least: int
+    flops: int
+    wire: int = 0
+    seconds: float = 0.0
+    inputs: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[tuple[int, int], ...] = ()
+    drops: bool = False
+    scores: int = 0
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+class Row(NamedTuple):
+    """A sum of entries."""
+
+    calls: int = 0
+    read: int = 0
+    written: int = 0
+    least: int = 0
+    flops: int = 0
+    wire: int = 0
+    seconds: float = 0.0
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+def add_up(entries: Iterable[Entry]) -> Row:
+    """Returns the sum of entries."""
+    entries = list(entries)
+    return Row(len(entries), **{field: sum(getattr(e, field) for e in entries) for field in Row._fields[1:]})
+
+
+class Ledger(TorchDispatchMode):
+    """Records every op while it is on: ``with Ledger() as ledger``.
+
+    ``timed=True`` measures each op's seconds too (real tensors only).  ``entries`` are in order.  ``live``: the bytes
+    alive now, of tensors made while it was on; ``peak``: the most alive at once.
+    """
+
+    def __init__(self, *, timed: bool = False):
+        super().__init__()
+        self.entries: list[Entry] = []
+        self.timed, self.live, self.peak = timed, 0, 0
+        # by address of the Python object, which lives as long as the storage
+        self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        began = self._clock(args)
+        outputs = func(*args, **kwargs)
+        seconds = self._clock(args) - began if self.timed else 0.0
+        ours = func.namespace == NAMESPACE
+        if ours:
+            op = OPS[func._opname]
+            cost = op.cost(op.pack(args), outputs)
+            bound = least(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
+            name, kind = op.name, op.kind
+        else:
+            cost = bound = aten.cost(func, args, kwargs, outputs)
+            name = func._schema.name.split("::")[1]
+            kind = aten.kind(name, func.namespace)
+        inputs = self._numbered(tree_leaves((args, kwargs)), made=False)
+        results = self._numbered(tree_leaves(outputs), made=True)
+        if cost.read or cost.written:
+            phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else FORWARD
+            wire = _wire(name, args) if kind == aten.COMMUNICATION else cost.sent
+            named = zip(func._schema.arguments, args)
+            drops = ours and any(a.name.split("_")[-1] == "rng" and value is not None for a, value in named)
+            entry = Entry(
+                name,
+                kind,
+                phase,
+                read=cost.read,
+                written=cost.written,
+                least=bound.read + bound.written,
+                flops=cost.flops,
+                wire=wire,
+                seconds=seconds,
+                inputs=inputs,
+                outputs=results,
+                drops=drops,
+                scores=cost.scores,
+            )
+            self.entries.append(entry)
+        return outputs
+
+    def _clock(self, args: tuple[Any, ...]) -> float:
+        if not self.timed:
+            return 0.0
+        if any(isinstance(a, Tensor) and a.is_cuda for a in args):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _numbered(self, leaves: list[Any], made: bool) -> tuple[tuple[int, int], ...]:
+        """Returns the tensors' storages by number; new ones that an op has made are alive until they are freed."""
+        sizes = {}
+        for t in leaves:
+            if not isinstance(t, Tensor) or t.layout != torch.strided:
+                continue
+            storage = t.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key not in self._storages:
+                self._count += 1
+                freed = functools.partial(self._freed, key, size * made)
+                self._storages[key] = self._count, weakref.ref(storage, freed)
+                self.live += size * made
+                self.peak = max(self.peak, self.live)
+            sizes[self._storages[key][0]] = t.element_size() * t.numel()
+        return tuple(sizes.items())
+
+    def _freed(self, key: int, size: int, _: object) -> None:
+        del self._storages[key]
+        self.live -= size
+
+    # ---- sums ----
+
+    def total(self, **which: str) -> Row:
+        """Returns the sum of all entries, or with ``kind="GEMM", phase="forward"`` of those only."""
+        return add_up(e for e in self.entries if all(getattr(e, key) == value for key, value in which.items()))
+
+    def by(self, *keys: str) -> dict[tuple[str, ...], Row]:
+        """Returns sums by any of op, kind and phase, in order of appearance."""
+        groups: dict[tuple[str, ...], list[Entry]] = {}
+        for e in self.entries:
+            groups.setdefault(tuple(getattr(e, key) for key in keys), []).append(e)
+        return {key: add_up(entries) for key, entries in groups.items()}
+
+    def __str__(self) -> str:
+        sums = sorted(self.by("kind", "phase").items(), key=lambda item: aten.KINDS.index(item[0][0]))
+        rows: list[tuple[object, ...]] = []
+        for names, row in [*sums, (("total", ""), self.total())]:
+            sizes = (quantity(n, "B") for n in (row.read, row.written, row.least, row.wire))
+            rows.append((*names, row.calls, *sizes, quantity(row.flops, "flop")))
+        return table(("kind", "", "calls", "read", "written", "at least", "sent", "computed"), rows)
+
+
+def _wire(name: str, args: tuple[Any, ...]) -> int:
+    """Returns the bytes that this rank sends: its shard to each peer, or a part of what it has to each.
+
+    Other collectives count their inputs.
+    """
+    if name in ("all_gather", "all_gather_copies"):
+        return int(_size(args[0]) * (args[1] - 1))
+    if name.startswith("recv"):
+        return 0
+    if name == "all_to_all":
+        return _size(args[0]) * (len(args[0]) - 1) // max(len(args[0]), 1)
+    return sum(_size(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+
+
+def _size(t: Tensor) -> int:
+    return t.element_size() * t.numel()
+
+
+def mue(least: float, moved: float, seconds: float, bandwidth: float) -> float:
+    """Returns memory usage efficiency in % (Ivanov et al. 2020, arXiv:2007.00072): (Q / D) (B / B^) 100.
+
+    Q = ``least`` bytes that must move, D = ``moved`` bytes that do, B = D / ``seconds`` the bandwidth reached, B^ =
+    ``bandwidth``, bytes a second at best.
+    """
+    return 100 * (least / moved) * (moved / seconds / bandwidth)

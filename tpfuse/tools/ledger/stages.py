@@ -1,0 +1,304 @@
+"""Every rank of a pipeline, in one process: its stages of the real model on meta tensors, and its list of actions.
+
+One micro-batch runs through each stage under the ledger, pass by pass; the order says how often each pass runs, how
+many micro-batches a rank keeps at a time, and what goes from rank to rank.  All of it is exact: a real rank does the
+same, call by call and byte by byte.
+"""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...kernels.runtime.deferred import WeightGradients
+from ...models.config.gpt import ModelConfig
+from ...models.model import Model
+from ...parallel import TensorParallel
+from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ...pipeline.placement import Chunk, Stage
+from ...pipeline.schedules import SCHEDULES, Order, order
+from .dryrun import Plan, fake_world
+from .layer import build, token_ids
+from .memory import State, saved_bytes, state_bytes
+from .recorder import Entry, Ledger, Row, add_up
+from .text import progress, quantity, table
+
+Counts = dict[tuple[str, str], Row]  # by op and kind
+
+
+class Pipe(NamedTuple):
+    """How a model is spread over ``ranks``, as :func:`tpfuse.pipeline.order` and ``Stage`` take it."""
+
+    ranks: int
+    schedule: str = "1f1b"
+    micro_batches: int = 8
+    chunks: int | None = None
+
+
+class StageRun(NamedTuple):
+    """A micro-batch's calls of a stage, by pass, and bytes.
+
+    ``beside``: the most alive during a pass beside what is saved, or of a pass backward, beside what it begins with.
+    The others are as of StageWork.
+    """
+
+    passes: Mapping[str, Sequence[Entry]]
+    beside: Mapping[str, int]
+    saved: int
+    held: int
+    rows: int
+
+
+class StageWork(NamedTuple):
+    """What a micro-batch costs one stage: each pass's ops, and bytes.
+
+    ``saved``: kept from F to B or I.  ``held``: from I to W, by the gradients of weights that wait.  ``rows``: of h as
+    it is sent to the next stage, and of its gradient.
+    """
+
+    chunk: Chunk
+    passes: Mapping[str, Counts]
+    saved: int
+    held: int
+    rows: int
+
+
+class Message(NamedTuple):
+    """Messages of a step of one rank: "pp", "dp" or "tp", what they are, how many, and the bytes that it sends, or of a
+    sum those that it gives to it."""
+
+    over: str
+    op: str
+    calls: int
+    bytes: int
+
+
+class RankRun(NamedTuple):
+    """A dry run's results, of one rank of a pipeline.
+
+    ``copied``: the bytes of gradients that the opposite rank has a copy of; ``gradients``: of how many parameters.
+    """
+
+    rank: int
+    plan: Plan
+    order: Order
+    stages: Mapping[tuple[int, int], StageWork]  # by chain and stage
+    parameters: int
+    state: State
+    gradients: int
+    copied: tuple[int, int]
+    loss_bytes: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return self.order.actions[self.rank]
+
+    @property
+    def step(self) -> dict[tuple[str, str, str], Row]:
+        """What a step costs this rank, by pass, op and kind; the messages between stages apart."""
+        made: dict[tuple[str, str, str], Row] = {}
+        for a in self.actions:
+            for (op, kind), row in self.stages[a.chain, a.stage].passes[a.kind].items():
+                made[a.kind, op, kind] = _sum((made.get((a.kind, op, kind), Row()), row))
+        return made
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops for row in self.step.values())
+
+    @property
+    def kept(self) -> list[int]:
+        """The bytes kept for backward at the end of each action: of every micro-batch in flight what its stage saves,
+        or where its weight gradients wait, what these hold."""
+        alive, made = 0, []
+        for a in self.actions:
+            work = self.stages[a.chain, a.stage]
+            change = {FORWARD: work.saved, BACKWARD: -work.saved, INPUT: work.held - work.saved, WEIGHT: -work.held}
+            alive += change[a.kind]
+            made.append(alive)
+        return made
+
+    @property
+    def peak(self) -> int:
+        """The bytes of parameters, gradients, optimizer, and activations or, at the end of the step, the gradients of a
+        copy on another rank."""
+        return self.state.total + max(*self.kept, self.copied[1])
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those of a step."""
+        sent = [self.stages[a.chain, a.stage].rows for a in self.actions if self._leaves(a)]
+        found = [Message("pp", "send", len(sent), sum(sent))]
+        if self.copied[0]:
+            found.append(Message("pp", "send (gradients of copies)", *self.copied))
+        found.append(Message("pp", "all_reduce (losses)", 1, self.loss_bytes))
+        if self.plan.dp > 1:
+            found.append(Message("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
+            found.append(Message("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
+        by_pass = [(f"{op} ({kind})", row) for (kind, op, _), row in self.step.items() if row.wire]
+        return found + [Message("tp", op, row.calls, row.wire) for op, row in by_pass]
+
+    def _leaves(self, a: Action) -> bool:
+        """Whether another rank waits for what an action makes."""
+        other = a.stage + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[a.kind]
+        places = self.order.ranks[a.chain]
+        return a.kind != WEIGHT and 0 <= other < len(places) and places[other] != self.rank
+
+
+def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
+    """Runs each rank of a pipeline, whose micro-batches are ``plan.micro_batch`` sequences.
+
+    ValueError, as at run time, for numbers that a schedule cannot do and sizes that cannot be split.
+    """
+    ranks = list(range(pipe.ranks))
+    return [_rank(config, plan, pipe, rank) for rank in progress(ranks, "dry run: rank", long=config.num_layers > 16)]
+
+
+def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
+    schedule = SCHEDULES.get(pipe.schedule)
+    made = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
+    with fake_world(plan.tp, plan.dp, pipe.ranks, rank) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+        stage = Stage(rank, pipe.ranks, pipe.schedule, pipe.chunks)
+        how: dict[str, Any] = dict(saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
+        model = build(config, tp=tp, dp=mesh["dp"] if plan.dp > 1 else None, **how)
+        split = schedule is not None and schedule.split
+        stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.chunks}
+        copied = [p.numel() * p.element_size() for name, p in model.named_parameters() if model.copies_of(name) == 2]
+        return RankRun(
+            rank,
+            plan,
+            made,
+            stages,
+            parameters=sum(p.numel() for p in model.parameters()),
+            state=state_bytes(model, optimizer=plan.optimizer),
+            gradients=len(list(model.parameters())),
+            copied=(len(copied), sum(copied)),
+            loss_bytes=pipe.micro_batches * max(4, plan.dtype.itemsize),
+        )
+
+
+def run_stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
+    """Runs a micro-batch through a stage; with ``split`` the gradients of weights wait.
+
+    Gradients are added to those that parameters have, and stay.
+    """
+    ids, store = token_ids(plan.micro_batch, plan.seq), WeightGradients()
+    (call,) = model.micro_batches(1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
+    given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+    like = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
+    x = None if chunk.first else torch.empty_like(like, requires_grad=True)
+    ends, beside = [0], dict[str, int]()
+
+    def end(kind: str, alive: int) -> None:
+        """Notes how many bytes were alive during a pass, beside ``alive`` of those that it begins or ends with."""
+        ends.append(len(ledger.entries))
+        beside[kind] = max(0, ledger.peak - alive)
+        ledger.peak = ledger.live
+
+    with Ledger() as ledger:
+        with saved_bytes(model, given) as saved, store.deferring() if split else contextlib.nullcontext():
+            made = model.run_chunk(chunk, x, call)
+        end(FORWARD, saved())
+        begun = ledger.live
+        made.backward(None if chunk.last else like)
+        end(INPUT, begun)
+        begun = ledger.live
+        own = {p.untyped_storage()._cdata for p in (*model.parameters(), *given)}
+        held = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in store.held())}
+        store.take()()
+        end(WEIGHT, begun)
+    (_, forward, back, _), every = ends, ledger.entries
+    return StageRun(
+        {FORWARD: every[:forward], BACKWARD: every[forward:], INPUT: every[forward:back], WEIGHT: every[back:]},
+        beside | {BACKWARD: max(beside[INPUT], beside[WEIGHT])},
+        saved=saved(),
+        held=sum(size for key, size in held.items() if key not in own),
+        rows=like.numel() * like.element_size(),
+    )
+
+
+def _stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageWork:
+    """Returns the sums of a stage's run."""
+    ran = run_stage(model, chunk, plan, split=split)
+    model.zero_grad()
+    passes = {kind: _counts(entries) for kind, entries in ran.passes.items()}
+    return StageWork(chunk, passes, saved=ran.saved, held=ran.held, rows=ran.rows)
+
+
+def _counts(entries: Iterable[Entry]) -> Counts:
+    """Returns the sums of entries that compute or send, by op and kind."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for e in entries:
+        if e.flops or e.wire:
+            groups.setdefault((e.op, e.kind), []).append(e)
+    return {key: add_up(group) for key, group in groups.items()}
+
+
+def _sum(rows: Iterable[Row]) -> Row:
+    return Row(*map(sum, zip(*rows)))
+
+
+# ---- as text and as numbers ----
+
+
+def memory_table(ranks: list[RankRun]) -> str:
+    """Returns a table of what each rank holds."""
+    rows = []
+    for r in ranks:
+        works = r.stages.values()
+        rows.append(
+            (
+                r.rank,
+                ", ".join(f"{w.chunk.layers[0]}-{w.chunk.layers[-1]}" for w in works),
+                quantity(r.parameters),
+                *(quantity(n, "B") for n in (r.state.parameters, r.state.gradients, r.state.optimizer)),
+                " + ".join(quantity(w.saved, "B") for w in works),
+                quantity(max(r.kept), "B"),
+                quantity(r.peak, "B"),
+            )
+        )
+    header = "rank", "layers", "parameters", "", "gradients", "optimizer", "saved a micro-batch", "at the peak", "peak"
+    return table(header, rows)
+
+
+def report(ranks: list[RankRun]) -> str:
+    """Returns a dry run of a pipeline as text."""
+    plan, made = ranks[0].plan, ranks[0].order
+    head = (
+        f"{made.schedule} over {len(ranks)} ranks of tp {plan.tp} x dp {plan.dp}, {made.micro_batches} micro-batches of"
+        f" {plan.micro_batch} x {plan.seq} tokens; a step of each rank"
+    )
+    rows = [(r.rank, m.over, m.op, m.calls, quantity(m.bytes, "B")) for r in ranks for m in r.messages]
+    flops = table(("rank", "computed"), [(r.rank, quantity(r.flops, "flop")) for r in ranks])
+    messages = table(("rank", "over", "message", "calls", "bytes"), rows)
+    return "\n\n".join([head, memory_table(ranks), flops, messages])
+
+
+def as_json(ranks: list[RankRun]) -> list[dict[str, Any]]:
+    """Returns plain numbers, of each rank."""
+    return [
+        dict(
+            rank=r.rank,
+            parameters=r.parameters,
+            state=r.state._asdict() | dict(total=r.state.total),
+            stages=[
+                dict(
+                    chain=w.chunk.chain,
+                    stage=w.chunk.stage,
+                    layers=list(w.chunk.layers),
+                    saved=w.saved,
+                    held=w.held,
+                    sent=w.rows,
+                )
+                for w in r.stages.values()
+            ],
+            saved=max(r.kept),
+            peak=r.peak,
+            flops=r.flops,
+            messages=[m._asdict() for m in r.messages],
+        )
+        for r in ranks
+    ]

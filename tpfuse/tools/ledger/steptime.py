@@ -1,0 +1,177 @@
+"""How long a training step will take: every op and collective of the dry run, at this machine's calibrated speed.
+
+A step is k micro-batches forward and backward, DDP's all-reduce of the gradients and AdamW.  Nothing is taken to
+overlap: on CPUs gloo and GEMMs want the same cores.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ...models.config.gpt import ModelConfig
+from ...parallel import TensorParallel
+from .aten import COMMUNICATION, KINDS
+from .dryrun import Plan, fake_world, held_by, planned_model
+from .layer import build, token_ids
+from .machine import Machine, key
+from .processes import on_ranks
+from .recorder import Entry, Ledger
+from .text import duration, progress, table
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and where they go: a kind of op, "optimizer", "dp" or "overhead" -> seconds."""
+
+    plan: Plan
+    batch: int
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * self.plan.seq / self.seconds
+
+
+def micro_batches(plan: Plan, batch: int) -> int:
+    """Returns how many micro-batches a replica runs; ValueError where the batch is not divisible."""
+    if batch % (plan.dp * plan.micro_batch):
+        raise ValueError(f"predict: batch={batch} is not divisible by dp {plan.dp} x micro_batch {plan.micro_batch}")
+    return batch // (plan.dp * plan.micro_batch)
+
+
+def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) -> Prediction:
+    """Returns the time of a step over ``batch`` sequences.
+
+    ValueError for sizes that cannot be split, or a dtype that the machine was not calibrated for.
+    """
+    k = micro_batches(plan, batch)
+    speeds, shared = machine.table(plan.dtype, plan.tp * plan.dp)
+    with fake_world(plan.tp, plan.dp) as mesh:
+        model = planned_model(config, plan, mesh)
+        buckets, sent = held_by(model, plan).reduced
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = token_ids(plan.micro_batch, plan.seq)
+        with Ledger() as micro:
+            model(ids, labels=ids).loss.backward()
+        with Ledger() as update:
+            optimizer.step()
+
+    def seconds(e: Entry) -> float:
+        communication = e.kind == COMMUNICATION
+        line = speeds.message(e.op, plan.tp) if communication else speeds.ops.get(key(e)) or speeds.ops.get(e.kind)
+        if line is None:
+            raise ValueError(
+                f"machine: {e.op} over {plan.tp} ranks was not calibrated; run python -m tpfuse calibrate"
+                f" --ranks {plan.tp}"
+            )
+        return line.seconds(e.flops, e.wire if communication else e.moved, e.scores)
+
+    parts = {kind: k * sum(seconds(e) for e in micro.entries if e.kind == kind) for kind in KINDS}
+    parts["optimizer"] = sum(map(seconds, update.entries))
+    parts["overhead"] = speeds.overhead * (k * len(micro.entries) + len(update.entries))
+    if plan.dp > 1:
+        line = speeds.message("all_reduce", plan.tp * plan.dp)
+        if line is None:
+            raise ValueError(f"machine: all_reduce over {plan.tp * plan.dp} ranks was not calibrated")
+        parts["dp"] = buckets * line.alpha + sent * line.per_byte
+    parts = {name: shared * value for name, value in parts.items() if value}
+    return Prediction(plan, batch, sum(parts.values()), parts)
+
+
+# ---- against real steps ----
+
+
+def measure(config: ModelConfig, plan: Plan, *, batch: int, steps: int = 8) -> float:
+    """Returns the seconds of a step, the median of ``steps``, on tp x dp processes of this machine.
+
+    Each has one thread, and overlap is off, as predicted.
+    """
+    micro_batches(plan, batch)
+    return on_ranks(plan.tp * plan.dp, functools.partial(train, config, plan, batch=batch, steps=steps))
+
+
+def train(config: ModelConfig, plan: Plan, *, batch: int, steps: int) -> float:
+    """Returns the seconds of a step on the processes of this world; each rank calls it."""
+    mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
+    tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap="off")
+    model = build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype, device="cpu")
+    replica: Any = DistributedDataParallel(model, process_group=mesh["dp"].get_group()) if plan.dp > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.seq), generator=torch.Generator().manual_seed(0))
+    k = micro_batches(plan, batch)
+
+    def step() -> None:
+        for i in range(k):
+            if plan.dp > 1:
+                replica.require_backward_grad_sync = i == k - 1
+            replica(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, steps)
+
+
+def timed(step: Callable[[], None], steps: int) -> float:
+    """Returns the seconds of a step on the slowest rank, the median of ``steps`` after two; each rank calls it."""
+    times = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(float(slowest))
+    return statistics.median(times[2:])
+
+
+class Checked(NamedTuple):
+    """A prediction, and what was measured, in seconds."""
+
+    prediction: Prediction
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """How far off the prediction is, in %."""
+        return None if self.measured is None else 100 * (self.prediction.seconds / self.measured - 1)
+
+
+def check(config: ModelConfig, plans: list[Plan], machine: Machine, *, batch: int, steps: int = 8) -> list[Checked]:
+    """Predicts the steps and then measures them."""
+    predicted = [predict(config, plan, machine, batch=batch) for plan in plans]
+    return [
+        Checked(p, measure(config, p.plan, batch=batch, steps=steps))
+        for p in progress(predicted, "measuring", long=True)
+    ]
+
+
+def ranking_is_right(checked: list[Checked]) -> bool:
+    """Whether the choices, from fastest to slowest, are in the same order."""
+    by = lambda which: [c.prediction.plan for c in sorted(checked, key=which)]
+    return by(lambda c: c.prediction.seconds) == by(lambda c: c.measured)
+
+
+def report(checked: list[Checked]) -> str:
+    """Returns predictions as text."""
+    names = [n for n in (*KINDS, "optimizer", "dp", "overhead") if any(n in c.prediction.parts for c in checked)]
+    errors = [c.error for c in checked if c.error is not None]
+    header = ["tp", "dp", "micro-batch", "a step", "tokens/s", *(["measured", "error"] if errors else []), *names]
+    rows: list[list[object]] = []
+    for c in checked:
+        p = c.prediction
+        row: list[object] = [p.plan.tp, p.plan.dp, p.plan.micro_batch, duration(p.seconds), f"{p.tokens_per_s:,.0f}"]
+        if c.measured is not None:
+            row += [duration(c.measured), f"{c.error:+.1f} %"]
+        rows.append([*row, *(duration(p.parts[n]) if n in p.parts else "-" for n in names)])
+    text = table(header, rows)
+    if errors:
+        ranking = "right" if ranking_is_right(checked) else "wrong"
+        text += f"\nlargest error {max(map(abs, errors)):.1f} %; ranking of the choices {ranking}"
+    return text

@@ -1,0 +1,219 @@
+"""Whether a model of one's own computes the same at any split: tensor by tensor, against what rounding explains."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..collectives import all_gather
+from ..kernels.runtime.errors import check
+from ..layers.hooks import onlooker
+from ..layers.module import named_specs
+from ..layers.partial import unchecked
+from ..models.files.write import full_tensor
+from ..parallel import TensorParallel
+from ..ranks.agreement import channel
+from .ledger.text import table
+
+ROUNDINGS = 4.0  # how many times one rank's own rounding error a split may have: its sums are in another order
+EPSILONS = 16.0  # and at least so many units in the last place, where one rank happens to have less
+
+Kept = dict[tuple[str, str], Tensor]  # (kind, name) -> a whole tensor, in the order of the computation
+
+
+class Row(NamedTuple):
+    """A tensor: its relative RMS error on one rank and on several, against fp64, and what rounding explains."""
+
+    kind: str
+    name: str
+    one: float
+    split: float
+    limit: float
+
+    @property
+    def same(self) -> bool:
+        """Whether rounding explains the error; an error that is no number it does not."""
+        return self.split <= self.limit
+
+
+class Parity(NamedTuple):
+    """What :func:`check_parity` returns.  ``skipped``: outputs that are no slice of what one rank has."""
+
+    rows: list[Row]
+    skipped: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether every tensor is the same to rounding."""
+        return self.first is None
+
+    @property
+    def first(self) -> Row | None:
+        """The first tensor that differs: weights before layers, layers in forward order, gradients last."""
+        return next((row for row in self.rows if not row.same), None)
+
+    def __str__(self) -> str:
+        cells = [
+            (r.kind, r.name, f"{r.one:.1e}", f"{r.split:.1e}", f"{r.limit:.1e}", "" if r.same else "differs")
+            for r in self.rows
+        ]
+        lines = [table(("what", "name", "one rank", "split", "limit", ""), cells)]
+        if self.skipped:
+            lines.append(f"not compared, for their shapes: {', '.join(self.skipped)}")
+        first = self.first
+        lines.append("the same to rounding" if first is None else f"the first that differs: {first.kind} {first.name}")
+        return "\n".join(lines)
+
+
+def check_parity(
+    model_fn: Callable[[TensorParallel | None], nn.Module], inputs: Mapping[str, Any], tp: TensorParallel
+) -> Parity:
+    """Runs a model on one rank and split over ``tp``, forward and backward, and compares every tensor of the two.
+
+    Args:
+        model_fn: makes the model for a tensor-parallel group, or for None on one rank.  It is called after
+            ``torch.manual_seed(0)``, and so is the model.
+        inputs: the arguments of the model's forward, the same on every rank.
+        tp: the group; all of its ranks call this, and all get the same answer.
+
+    The model returns a tensor, or anything nested that holds some; a scalar ``loss`` among them is what is
+    differentiated, else a fixed random sum of all.  Compared are the weights, each module's output, the gradients of
+    float inputs and of parameters; outputs that are shards are put together first.
+
+    A tensor's error is the RMS of its difference from the same model in fp64 on one rank, relative to the RMS of the
+    latter.  A split may have ROUNDINGS times the error of one rank, or EPSILONS units in the last place: its sums are
+    in another order.  ValueError where the two models have other parameters.
+    """
+    torch.manual_seed(0)
+    model = model_fn(None)
+    exact = _run(copy.deepcopy(model).double(), _doubled(inputs), TensorParallel(), None)
+    one = _run(model, inputs, TensorParallel(), None)
+    torch.manual_seed(0)
+    split = _run(model_fn(tp), inputs, tp, one)
+    kinds = {key for key in one if key[0] != "output"}
+    unknown = sorted(f"{kind} {name}" for kind, name in kinds ^ {key for key in split if key[0] != "output"})
+    check(not unknown, f"check_parity: {', '.join(unknown[:4])} is there on one rank or split, and not in both")
+    mine = [_row(key, one[key], split[key], exact[key]) for key in one if key in split]
+    between = channel(tp.group)
+    every = [mine] if between is None else between.gather(mine)
+    worst = [max(rows, key=lambda row: float("inf") if row.split != row.split else row.split) for rows in zip(*every)]
+    return Parity(worst, [name for kind, name in one if (kind, name) not in split])
+
+
+def _row(key: tuple[str, str], one: Tensor, split: Tensor, exact: Tensor) -> Row:
+    kind, name = key
+    error, limit = _error(one, exact), EPSILONS * torch.finfo(one.dtype).eps
+    return Row(kind, name, one=error, split=_error(split, exact), limit=max(ROUNDINGS * error, limit))
+
+
+def _error(x: Tensor, exact: Tensor) -> float:
+    difference, scale = (x.double() - exact.double()).norm().item(), exact.double().norm().item()
+    return difference / scale if scale else difference
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _doubled(each) for key, each in value.items()}
+    return value
+
+
+# ---- one run ----
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, wholes: Kept | None) -> Kept:
+    """Returns all tensors of a forward and a backward, whole; ``wholes`` are those of one rank, for their shapes."""
+    kept: Kept = {("weight", name): p.clone() for name, p in _parameters(model, lambda p: p.detach())}
+    floats = {k: x.detach().clone().requires_grad_() for k, x in inputs.items() if _differentiable(x)}
+    outputs: dict[str, Tensor] = {}
+    hooks = [part.register_forward_hook(_keeps(outputs, name)) for name, part in model.named_modules() if name]
+    torch.manual_seed(0)
+    try:
+        result = model(**{**inputs, **floats})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs |= dict(_tensors("", result))
+    for name, x in outputs.items():
+        like = None if wholes is None else wholes.get(("output", name))
+        whole = x.detach() if wholes is None else None if like is None else _whole(x.detach(), like.shape, tp)
+        if whole is not None:
+            kept["output", name] = whole.clone()
+    with unchecked():
+        _loss(dict(_tensors("", result)), kept, tp).backward()
+    kept |= {("input gradient", name): x.grad for name, x in floats.items() if x.grad is not None}
+    kept |= {("gradient", name): g for name, g in _parameters(model, lambda p: p.grad) if g is not None}
+    return kept
+
+
+def _parameters(model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yields a value of every trained or frozen parameter as a whole; collectives where it is sharded."""
+    for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
+        x = value(p)
+        if x is not None:
+            yield name, full_tensor(x, spec, tp)
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _keeps(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    @onlooker
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        outputs.update(_tensors(name, output))
+
+    return keep
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the float tensors in a nested value, by names."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name or "the result", value
+        return
+    fields = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(fields, (tuple, list)):
+        fields = {str(i): each for i, each in enumerate(fields, 1)}
+    if isinstance(fields, Mapping):
+        for key, each in fields.items():
+            yield from _tensors(f"{name}.{key}" if name else str(key), each)
+
+
+def _whole(x: Tensor, shape: torch.Size, tp: TensorParallel) -> Tensor | None:
+    """Returns the whole that x is a slice of, split as torch.chunk splits; None where it is none."""
+    if x.shape == shape:
+        return x
+    cut = [d for d, (n, full) in enumerate(zip(x.shape, shape)) if n != full]
+    if x.dim() != len(shape) or len(cut) != 1:
+        return None
+    (d,), n = cut, shape[cut[0]]
+    rows, width = x.movedim(d, 0), -(-n // tp.size)
+    if len(rows) > width:
+        return None
+    rows = pad(rows.flatten(1), (0, 0, 0, width - len(rows))) if len(rows) < width else rows.flatten(1)
+    every: Tensor = all_gather(rows.contiguous(), tp.size, tp.group_name).flatten(0, 1)[:n]
+    return every.unflatten(1, x.movedim(d, 0).shape[1:]).movedim(0, d) if x.dim() > 1 else every[:, 0]
+
+
+def _loss(outputs: dict[str, Tensor], kept: Kept, tp: TensorParallel) -> Tensor:
+    """Returns what is differentiated; of an output that is a shard, this rank's part of it."""
+    if "loss" in outputs and outputs["loss"].dim() == 0:
+        return outputs["loss"]
+    total = torch.zeros((), dtype=torch.float64)
+    for name, x in outputs.items():
+        if x.requires_grad and ("output", name) in kept:
+            generator = torch.Generator().manual_seed(1)
+            weight = torch.randn(kept["output", name].shape, generator=generator, dtype=torch.float64).to(x.device)
+            for d, (n, full) in enumerate(zip(x.shape, weight.shape)):
+                if n != full:
+                    width = -(-full // tp.size)
+                    padded = pad(weight.movedim(d, -1), (0, width * tp.size - full))
+                    weight = padded.narrow(-1, tp.rank * width, n).movedim(-1, d)
+            total = total.to(x.device) + (x.double() * weight).sum()
+    check(total.requires_grad, "check_parity: the model returned nothing that has a gradient")
+    return total

@@ -1,0 +1,69 @@
+"""``python -m tpfuse pipeline``: schedules beside each other."""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...pipeline.schedules import SCHEDULES, order
+from ...pipeline.simulator import Timeline, simulate
+from ..ledger.text import table
+
+_HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
+
+
+class Compared(NamedTuple):
+    """Timelines by schedule, and of the schedules that cannot do these numbers, why."""
+
+    timelines: Mapping[str, Timeline]
+    left_out: Mapping[str, str]
+
+    def text(self) -> str:
+        rows = [
+            (
+                name,
+                t.order.chunks,
+                SCHEDULES[name].chains,
+                f"{t.seconds:.4g}",
+                f"{100 * t.bubble:.1f}",
+                f"{max(t.in_flight) / t.order.chunks:.3g}",
+            )
+            for name, t in self.timelines.items()
+        ]
+        notes = [f"left out: {why}" for why in self.left_out.values()]
+        what = "in flight: the most micro-batches whose activations a rank keeps, of all its layers"
+        return "\n".join((table(_HEADER, rows), what, *notes))
+
+    def json(self) -> dict[str, Any]:
+        return {name: _values(name, t) for name, t in self.timelines.items()} | {"left_out": dict(self.left_out)}
+
+
+def compare(args: Namespace, schedules: Sequence[str] | None) -> Compared:
+    """Runs schedules by the clock; ValueError where one that is named cannot do these numbers."""
+    timelines, left_out = {}, {}
+    for name in SCHEDULES if schedules is None else schedules:
+        try:
+            timelines[name] = _timeline(name, args)
+        except ValueError as error:
+            if schedules is not None:
+                raise
+            left_out[name] = str(error).removeprefix("pipeline: ")
+    return Compared(timelines, left_out)
+
+
+def _timeline(name: str, args: Namespace) -> Timeline:
+    open_ = name in SCHEDULES and len(SCHEDULES[name].chunks) > 1
+    backward = (args.input + args.weight) / args.forward
+    made = order(name, args.stages, args.micro_batches, chunks=args.chunks if open_ else None, backward=backward)
+    F, I, W = (seconds / made.chunks for seconds in (args.forward, args.input, args.weight))
+    return simulate(made, F, I, W, communication=args.communication)
+
+
+def _values(name: str, t: Timeline) -> dict[str, Any]:
+    return dict(
+        stages_a_rank=t.order.chunks,
+        copies=SCHEDULES[name].chains,
+        seconds=t.seconds,
+        bubble=t.bubble,
+        in_flight=[n / t.order.chunks for n in t.in_flight],
+        actions=[[dict(action=str(e.action), start=e.start, end=e.end) for e in events] for events in t.events],
+    )

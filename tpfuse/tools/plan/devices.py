@@ -1,0 +1,121 @@
+"""How long an op takes on a device: a roofline of data-sheet rates and stated shares, or what was measured here.
+
+A call takes the longer of its flops and its bytes (Williams, Waterman & Patterson 2009, the roofline), and its launch:
+
+    seconds = launch + max(flops / (share x peak), bytes / (share x bandwidth))
+
+so that a product of f flops reaches share f / (f + f_half) of the peak, f_half = launch x share x peak: Hockney's
+saturating line (Hockney & Jesshope 1981, r_inf and n_1/2), which is all that is said of a GEMM's size.  No tile or wave
+is modelled: GEMMs of few rows are bound by their bytes, and of others the share is what large ones reach.
+
+Peaks, bandwidths and memory are the makers' data sheets, dense rates without sparsity.  Shares are stated, not fitted:
+
+    a100-80gb   GEMM 75 % of the peak, memory 80 %: what the published checks are made with
+    v100        GEMM 50 %, memory 75 %: an assumption
+    the others  A100's shares: an assumption, as 50 % for fused attention and 3 us for a launch are everywhere
+
+No GPU has measured tpfuse's own kernels (docs/measured.md).
+"""
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.runtime.errors import check
+from ...kernels.runtime.rules import one_of, shown
+from ..ledger.aten import ATTENTION, COMMUNICATION
+from ..ledger.machine import Machine, key
+from ..ledger.recorder import Entry
+
+
+class Device(NamedTuple):
+    """A device by its rates.
+
+    ``peak``: flop/s by dtype ("bfloat16"); ``bandwidth``: bytes/s of its memory, of ``memory`` bytes; ``gemm`` and
+    ``attention``: the share of the peak that they reach; ``reached``: that of the bandwidth; ``launch``: seconds of a
+    call; ``arch``: whose launch parameters, and with them bytes, tpfuse's kernels have; None: a CPU's.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    gemm: float = 0.75
+    attention: float = 0.5
+    reached: float = 0.8
+    launch: float = 3e-6
+    arch: str | None = None
+
+    def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
+        """Returns the seconds of a call with operands of ``dtype``; what it sends is apart.  ValueError for a dtype
+        whose peak is not known."""
+        if entry.kind == COMMUNICATION:
+            return 0.0
+        share = self.attention if entry.kind == ATTENTION else self.gemm
+        computed = entry.flops / (share * self._peak(dtype)) if entry.flops else 0.0
+        return self.launch + max(computed, entry.moved / (self.reached * self.bandwidth))
+
+    def _peak(self, dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        check(name in self.peak, f"plan: {self.name} has no peak for {name}, only for {', '.join(self.peak)}")
+        return self.peak[name]
+
+
+class Here(NamedTuple):
+    """CPUs as ``python -m tpfuse calibrate`` found them, ``ranks`` of which run at once; ``memory``: bytes of each."""
+
+    machine: Machine
+    ranks: int
+    memory: float
+    name: str = "here"
+    arch: None = None
+
+    def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
+        """Returns the seconds of a call; ValueError for a dtype or an op that was not calibrated."""
+        if entry.kind == COMMUNICATION:
+            return 0.0
+        speeds, shared = self.machine.table(dtype, self.ranks)
+        line = speeds.ops.get(key(entry)) or speeds.ops.get(entry.kind)
+        check(line is not None, f"plan: {shown(entry.op)} was not calibrated; run python -m tpfuse calibrate")
+        assert line is not None
+        return shared * (speeds.overhead + line.seconds(entry.flops, entry.moved, entry.scores))
+
+
+def here(machine: Machine, ranks: int) -> Here:
+    """Returns this machine's CPUs, its memory shared by ``ranks``."""
+    return Here(machine, ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
+
+
+AnyDevice = Device | Here
+
+
+def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, float]:
+    """Returns TFLOP/s of 16-bit matrix products and of fp32 as flop/s by dtype."""
+    names = ("bfloat16", "float16") if bfloat16 else ("float16",)
+    return MappingProxyType({name: half * 1e12 for name in names} | {"float32": single * 1e12})
+
+
+# NVIDIA "Tesla V100" (SXM2, 32 GB), "A100 80GB" (SXM), "H100" (SXM), "H200" (SXM); AMD "Instinct MI300X".  V100 has the
+# launch parameters of A100, since tpfuse's kernels have none of its own.
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        d.name: d
+        for d in (
+            Device("v100", _peak(125, 15.7, bfloat16=False), 0.9e12, 32e9, gemm=0.5, reached=0.75, arch="sm_80"),
+            Device("a100-80gb", _peak(312, 19.5), 2.039e12, 80e9, arch="sm_80"),
+            Device("h100", _peak(989.4, 66.9), 3.35e12, 80e9, arch="sm_90"),
+            Device("h200", _peak(989.4, 66.9), 4.8e12, 141e9, arch="sm_90"),
+            Device("mi300x", _peak(1307.4, 163.4), 5.3e12, 192e9, arch="gfx942"),
+        )
+    }
+)
+
+
+def device(name: str) -> Device:
+    """Returns a preset; ValueError for a name that is none."""
+    known = one_of(DEVICES)(name)
+    check(known is None, f"plan: device must be one of {', '.join(DEVICES)}, got {shown(name)}")
+    return DEVICES[name]

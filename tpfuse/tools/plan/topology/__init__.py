@@ -1,0 +1,33 @@
+"""Networks as graphs, and what they give to a planner: bandwidth, cost, and the links of a split's groups.
+
+bandwidth    bisection, all-to-all, all-reduce, as shares of injection
+build        NETWORKS: fat trees, Dragonfly, torus, HyperX, HammingMesh by their number of accelerators
+command      python -m tpfuse topology
+hamiltonian  two cycles through a torus that share no edge
+network      a graph of accelerators, switches and cables, and what its parts cost; folded Clos
+placement    where the ranks of a split stand, and the links of their groups
+route        which share of a message crosses each edge, by shortest paths
+"""
+
+from .bandwidth import all_reduce, all_to_all, bisection
+from .build import NETWORKS, dragonfly, fat_tree, hamming_mesh, torus
+from .hamiltonian import cycles, rings
+from .network import Network
+from .placement import Links, links, place
+
+__all__ = [
+    "NETWORKS",
+    "Links",
+    "Network",
+    "all_reduce",
+    "all_to_all",
+    "bisection",
+    "cycles",
+    "dragonfly",
+    "fat_tree",
+    "hamming_mesh",
+    "links",
+    "place",
+    "rings",
+    "torus",
+]

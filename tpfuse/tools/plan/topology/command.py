@@ -1,0 +1,119 @@
+"""``python -m tpfuse topology``: what networks cost and carry, side by side."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...ledger.plots import figure
+from ...ledger.text import table
+from .bandwidth import all_reduce, all_to_all, bisection
+from .build import NETWORKS, hamming_mesh
+from .hamiltonian import hops_of, rings
+from .network import AOC, DAC
+
+_COLOURS = "#4c72b0", "#dd8452", "#55a868"
+
+
+class Row(NamedTuple):
+    """A network: counts and dollars of all planes, shares of injection bandwidth."""
+
+    switches: int
+    copper: int
+    optical: int
+    dollars: float
+    bisection: float
+    all_to_all: float
+    all_reduce: float
+
+
+class Compared(NamedTuple):
+    """Rows by name; ``left_out``: why there is no row."""
+
+    accelerators: int
+    rows: dict[str, Row]
+    left_out: list[str]
+
+    def text(self) -> str:
+        header = "", "switches", "copper", "optical", "M$", "bisection %", "all-to-all %", "all-reduce %"
+        rows = [
+            (
+                name,
+                r.switches,
+                r.copper,
+                r.optical,
+                f"{r.dollars / 1e6:.2f}",
+                *(f"{100 * share:.1f}" for share in r[4:]),
+            )
+            for name, r in self.rows.items()
+        ]
+        note = f"{self.accelerators} accelerators of sixteen 400 Gb/s links; % of what all of them can inject"
+        return "\n".join([table(header, rows), note, *(f"left out: {why}" for why in self.left_out)])
+
+    def json(self) -> dict[str, Any]:
+        values: dict[str, Any] = {name: row._asdict() for name, row in self.rows.items()}
+        return {"accelerators": self.accelerators, **values, "left out": self.left_out}
+
+
+def compare(accelerators: int) -> Compared:
+    """Builds every network of NETWORKS that can have this many accelerators."""
+    rows, left_out = {}, []
+    for name, build in NETWORKS.items():
+        try:
+            network = build(accelerators)
+        except ValueError as error:
+            left_out.append(str(error))
+            continue
+        parts = network.switches, network.cables(DAC), network.cables(AOC), network.dollars
+        rows[name] = Row(*parts, bisection(network), all_to_all(network), all_reduce(network))
+    if not rows:
+        raise ValueError(left_out[0])
+    return Compared(accelerators, rows, left_out)
+
+
+def draw(compared: Compared, path: Path) -> None:
+    """Draws the two rings of a small HammingMesh, and beside them bars of cost and of bandwidth."""
+    names = list(compared.rows)
+
+    def drawing(fig: Any, axes: Any) -> None:
+        mesh, cost, carried = axes
+        _rings(mesh)
+        cost.barh(names, [row.dollars / 1e6 for row in compared.rows.values()], color=_COLOURS[0])
+        cost.set(xlabel="M$, switches and cables")
+        cost.set_title(f"{compared.accelerators} accelerators", loc="left", size=10)
+        for i, what in enumerate(("bisection", "all_to_all", "all_reduce")):
+            places = [k + 0.27 * (i - 1) for k in range(len(names))]
+            shares = [100 * getattr(row, what) for row in compared.rows.values()]
+            carried.barh(places, shares, 0.25, color=_COLOURS[i], label=what.replace("_", " "))
+        carried.set(xlabel="% of injection bandwidth", yticks=range(len(names)), yticklabels=names)
+        carried.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+        for ax in (cost, carried):
+            ax.invert_yaxis()
+
+    figure(path, (15, 4.5), drawing, columns=3)
+
+
+def _rings(ax: Any) -> None:
+    """Draws 3 x 3 boards of 2 x 2: hops on a board as lines, hops through switches as arcs, boards as squares."""
+    network = hamming_mesh(36, 2)
+    rows, columns = network.grid or (0, 0)
+    place = lambda node: (node % columns, -(node // columns))
+    for r in range(0, rows, network.board):
+        for c in range(0, columns, network.board):
+            ax.add_patch(_square(c - 0.3, -r - 1.3, 1.6))
+    for ring, colour in zip(rings(network), _COLOURS):
+        for a, b in hops_of(ring):
+            far = abs(a - b) not in (1, columns)  # the last of a line and the first
+            bend = "arc3,rad=0.22" if far else "arc3,rad=0"
+            style = "dotted" if far else "solid" if network.graph.has_edge(a, b) else "dashed"
+            ax.annotate(
+                "", place(a), place(b), arrowprops=dict(arrowstyle="-", connectionstyle=bend, color=colour, ls=style)
+            )
+    ax.plot(*zip(*(place(i) for i in range(network.accelerators))), "o", color="black", ms=5)
+    ax.set(xlim=(-1.2, columns + 0.2), ylim=(-rows - 0.2, 1.2), aspect="equal")
+    ax.set_title("two rings that share no link (dashed, dotted: through a switch)", loc="left", size=10)
+    ax.axis("off")
+
+
+def _square(x: float, y: float, side: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), side, side, fc="#eeeeee", ec="#999999")

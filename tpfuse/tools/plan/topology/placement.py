@@ -1,0 +1,126 @@
+"""Where the ranks of a split stand in a network, and which links their groups then have.
+
+Ranks are numbered as in a mesh ("pp", "dp", "tp"), tp fastest, and accelerators are taken in order: in a tree or
+Dragonfly by number, so that neighbours share a leaf; in a mesh board by board along the rows of boards, and on a board
+by squares of 2 x 2.  tp then stays on a board if it divides one, dp goes on along the rows, and each stage of pp begins
+at a row of boards of its own, so that pp goes along columns, where all stages have room for that.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ....kernels.runtime.errors import check
+from ..collectives import Link
+from ..split import Split
+from .bandwidth import crossings, pace
+from .hamiltonian import Ring, cycles, hops_of
+from .network import ENDS, FORWARD, LINK, PARTS, Network
+from .route import Edge
+
+
+class Links(NamedTuple):
+    """What a rank has for the messages of each of its groups: of ``tp`` and ``dp`` for rings, of ``pp`` to the next
+    stage and from it."""
+
+    tp: Link
+    dp: Link
+    pp: Link
+
+
+def place(split: Split, network: Network) -> list[int]:
+    """Returns the accelerator of each rank; ValueError where there are too few."""
+    check(min(split.dp, split.tp, split.pp) >= 1, f"plan: dp, tp and pp must be positive integers, got {split}")
+    check(
+        split.ranks <= network.accelerators,
+        f"plan: dp {split.dp} x tp {split.tp} x pp {split.pp} = {split.ranks} ranks do not fit on the"
+        f" {network.accelerators} accelerators of {network.name}",
+    )
+    stage = split.dp * split.tp
+    if network.grid is None:
+        return list(range(split.ranks))
+    (rows, columns), board = network.grid, network.board
+    order = [
+        (down + r) * columns + across + c
+        for down in range(0, rows, board)
+        for across in range(0, columns, board)
+        for r, c in _squares(board)
+    ]
+    wide = columns * board  # accelerators of a row of boards
+    tall = -(-stage // wide) * wide
+    apart = tall if split.pp * tall <= network.accelerators and board**2 % split.tp == 0 else stage
+    return [order[p * apart + i] for p in range(split.pp) for i in range(stage)]
+
+
+def _squares(side: int) -> list[tuple[int, int]]:
+    """Returns the places of a board so that each is beside the one before: squares of 2 x 2 from left to right and
+    back; rows, where the side is odd."""
+    if side % 2:
+        return [(r, c if r % 2 == 0 else side - 1 - c) for r in range(side) for c in range(side)]
+    tiles = [(r, c if r % 2 == 0 else side // 2 - 1 - c) for r in range(side // 2) for c in range(side // 2)]
+    return [(2 * r + i, 2 * c + j) for r, c in tiles for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
+
+
+def links(split: Split, network: Network) -> Links:
+    """Returns the links of a split's groups.
+
+    All groups of a kind (all of tp, say) are at work at once, on shortest paths; groups of other kinds are not.  An
+    edge that several hops cross is shared, and the fullest one sets the bandwidth of all: bytes a second that a rank
+    sends over all its planes.  A ring works in both directions, and a group has the better of two ways round: its ranks
+    in order, or two cycles where they fill a grid of rows and columns.  A hop of pp is one way for activations, the
+    other for their gradients.  The latency is that of the longest hop.  A group of one has its links to itself.
+    """
+    at = place(split, network)
+    rank = lambda p, d, t: at[(p * split.dp + d) * split.tp + t]
+    stages, replicas, shards = range(split.pp), range(split.dp), range(split.tp)
+    tp = [[rank(p, d, t) for t in shards] for p in stages for d in replicas]
+    dp = [[rank(p, d, t) for d in replicas] for p in stages for t in shards]
+    pp = [(rank(p, d, t), rank(p + 1, d, t)) for p in stages[:-1] for d in replicas for t in shards]
+    return Links(_ringed(tp, network), _ringed(dp, network), _link(pp, network, 1))
+
+
+def _ringed(groups: Sequence[Sequence[int]], network: Network) -> Link:
+    if len(groups[0]) == 1:
+        return _link([], network, 1)
+    ways: list[Callable[[Sequence[int]], tuple[Ring, ...]]] = [lambda group: (tuple(group),)]
+    if network.grid and all(_filled(group, network.grid[1]) for group in groups):
+        columns = network.grid[1]
+        ways.append(lambda group: _woven(group, columns))
+    found = []
+    for way in ways:
+        around = [way(group) for group in groups]
+        hops = [hop for rings in around for ring in rings for hop in hops_of(ring)]
+        found.append(_link(hops, network, 2 * len(around[0])))
+    return max(found, key=lambda link: link.bandwidth)
+
+
+def _lines(group: Sequence[int], columns: int) -> tuple[list[int], list[int]]:
+    return sorted({node // columns for node in group}), sorted({node % columns for node in group})
+
+
+def _filled(group: Sequence[int], columns: int) -> bool:
+    down, across = _lines(group, columns)
+    return len(down) * len(across) == len(group) and min(len(down), len(across)) > 1
+
+
+def _woven(group: Sequence[int], columns: int) -> tuple[Ring, ...]:
+    """Returns the cycles of a grid through the rows and columns of a group."""
+    down, across = _lines(group, columns)
+    return tuple(
+        tuple(down[i // len(across)] * columns + across[i % len(across)] for i in ring)
+        for ring in cycles(len(down), len(across))
+    )
+
+
+def _link(hops: Sequence[tuple[int, int]], network: Network, ways: int) -> Link:
+    """Returns the link of a rank that sends ``ways`` hops at once; all its links where there are none."""
+    if not hops:
+        return Link(0.0, network.ports * network.planes * LINK)
+    crossed = crossings(network, hops)
+    latency = max(_seconds(network, hop) for hop in crossed)
+    return Link(latency, ways * pace(network, crossed) * network.planes * LINK)
+
+
+def _seconds(network: Network, hop: dict[Edge, float]) -> float:
+    """Returns a hop's latency, the mean over its paths."""
+    wires = sum(part * PARTS[network.graph.edges[edge]["part"]].seconds for edge, part in hop.items())
+    return ENDS + wires + (sum(hop.values()) - 1) * FORWARD

@@ -1,0 +1,115 @@
+"""The norm of a whole model's gradients, of which each rank holds some: a slice counts over its ranks, a slice that
+several ranks hold once, what every rank holds once."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ...collectives import all_gather
+from ...kernels.runtime.rules import check_number, limited
+from ...layers.module import Whole
+from ...parallel import resolve
+
+_ORDER = limited("be more than 0", lambda v: v > 0)  # inf: the largest element
+
+
+class Part(NamedTuple):
+    """The elements of a gradient that are here, the groups over which the gradient is sharded, and how many ranks in
+    each have the same elements."""
+
+    elements: Tensor
+    groups: tuple[str, ...] = ()
+    copies: int = 1
+
+
+def part_of(grad: Tensor, whole: Whole | None) -> Part:
+    """``whole``: what the gradient's parameter is a slice of, where it is split."""
+    groups: dict[str, None] = {}
+    covered = False
+    if isinstance(grad, DTensor):
+        for i, placement in enumerate(grad.placements):
+            group = grad.device_mesh.get_group(i)
+            covered = covered or (whole is not None and _ranks(group) == _ranks(whole.tp.group))
+            if not isinstance(placement, Replicate):
+                groups[group.group_name] = None
+        grad = grad.to_local()
+    if whole is None:
+        return Part(grad, tuple(groups))
+    if not covered and whole.tp.group_name is not None:
+        groups[whole.tp.group_name] = None
+    return Part(grad, tuple(groups), whole.spec.copies)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+class _Norm(NamedTuple):
+    """How norms of parts become the norm of the whole: each is raised, all are joined, the result is lowered."""
+
+    raised: Callable[[Tensor, int], Tensor]  # of a part that so many ranks hold
+    joined: Callable[[Tensor], Tensor]  # [n] -> a scalar
+    lowered: Callable[[Tensor], Tensor]
+
+
+def _norm(order: float) -> _Norm:
+    if order == math.inf:
+        return _Norm(lambda x, copies: x, lambda x: x.amax(0), lambda x: x)
+    raised = lambda x, copies: x.pow(order) / copies if copies > 1 else x.pow(order)
+    return _Norm(raised, lambda x: x.sum(0), lambda x: x.pow(1 / order))
+
+
+def total_norm(parts: Sequence[Part], order: float = 2.0, name: str = "total_norm") -> Tensor:
+    """Returns the norm over all ranks, a scalar in fp64, the same bits on every rank; each rank calls it.
+
+    A few launches, whatever the number of parts; norms are taken in fp32 (fp64 of fp64).  ValueError for an ``order``
+    that is not positive.
+    """
+    check_number(f"{name}: norm_type", order, _ORDER)
+    norm = _norm(order)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64)
+    kinds: dict[tuple[tuple[str, ...], int, torch.dtype, torch.device], list[Tensor]] = {}
+    for x, groups, copies in parts:
+        kinds.setdefault((groups, copies, x.dtype, x.device), []).append(x)
+    device = parts[0].elements.device
+    found: dict[tuple[str, ...], list[Tensor]] = {}
+    for (groups, copies, dtype, _), grads in kinds.items():
+        norms = norm.raised(_norms(grads, order, dtype), copies)
+        found.setdefault(groups, []).append(norm.joined(norms).to(device))
+    totals = [over_groups(norm.joined(torch.stack(found[groups])), groups, norm.joined) for groups in sorted(found)]
+    return norm.lowered(norm.joined(torch.stack(totals)))
+
+
+def _norms(grads: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:
+    """Returns the norms of tensors of one dtype, in fp64: [n], and one zero where none has an element."""
+    some = [x for x in grads if x.numel()]
+    if not some:
+        return grads[0].new_zeros(1, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(some, order, dtype=torch.promote_types(dtype, torch.float32))).double()
+
+
+def summed(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+def over_groups(x: Tensor, groups: Iterable[str], joined: Callable[[Tensor], Tensor] = summed) -> Tensor:
+    """Returns what ``joined`` makes of every rank's x [...], in rank order, over one group after the other."""
+    for name in groups:
+        x = joined(all_gather(x, resolve(name).size(), name))
+    return x
+
+
+def scale_(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """Scales gradients of norm ``total`` so that it is at most ``max_norm``, in place and without a wait."""
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in grads:
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    for (dtype, device), each in kinds.items():
+        torch._foreach_mul_(each, scale.to(device, dtype))

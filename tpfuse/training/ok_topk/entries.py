@@ -1,0 +1,52 @@
+"""A few entries of a long vector: which are large enough, chosen the same way every time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels import select_large
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """``index`` int64 [c], ascending, of a vector; ``value`` [c]."""
+
+    index: Tensor
+    value: Tensor
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, part: slice | Tensor) -> "Entries":
+        """Returns some of them, as torch indexes."""
+        return Entries(self.index[part], self.value[part])
+
+    @staticmethod
+    def joined(parts: Sequence["Entries"]) -> "Entries":
+        """Returns the entries of several, one after another."""
+        return Entries(torch.cat([e.index for e in parts]), torch.cat([e.value for e in parts]))
+
+
+def above(x: Tensor, threshold: float, most: int) -> tuple[Entries, int]:
+    """Returns the entries of ``x`` [n] that are not zero and of a magnitude of at least ``threshold``, the first
+    ``most`` of them, and how many there are.  The host waits for that number: the sizes of messages follow from it."""
+    index, value, count = select_large(x, threshold, most)
+    found = int(count)
+    return Entries(index[:found], value[:found]), found
+
+
+def largest(x: Tensor, k: int) -> tuple[Entries, float]:
+    """Returns the k entries of the largest magnitude, of equal ones the first, without zeros; and the magnitude from
+    which on they are."""
+    if k >= len(x):
+        return above(x, 0.0, len(x))[0], 0.0
+    threshold = float(torch.kthvalue(x.abs(), len(x) - k + 1).values)
+    found, count = above(x, threshold, k)
+    if count > k:
+        found, _ = above(x, threshold, count)
+        equal = found.value.abs() == threshold
+        spare = k - (count - int(equal.sum()))  # of the equal ones
+        found = found[~equal | (equal.cumsum(0) <= spare)]
+    return found, threshold
