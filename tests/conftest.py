@@ -35,8 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 # Folders whose tests of several cases are spread: some every day, some in the slow phase, the rest in make test-every.
-SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "foreign", "ledger"
-SAMPLED += "doctor", "plan"
+SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "tools"
 MANY = 4  # cases: of a test with more, half run in make test-every alone
 DAILY, LATE = 1 / 4, 1 / 2  # of the cases, those that run every day, and those that do so or in the slow phase
 
