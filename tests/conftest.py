@@ -1,6 +1,7 @@
 """Without a GPU, kernels run in Triton's interpreter; ``ranks`` runs a function on gloo processes."""
 
 import collections
+import contextlib
 import os
 import signal
 import zlib
@@ -66,6 +67,16 @@ def ranks():
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def planted():
+    """``planted(op, mistake)``: an op, or a function by its address, is wrong for the rest of the test; see
+    tests/planted.py."""
+    from tests.planted import planted
+
+    with contextlib.ExitStack() as stack:
+        yield lambda target, mistake: stack.enter_context(planted(target, mistake))
 
 
 @pytest.fixture(scope="module")
