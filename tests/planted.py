@@ -46,7 +46,8 @@ def planted(target: str, mistake: Mistake) -> Iterator[None]:
                 if (right := getattr(op, name)) is not None:
                     stack.enter_context(mock.patch.object(op, name, _wrong(right, mistake)))
             library = stack.enter_context(torch.library._scoped_library(NAMESPACE, "IMPL"))
-            with warnings.catch_warnings(action="ignore"):  # an override is what is wanted
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an override is what is wanted
                 library.impl(target, op._flat(op.cpu, "cpu"), "CPU", allow_override=True)
         yield
 

@@ -1,0 +1,177 @@
+"""Names and docstrings: plain terms, one name a thing.
+
+Spans: every source of tpfuse/, bench/ and examples/: a rule of words holds for a tree.
+"""
+
+import ast
+import collections
+import pathlib
+from typing import NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = [path for tree in ("tpfuse", "bench", "examples") for path in sorted((ROOT / tree).rglob("*.py"))]
+# Names that say nothing of what they name; of functions and classes, bar underscores and capitals.
+VAGUE = set(
+    "found made given own kept how like on at told asked wants look said whole every some more rest way ways means "
+    "between among beside again by then here theirs last first many each none other others wide into out after before "
+    "when where which what its words stands holds takes needs does did done seen show shown known".split()
+)
+OPENERS = {"what", "which", "whether", "how", "of", "where", "that", "as", "who"}
+MOST_VAGUE, MOST_OPENERS = 0.01, 0.02  # of a room's bindings, and of its docstrings
+DEEP = {"bench", "kernels", "models", "tools", "training"}  # whose folders are rooms
+
+# Limits of rooms that are not there yet, as counts: vague bindings, openers, functions and classes with a vague name.
+LATE: dict[str, tuple[int, int, int]] = {
+    "bench": (130, 7, 5),
+    "bench/compile": (26, 3, 2),
+    "bench/ddp": (8, 1, 0),
+    "bench/gpu_day": (74, 14, 3),
+    "bench/kernels": (4, 0, 3),
+    "bench/models": (20, 0, 2),
+    "bench/pipeline": (23, 0, 2),
+    "bench/plan": (33, 4, 2),
+    "bench/sparse_gradients": (12, 2, 0),
+    "door": (20, 2, 1),
+    "examples": (71, 5, 1),
+    "interop": (48, 7, 3),
+    "kernels": (9, 0, 0),
+    "kernels/attn": (93, 8, 1),
+    "kernels/gemm": (19, 3, 2),
+    "kernels/lookup": (11, 0, 0),
+    "kernels/losses": (16, 6, 0),
+    "kernels/norm": (52, 12, 2),
+    "kernels/replay": (21, 5, 6),
+    "kernels/rotary": (4, 0, 0),
+    "kernels/runtime": (53, 17, 6),
+    "layers": (146, 21, 9),
+    "models": (57, 13, 1),
+    "models/config": (12, 6, 0),
+    "models/families": (10, 10, 0),
+    "models/files": (33, 7, 2),
+    "models/generation": (66, 14, 9),
+    "pipeline": (92, 11, 7),
+    "ranks": (43, 6, 3),
+    "sequence_parallel": (74, 15, 5),
+    "tools": (28, 7, 5),
+    "tools/bench": (38, 10, 1),
+    "tools/doctor": (56, 15, 1),
+    "tools/ledger": (59, 16, 6),
+    "tools/pipeline": (4, 0, 0),
+    "tools/plan": (176, 42, 18),
+    "training": (27, 5, 1),
+    "training/checkpoint": (61, 18, 6),
+    "training/foreign": (47, 4, 0),
+    "training/ok_topk": (44, 3, 1),
+}
+# Class names that still stand in several files.
+TWICE = set(
+    "Asked Call Case Checked Clock Compared Costs Counted Dense Files Found Head Held Inputs Job Kept Kind Known "
+    "Linear Link Links Message Op Parameters Part Piece Place Plan Replayed Row Rows Saved Shard Sizes Split State "
+    "Step Table Tensors Work _Block _Layer _Linear _Ready _Rows".split()
+)
+
+
+class Words(NamedTuple):
+    """Counts of some sources; the lists say where, as "path:line: name"."""
+
+    bindings: int
+    docstrings: int
+    vague: list[str]
+    openers: list[str]
+    definitions: list[str]
+    classes: list[tuple[str, str]]  # name, path
+
+
+def words(sources):
+    """Counts {path: text} as one room."""
+    count = Words(0, 0, [], [], [], [])
+    bindings = docstrings = 0
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            at = f"{path}:{getattr(node, 'lineno', 1)}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                if (doc := ast.get_docstring(node)) and doc.split():
+                    docstrings += 1
+                    if doc.split()[0].strip('`"').lower() in OPENERS:
+                        count.openers.append(f"{at}: {doc.splitlines()[0]}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                if node.name.strip("_").lower() in VAGUE:
+                    count.definitions.append(f"{at}: {node.name}")
+            if isinstance(node, ast.ClassDef):
+                count.classes.append((node.name, str(path)))
+            name = node.arg if isinstance(node, ast.arg) else None
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            if name is not None:
+                bindings += 1
+                if name in VAGUE:
+                    count.vague.append(f"{at}: {name}")
+    return count._replace(bindings=bindings, docstrings=docstrings)
+
+
+def room_of(path):
+    """The folder whose words are counted together: "kernels/norm", "layers", "bench", "examples"; "door" for files at
+    the package's door."""
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "tpfuse":
+        parts = parts[1:] if len(parts) > 2 else ("door", *parts[1:])
+    return "/".join(parts[: 2 if parts[0] in DEEP and len(parts) > 2 else 1])
+
+
+def by_room():
+    rooms = collections.defaultdict(dict)
+    for path in SOURCES:
+        rooms[room_of(path)][path.relative_to(ROOT)] = path.read_text()
+    return {room: words(sources) for room, sources in rooms.items()}
+
+
+ROOMS = by_room()
+
+
+def twice(classes):
+    """Class names that stand in several files, or several times in one."""
+    count = collections.Counter(name for name, _ in classes)
+    return {name for name, times in count.items() if times > 1}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_say_what_they_name(room):
+    count, late = ROOMS[room], LATE.get(room, (0, 0, 0))
+    assert len(count.vague) <= max(MOST_VAGUE * count.bindings, late[0]), count.vague
+    assert len(count.definitions) <= late[2], count.definitions
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_open_with_a_verb_or_a_noun(room):
+    count, late = ROOMS[room], LATE.get(room, (0, 0, 0))
+    assert len(count.openers) <= max(MOST_OPENERS * count.docstrings, late[1]), count.openers
+
+
+def test_a_class_name_stands_once_in_the_library():
+    classes = [each for room in ROOMS.values() for each in room.classes if each[1].startswith("tpfuse")]
+    assert twice(classes) <= TWICE, sorted(each for each in classes if each[0] in twice(classes) - TWICE)
+
+
+def test_every_late_room_exists():
+    assert set(LATE) <= set(ROOMS)
+
+
+def test_poor_words_are_seen():
+    source = '''"""Whether it is."""
+class Kept: ...
+class Row: ...
+def found(given, x, *, how=1):
+    """What it does."""
+    own, y = 1, 2
+    for last in y: ...
+def made_up(rows):
+    """Returns the rows."""
+'''
+    count = words({"a.py": source})
+    assert sorted(count.vague) == ["a.py:4: given", "a.py:4: how", "a.py:6: own", "a.py:7: last"]
+    assert count.bindings == 7
+    assert count.openers == ["a.py:1: Whether it is.", "a.py:4: What it does."] and count.docstrings == 3
+    assert count.definitions == ["a.py:2: Kept", "a.py:4: found"]
+    assert twice([*count.classes, ("Row", "b.py")]) == {"Row"}
