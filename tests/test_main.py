@@ -7,10 +7,8 @@ import sys
 import pytest
 
 from tests.tools.ledger.test_steptime import built
-from tpfuse.__main__ import main, parser
+from tpfuse.__main__ import main
 from tpfuse.tools.ledger.presets import PRESETS
-
-COMMANDS = "ledger", "memory", "dryrun", "mfu", "calibrate", "predict", "pipeline", "collectives", "topology", "layouts"
 
 
 def said(capsys, *argv) -> str:
@@ -178,13 +176,6 @@ def test_arguments_that_are_none(capsys, argv):
     with pytest.raises(SystemExit):
         main(argv)
     assert "error" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
-    with pytest.raises(SystemExit):
-        parser().parse_args([command, "--help"])
-    assert "--json" in capsys.readouterr().out
 
 
 def test_it_runs_as_a_module():

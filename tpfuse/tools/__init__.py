@@ -1,6 +1,7 @@
 """Tools around the library: ledger, planner, doctor, benchmarks, explain, watch, parity.  Nothing else imports them.
 
 bench/     kernels alone, at any shape: python -m tpfuse bench
+command    the command line of python -m tpfuse: what commands have in common
 doctor/    what an installation is, what runs where, whether it works: tpfuse.doctor()
 explain    which path each layer's messages take, and why
 ledger/    bytes, flops, memory and time: measured and predicted

@@ -9,15 +9,16 @@ measured is printed and written whatever comes after it.
 import dataclasses
 import json
 import os
-import pathlib
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
+from ..command import Commands
 from . import output, plots
 from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
@@ -26,6 +27,65 @@ from .run import MODES, PEERS, Case, Found, Setting, available, measure
 
 STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
+
+
+DETAILS = """Times kernels alone, at any shape: every op, or one of a file of your own, against plain torch,
+torch.compile and, where it is installed, Liger Kernel. Without OP: the ops, their axes, standard shapes and providers.
+A row gives the time (median, 20 % and 80 % quantiles), TFLOP/s and GB/s of the same counted work for every provider,
+the share of this card's measured roofline and what that is of (memory, matrix products; cache: the inputs may have come
+from there, and the share is left out), the error against fp64 and its ratio to torch's error, registers, spills, what a
+call adds to memory, and the path: the kernels, or "by torch". Such as: bench layer_norm --dtype bf16 --shape 8192x4096
+--providers tpfuse,torch,compile"""
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``bench``."""
+    p = commands.add(
+        "bench", "time kernels at any shape, against plain torch, torch.compile, Liger Kernel", run, DETAILS
+    )
+    p.add_argument("ops", nargs="*", metavar="OP", help="ops of the list, all, or a file of your own, path/to/my_op.py")
+    p.add_argument(
+        "--shape",
+        action="append",
+        metavar="MxN,..",
+        help="shapes; may be repeated (default: the standard shapes of the op)",
+    )
+    p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="dtypes: bf16, fp16, fp32")
+    p.add_argument(
+        "--mode",
+        default="fwd,bwd",
+        metavar="MODE,..",
+        help="passes: fwd (saving for backward), bwd (on a kept graph), step (both)",
+    )
+    p.add_argument(
+        "--providers", metavar="NAME,..", help="implementations such as tpfuse,torch,compile (default: all installed)"
+    )
+    p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
+    p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="time spent on a shape and mode, in seconds")
+    out = p.add_argument_group("output")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
+    out.add_argument(
+        "--json",
+        type=json_file,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="print JSON in place of tables; with FILE.json, print tables and write JSON there",
+    )
+    out.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG|DIR",
+        help="draw one picture, or roofline.png and speed.png (needs matplotlib)",
+    )
+
+
+def json_file(text: str) -> Path:
+    """Returns the file of --json, whose suffix tells it from an op that follows --json."""
+    if not text.endswith(".json"):
+        raise ArgumentTypeError(f"FILE ends in .json, got {text!r}; without FILE, --json comes last")
+    return Path(text)
 
 
 def listed() -> list[dict[str, Any]]:
@@ -124,8 +184,8 @@ def _check_places(args: Namespace) -> None:
         plots.check(args.plot)
 
 
-def _json_file(args: Namespace) -> pathlib.Path | None:
-    return args.json if isinstance(args.json, pathlib.Path) else None
+def _json_file(args: Namespace) -> Path | None:
+    return args.json if isinstance(args.json, Path) else None
 
 
 # ---- measuring it ----
@@ -180,7 +240,7 @@ def report(args: Namespace, found: Found, card: Card, *, cache: int) -> None:
     for line in dict.fromkeys(found.notes):
         print(line, file=sys.stderr)
     errors: list[OSError] = []
-    writers: list[tuple[pathlib.Path | None, Callable[[pathlib.Path], object]]] = [
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (args.csv, lambda path: output.write_csv(found.rows, path)),
         (_json_file(args), lambda path: output.write_json(everything, path)),
         (args.plot, lambda path: plots.draw(found.rows, card, path)),

@@ -1,6 +1,7 @@
 """What an installation is, what runs where, and whether it works: ``tpfuse.doctor()``, ``python -m tpfuse doctor``.
 
 backends     gloo, NCCL, the group's
+command      python -m tpfuse doctor
 compiler     Triton and its C compiler
 connections  a group of the doctor's own, which a failed rank closes
 devices      CPU, memory, GPUs, the folder's disk

@@ -1,14 +1,13 @@
 """Accounting: bytes and flops of what runs, memory, any model at any scale, utilisation, step times.
 
-arguments  the command line of python -m tpfuse
 aten       costs of ops that are not tpfuse's
+commands   ledger, memory, dryrun, mfu, calibrate, predict on the command line
 dryrun     one rank of any world, on meta tensors
 layer      one layer, side by side
 machine    what this machine can do, calibrated
 memory     saved activations and state, closed forms and measured
 mfu        model flops, share of the peak, ThroughputMeter
 operators  the operator table of arXiv:2007.00072
-options    what a value of an option may be, and the options of commands that have many
 plain      the plain torch layer it is compared with
 plots      pictures
 presets    models by name

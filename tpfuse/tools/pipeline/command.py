@@ -6,9 +6,34 @@ from typing import Any, NamedTuple
 
 from ...pipeline.schedules import SCHEDULES, order
 from ...pipeline.simulator import Timeline, simulate
+from ..command import Commands, add_output, positive, present, seconds
 from ..ledger.text import table
+from . import gantt
 
 _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``pipeline``."""
+    p = commands.add("pipeline", "pipeline schedules side by side: seconds, bubbles, activations in flight", _run)
+    p.add_argument("--stages", type=positive, default=4, metavar="N", help="ranks that the layers are spread over")
+    p.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step")
+    p.add_argument("--schedule", metavar="NAME,..", help="schedules such as gpipe,1f1b (default: all that fit)")
+    p.add_argument(
+        "--chunks", type=positive, metavar="N", help="stages on a rank, of interleaved and zero-bubble (default: 2)"
+    )
+    for name, what in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
+        words = f"time of the {what} pass of all layers of a rank, in seconds"
+        p.add_argument(f"--{name}", type=seconds, default=1.0, metavar="X", help=words)
+    p.add_argument(
+        "--communication", type=float, default=0.0, metavar="X", help="time from a rank to the next, in seconds"
+    )
+    add_output(p)
+
+
+def _run(args: Namespace) -> None:
+    compared = compare(args, args.schedule.split(",") if args.schedule else None)
+    present(args, compared.text(), compared.json(), lambda path: gantt.draw(compared.timelines, path))
 
 
 class Compared(NamedTuple):

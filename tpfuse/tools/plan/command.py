@@ -5,11 +5,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..command import Commands, add_output, comma_separated, positive, present, rate
+from ..command import seconds as seconds_type
 from ..ledger.plots import figure
 from ..ledger.text import duration, quantity, table
 from .collectives import ALL_REDUCE, OWN, Link, cheapest, seconds
 
 _COLOURS = "#4c72b0", "#dd8452", "#55a868", "#c44e52"  # of OWN
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``collectives``."""
+    p = commands.add("collectives", "the fastest all-reduce, by message size and number of ranks", _run)
+    ranks, sizes = (
+        ",".join(str(base**k) for k in powers) for base, powers in ((4, range(1, 7)), (2, range(10, 31, 2)))
+    )
+    integers = comma_separated(positive)
+    p.add_argument("--ranks", type=integers, default=ranks, metavar="N,..", help="numbers of ranks that sum")
+    p.add_argument("--sizes", type=integers, default=sizes, metavar="BYTES,..", help="message sizes, in bytes a rank")
+    p.add_argument(
+        "--latency", type=seconds_type, default=5e-6, metavar="X", help="time a message is under way, in seconds"
+    )
+    p.add_argument(
+        "--overhead", type=seconds_type, default=1e-6, metavar="X", help="time a message keeps a rank busy, in seconds"
+    )
+    p.add_argument(
+        "--bandwidth", type=rate, default=25.0, metavar="X", help="bandwidth of a rank's link each way, in GB/s"
+    )
+    add_output(p)
+
+
+def _run(args: Namespace) -> None:
+    compared = compare(args)
+    present(args, compared.text(), compared.json(), lambda path: draw(compared, path))
 
 
 class Compared(NamedTuple):

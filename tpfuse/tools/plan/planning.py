@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ...kernels.runtime.errors import check
 from ...pipeline.simulator import Timeline
-from ..ledger.machine import Machine
-from ..ledger.options import DTYPES
+from ..command import DTYPES, Commands, add_model, add_optimizer, add_seq, bounded, positive
+from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import Progress, quantity
 from .cluster import Cluster, Level, preset, read, this_machine
@@ -121,6 +121,63 @@ def _nowhere(job: Job, cluster: Cluster, means: Means, nothing: Nothing) -> str:
 
 
 # ---- the command ----
+
+DETAILS = """Searches every dp x tp x pp, schedule, chunks, micro-batch, saving, recompute, and FSDP or DDP for the
+fastest step that fits into memory, and prints the ten best with where their time goes. Passes are costed op by op from
+dry runs of the model's own stages, and run by a clock over the schedule's own list of actions. Such as: plan --model
+gpt3-175b --devices 512 --device a100-80gb --global-batch 1536 --seq 2048 --explain 1"""
+share = bounded(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``plan``."""
+    p = commands.add("plan", "the fastest splits of a model's training over devices, and why", run, DETAILS)
+    add_model(p)
+    hardware = p.add_argument_group("hardware")
+    hardware.add_argument(
+        "--devices", type=positive, metavar="N", help="number of devices (default: those of --cluster)"
+    )
+    hardware.add_argument(
+        "--device",
+        metavar="NAME",
+        help="v100, a100-80gb, h100, h200, mi300x, or here for these CPUs (default: those of --cluster)",
+    )
+    hardware.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of devices and links, in place of --devices and --device",
+    )
+    hardware.add_argument(
+        "--machine", type=Path, default=DEFAULT, metavar="FILE", help="file that calibrate wrote, of --device here"
+    )
+    hardware.add_argument(
+        "--memory-share", type=share, default=0.9, metavar="X", help="share of a device's memory that may be filled"
+    )
+    training = p.add_argument_group("training")
+    training.add_argument(
+        "--global-batch", type=positive, default=8, metavar="N", help="sequences in a step, over all ranks"
+    )
+    add_seq(training, 256)
+    training.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of weights and activations (default: bf16; of --device here fp32)"
+    )
+    add_optimizer(training)
+    training.add_argument(
+        "--fix",
+        metavar="FIELD=VALUE,..",
+        help="fields that are not searched: dp, tp, pp, schedule, chunks, micro_batch, saving, full=yes|no,"
+        " sharded=yes|no, layers=3-4-4-3; all of them: cost that plan (default: search them all)",
+    )
+    output = p.add_argument_group("output")
+    output.add_argument(
+        "--explain", type=positive, metavar="N", help="print plan N part by part, and what would change the choice"
+    )
+    output.add_argument("--check", action="store_true", help="run the best plan and three others, of --device here")
+    output.add_argument("--plot", type=Path, metavar="PNG", help="draw the plans to this file (needs matplotlib)")
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plans to this file, for examples/train_gpt.py --plan FILE"
+    )
 
 
 def run(args: Namespace) -> None:

@@ -1,13 +1,26 @@
 """``python -m tpfuse layouts``: the layout of every op of a block on a mesh, solved, searched and explained."""
 
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....kernels.runtime.errors import check
-from ...ledger.options import DTYPES
+from ...command import (
+    DTYPES,
+    Commands,
+    add_dtype,
+    add_model,
+    add_optimizer,
+    add_output,
+    add_seq,
+    comma_separated,
+    positive,
+    present,
+    rate,
+    seconds,
+)
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
@@ -22,6 +35,89 @@ from .result import FOOTNOTE, Result, difference, explain
 from .space import Rates, Space
 
 EXACT, DESCENT, SECOND, MEGATRON = "exact", "descent", "second best", "Megatron"
+
+
+DETAILS = """Finds the layout of each op of a transformer block on a mesh, in the words of DTensor: an activation
+[batch, seq, width] is Shard(0), Shard(1), Shard(2) (of heads, where there are heads), Replicate or Partial on each axis
+of the mesh, a weight [out, in] is Shard(0) (Megatron's columns), Shard(1) (its rows) or Replicate. Solved exactly
+(integer programming) for the least seconds of forward and backward, beside what coordinate descent finds, and
+Megatron's own. Needs scipy: pip install 'tpfuse[plan]'. Such as: layouts --model gpt-22b --mesh 8 --split-weights
+--explain"""
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``layouts``."""
+    p = commands.add("layouts", "the fastest layout of each op of a block over a mesh of ranks", _run, DETAILS)
+    add_model(p)
+    p.add_argument(
+        "--mesh", type=mesh_shape, default="8", metavar="N|NxM", help="ranks of one axis or two, outer first"
+    )
+    add_seq(p, 2048)
+    p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences that the mesh runs at once")
+    p.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="micro-batches of --batch between two sums of the weights' gradients",
+    )
+    p.add_argument(
+        "--blocks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of blocks in a row, each with layouts of its own",
+    )
+    add_dtype(p)
+    add_optimizer(p, "adamw-fp32")
+    state = p.add_mutually_exclusive_group()
+    state.add_argument(
+        "--memory",
+        type=rate,
+        metavar="X",
+        help="limit on a rank's weights, gradients and optimizer states of all blocks, in GB (default: no limit)",
+    )
+    state.add_argument(
+        "--split-weights", action="store_true", help="limit memory to the least: every matrix split over all ranks"
+    )
+    p.add_argument(
+        "--tflops",
+        type=rate,
+        default=234.0,
+        metavar="X",
+        help="matrix rate that a rank reaches, in TFLOP/s (default: 75 %% of an A100's peak, 234)",
+    )
+    p.add_argument(
+        "--memory-bandwidth",
+        type=rate,
+        default=1632.0,
+        metavar="X",
+        help="memory bandwidth that a rank reaches, in GB/s (default: 80 %% of an A100's, 1632)",
+    )
+    p.add_argument(
+        "--bandwidth",
+        type=comma_separated(rate),
+        metavar="X,..",
+        help="bandwidth of a rank's link along each axis, in GB/s (default: 230, along the outer one 25)",
+    )
+    p.add_argument("--latency", type=seconds, default=1e-6, metavar="X", help="time a message is under way, in seconds")
+    p.add_argument(
+        "--explain", action="store_true", help="print the cost of each op's other layouts, and the second best choice"
+    )
+    add_output(p)
+
+
+def mesh_shape(text: str) -> tuple[int, ...]:
+    """Returns the axes of "4x8"."""
+    try:
+        return tuple(positive(part) for part in text.split("x"))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"must be ranks an axis such as 8 or 4x8, got {text!r}") from None
+
+
+def _run(args: Namespace) -> None:
+    layouts = solve(args)
+    present(args, layouts.text(), layouts.json(), lambda path: draw(layouts, path))
 
 
 class Layouts(NamedTuple):

@@ -1,8 +1,10 @@
 """``python -m tpfuse topology``: what networks cost and carry, side by side."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...command import Commands, add_output, positive, present
 from ...ledger.plots import figure
 from ...ledger.text import table
 from .bandwidth import all_reduce, all_to_all, bisection
@@ -11,6 +13,24 @@ from .hamiltonian import hops_of, rings
 from .network import AOC, DAC
 
 _COLOURS = "#4c72b0", "#dd8452", "#55a868"
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``topology``."""
+    p = commands.add("topology", "cost and bandwidth of eight networks of as many accelerators (needs networkx)", _run)
+    p.add_argument(
+        "--accelerators",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="number of accelerators that each network joins",
+    )
+    add_output(p)
+
+
+def _run(args: Namespace) -> None:
+    compared = compare(args.accelerators)
+    present(args, compared.text(), compared.json(), lambda path: draw(compared, path))
 
 
 class Row(NamedTuple):

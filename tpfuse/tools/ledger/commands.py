@@ -1,0 +1,450 @@
+"""The ledger on the command line: ``ledger``, ``memory``, ``dryrun``, ``mfu``, ``calibrate`` and ``predict``."""
+
+import json
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...kernels.runtime.launch import pretending
+from ...layers.block import SAVING
+from ...models.config.gpt import ModelConfig
+from ...models.stack import FULL, RECOMPUTE, saving_of
+from ...parallel import TensorParallel
+from ...pipeline.schedules import SCHEDULES
+from ..command import (
+    DTYPES,
+    MODEL_HELP,
+    Commands,
+    Options,
+    add_arch,
+    add_dtype,
+    add_model,
+    add_optimizer,
+    add_output,
+    add_seq,
+    comma_separated,
+    positive,
+    present,
+    show,
+)
+from . import dryrun, layer, machine, memory, mfu, plots, stages, steptime
+from .presets import load_config
+from .recorder import mue
+from .shapes import Shape
+from .text import quantity, table
+
+
+def register(commands: Commands) -> None:
+    """Adds the commands of the ledger."""
+    _register_ledger(commands)
+    _register_memory(commands)
+    _register_dryrun(commands)
+    _register_mfu(commands)
+    _register_calibrate(commands)
+    _register_predict(commands)
+
+
+# ---- options of several commands ----
+
+
+def _add_sizes(p: Options) -> None:
+    """Adds --tp, --dp and the options of a pipeline."""
+    p.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
+    p.add_argument("--dp", type=positive, default=1, metavar="N", help="number of replicas (data-parallel size)")
+    p.add_argument("--pp", type=positive, default=1, metavar="N", help="ranks that the layers are spread over")
+    p.add_argument(
+        "--schedule", choices=SCHEDULES, default="1f1b", help="schedule of the pipeline, where --pp is above 1"
+    )
+    p.add_argument(
+        "--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step of the pipeline"
+    )
+    p.add_argument(
+        "--chunks", type=positive, metavar="N", help="stages on a rank, of interleaved and zero-bubble (default: 2)"
+    )
+
+
+def _add_saving(p: Options) -> None:
+    """Adds the options of what a step keeps for backward."""
+    p.add_argument(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="keep all rows on every tensor-parallel rank between GEMMs, in place of a share of them",
+    )
+    p.add_argument(
+        "--saving", choices=SAVING, help="keep for backward what is fastest, or what is smallest (default: fastest)"
+    )
+    p.add_argument(
+        "--recompute",
+        choices=RECOMPUTE,
+        help="recompute in backward what is cheap (selective: --saving smallest) or whole blocks (full; default: none)",
+    )
+
+
+def _add_step(p: Options) -> None:
+    """Adds the options of a micro-batch on a rank of any world."""
+    _add_sizes(p)
+    add_seq(p, 2048)
+    p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
+    add_dtype(p)
+    _add_saving(p)
+    add_optimizer(p)
+
+
+def _plan(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str = "adamw") -> dryrun.Plan:
+    return dryrun.Plan(
+        tp,
+        dp,
+        args.seq,
+        micro_batch,
+        sequence_parallel=not args.no_sequence_parallel,
+        saving=saving_of("python -m tpfuse", args.saving, args.recompute),
+        dtype=DTYPES[args.dtype],
+        optimizer=optimizer,
+        full=args.recompute == FULL,
+    )
+
+
+def _step_plan(args: Namespace) -> dryrun.Plan:
+    return _plan(args, args.tp, args.dp, args.micro_batch, args.optimizer)
+
+
+def _pipe(args: Namespace) -> stages.Pipe:
+    return stages.Pipe(args.pp, args.schedule, args.micro_batches, args.chunks)
+
+
+# ---- ledger ----
+
+
+def _register_ledger(commands: Commands) -> None:
+    p = commands.add(
+        "ledger", "bytes and flops of one layer: plain torch, the operator table of 2020, tpfuse", _run_ledger
+    )
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--batch", type=positive, default=8, metavar="N", help="number of sequences")
+    add_seq(p, 512)
+    add_dtype(p)
+    p.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel size, with sequence parallelism; above 1, tpfuse's columns alone",
+    )
+    add_arch(p)
+    p.add_argument("--ops", action="store_true", help="list every op of tpfuse's layer too")
+    p.add_argument(
+        "--ms",
+        type=float,
+        metavar="X",
+        help="measured time of tpfuse's layer (fastest), in ms, for its memory usage efficiency; needs --bandwidth",
+    )
+    p.add_argument("--bandwidth", type=float, metavar="X", help="peak bandwidth of the memory, in GB/s; needs --ms")
+    add_output(p)
+
+
+def _run_ledger(args: Namespace) -> None:
+    if (args.ms is None) != (args.bandwidth is None):
+        raise ValueError("--ms and --bandwidth go together")
+    with pretending(args.arch), dryrun.fake_world(args.tp) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+        comparison = layer.compare(
+            load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype], tp=tp
+        )
+    text, values = [str(comparison)], comparison.json()
+    fastest = comparison.traces["tpfuse fastest"]
+    if args.ms is not None:
+        row = fastest.total()
+        efficiency = mue(row.least, row.moved, args.ms / 1e3, args.bandwidth * 1e9)
+        text.append(f"\nMUE of tpfuse fastest in {args.ms} ms at {args.bandwidth:g} GB/s: {efficiency:.1f} %")
+        values["MUE"] = efficiency
+    if args.ops:
+        rows = [
+            (*key, r.calls, quantity(r.read, "B"), quantity(r.written, "B"), quantity(r.flops, "flop"))
+            for key, r in fastest.by("op", "kind", "phase").items()
+        ]
+        header = "op", "kind", "phase", "calls", "read", "written", "computed"
+        text += ["\ntpfuse fastest, op by op:", table(header, rows)]
+    present(args, "\n".join(text), values, lambda path: plots.layer_map(comparison, path))
+
+
+# ---- memory ----
+
+
+def _register_memory(commands: Commands) -> None:
+    p = commands.add(
+        "memory", "memory of a rank: saved activations, weights, optimizer, under DDP and FSDP", _run_memory
+    )
+    add_model(p)
+    _add_step(p)
+    add_output(p)
+
+
+class _Case(NamedTuple):
+    """A row of the table of activations; the last two as :func:`memory.activation_bytes` takes them."""
+
+    name: str
+    tp: int
+    sequence_parallel: bool
+    recompute: str
+    full: bool = False
+
+
+def _cases(tp: int) -> list[_Case]:
+    plain = [_Case("no parallelism", 1, False, "none"), _Case("full recompute", 1, False, "full")]
+    ours: list[_Case] = []
+    for sp in (False, True):
+        name = f"TP {tp}{' + SP' if sp else ''}"
+        plain += [_Case(name, tp, sp, "none"), _Case(f"{name}, selective", tp, sp, "selective")]
+        ours += [_Case(f"tpfuse, {name}, {saving}", tp, sp, saving) for saving in SAVING]
+        ours += [_Case(f"tpfuse, {name}, full recompute", tp, sp, SAVING[0], full=True)]
+    return plain + ours
+
+
+def _run_memory(args: Namespace) -> None:
+    config, plan = load_config(args.model), _step_plan(args)
+    s, seq, batch = Shape.of(config), plan.seq, plan.micro_batch
+    unit = seq * batch * s.D
+    rows, values, bars = [], {}, {}
+    for name, tp, sp, recompute, full in _cases(args.tp):
+        n = memory.activation_bytes(
+            config, tp, sp, recompute, seq=seq, batch=batch, element_size=plan.dtype.itemsize, full=full
+        )
+        measured = None
+        if recompute in SAVING:
+            case = plan._replace(tp=tp, sequence_parallel=sp, saving=recompute, full=full)
+            measured = _measured_layer(config, case)
+        sizes = quantity(n, "B"), quantity(n * s.L, "B"), quantity(measured, "B") if measured else ""
+        rows.append((name, f"{n / unit:.2f}", *sizes))
+        bars[name] = {"a layer, bytes / sbh": n / unit}
+        values[name] = dict(a_layer=n, all_layers=n * s.L, measured_a_layer=measured)
+    state, numbers = _rank_memory(args, config, plan)
+    head = f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}"
+    saved = table(("", "sbh", "a layer", f"{s.L} layers", "measured a layer"), rows)
+    present(
+        args,
+        f"{head}\n{saved}\n\n{state}",
+        dict(activations=values, **numbers),
+        lambda path: plots.bars(bars, "bytes / sbh", path),
+    )
+
+
+def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tuple[str, dict[str, Any]]:
+    """Returns a table and plain numbers of what a rank holds, or each rank of a pipeline."""
+    if args.pp == 1:
+        counted = dryrun.run(config, plan)
+        return dryrun.memory_table(counted), dryrun.as_json(plan, counted.held, counted.work)
+    ranks = stages.run(config, plan, _pipe(args))
+    return stages.memory_table(ranks), dict(ranks=stages.as_json(ranks))
+
+
+def _measured_layer(config: ModelConfig, plan: dryrun.Plan) -> int:
+    """Returns the bytes that one more layer of the real model saves."""
+    with dryrun.fake_world(plan.tp) as mesh:
+        tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
+        return memory.measured_layer(
+            config,
+            tp=tp,
+            seq=plan.seq,
+            batch=plan.micro_batch,
+            saving=plan.saving,
+            full=plan.full,
+            dtype=plan.dtype,
+        )
+
+
+# ---- dryrun ----
+
+
+def _register_dryrun(commands: Commands) -> None:
+    p = commands.add(
+        "dryrun", "one rank of any world, in one process: memory, flops and messages beside formulas", _run_dryrun
+    )
+    integers = comma_separated(positive)
+    add_model(p)
+    _add_step(p)
+    add_arch(p)
+    p.add_argument(
+        "--sweep",
+        action="store_true",
+        help="show how each cost grows with --tps and --ranks, in place of --tp and --dp",
+    )
+    p.add_argument(
+        "--tps", type=integers, default="1,2,4,8,16,32,64", metavar="N,..", help="tensor-parallel sizes of --sweep"
+    )
+    p.add_argument(
+        "--ranks", type=integers, default="1,8,64,512,4096", metavar="N,..", help="numbers of ranks of --sweep"
+    )
+    add_output(p)
+
+
+def _run_dryrun(args: Namespace) -> None:
+    config = load_config(args.model)
+    if args.sweep and args.pp > 1:
+        raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
+    if args.plot and args.pp > 1:
+        raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
+    run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank
+    run(args, config)
+
+
+def _run_sweep(args: Namespace, config: ModelConfig) -> None:
+    with pretending(args.arch):
+        points = dryrun.sweep(config, _plan(args, 1, 1, args.micro_batch, args.optimizer), args.tps, args.ranks)
+    values = [
+        dict(error=p.error, tp=p.plan.tp)
+        if p.held is None or p.work is None
+        else dryrun.as_json(p.plan, p.held, p.work)
+        for p in points
+    ]
+    present(args, dryrun.sweep_table(points), values, lambda path: plots.growth(points, path))
+
+
+def _run_stages(args: Namespace, config: ModelConfig) -> None:
+    with pretending(args.arch):
+        ranks = stages.run(config, _step_plan(args), _pipe(args))
+    show(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
+
+
+def _run_rank(args: Namespace, config: ModelConfig) -> None:
+    with pretending(args.arch):
+        r = dryrun.run(config, _step_plan(args))
+    states = {"DDP": r.held.state, "data_parallel": r.held.viewed, "FSDP": r.held.sharded}
+    bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
+    formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}
+    values = dict(config=asdict(config), **dryrun.as_json(r.plan, r.held, r.work), formulas=formulas)
+    present(args, dryrun.report(r), values, lambda path: plots.bars(bars, "bytes a rank", path))
+
+
+# ---- mfu ----
+
+
+def _register_mfu(commands: Commands) -> None:
+    p = commands.add(
+        "mfu",
+        "share of the peak that a measured step reaches (MFU, HFU)",
+        _run_mfu,
+        "Model and hardware flops utilisation of a measured step. Without --model: a published table, computed again.",
+    )
+    p.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: the published table)")
+    p.add_argument(
+        "--batch", type=positive, metavar="N", help="sequences in a step, over all devices; needed with --model"
+    )
+    add_seq(p, 2048)
+    p.add_argument(
+        "--seconds", type=float, metavar="X", help="measured time of a step, in seconds; needed with --model"
+    )
+    p.add_argument("--devices", type=positive, default=1, metavar="N", help="number of devices that took part")
+    p.add_argument("--device", choices=mfu.PEAK, default="H100", help="device whose dense 16-bit peak is the limit")
+    p.add_argument(
+        "--peak-tflops", type=float, metavar="X", help="peak of a device, in TFLOP/s (default: that of --device)"
+    )
+    p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="part that is computed again in backward")
+    add_output(p, plot=False)
+
+
+def _run_mfu(args: Namespace) -> None:
+    if args.model is None:
+        return _show_published(args)
+    if args.batch is None or args.seconds is None:
+        raise ValueError("mfu: --model needs --batch and --seconds too")
+    config = load_config(args.model)
+    peak = mfu.PEAK[args.device] if args.peak_tflops is None else args.peak_tflops * 1e12
+    u = mfu.utilization(
+        config,
+        seq=args.seq,
+        batch=args.batch,
+        seconds=args.seconds,
+        devices=args.devices,
+        peak=peak,
+        recompute=args.recompute,
+    )
+    flops = mfu.model_flops(config, args.seq, args.batch)
+    facts = [
+        ("model flops a step", quantity(flops, "flop")),
+        ("tokens a second", f"{args.batch * args.seq / args.seconds:,.0f}"),
+        ("a device", quantity(u.model_rate, "flop/s")),
+        ("of a peak of", quantity(peak, "flop/s")),
+        ("MFU", f"{u.mfu:.1f} %"),
+        ("HFU", f"{u.hfu:.1f} %"),
+    ]
+    show(args, table(("", "value"), facts), dict(model_flops=flops, **u._asdict()))
+
+
+def _show_published(args: Namespace) -> None:
+    rows, values = [], []
+    for p in mfu.PUBLISHED:
+        u = p.recomputed()
+        rows.append((p.name, p.devices, f"{p.seconds:.2f}", f"{u.mfu:.1f}", p.mfu, f"{u.hfu:.1f}", p.hfu))
+        values.append(dict(name=p.name, mfu=u.mfu, published_mfu=p.mfu, hfu=u.hfu, published_hfu=p.hfu))
+    columns = ("model", "A100s", "s a step", "MFU %", "published", "HFU %", "published")
+    note = "\nTP + SP + selective recompute, Korthikanti et al. 2022 (arXiv:2205.05198); seconds are its inputs"
+    show(args, table(columns, rows) + note, values)
+
+
+# ---- calibrate, predict ----
+
+
+def _register_calibrate(commands: Commands) -> None:
+    p = commands.add("calibrate", "measure this machine's CPUs, for predict and plan --device here", _run_calibrate)
+    p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
+    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
+    p.add_argument(
+        "--ranks",
+        type=comma_separated(positive),
+        default="1,2,4",
+        metavar="N,..",
+        help="numbers of processes that run at once, one thread each",
+    )
+    p.add_argument("--seconds", type=float, default=60, metavar="X", help="time that it takes about, in seconds")
+    add_output(p, plot=False)
+
+
+def _run_calibrate(args: Namespace) -> None:
+    measured = machine.calibrate([DTYPES[name] for name in args.dtype], args.ranks, seconds=args.seconds)
+    measured.save(args.out)
+    show(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
+
+
+def _register_predict(commands: Commands) -> None:
+    p = commands.add("predict", "time of a training step on this machine by tp and dp (needs calibrate)", _run_predict)
+    add_model(p, default="gpt-3m")
+    p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
+    p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")
+    add_seq(p, 256)
+    p.add_argument(
+        "--micro-batch",
+        type=positive,
+        metavar="N",
+        help="sequences that a replica runs at once (default: all of its share)",
+    )
+    add_dtype(p, "fp32")
+    _add_saving(p)
+    p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that calibrate wrote")
+    p.add_argument("--check", action="store_true", help="run the steps too, and print the errors of the predictions")
+    p.add_argument("--steps", type=positive, default=8, metavar="N", help="number of steps that --check measures")
+    add_output(p)
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    """Returns the (tp, dp) of "1x1,2x1"."""
+    pairs = [part.split("x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}")
+    return [(positive(tp), positive(dp)) for tp, dp in pairs]
+
+
+def _run_predict(args: Namespace) -> None:
+    config, speeds = load_config(args.model), machine.Machine.load(args.machine)
+    plans = [_plan(args, tp, dp, args.micro_batch or max(1, args.batch // dp)) for tp, dp in args.choices]
+    if args.check:
+        checked = steptime.check(config, plans, speeds, batch=args.batch, steps=args.steps)
+    else:
+        checked = [steptime.Checked(steptime.predict(config, p, speeds, batch=args.batch)) for p in plans]
+    values: list[dict[str, Any]] = [
+        dict(tp=c.prediction.plan.tp, dp=c.prediction.plan.dp, micro_batch=c.prediction.plan.micro_batch)
+        | dict(seconds=c.prediction.seconds, parts=c.prediction.parts, measured=c.measured, error_percent=c.error)
+        for c in checked
+    ]
+    bars = {f"tp {v['tp']}, dp {v['dp']}": v["parts"] for v in values}
+    present(args, steptime.report(checked), values, lambda path: plots.bars(bars, "seconds a step", path))
