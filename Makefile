@@ -20,7 +20,7 @@ QUESTIONS := "What is a language model? Answer in one sentence." "Explain gravit
 	"What is the capital of France?"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pretrained demo-chat demo-train demo-generate support test test-rest test-all test-every test-versions test-gpu lint format docs composition wheel bench bench-kernels clean
+.PHONY: help demo demo-pretrained demo-chat demo-train demo-generate support test test-rest test-all test-every test-versions test-processors test-gpu lint format docs composition wheel bench bench-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ test-every: $(STAMP)  ## and all of their cases
 
 test-versions: $(STAMP)  ## the everyday suite with the oldest and the newest PyTorch, Triton and NumPy (ARGS=--help)
 	$(BIN)/python -m tests.versions $(ARGS)
+
+test-processors: $(STAMP)  ## the everyday suite as other processors compute: AVX-512, AVX2, SSE4 (ARGS="sse4 tests/layers")
+	$(BIN)/python -m tests.processors $(ARGS)
 
 test-gpu: $(STAMP)  ## the kernels, compiled
 	$(PYTEST) -m gpu
