@@ -33,7 +33,7 @@ import tpfuse
 from tests.forking import forking
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, GPTConfig
-from tpfuse.ranks.agreement import channel
+from tpfuse.ranks.messages import channel
 from tpfuse.tools.ledger.text import Progress, table
 
 EACH = 20  # steps between two samples

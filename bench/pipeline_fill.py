@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpfuse
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.pipeline import Filling, Pipeline, Work, demand, fill, schedule
-from tpfuse.ranks.together import gather
+from tpfuse.ranks.messages import gather
 from tpfuse.tools.ledger.processes import on_ranks
 
 NEVER = 1 << 30  # steps
@@ -177,8 +177,8 @@ def measured(asked: Asked) -> dict[str, Any]:
         work=sum(piece.seconds for piece in work) / (timeline.seconds * asked.ranks),
         demand=demand(timeline, work),
         planned=filling.steps,
-        reached=sorted({x for xs in gather(apart, None) for x in xs}),
-        refreshes=sorted({x for xs in gather(counts, None) for x in xs}),
+        reached=sorted({x for xs in gather(apart, dist.group.WORLD) for x in xs}),
+        refreshes=sorted({x for xs in gather(counts, dist.group.WORLD) for x in xs}),
         same=found["in bubbles"][0] == found["before"][0],
         differs=found["in bubbles"][0] != found["never"][0],
         seconds={where: each for where, (_, each, _) in found.items()},

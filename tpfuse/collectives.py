@@ -185,7 +185,7 @@ def _collective(forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim
         known = _known.setdefault(group, set())
         if key not in known:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
-            agreement_of(group, name, every=False)(group, dict(x=x, dim=dim), {}, dict)
+            agreement_of(group, name, each_call=False)(group, dict(x=x, dim=dim), {})
             known.add(key)
     return _Linear.apply(x, forward, adjoint, tp, dim)
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ._version import __version__
-from .ranks.agreement import Asked, agree, channel
+from .ranks.agreement import Header, agree
+from .ranks.messages import channel, gather
 
 OVERLAP = "auto", "pairwise", "off"
 
@@ -63,10 +64,10 @@ class TensorParallel:
                 f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'"
             )
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
-        between = channel(group)
-        if between is not None:
+        links = channel(group)
+        if links is not None:
             shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
-            agree(group, Asked("TensorParallel"), shared)
+            agree(group, Header("TensorParallel"), shared)
         gloo = overlap == "auto" and "gloo" in backend
         self.__dict__.update(  # the one place where a frozen value is written
             rank=rank,
@@ -74,7 +75,7 @@ class TensorParallel:
             group_name=name,
             sequence_parallel=sequence_parallel,
             overlap=overlap,
-            one_machine=gloo and between is not None and len(set(between.gather(host()))) == 1,
+            one_machine=gloo and links is not None and len(set(gather(host(), links))) == 1,
         )
 
     @property
@@ -116,7 +117,7 @@ class TensorParallel:
 
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
-        agree(self.group, Asked(name), values)
+        agree(self.group, Header(name), values)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tpfuse import TensorParallel, clip_grad_norm_
 from tpfuse.collectives import reduce
 from tpfuse.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, TransformerBlock, VocabParallelEmbedding
 from tpfuse.models import GPT, Bert
-from tpfuse.ranks.agreement import Agreement, Asked, agree, any_rank, described
+from tpfuse.ranks import agreement
+from tpfuse.ranks.agreement import Agreement, Header, agree, any_rank, described
+from tpfuse.ranks.messages import channel
 
 BF16, F64 = torch.bfloat16, torch.float64
 SAME = torch.arange(6).view(2, 3)
@@ -39,7 +42,7 @@ def alike(found, *said):
 
 
 def values(world, others, x):
-    return refused(world, lambda differs: agree(world.group, Asked("f"), {"x": others if differs else x}))
+    return refused(world, lambda differs: agree(world.group, Header("f"), {"x": others if differs else x}))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def same_values(world):
     drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     near = drawn + 1e-6 * world.rank  # another kernel's order of sums
     strided = SAME.repeat(1, 2)[:, ::2] if world.rank else SAME.repeat(1, 2)[:, ::2].contiguous()
-    agree(world.group, Asked("f"), dict(x=near, nan=torch.tensor([1, torch.nan]), strided=strided, f=print, none=None))
+    agree(world.group, Header("f"), dict(x=near, nan=torch.tensor([1, torch.nan]), strided=strided, f=print, none=None))
 
 
 def test_rounding_and_strides_do_not_differ(ranks):
@@ -78,7 +81,7 @@ def test_rounding_and_strides_do_not_differ(ranks):
 
 
 def two(world):
-    return refused(world, lambda d: agree(world.group, Asked("f", causes=(("b", "why"),)), dict(a=d, b=not d, c=3)))
+    return refused(world, lambda d: agree(world.group, Header("f", causes=(("b", "why"),)), dict(a=d, b=not d, c=3)))
 
 
 def test_what_differs_is_a_table_with_the_cause(ranks):
@@ -90,7 +93,7 @@ def test_what_differs_is_a_table_with_the_cause(ranks):
 
 
 def test_a_group_of_one_has_nothing_to_compare():
-    agree(None, Asked("f"), {"x": 1})
+    agree(None, Header("f"), {"x": 1})
     assert any_rank(None, True) and not any_rank(None, False)
 
 
@@ -362,21 +365,19 @@ def test_clipping_that_differs(ranks, how, said):
 
 
 def messages(world):
-    compare, sent = Agreement(Asked("f"), every=True), []
-    between = tpfuse.ranks.agreement.channel(world.group)
-    exchange = between.exchange
-    between.exchange = lambda mine: sent.append(mine.nbytes) or exchange(mine)
-    try:
+    compare, sent = Agreement(Header("f"), each_call=True), []
+    links = channel(world.group)
+    exchange, gather = links.exchange, agreement.gather
+    links.exchange = lambda row: sent.append(row.nbytes) or exchange(row)
+    with mock.patch.object(agreement, "gather", lambda value, group: sent.append("table") or gather(value, group)):
         for x in (SAME, SAME, SAME + 1):
-            compare(world.group, dict(x=x), {}, dict)
-    finally:
-        del between.exchange
+            compare(world.group, dict(x=x), {})
+    del links.exchange
     return sent
 
 
 def test_a_known_kind_costs_sixteen_bytes(ranks):
-    for first, *rest, before, last in ranks(2, messages):
-        assert first == before == last == 16 and len(rest) == 2  # lengths, then all of it, once
+    assert ranks(2, messages) == [[16, "table", 16, 16]] * 2
 
 
 def test_what_has_no_words_is_its_type():

@@ -18,7 +18,7 @@ from ..kernels.runtime.errors import check
 from ..models.files.write import whole_tensors
 from ..models.model import Model
 from ..parallel import resolve
-from ..ranks.together import together
+from ..ranks.messages import together
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, gather_object
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
@@ -28,8 +27,7 @@ from ..models.files.read import DTYPES, reading
 from ..models.files.source import Source, written
 from ..models.files.write import full_tensor
 from ..parallel import TensorParallel
-from ..ranks.rollcall import roll_call
-from ..ranks.together import raise_together, together
+from ..ranks.messages import gather, raise_together, together
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -71,7 +69,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     adapted = _adapted(base, caller)
     stages = base.stages(caller)
     leads = base.writes and (stages is None or stages.rank() == 0)
-    new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups(), roll_call)
+    new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     entries = *_entries(base), *_beside(base).values()
@@ -79,8 +77,8 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
         if base.writes:
             tensors[name] = tensor.cpu()
     with nullcontext() if new is None else new:
-        for others in _of_others(tensors, stages):
-            tensors = others | tensors
+        for stage in gather(tensors, stages, to_first=True):
+            tensors = stage | tensors
         if new is not None:
             try:
                 config = json.dumps(_config(base, adapted), indent=2, sort_keys=True)
@@ -89,7 +87,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
                 new.publish()
             except Exception as e:
                 error = e
-        raise_together(error, base.groups(), roll_call)
+        raise_together(error, base.groups())
 
 
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:
@@ -155,15 +153,6 @@ def _base(model: nn.Module, caller: str) -> PretrainedModule:
     if not isinstance(base, PretrainedModule):
         raise ValueError(f"{caller}: {type(base).__name__} has no names of Hugging Face; a model of tpfuse.models does")
     return base
-
-
-def _of_others(tensors: dict[str, Tensor], stages: ProcessGroup | None) -> list[dict[str, Tensor]]:
-    """Returns the tensors of every stage on the first, and none on others; each rank of the pipeline calls it."""
-    if stages is None:
-        return []
-    every: list[Any] | None = [None] * stages.size() if stages.rank() == 0 else None
-    gather_object(tensors, every, group=stages, group_dst=0)
-    return every or []
 
 
 class _Adapted(NamedTuple):

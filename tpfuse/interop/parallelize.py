@@ -17,7 +17,7 @@ from ..models.files.read import Tensors, load
 from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
-from ..ranks.together import together
+from ..ranks.messages import together
 from .parallelized import KINDS, Kind, Parallelized, class_of
 from .vocabulary import open_ends
 

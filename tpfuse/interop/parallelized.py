@@ -21,7 +21,7 @@ from ..models.files.read import Tensors, restore
 from ..models.files.write import save
 from ..models.model import Model
 from ..models.stack import FULL
-from ..ranks.together import together
+from ..ranks.messages import together
 from .adapter import load_adapter, save_adapter
 from .peft import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits

@@ -28,8 +28,8 @@ from ..models.head import LMHead
 from ..models.model import Model
 from ..models.rows import Rows
 from ..parallel import TensorParallel
-from ..ranks.agreement import Agreement, Asked, agree
-from ..ranks.together import together
+from ..ranks.agreement import Agreement, Header, agree
+from ..ranks.messages import together
 from ..sequence_parallel.crossings import expanded
 from ..training.data_parallel import under_ddp
 
@@ -51,7 +51,7 @@ class InputEmbeddings(VocabParallelEmbedding):
             return super().forward(ids)
         _check_gathered("get_input_embeddings()", self)
         if self._agreement is not None:
-            self._agreement(self.tp.group, {"input_ids": ids}, {}, dict)
+            self._agreement(self.tp.group, {"input_ids": ids}, {})
         check_ids("get_input_embeddings(): input_ids", ids, self.num_embeddings)
         rows = Rows(ids.shape, self.tp)
         return rows.whole(super().forward(rows.all(ids, -1)))
@@ -111,7 +111,7 @@ def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
 def open_ends(model: Model) -> None:
     """Makes the embedding and the head of a model those of this file."""
     model.embedding.__class__ = InputEmbeddings
-    model.embedding._agreement = Agreement(Asked("get_input_embeddings()"), every=True)
+    model.embedding._agreement = Agreement(Header("get_input_embeddings()"), each_call=True)
     if isinstance(model.head, LMHead):
         head: Any = model.head
         head.__class__, head.embedding = OutputEmbeddings, (model.embedding,)
@@ -232,7 +232,7 @@ _ALONE = TensorParallel()
 
 def _agree(groups: list[dist.ProcessGroup], values: dict[str, Any]) -> None:
     for group in groups:
-        agree(group, Asked("resize_token_embeddings", axis="tensor- and data-parallel"), values)
+        agree(group, Header("resize_token_embeddings", axis="tensor- and data-parallel"), values)
 
 
 def _count(now: int, new: int | None, multiple: int | None) -> int:

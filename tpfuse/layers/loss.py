@@ -178,4 +178,4 @@ def check_columns(what: str, columns: int, vocab_size: int, tp: TensorParallel) 
 def _compare(name: str, labels: Tensor, tp: TensorParallel, options: dict[str, Any]) -> None:
     """Compares the first call of each kind over the ranks, which must have the same labels and options."""
     if tp.size > 1 and tp.group is not None:
-        agreement_of(tp.group, name, every=False)(tp.group, dict(labels=labels, **options), {}, dict)
+        agreement_of(tp.group, name, each_call=False)(tp.group, dict(labels=labels, **options), {})

@@ -15,7 +15,7 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
-from ..ranks.agreement import Agreement, Asked, names
+from ..ranks.agreement import Agreement, Header, names
 from .hooks import onlooker
 from .spec import Origin as Origin
 from .spec import Spec as Spec
@@ -136,7 +136,7 @@ class ParallelModule(nn.Module):
                     child._compares.remove()
                     child._compares = None
         floats = not (self.tp.sequence_parallel or self.shards_input)
-        self._agreement = Agreement(Asked(type(self).__name__), every=False, floats=floats)
+        self._agreement = Agreement(Header(type(self).__name__), each_call=False, floats=floats)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
         from .partial import watch  # it needs what is here
 

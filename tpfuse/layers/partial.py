@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.runtime.rules import some
 from ..parallel import TensorParallel
-from ..ranks.agreement import CLOSE, channel
+from ..ranks.agreement import CLOSE
+from ..ranks.messages import channel, gather
 from .hooks import onlooker
 from .module import ParallelModule, living, wholes
 
@@ -97,12 +98,12 @@ def _signs(device: torch.device) -> Tensor:
 def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | None]) -> tuple[list[str], bool]:
     """Returns the names of what differs, the same on every rank, and whether everything has been seen."""
     tp, compared = _compared(parameters)
-    between = None if tp is None else channel(tp.group)
-    if between is None:
+    links = None if tp is None else channel(tp.group)
+    if links is None:
         return [], True
     with _disable_current_modes(), torch.no_grad():
         mine = {name: _digest(value(p)) for name, p in compared.items()}
-        every = between.gather(mine)  # if it is empty too: another rank may hold more
+        every: list[Any] = gather(mine, links)  # if it is empty too: another rank may hold more
     common = [name for name in every[0] if all(name in each for each in every)]
     differing, seen = [], True
     for name in common:

@@ -16,8 +16,8 @@ from ..layers.hooks import hooked_within
 from ..layers.module import initialize, local, module_state
 from ..parallel import TensorParallel, resolve, versions
 from ..pipeline.placement import Stage
-from ..ranks.agreement import Agreement, Asked, agree
-from ..ranks.together import together
+from ..ranks.agreement import Agreement, Header, agree
+from ..ranks.messages import together
 from .classify import ClassifierHead
 from .config.gpt import ModelConfig
 from .files.read import Files, load
@@ -81,12 +81,12 @@ class Model(StagedModel):
         self.dp_group_name: str | None = None if dp is None else dp.group_name
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         name = type(self).__name__
-        self._agreement = Agreement(Asked(name, causes=(("input_ids", _CAUSE),)), every=True)
+        self._agreement = Agreement(Header(name, causes=(("input_ids", _CAUSE),)), each_call=True)
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared["dtype"] = torch.get_default_dtype()
         self.tp.agree(name, shared | options)
         shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
-        agree(dp, Asked(name, axis="data-parallel"), shared | options)
+        agree(dp, Header(name, axis="data-parallel"), shared | options)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self._place(stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 

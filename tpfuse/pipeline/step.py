@@ -17,7 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
-from ..ranks.agreement import Agreement, Asked
+from ..ranks.agreement import Agreement, Header
 from . import lost
 from .action import KINDS
 from .bubbles import Filler, Filling
@@ -38,7 +38,7 @@ class Pipeline:
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
         self._filler: Filler | None = None
-        self._agreement = Agreement(Asked(f"pipeline {made.schedule}", axis="pipeline"), every=True)
+        self._agreement = Agreement(Header(f"pipeline {made.schedule}", axis="pipeline"), each_call=True)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Forward and backward over a batch; each rank gives the same arguments, those of the model's own call.
@@ -100,7 +100,7 @@ class Pipeline:
         mains = main_grads(model.parameters()) if backward else []
         reduced = [main for main in mains if main.reduced]
         how = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
-        self._agreement(self.group, arguments, how, dict)
+        self._agreement(self.group, arguments, how)
         for main in reduced[:1]:
             main.check_open()
         calls = model.micro_batches(self.order.micro_batches, arguments)

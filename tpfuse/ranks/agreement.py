@@ -1,4 +1,4 @@
-"""What the ranks of a group must share is compared before it is used: one table of rank and value, the same ValueError
+"""Ranks compare the values that they must share before they use them: one table of rank and value, the same ValueError
 on every rank.
 
 Messages of a comparison have connections of their own (gloo, on the host), so that a rank whose call differs waits for
@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 import hashlib
 import math
-import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,13 +24,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.runtime.rules import some
-from .failure import explained, note_failures
-from .gloo import connect, limit, receive, send
+from .messages import Channel, channel, gather
 
 SAMPLE = 64  # elements of a float tensor that are compared
 CLOSE = 1e-2  # of the largest: what a kernel of another order of sums may differ by, and other data does not
 _always: contextvars.ContextVar[bool] = contextvars.ContextVar("always", default=False)
-_channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -44,60 +41,17 @@ def checking() -> Iterator[None]:
         _always.reset(token)
 
 
-class Channel:
-    """Connections between the hosts of a group's ranks.  Made by all of them."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        note_failures()
-        self.rank, self.size, self.timeout = group.rank(), group.size(), limit(group)
-        self.gloo = connect(group)
-
-    def exchange(self, mine: Tensor) -> Tensor:
-        """int64 [n] of every rank -> [R, n]"""
-        every = mine.new_empty(self.size, *mine.shape)
-        every[self.rank] = mine
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            messages = [receive(every[rank], self.gloo, rank) for rank in others]
-            for message in messages + [send(mine, self.gloo, rank) for rank in others]:
-                message.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
-                f" has come to no such call within {self.timeout.total_seconds():g} s: {explained(error)}"
-            ) from error
-        return every
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self.exchange(torch.tensor([len(data)], device="cpu"))[:, 0].tolist()
-        words = -(-max(lengths) // 8)
-        padded = torch.nn.functional.pad(data, (0, 8 * words - len(data))).view(torch.int64)
-        every = self.exchange(padded).view(torch.uint8)
-        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(every, lengths, strict=True)]
-
-
-def channel(group: dist.ProcessGroup | None) -> Channel | None:
-    """Returns the connections of a group's hosts; None for a group of one, or one without real messages."""
-    if group is None or group.size() == 1 or "fake" in dist.get_backend_config(group):
-        return None
-    if group not in _channels:
-        _channels[group] = Channel(group)
-    return _channels[group]
-
-
-def any_rank(group: dist.ProcessGroup | None, mine: bool) -> bool:
-    """Whether ``mine`` is true on any rank of the group; each rank calls it."""
-    between = channel(group)
-    return mine if between is None else bool(between.exchange(torch.tensor([int(mine)], device="cpu")).any())
+def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """Returns whether ``flag`` is true on any rank of the group; each rank calls it."""
+    links = channel(group)
+    return flag if links is None else bool(links.exchange(torch.tensor([int(flag)], device="cpu")).any())
 
 
 # ---- one comparison ----
 
 
 class Described(NamedTuple):
-    """A value as ranks compare it: in words, and of a float tensor some elements."""
+    """A value as ranks compare it: a text, and of a float tensor some elements."""
 
     text: str
     sample: tuple[float, ...] = ()
@@ -106,37 +60,37 @@ class Described(NamedTuple):
         return self.text + (f" of {', '.join(f'{x:.4g}' for x in self.sample[:3])} ..." if self.sample else "")
 
 
-class Asked(NamedTuple):
-    """Who compares, and what an error says beside the table: for some keys the usual cause."""
+class Header(NamedTuple):
+    """Caller, axis, and hints for an error: (key, its usual cause)."""
 
     name: str
     axis: str = "tensor-parallel"
     causes: tuple[tuple[str, str], ...] = ()
 
 
-def agree(group: dist.ProcessGroup | None, asked: Asked, values: Mapping[str, Any]) -> None:
+def agree(group: dist.ProcessGroup | None, header: Header, values: Mapping[str, Any]) -> None:
     """Compares ``values`` over the ranks of ``group``; each rank calls it.
 
     ValueError on every rank where they differ: "NAME: KEY must be the same on every AXIS rank", and each rank's value.
     """
     with _disable_current_modes():
-        between = channel(group)
-        if between is not None:
-            _compare(between, asked, {key: described(value) for key, value in values.items()})
+        links = channel(group)
+        if links is not None:
+            _compare(links, header, {key: described(value) for key, value in values.items()})
 
 
-def _compare(between: Channel, asked: Asked, mine: Mapping[str, Described]) -> None:
-    every: list[Mapping[str, Described]] = between.gather(dict(mine))
+def _compare(links: Channel, header: Header, values: Mapping[str, Described]) -> None:
+    tables: list[Mapping[str, Described]] = gather(dict(values), links)
     absent = Described("not given")
-    keys = dict.fromkeys(key for each in every for key in each)
-    columns = {key: [each.get(key, absent) for each in every] for key in keys}
-    differing = [key for key, column in columns.items() if not all(_alike(column[0], other) for other in column)]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    columns = {key: [table.get(key, absent) for table in tables] for key in keys}
+    differing = [key for key, column in columns.items() if not all(_alike(column[0], value) for value in column)]
     if differing:
-        table = {key: "; ".join(f"rank {r}: {value}" for r, value in enumerate(columns[key])) for key in differing}
-        table |= {key: f"{table[key]}; {cause}" for key, cause in asked.causes if key in table}
-        rows = "".join(f"\n    {key}: {row}" for key, row in table.items()) if len(table) > 1 else table[differing[0]]
+        lines = {key: "; ".join(f"rank {r}: {value}" for r, value in enumerate(columns[key])) for key in differing}
+        lines |= {key: f"{lines[key]}; {cause}" for key, cause in header.causes if key in lines}
+        text = "".join(f"\n    {key}: {line}" for key, line in lines.items()) if len(lines) > 1 else lines[differing[0]]
         raise ValueError(
-            f"{asked.name}: {' and '.join(differing)} must be the same on every {asked.axis} rank, got {rows}"
+            f"{header.name}: {' and '.join(differing)} must be the same on every {header.axis} rank, got {text}"
         )
 
 
@@ -151,7 +105,7 @@ def _alike(a: Described, b: Described) -> bool:
 def described(value: Any, *, floats: bool = True) -> Described:
     """Describes any value: of a tensor its dtype, shape, device and elements, those of float tensors if ``floats``."""
     if not isinstance(value, Tensor):
-        return Described(_words(value))
+        return Described(_text(value))
     text = f"{value.dtype} {tuple(value.shape)} on {value.device.type}" + ", requires grad" * value.requires_grad
     if value.is_meta:
         return Described(text)
@@ -164,15 +118,15 @@ def described(value: Any, *, floats: bool = True) -> Described:
     return Described(text, tuple(x.reshape(-1)[::step][:SAMPLE].double().tolist()) if floats else ())
 
 
-def names(many: Sequence[str]) -> str:
-    """Returns words for names that are equal where the names are, and not long."""
-    return f"{some(many) or 'none'} #{zlib.crc32(repr(many).encode()):08x}"
+def names(keys: Sequence[str]) -> str:
+    """Returns a short text for names: some of them and a checksum, equal where the names are."""
+    return f"{some(keys) or 'none'} #{zlib.crc32(repr(keys).encode()):08x}"
 
 
-def _words(value: Any) -> str:
-    """Returns the value's own words; of an object that has none but its address, its type."""
-    words = repr(value)
-    return f"a {type(value).__name__}" if " at 0x" in words else words
+def _text(value: Any) -> str:
+    """Returns the value's repr; of an object whose repr is an address, its type."""
+    text = repr(value)
+    return f"a {type(value).__name__}" if " at 0x" in text else text
 
 
 def _crc(x: Tensor) -> int:
@@ -185,12 +139,12 @@ def _crc(x: Tensor) -> int:
 class Agreement:
     """Compares the calls of one model or layer over a group, before their first message.
 
-    ``every``: digests are exchanged at each call; else only the first of each kind is compared.  ``floats``: the
+    ``each_call``: digests are exchanged at each call; else only the first of each kind is compared.  ``floats``: the
     elements of float tensors are the same on every rank too.
     """
 
-    def __init__(self, asked: Asked, *, every: bool, floats: bool = True):
-        self.asked, self.every, self.floats = asked, every, floats
+    def __init__(self, header: Header, *, each_call: bool, floats: bool = True):
+        self.header, self.each_call, self.floats = header, each_call, floats
         self._digests: dict[Hashable, int] = {}
 
     def __call__(
@@ -198,45 +152,44 @@ class Agreement:
         group: dist.ProcessGroup | None,
         arguments: Mapping[str, Any],
         modes: Mapping[str, Hashable],
-        more: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Compares ``arguments`` (anything), ``modes`` (part of the kind) and, at the first call of a kind, ``more``.
+        """Compares ``arguments`` (anything), ``modes`` (part of the kind) and, at a kind's first call, ``state()``.
 
         Nothing is compared inside a compiled graph, in a CUDA graph's capture, or on tensors without values.
         """
         if torch.compiler.is_compiling() or not _comparable(arguments):
             return
         with _disable_current_modes():
-            between = channel(group)
-            if between is not None and self._is_new(between, arguments, modes := {**modes, **_torch_modes()}):
-                whole = {**arguments, **modes, **more()}
-                _compare(between, self.asked, {k: described(v, floats=self.floats) for k, v in whole.items()})
+            links = channel(group)
+            if links is not None and self._is_new(links, arguments, modes := {**modes, **_torch_modes()}):
+                call = {**arguments, **modes, **state()}
+                _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
                 self._digests[_kinds(arguments, modes)] = _digest(_kinds(arguments, modes))
 
-    def _is_new(self, between: Channel, arguments: Mapping[str, Any], modes: Mapping[str, Hashable]) -> bool:
-        """Whether everything is to be compared: at a kind's first call, under :func:`checking`, and where ranks differ.
+    def _is_new(self, links: Channel, arguments: Mapping[str, Any], modes: Mapping[str, Hashable]) -> bool:
+        """Returns whether to compare everything: at a kind's first call, under :func:`checking`, where digests differ.
 
-        A kind is known once it has been compared and found alike, so it is new on all ranks or on none.
+        A kind is stored once it was equal on all ranks, so it is new on all ranks or on none.
         """
         kind = _kinds(arguments, modes)
-        known = self._digests.get(kind)
-        if not self.every:
-            return known is None or _always.get()
-        read = _digest([_quick(value) for value in arguments.values()])
-        mine = torch.tensor([_digest(kind) if known is None else known, read], device="cpu")
-        every = between.exchange(mine)
-        return known is None or _always.get() or bool((every != every[0]).any())
+        stored = self._digests.get(kind)
+        if not self.each_call:
+            return stored is None or _always.get()
+        values = _digest([_quick(value) for value in arguments.values()])
+        digests = links.exchange(torch.tensor([_digest(kind) if stored is None else stored, values], device="cpu"))
+        return stored is None or _always.get() or bool((digests != digests[0]).any())
 
 
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
-def agreement_of(group: dist.ProcessGroup, name: str, *, every: bool) -> Agreement:
-    """Returns what compares the calls of a function over a group."""
-    known = _functions.setdefault(group, {})
-    if name not in known:
-        known[name] = Agreement(Asked(name), every=every, floats=False)
-    return known[name]
+def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool) -> Agreement:
+    """Returns the Agreement of a function's calls over a group."""
+    agreements = _functions.setdefault(group, {})
+    if name not in agreements:
+        agreements[name] = Agreement(Header(name), each_call=each_call, floats=False)
+    return agreements[name]
 
 
 def _comparable(arguments: Mapping[str, Any]) -> bool:
@@ -265,9 +218,9 @@ def _kind(value: Any) -> Hashable:
 
 
 def _quick(value: Any) -> Hashable:
-    """What is known of a value without waiting for a device."""
+    """Returns of a value as much as needs no wait for a device."""
     if not isinstance(value, Tensor):
-        return _words(value)
+        return _text(value)
     return None if not value.is_cpu else _crc(value.detach())
 
 

@@ -15,7 +15,7 @@ from ..layers.module import named_specs
 from ..layers.partial import unchecked
 from ..models.files.write import full_tensor
 from ..parallel import TensorParallel
-from ..ranks.agreement import channel
+from ..ranks.messages import channel, gather
 from .ledger.text import table
 
 ROUNDINGS = 4.0  # how many times one rank's own rounding error a split may have: its sums are in another order
@@ -97,8 +97,7 @@ def check_parity(
     unknown = sorted(f"{kind} {name}" for kind, name in kinds ^ {key for key in split if key[0] != "output"})
     check(not unknown, f"check_parity: {', '.join(unknown[:4])} is there on one rank or split, and not in both")
     mine = [_row(key, one[key], split[key], exact[key]) for key in one if key in split]
-    between = channel(tp.group)
-    every = [mine] if between is None else between.gather(mine)
+    every = gather(mine, channel(tp.group))
     worst = [max(rows, key=lambda row: float("inf") if row.split != row.split else row.split) for rows in zip(*every)]
     return Parity(worst, [name for kind, name in one if (kind, name) not in split])
 

@@ -20,8 +20,8 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
 from ..layers.module import named_specs
 from ..parallel import resolve
-from ..ranks.agreement import Asked, agree
-from ..ranks.together import together
+from ..ranks.agreement import Header, agree
+from ..ranks.messages import together
 from .foreign.groups import WRAPPED, error_of
 
 BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
@@ -55,7 +55,7 @@ def data_parallel(
     together(lambda: _check(model, group, bucket_cap_mb), groups)
     trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
     shared = {"trainable parameters": trained, "bucket_cap_mb": bucket_cap_mb}
-    together(lambda: agree(group, Asked(_NAME, axis="data-parallel"), shared), groups)
+    together(lambda: agree(group, Header(_NAME, axis="data-parallel"), shared), groups)
     cap = None if bucket_cap_mb is None else max(bucket_cap_mb, 2**-20)  # a byte: torch 2.11 takes no 0
     replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either

@@ -70,8 +70,8 @@ class WholeMatrices:
         group = next((whole.tp.group for _, whole, _ in self._sources.values() if whole.tp.size > 1), None)
         if group is not None:
             absent = names([name for name, (p, *_) in self._sources.items() if p.grad is None])
-            compare = agreement_of(group, "WholeMatrices.gather_gradients", every=True)
-            compare(group, {"parameters without a gradient": absent}, {}, dict)
+            compare = agreement_of(group, "WholeMatrices.gather_gradients", each_call=True)
+            compare(group, {"parameters without a gradient": absent}, {})
         for p, whole, matrix in self._sources.values():
             grad = None if p.grad is None else _matrix(p.grad, whole)
             matrix.grad = grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else grad

@@ -13,7 +13,7 @@ from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..models.staged import staged_in
 from ..ranks.agreement import agreement_of, names
-from ..ranks.together import gather
+from ..ranks.messages import gather
 from .foreign.known import wholes_of
 from .foreign.norm import Part, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
@@ -86,7 +86,7 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
     if group is not None:
         absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
         call = arguments | {"parameters without a gradient": absent}
-        agreement_of(group, "clip_grad_norm_", every=True)(group, call, {}, dict)
+        agreement_of(group, "clip_grad_norm_", each_call=True)(group, call, {})
 
 
 def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGroup | None) -> None:
@@ -97,7 +97,6 @@ def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGro
     local = [(~part.elements.isfinite()).any() for part in parts.values()]
     anywhere = over_groups(torch.stack(local).double(), groups).tolist() if local else []
     bad = [name for name, count in zip(parts, anywhere, strict=True) if count]
-    if stages is not None:
-        bad = list(dict.fromkeys(name for names_there in gather(bad, stages) for name in names_there))
+    bad = list(dict.fromkeys(name for stage in gather(bad, stages) for name in stage))
     whose = f"that of {some(bad)} is not finite" if bad else "each is finite, their squares' sum is not"
     raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}: {whose}; none was changed")

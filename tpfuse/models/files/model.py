@@ -9,7 +9,7 @@ from torch import nn
 
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
-from ...ranks.rollcall import roll_call
+from ...ranks.messages import gather
 from .source import Source
 
 T = TypeVar("T")
@@ -48,8 +48,7 @@ class PretrainedModule(nn.Module):
 
     def over_stages(self, caller: str, value: T) -> list[T]:
         """Returns a value of every stage's, in the order of the pipeline; each rank of it calls this."""
-        group = self.stages(caller)
-        return [value] if group is None else roll_call(value, group)
+        return gather(value, self.stages(caller))
 
     def sources(self) -> dict[str, Source]:
         """Returns, for every parameter of the whole model, the tensors of a Hugging Face file that it is made of."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...kernels.runtime.rules import brief, shown, some
 from ...layers.module import Spec, initialize, local, named_specs
 from ...parallel import TensorParallel
-from ...ranks.together import together
+from ...ranks.messages import together
 from .directory import is_weights_name, open_tensors, read_json
 from .model import PretrainedModule
 from .source import Source

@@ -19,8 +19,7 @@ from ...collectives import all_gather
 from ...layers.linear import Adaptable
 from ...layers.module import Spec
 from ...parallel import TensorParallel, host
-from ...ranks.rollcall import roll_call
-from ...ranks.together import raise_together, together
+from ...ranks.messages import raise_together, together
 from .directory import own_file
 from .disk import NewFiles, save_file
 from .model import PretrainedModule
@@ -85,11 +84,11 @@ def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) ->
     gathered, where ``path`` cannot be written; RankEnded (over gloo) on the others where a rank ends meanwhile.
     """
     groups = model.groups()
-    together(lambda: _check_merged(model), groups, roll_call)
+    together(lambda: _check_merged(model), groups)
     stages = model.stages(_CALLER)
     rank = 0 if stages is None else stages.rank()
     leads = model.writes and rank == 0
-    new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups, roll_call)
+    new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups)
     with contextlib.nullcontext() if new is None else new:
         every = [name for name, *_ in model.stored_parameters()]
         others = model.over_stages(_CALLER, (every, None if new is None else new.folder))
@@ -106,10 +105,10 @@ def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) ->
                 error = e
         for _ in tensors:  # the collectives that remain: all of them here, or those after an error
             pass
-        raise_together(error, groups, roll_call)
+        raise_together(error, groups)
         size = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in stored)
         shards_of = model.over_stages(_CALLER, _Written(shards, size))
-        together(lambda: None if new is None else _finish(model, new, shards_of), groups, roll_call)
+        together(lambda: None if new is None else _finish(model, new, shards_of), groups)
 
 
 def _check_merged(model: PretrainedModule) -> None:

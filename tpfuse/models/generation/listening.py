@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.runtime.rules import described
-from ...ranks.agreement import channel
-from ...ranks.together import raise_together
+from ...ranks.messages import channel, raise_together
 
 _STOPS, _FAILED = 1, 2  # what a rank says of itself
 

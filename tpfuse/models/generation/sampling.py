@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng, uniform
 from ...kernels.runtime.rules import described
-from ...ranks.together import raise_together
+from ...ranks.messages import raise_together
 from .shared_memory import exchange
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from torch import Tensor
 from ...collectives import all_gather, all_reduce
 from ...kernels.norm.core import reduce_parts
 from ...parallel import TensorParallel
-from ...ranks.agreement import Channel, channel
 from ...ranks.gloo import limit
+from ...ranks.messages import Channel, channel, gather
 
 ROOM = 1 << 20  # bytes of a rank's part at most
 _LINE = 64  # bytes of a cache line: each counter has its own
@@ -82,10 +82,10 @@ def _make(group: dist.ProcessGroup, between: Channel) -> "SharedMemory | None":
     path, size = "", SharedMemory.size_of(between.size)
     if between.rank == 0 and able:
         path = _new_file(size)
-    path, *_ = between.gather(path)
+    path, *_ = gather(path, between)
     try:
         mapped = _mapped(path, size) if able and path else None
-        who = between.gather((mapped is not None, os.getpid(), _namespace()))
+        who = gather((mapped is not None, os.getpid(), _namespace()), between)
     finally:
         if between.rank == 0 and path:
             os.unlink(path)

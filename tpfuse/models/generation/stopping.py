@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import WHOLE, check_number, described, shown
 from ...parallel import TensorParallel
-from ...ranks.together import raise_together
+from ...ranks.messages import raise_together
 from .sampling import callables
 from .shared_memory import exchange
 from .stop_strings import StopStrings

@@ -1,19 +1,17 @@
-"""Connections of the doctor's own between a group's ranks, which a failed rank closes, so that none waits for it."""
+"""Separate connections between a group's ranks for the doctor: a failed rank closes them, so that none waits for it."""
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ...ranks.agreement import channel
-from ...ranks.together import together
+from ...ranks.messages import channel, gather
 
-T = TypeVar("T")
 LIMIT = timedelta(seconds=60)  # for one message, where a rank has ended without closing anything
 
 
@@ -25,16 +23,16 @@ def connections(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
     torch's new_group would have the whole world take part, or else give a name to which the store holds addresses of a
     group that has been destroyed.
     """
-    between, ranks, store = channel(group), dist.get_process_group_ranks(group), c10d._get_default_store()
-    assert between is not None
-    name, *_ = between.gather(f"tpfuse-doctor-{uuid.uuid4().hex}")  # rank 0's; and all are here
-    at = group.size(), group.rank(), ranks
-    own, _ = c10d._new_process_group_helper(*at, backend(group), store, name, timeout=LIMIT)
-    c10d._world.pg_group_ranks[own] = {rank: i for i, rank in enumerate(ranks)}
+    ranks, store = dist.get_process_group_ranks(group), c10d._get_default_store()
+    name: Any = gather(f"tpfuse-doctor-{uuid.uuid4().hex}", channel(group))[0]  # and all are here
+    new, _ = c10d._new_process_group_helper(
+        group.size(), group.rank(), ranks, backend(group), store, name, timeout=LIMIT
+    )
+    c10d._world.pg_group_ranks[new] = {rank: i for i, rank in enumerate(ranks)}
     try:
-        yield own
+        yield new
     finally:
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(new)
 
 
 def backend(group: dist.ProcessGroup) -> dist.Backend:
@@ -42,18 +40,6 @@ def backend(group: dist.ProcessGroup) -> dist.Backend:
     config = dist.get_backend_config(group)
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return dist.Backend(names.pop() if len(names) == 1 else config)
-
-
-def each(group: dist.ProcessGroup, action: Callable[[], T]) -> list[T]:
-    """Returns ``action()`` of every rank, in rank order, on every rank; an error on one is one on all."""
-    return gathered(group, together(action, (group,)))
-
-
-def gathered(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Returns every rank's value, in rank order, on every rank."""
-    every: list[T] = [mine] * group.size()
-    dist.all_gather_object(every, mine, group=group)
-    return every
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .connections import each
+from ...ranks.messages import gather_results
 from .report import FAULT, Finding
 
 WAIT = 1.0  # seconds that a network's file system may take to show a new file to another host
@@ -30,8 +30,8 @@ def shared(folder: Path, group: dist.ProcessGroup) -> Finding:
     advice = "Give every rank the same folder of a shared file system: checkpoints are written by several ranks."
     made = folder / f".tpfuse-doctor-{token[:12]}" if group.rank() == 0 else None
     try:
-        (name, word), *_ = each(group, lambda: _write(made, token))
-        see = each(group, lambda: _sees(folder / name, word))
+        (name, word), *_ = gather_results(lambda: _write(made, token), group)
+        see = gather_results(lambda: _sees(folder / name, word), group)
     except OSError as error:
         return Finding("folder", f"cannot be looked at: {error}", FAULT, advice)
     finally:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from ..._version import __version__
 from ...parallel import host
+from ...ranks.messages import gather, gather_results
 from ..ledger.text import duration, quantity
 from . import folder as folders
 from . import limits
-from .connections import connections, device_of, each, gathered
+from .connections import connections, device_of
 from .links import Clock, Link, clocks, links
 from .report import FAULT, NOTE, Finding
 from .versions import TESTED, installed
@@ -36,9 +37,9 @@ def findings(folder: Path, group: dist.ProcessGroup | None) -> list[Finding]:
         return [Finding("ranks", "1")]
     with connections(group) as own:
         device = device_of(group)
-        ranks = each(own, myself)
-        known = [link for found in gathered(own, links(own, device)) for link in found]
-        offsets, *_ = gathered(own, clocks(own, device))
+        ranks = gather_results(myself, own)
+        known = [link for found in gather(links(own, device), own) for link in found]
+        offsets, *_ = gather(clocks(own, device), own)
         same = folders.shared(folder, own)
     return [_hosts(ranks), _versions(ranks), _gpus(ranks), _threads(ranks), *_links(known), _clocks(offsets), same]
 

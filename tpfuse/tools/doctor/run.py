@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...ranks.agreement import channel
+from ...ranks.messages import channel, gather
 from . import backends, compiler, devices, ops, versions
 from . import group as between
 from .connections import device_of
@@ -76,9 +76,7 @@ def merged(found: dict[str, list[Finding]], group: dist.ProcessGroup) -> dict[st
     """Returns rank 0's findings, and those of the other ranks that are not ok and that rank 0 does not have."""
 
     def merge() -> list[Finding]:
-        hosts = channel(group)
-        assert hosts is not None
-        first, *others = hosts.gather(found)
+        first, *others = gather(found, channel(group))
         for rank, theirs in enumerate(others, 1):
             for title, mine in first.items():
                 new = [f for f in theirs[title] if f.status != OK and f not in mine]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...ranks.rollcall import RankEnded
+from ...ranks.messages import RankEnded
 
 _LONGEST = 300  # characters of a message that another library wrote
 

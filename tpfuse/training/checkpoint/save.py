@@ -15,7 +15,7 @@ from torch import nn
 
 from ...layers.partial import warn_of_drift
 from ...pipeline.placement import Stage
-from ...ranks.rollcall import RankEnded
+from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
 from . import background as thread
 from .conditions import conditions, config_of

@@ -68,7 +68,7 @@ def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:
     if group is not None:
         shapes = sorted(f"{x.dtype} {list(whole.spec.shape)}" for x, whole in split)
         call = {"norm_type": order, "the split parameters": names(shapes)}
-        agreement_of(group, "torch.nn.utils.get_total_norm", every=True)(group, call, {}, dict)
+        agreement_of(group, "torch.nn.utils.get_total_norm", each_call=True)(group, call, {})
 
 
 def _clip_grads(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, number, whole
 from ...layers.module import wholes
-from ...ranks.together import raise_together
+from ...ranks.messages import raise_together
 from .algorithm import Dials, State, Summed, sparse_sum
 from .messages import Replicas
 
