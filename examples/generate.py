@@ -277,11 +277,11 @@ def main() -> None:
         tokenizer = _chat.tokenizer_of(args.model) if args.chat else None
         model = GPT.from_pretrained(args.model, tp=tp, dtype=dtype_of(args, device), device=device)
         common.say(f"{args.model}: {model.config.family}, tp={common.WORLD} on {device.type}, {dtype_of(args, device)}")
-        ends = ends_of(args.model, model.hf_source, tokenizer)
+        ends = ends_of(args.model, model.origin.config, tokenizer)
         if not args.prompts:
             _chat.chat(model, tokenizer, ends, chosen(args) | dict(stop_strings=args.stop or None))
             return common.stop()
-        text = codec(args.model, model.config.vocab_size, model.hf_source)
+        text = codec(args.model, model.config.vocab_size, model.origin.config)
         if tokenizer is not None:
             asked = lambda prompt: _chat.templated(tokenizer, [dict(role="user", content=prompt)])
             text = text._replace(encode=asked, ends=ends, between="\n")

@@ -47,7 +47,7 @@ def read_base() -> Callable[[Path], None]:
                 if "model_type must be" not in str(error) or cls is Bert:
                     raise
                 continue
-            assert config_from_hf(model.hf_source) == model.config
+            assert config_from_hf(model.origin.config) == model.config
             model(torch.zeros(1, 1, dtype=torch.int64))
             return
 

@@ -58,4 +58,4 @@ def rows(count=24, seed=0, ragged=True):
 
 
 def weights(model):
-    return {name: tensor.float().clone() for name, tensor in whole_tensors(model.parallel)}
+    return {name: tensor.float().clone() for name, tensor in whole_tensors(model.parallel.files)}

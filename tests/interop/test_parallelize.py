@@ -63,9 +63,9 @@ def ours(world, name, sp):
     assert module is model
     found, loss, kind = outputs(name, model, call, "bert" not in name)
     loss.backward()
-    sources = model.parallel.sources()
+    sources = model.parallel.files.sources()
     grads = ((sources[key], g) for key, g in whole(model.parallel, grad=True).items())
-    found |= {f"d {model.parallel.hf_name(n)}": t for n, t in written(grads)}
+    found |= {f"d {model.parallel.files.hf_name(n)}": t for n, t in written(grads)}
     return {key: x.detach() for key, x in found.items()}, kind
 
 

@@ -156,7 +156,7 @@ def resized_ours(world, name, options, arguments, path):
     resized(fresh, arguments)
     if path:
         fresh.save_pretrained(path)
-    tensors = {key: x.clone() for key, x in whole_tensors(fresh.parallel)}
+    tensors = {key: x.clone() for key, x in whole_tensors(fresh.parallel.files)}
     return out[0 if "loss" not in out else 1].detach(), tensors, model.parallel.config.vocab_size
 
 

@@ -119,8 +119,8 @@ def step(model: Any, kind: str, call: dict[str, Any]) -> dict[str, torch.Tensor]
         found = dict(logits=logits, loss=out.loss)
     found["loss"].backward()
     found = {key: x.detach() for key, x in found.items() if x is not None}
-    gradients, sources = whole(model, grad=True), model.sources()
-    return found | {model.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    gradients, sources = whole(model, grad=True), model.files.sources()
+    return found | {model.files.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
 
 
 def run(world: Any, folder: Any, kind: str, sp: bool, call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:

@@ -61,8 +61,8 @@ def step(model, call):
     """Of a model of tpfuse: loss, logits, and whole gradients by the names of a file."""
     out = model(**call)
     out.loss.backward()
-    gradients, sources = whole(model, grad=True), model.sources()
-    named = {model.hf_name(n): g for n, g in written((sources[name], grad) for name, grad in gradients.items())}
+    gradients, sources = whole(model, grad=True), model.files.sources()
+    named = {model.files.hf_name(n): g for n, g in written((sources[name], grad) for name, grad in gradients.items())}
     return dict(loss=out.loss.detach(), logits=out.logits.detach()) | named
 
 

@@ -108,8 +108,8 @@ def documents(world, folder, sp):
     model = Bert.from_pretrained(folder, tp=None if world is None else make_tp(world, sp), dtype=F64)
     hidden = model(**dict(packed_batch(TEXTS)._asdict(), labels=None)).last_hidden_state[0]
     hidden.sin().sum().backward()
-    gradients, sources = whole(model, grad=True), model.sources()
-    named = {model.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    gradients, sources = whole(model, grad=True), model.files.sources()
+    named = {model.files.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
     return dict(hidden=hidden.detach()) | named
 
 
@@ -230,7 +230,7 @@ def begun(world, folder, call, per):
     tp = None if world is None else make_tp(world)
     model = Bert.from_pretrained(folder, tp=tp, dtype=F64, classifier=Classifier(4, per=per), seed=3)
     logits = model(**call).logits.detach()
-    return logits, {name: full_tensor(p, *spec) for name, p, *spec in model.stored_parameters()}
+    return logits, {name: full_tensor(p, *spec) for name, p, *spec in model.files.stored_parameters()}
 
 
 @pytest.mark.parametrize("kind", MLM[:2])

@@ -135,9 +135,9 @@ def their_results(model, call):
 
 def ours(world, path, call, sp):
     model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
-    found, sources = results(model, call), model.sources()
+    found, sources = results(model, call), model.files.sources()
     grads = [(sources[key[2:]], found.pop(key)) for key in [key for key in found if key.startswith("d ")]]
-    return found | {f"d {model.hf_name(name)}": grad for name, grad in written(grads)}
+    return found | {f"d {model.files.hf_name(name)}": grad for name, grad in written(grads)}
 
 
 def comparable(found, call):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import DTYPES_AND_RANKS, assert_close, assert_equal, error, make_tp
@@ -337,3 +338,40 @@ def with_first_sample(world):
 
 def test_dp_or_first_sample_places_the_masks(ranks):
     assert all(ranks(4, with_first_sample))
+
+
+# ---- what a user finds on a model ----
+
+PUBLIC = {
+    "config": "what it is made of, an instance of",
+    "config_class": "GPTConfig or BertConfig",
+    "from_pretrained": "in from a Hugging Face directory",
+    "save_pretrained": "and out",
+    "files": "its tensors there",
+    "origin": "the directory that it came from",
+    "input_embeddings": "ids -> rows, which may be changed and given back as inputs_embeds",
+    "init_weights": "for a model that was made on the meta device",
+    "saving": "what is kept for backward",
+    "recompute": "and made again",
+    "gradient_checkpointing_enable": "transformers' name for that",
+    "gradient_checkpointing_disable": "transformers' name for that",
+    "seed": "chooses weights and dropout masks",
+    "step": "counts calls, and chooses masks too",
+    "tp": "the tensor-parallel ranks",
+    "groups": "all process groups",
+    "stages": "the pipeline stages that are here",
+}
+PARTS = {"embedding", "positions", "norm_in", "blocks", "head", "classifier"}
+OWN = {GPT: {"generate"}, Bert: {"types", "transform", "transform_norm", "pooler"}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_public_attributes_are_few(name):
+    cls, config, options = MODELS[name]
+    public = {key for key in set(dir(cls(config, **options))) - set(dir(nn.Module())) if key[0] != "_"}
+    assert public == PUBLIC.keys() | PARTS | OWN[cls]
+
+
+@pytest.mark.parametrize("cls", OWN)
+def test_a_model_is_one_level_above_its_base(cls):
+    assert [base.__name__ for base in cls.__mro__[1:3]] == ["Model", "Module"] and "forward" in vars(cls)

@@ -45,13 +45,13 @@ def trained(world, name, how, steps=4):
     with default_dtype(F64):
         model = made(SMALL, stage=(rank, 2, name))
         trainer, optimizer, log, at = schedule(model, mesh, name, 4), Shampoo(model), [], [0, 0]
-        run_chunk = model.run_chunk
+        run = model.stages.run
 
         def counting(*args):
             at[1] += 1
-            return run_chunk(*args)
+            return run(*args)
 
-        model.run_chunk = counting
+        model.stages.run = counting
         timeline = simulate(trainer.order, 1.0, 1.0, 1.0)
         counts = gather(len(optimizer.weights), torch.distributed.group.WORLD)
 

@@ -167,7 +167,7 @@ def counts(world, name):
         for ids, labels in batches(1):
             pipeline.step(ids, labels=labels)
         kinds = {a.kind for a in pipeline.order.actions[world.rank]}
-        return dict(counted.seen), kinds, sum(len(chunk.layers) for chunk in model.chunks)
+        return dict(counted.seen), kinds, sum(len(chunk.layers) for chunk in model.stages.chunks)
 
 
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow), "zbv", "chimera"])

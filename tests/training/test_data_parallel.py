@@ -133,7 +133,7 @@ def with_norm(model):
 
 
 def staged(model):
-    model.stage = Stage(0, 2, "1f1b")
+    model.stages.place = Stage(0, 2, "1f1b")
     return model
 
 

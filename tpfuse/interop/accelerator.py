@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kernels.runtime.errors import check
 from ..models.files.write import whole_tensors
 from ..models.model import Model
-from ..parallel import resolve
 from ..ranks.messages import together
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
@@ -40,17 +39,17 @@ def sizes_of(model: Model) -> dict[str, int]:
 
     def examine() -> None:
         check(
-            dp == 1 or model.dp_rank is not None,
+            dp == 1 or model.groups.dp_rank is not None,
             f"{world} ranks are {dp} replicas of tensor-parallel size {tp.size}, and the model does not know of them;"
             " give parallelize, or the model, dp=mesh['dp']",
         )
         check(
-            (rank // tp.size, rank % tp.size) == (model.dp_rank or 0, tp.rank),
-            f"rank {rank} is data-parallel rank {model.dp_rank or 0} and tensor-parallel rank {tp.rank};"
+            (rank // tp.size, rank % tp.size) == (model.groups.dp_rank or 0, tp.rank),
+            f"rank {rank} is data-parallel rank {model.groups.dp_rank or 0} and tensor-parallel rank {tp.rank};"
             f" accelerate needs init_device_mesh(device, ({dp}, {tp.size}), mesh_dim_names=('dp', 'tp')), tp last",
         )
 
-    together(examine, model.groups())
+    together(examine, model.groups.all())
     return dict(tp_size=tp.size, dp_shard_size=dp)
 
 
@@ -98,7 +97,7 @@ class AcceleratorMixin:
         """
         plain: Any = super()
         split = model_of(model)
-        alone = split is None or all(group.size() == 1 for group in split.groups())
+        alone = split is None or all(group.size() == 1 for group in split.groups.all())
         if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
             return plain.prepare_model(model, device_placement, evaluation_mode)
         sizes, config = sizes_of(split), self.parallelism_config
@@ -110,10 +109,10 @@ class AcceleratorMixin:
         prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or sizes["dp_shard_size"] == 1:
             return prepared
-        assert split.dp_group_name is not None
+        assert split.groups.dp is not None
         handler: Any = getattr(self, "ddp_handler", None)
         options = {} if handler is None else handler.to_kwargs()
-        self._models[-1] = DistributedDataParallel(prepared, process_group=resolve(split.dp_group_name), **options)
+        self._models[-1] = DistributedDataParallel(prepared, process_group=split.groups.dp, **options)
         self._models[-1]._is_accelerate_prepared = True
         return self._models[-1]
 
@@ -172,7 +171,7 @@ class AcceleratorMixin:
         """Returns whole tensors by Hugging Face's names on every rank; every rank calls it."""
         plain: Any = super()
         own = model_of(model)
-        return plain.get_state_dict(model, unwrap) if own is None else dict(whole_tensors(own))
+        return plain.get_state_dict(model, unwrap) if own is None else dict(whole_tensors(own.files))
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
         """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""

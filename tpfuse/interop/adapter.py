@@ -22,10 +22,10 @@ from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
 from ..layers.module import Spec, local, named_specs, unwrapped_name
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
-from ..models.files.model import PretrainedModule
 from ..models.files.read import DTYPES, reading
 from ..models.files.source import Source, written
 from ..models.files.write import full_tensor
+from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
 
@@ -67,14 +67,14 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     """
     base, caller = _base(model, "save_adapter"), "save_adapter"
     adapted = _adapted(base, caller)
-    stages = base.stages(caller)
-    leads = base.writes and (stages is None or stages.rank() == 0)
-    new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups())
+    stages = base.groups.pp(caller)
+    leads = base.groups.writes and (stages is None or stages.rank() == 0)
+    new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups.all())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     entries = *_entries(base), *_beside(base).values()
     for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
-        if base.writes:
+        if base.groups.writes:
             tensors[name] = tensor.cpu()
     with nullcontext() if new is None else new:
         for stage in gather(tensors, stages, to_first=True):
@@ -87,7 +87,7 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
                 new.publish()
             except Exception as e:
                 error = e
-        raise_together(error, base.groups())
+        raise_together(error, base.groups.all())
 
 
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:
@@ -100,7 +100,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     """
     base, path = _base(model, "load_adapter"), Path(path)
     own, here = _beside(base), hf_layers(base)
-    layers = {name: sizes for stage in base.over_stages("load_adapter", here) for name, sizes in stage.items()}
+    layers = {name: sizes for stage in base.groups.over_stages("load_adapter", here) for name, sizes in stage.items()}
 
     def examine() -> tuple[dict[str, Any], Any, list[str], dict[str, _Entry]]:
         config, handle = _read(path)
@@ -115,7 +115,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
         names = set(handle.keys()) - heads.keys()
         return config, handle, _check(path / WEIGHTS, handle, names, config["r"], layers=layers), heads
 
-    config, handle, modules, heads = together(examine, base.groups())
+    config, handle, modules, heads = together(examine, base.groups.all())
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
@@ -133,7 +133,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
         return values
 
     try:
-        values = together(read, base.groups())
+        values = together(read, base.groups.all())
     except Exception:
         for _, layer, _ in adapted_layers(base):
             layer.lora = None
@@ -148,9 +148,9 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     return model
 
 
-def _base(model: nn.Module, caller: str) -> PretrainedModule:
+def _base(model: nn.Module, caller: str) -> Model:
     base = base_of(model)
-    if not isinstance(base, PretrainedModule):
+    if not isinstance(base, Model):
         raise ValueError(f"{caller}: {type(base).__name__} has no names of Hugging Face; a model of tpfuse.models does")
     return base
 
@@ -164,12 +164,12 @@ class _Adapted(NamedTuple):
     alpha: float
 
 
-def _adapted(base: PretrainedModule, caller: str) -> _Adapted:
+def _adapted(base: Model, caller: str) -> _Adapted:
     """ValueError where nothing is adapted, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
-    names = (base.hf_name(name) for source in base.sources().values() for name in source.names)
+    names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
     mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
-    every = base.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
+    every = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
     modules, holders, sizes = (set().union(*each) for each in zip(*every, strict=True))
     check(bool(modules), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {shown(sorted(sizes))}")
@@ -177,11 +177,11 @@ def _adapted(base: PretrainedModule, caller: str) -> _Adapted:
     return _Adapted(modules, holders - modules, rank, alpha)
 
 
-def _entries(base: PretrainedModule) -> list[_Entry]:
+def _entries(base: Model) -> list[_Entry]:
     """Returns every adapter's parameters."""
     specs = {name: (p, spec, tp) for (name, spec, tp), p in zip(named_specs(base), base.parameters(), strict=True)}
     named = lambda letter, modules: tuple(f"{_PREFIX}{m}.lora_{letter}.weight" for m in modules)
-    sources, entries = base.sources(), []
+    sources, entries = base.files.sources(), []
     for path, _, lora in adapted_layers(base):
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
@@ -196,13 +196,13 @@ def _entries(base: PretrainedModule) -> list[_Entry]:
     return entries
 
 
-def _beside(base: PretrainedModule) -> dict[str, _Entry]:
+def _beside(base: Model) -> dict[str, _Entry]:
     """Returns the parameters of a classification head, by their names in a file."""
-    sources, entries = base.sources(), {}
-    for name, p, spec, tp in base.stored_parameters():
+    sources, entries = base.files.sources(), {}
+    for name, p, spec, tp in base.files.stored_parameters():
         own = sources[name].names[0]
         if own.rpartition(".")[0] in beside(base):
-            full = _PREFIX + base.hf_name(own)
+            full = _PREFIX + base.files.hf_name(own)
             entries[full] = _Entry(p, spec, tp, Source.one(full, sources[name].pattern))
     return entries
 
@@ -217,7 +217,7 @@ def _pattern(source: Source) -> str:
 # ---- the config ----
 
 
-def _config(base: PretrainedModule, adapted: _Adapted) -> dict[str, Any]:
+def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
     alpha = adapted.alpha
     return BUILT | dict(
         r=adapted.rank,
@@ -229,7 +229,7 @@ def _config(base: PretrainedModule, adapted: _Adapted) -> dict[str, Any]:
         inference_mode=True,
         modules_to_save=_saved(base) or None,
         task_type=_task(base),
-        base_model_name_or_path=None if base.source is None else str(base.source),
+        base_model_name_or_path=None if base.origin is None or base.origin.path is None else str(base.origin.path),
     )
 
 
@@ -240,14 +240,14 @@ def _task(base: Any) -> str | None:
     return "CAUSAL_LM" if hasattr(base, "generate") else None
 
 
-def check_saved(stands: str, names: Any, base: PretrainedModule) -> None:
+def check_saved(stands: str, names: Any, base: Model) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
     heads = _HEADS | set(_saved(base)) if beside(base) else set()
     if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
         raise ValueError(f"{stands}: modules_to_save={shown(names)} is not built")
 
 
-def _saved(base: PretrainedModule) -> list[str]:
+def _saved(base: Model) -> list[str]:
     """Returns the modules_to_save of PEFT: of a head in several layers, the module that holds them."""
     return list(dict.fromkeys(name.partition(".")[0] for name in beside(base)))
 
@@ -282,16 +282,16 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     return config, handle
 
 
-def hf_layers(base: PretrainedModule) -> dict[str, tuple[int, int]]:
+def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
     """Returns the linear layers that may have adapters: Hugging Face module -> outputs, inputs."""
-    sources, layers = base.sources(), {}
+    sources, layers = base.files.sources(), {}
     modules = {unwrapped_name(path): module for path, module in base.named_modules()}
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
             for n, (first, second) in zip(sources[name].names, sources[name].their_shapes(spec.shape), strict=True):
                 sizes = (second, first) if base.config.hf.transposed else (first, second)
-                layers[base.hf_name(n).removesuffix(".weight")] = sizes
+                layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
     return layers
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
 from ..models.config.gpt import ModelConfig
+from ..models.files.names import Origin
 from ..models.files.read import Tensors, load
 from ..models.model import Model
 from ..models.stack import FULL
@@ -78,11 +79,11 @@ def parallelize(
     else:
         cause = "call torch.manual_seed before the module is made, or load the same files"
         tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
-        load(model, Tensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
+        load(model.files, Tensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
     together(lambda: _freeze(model, parameters), (tp.group,))
     name = Path(getattr(module, "name_or_path", "") or "")
     open_ends(model)
-    model.source, model.hf_source = name if name.is_dir() else None, hf_config
+    model.origin = Origin(name if name.is_dir() else None, hf_config)
     for child in list(module._modules):
         delattr(module, child)
     module.parallel = model.train(module.training)
@@ -144,8 +145,8 @@ def _checksum(parameters: dict[str, nn.Parameter]) -> int:
 
 
 def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:
-    names = Tensors("parallelize", type(model).__name__, parameters).names(model.base_prefix)
-    sources = model.sources()
+    names = Tensors("parallelize", type(model).__name__, parameters).names(model.files.base_prefix)
+    sources = model.files.sources()
     for name, p in model.named_parameters():
         trained = {parameters[names[n]].requires_grad for n in sources[name].names}
         check(

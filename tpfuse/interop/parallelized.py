@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
-from ..models import GPT, Bert, Classifier
+from ..models import GPT, Bert, Classifier, head_options
 from ..models.families import FAMILIES, Family
 from ..models.files.disk import NewFiles
 from ..models.files.read import Tensors, restore
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 def _kind_of(family: Family) -> Kind:
     model = GPT if family.causal else Bert
-    return Kind(model, family.output, lambda module: model.head_options)
+    return Kind(model, family.output, lambda module: head_options(family))
 
 
 def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Parallelized(Vocabulary, nn.Module):
         rank for a replica of their own.
         """
         check(
-            self.tpfuse_driver or all(group.size() == 1 for group in self.parallel.groups()),
+            self.tpfuse_driver or all(group.size() == 1 for group in self.parallel.groups.all()),
             f"{type(self).__name__} is split by tpfuse.parallelize; train it with class Trainer(tpfuse.TrainerMixin,"
             " transformers.Trainer), or class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)",
         )
@@ -119,7 +119,7 @@ class Parallelized(Vocabulary, nn.Module):
         if all(name.startswith("parallel.") for name in state_dict):
             plain: Any = super()
             return plain.load_state_dict(state_dict, strict=strict, assign=assign)
-        restore(self.parallel, Tensors("load_state_dict", "state_dict", state_dict))
+        restore(self.parallel.files, Tensors("load_state_dict", "state_dict", state_dict))
         return nn.Module().load_state_dict({})
 
     def _forward(self, arguments: dict[str, Any]) -> Any:
@@ -223,12 +223,12 @@ class Parallelized(Vocabulary, nn.Module):
                 )
             save_adapter(self, save_directory)
             return
-        save(self.parallel, Path(save_directory), _bytes(max_shard_size))
+        save(self.parallel.files, Path(save_directory), _bytes(max_shard_size))
         if self.can_generate():
-            together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups())
+            together(lambda: self._save_generation_config(Path(save_directory)), self.parallel.groups.all())
 
     def _save_generation_config(self, path: Path) -> None:
-        if self.parallel.writes:
+        if self.parallel.groups.writes:
             with (new := NewFiles(path, "save_pretrained")) as folder:
                 self.generation_config.save_pretrained(folder)
                 new.publish()
@@ -275,7 +275,7 @@ class Parallelized(Vocabulary, nn.Module):
         """
         check(adapter_name in (None, "default"), f"add_adapter: one adapter, named 'default', got {adapter_name!r}")
         arguments = together(
-            lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups()
+            lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups.all()
         )
         add_lora(self, **arguments)
         self.tpfuse_adapter = True

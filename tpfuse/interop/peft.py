@@ -7,13 +7,13 @@ from typing import Any
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import shown
 from ..layers.lora import TARGETS
-from ..models.files.model import PretrainedModule
+from ..models.model import Model
 from .adapter import BUILT, EMPTY, check_saved, hf_layers
 
 _NONE = "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "loftq_config", "eva_config"
 
 
-def lora_arguments(config: Any, base: PretrainedModule, model_type: str) -> dict[str, Any]:
+def lora_arguments(config: Any, base: Model, model_type: str) -> dict[str, Any]:
     """Returns rank, alpha, dropout and targets.
 
     A is drawn with the variance of PEFT's, the same bits at every split, so not PEFT's bits.  ValueError for an option
@@ -35,7 +35,7 @@ def lora_arguments(config: Any, base: PretrainedModule, model_type: str) -> dict
     return dict(rank=rank, alpha=alpha * scale, dropout=values.get("lora_dropout", 0.0), targets=targets)
 
 
-def _targets(asked: Any, base: PretrainedModule, model_type: str) -> list[str]:
+def _targets(asked: Any, base: Model, model_type: str) -> list[str]:
     """Returns what PEFT's target_modules mean: endings, a regular expression, "all-linear", or the family's own."""
     if asked is None:
         known = import_module("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

@@ -171,7 +171,7 @@ class Vocabulary:
         ValueError, before anything changes, for a number that leaves a rank without rows, for a model on the meta
         device or under DistributedDataParallel, fully_shard or MainGrad, and where the ranks would draw different rows.
         """
-        model, groups, before = self.parallel, self.parallel.groups(), self.parallel.config.vocab_size
+        model, groups, before = self.parallel, self.parallel.groups.all(), self.parallel.config.vocab_size
         asked: dict[str, Any] = dict(new_num_tokens=new_num_tokens, pad_to_multiple_of=pad_to_multiple_of)
         _agree(groups, asked | dict(mean_resizing=mean_resizing))
         count = together(lambda: _count(before, new_num_tokens, pad_to_multiple_of), groups)
@@ -188,8 +188,8 @@ class Vocabulary:
             p.data, p.grad = value[spec.local(layer.tp)].clone(), None
         _resize_layers(model, count)
         model.config = config
-        if model.hf_source is not None:
-            model.hf_source = {**model.hf_source, "vocab_size": count}
+        if model.origin is not None:
+            model.origin = model.origin._replace(config={**model.origin.config, "vocab_size": count})
         self.config.get_text_config().vocab_size = self.vocab_size = count
         self.tpfuse_resized = True
         return model.embedding
@@ -209,9 +209,9 @@ class Vocabulary:
 
     def _resized(self, count: int, mean_resizing: bool) -> dict[str, tuple[Tensor, Spec]]:
         """Returns, by name, the whole tables of ``count`` rows as transformers makes them of these; a collective."""
-        model, sources = self.parallel, self.parallel.sources()
+        model, sources = self.parallel, self.parallel.files.sources()
         tables = {name: (spec, full_tensor(p, spec, tp)) for name, p, spec, tp in _tables(model)}
-        stored = {model.hf_name(key): x for name, (_, t) in tables.items() for key, x in sources[name].write(t)}
+        stored = {model.files.hf_name(key): x for name, (_, t) in tables.items() for key, x in sources[name].write(t)}
 
         def made() -> dict[str, tuple[Tensor, Spec]]:
             with torch.device("meta"):
@@ -221,10 +221,12 @@ class Vocabulary:
             theirs.resize_token_embeddings(count, mean_resizing=mean_resizing)
             found = Tensors("resize_token_embeddings", type(theirs).__name__, theirs.state_dict())
             specs = {name: replace(spec, shape=(count, *spec.shape[1:])) for name, (spec, _) in tables.items()}
-            read = lambda name: sources[name].read(lambda key: found.tensor(model.hf_name(key)), specs[name], _ALONE)
+            read = lambda name: sources[name].read(
+                lambda key: found.tensor(model.files.hf_name(key)), specs[name], _ALONE
+            )
             return {name: (read(name), specs[name]) for name in tables}
 
-        return together(made, model.groups())
+        return together(made, model.groups.all())
 
 
 _ALONE = TensorParallel()

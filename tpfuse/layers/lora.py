@@ -205,12 +205,12 @@ def _merge(model: nn.Module, sign: int) -> nn.Module:
 
 def base_of(model: nn.Module) -> Any:
     """Returns the tpfuse model inside a wrapper, which knows its Hugging Face names; else the module itself."""
-    return next((m for m in model.modules() if hasattr(m, "sources")), model)
+    return next((m for m in model.modules() if hasattr(m, "files")), model)
 
 
 def beside(base: Any) -> dict[str, nn.Module]:
     """Returns what is trained beside adapters, and kept in their files, by its name in a Hugging Face file."""
-    modules: dict[str, nn.Module] = base.beside_adapters() if hasattr(base, "beside_adapters") else {}
+    modules: dict[str, nn.Module] = base.files.beside_adapters() if hasattr(base, "files") else {}
     return modules
 
 
@@ -226,10 +226,10 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
 def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
     """Returns the projections of a layer's weights: one per Hugging Face tensor, or one per weight without names."""
     leaves = [leaf for leaf, spec in layer.specs.items() if "bias" not in leaf]
-    sources = base.sources() if hasattr(base, "sources") else {}
+    sources = base.files.sources() if hasattr(base, "files") else {}
     if f"{path}.{leaves[0]}" not in sources:
         return {leaf: [(1, path)] for leaf in leaves}
-    named = lambda s: [base.hf_name(name).removesuffix(".weight") for name in s.names]
+    named = lambda s: [base.files.hf_name(name).removesuffix(".weight") for name in s.names]
     own = {leaf: sources[f"{path}.{leaf}"] for leaf in leaves}
     return {leaf: list(zip(s.widths, named(s), strict=True)) for leaf, s in own.items()}
 

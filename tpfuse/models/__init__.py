@@ -8,12 +8,13 @@ families/    FAMILIES: an entry a file, what a model_type fixes and the keys of 
 files/       Hugging Face directories in and out
 generation/  generation with a cache, by sampling or beam search
 gpt          GPT-2, Llama and its relatives
+groups       a model's process groups
 head         the head over a split vocabulary
 inputs       the arguments of a call, and what is refused of them
-model        what every model shares: rng, agreement of the ranks, files
+model        what GPT and Bert share: rng, agreement of the ranks, files
 rows         rows out of a batch, and back
 stack        the blocks one after another, kept or recomputed
-staged       a model of which only some pipeline stages are here
+stages       the pipeline stages of a model that are on this rank
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from .bert import Bert
 from .classify import Classifier
 from .config.bert import BertConfig
 from .config.gpt import GPTConfig, ModelConfig
+from .families import Family
 from .gpt import GPT
 from .model import Model, Output
 
@@ -30,10 +32,15 @@ __all__ = ["GPT", "Bert", "BertConfig", "Classifier", "GPTConfig", "Output", "co
 _MODELS: tuple[type[Model], ...] = (GPT, Bert)
 
 
+def head_options(family: Family) -> dict[str, Any]:
+    """Returns the constructor arguments that give a model of the family its language-model head."""
+    return {} if family.causal else {"masked_lm": True}
+
+
 def with_head(config: ModelConfig, **options: Any) -> Model:
     """Returns the model of a config, with its language-model head; ``options`` are its constructor's."""
     model = next(m for m in _MODELS if m.config_class is type(config))
-    return model(config, **options, **model.head_options)
+    return model(config, **options, **head_options(config.hf))
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:

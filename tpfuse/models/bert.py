@@ -5,12 +5,11 @@ body     collect -> last_hidden_state [B, S, D], the same on every rank      poo
 masked LM   norm(gelu(W n + b)) on this rank's rows -> head [M, V/R] -> loss
 """
 
-import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.losses.op import check_ids
@@ -36,7 +35,7 @@ from .head import Dense, LMHead, Table, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
-from .staged import Call
+from .stages import Batch
 
 
 class Bert(Model):
@@ -50,7 +49,6 @@ class Bert(Model):
     """
 
     config_class = BertConfig
-    head_options = {"masked_lm": True}
     config: BertConfig
     transform: Dense | None
     transform_norm: LayerNorm | None
@@ -81,8 +79,8 @@ class Bert(Model):
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
-            first, last = self.holds_first, self.holds_last
-            if self.holds_embedding:
+            first, last = self.stages.first, self.stages.last
+            if self.stages.embedding:
                 self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
             else:
                 self.register_module("embedding", None)
@@ -94,7 +92,7 @@ class Bert(Model):
                 self.norm_in = make_norm()
             else:
                 self.register_module("norm_in", None)
-            self.blocks = self._hold(
+            self.blocks = self.stages.make_blocks(
                 lambda layer: TransformerBlock(
                     c.hidden_size,
                     c.num_heads,
@@ -138,22 +136,81 @@ class Bert(Model):
         self._choose_recompute(recompute)
         self._materialize()
 
-    def _begin(self, inputs: Inputs) -> Call:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_normalizer: float | Tensor | None = None,
+        step: int | Tensor | None = None,
+        first_sample: int | Tensor | None = None,
+        return_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+    ) -> Output:
+        """Runs the model: input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
+
+        The arguments are :meth:`GPT.forward`'s, and these:
+
+        Args:
+            labels: int64 [B, S], aligned with input_ids and not shifted; -100 is ignored.  Of a classifier per sequence
+                [B], or numbers [B, L].
+            position_ids: int64 [B, S]; default: 0, 1, ..., or with ``positions_skip_padding`` the tokens counted.
+            token_type_ids: int64 [B, S], of a model with token types; default 0.
+            cu_seqlens, max_seqlen: packed documents, where positions are rotary (ModernBERT).
+
+        ValueError, on every rank, for an input that the model does not take or that is not as above.
+        """
+        inputs = Inputs(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            loss_normalizer=loss_normalizer,
+            step=step,
+            first_sample=first_sample,
+            return_logits=return_logits,
+            output_hidden_states=output_hidden_states,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+        )
+        self._admit(inputs)
+        batch = self._begin(inputs)
+        h, normed = self._embedded(batch)
+        h, normed, states = self._run_blocks(h, normed, batch)
+        output = self._finish(h, normed, batch, states)
+        self._count(inputs.step)
+        return output
+
+    def _begin(self, inputs: Inputs) -> Batch:
         cure = "the masked-LM head; make the model with masked_lm=True"
-        check_asked("Bert", inputs, self.has_head or self.classifier is not None, cure)
+        check_asked("Bert", inputs, self.stages.head or self.classifier is not None, cure)
         longest = self._check_call(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
         blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
         if self.config.rope is not None:
             packed = dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
             blocks |= dict(rope=self._rope(rows, inputs), **packed)
-        return Call(inputs, rows, rng, blocks)
+        return Batch(inputs, rows, rng, blocks)
 
-    def _embedded(self, call: Call) -> tuple[Tensor, Normed]:
-        return self._embed(call.rows, call.inputs, call.rng)
+    def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
+        return self._embed(batch.rows, batch.inputs, batch.rng)
 
-    def _finish(self, h: Tensor, normed: Normed, call: Call, states: tuple[Tensor, ...] | None) -> Output:
-        inputs, rows, rng, _ = call
+    def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
+        inputs, rows, rng, _ = batch
         if not self.config.post_norm:
             h = normed.rows
         if self.classifier is not None and self.classifier.of_rows:
@@ -273,16 +330,3 @@ class Bert(Model):
         names, sources = files.names(family.base_prefix), family.sources(cls.config_class.from_hf(files.config))
         holds = lambda ours: ours in sources and sources[ours].names[0] in names
         return dict(pooler=None if holds("pooler.weight") else False, masked_lm=holds("transform.weight"))
-
-    def ignorable(self) -> tuple[str, ...]:
-        """Returns buffers, copies, and what is above the blocks: a pooler or head that this model does not have."""
-        above = ("pooler.", "transform.", "transform_norm.", "head.")
-        sources = self.config.hf.sources(self.config).items()
-        names = (n for ours, source in sources if ours.startswith(above) for n in source.names)
-        return (*super().ignorable(), *map(re.escape, names))
-
-    def beside_adapters(self) -> dict[str, nn.Module]:
-        """Returns the head that classifies, with the linear layer below it where no other class has that."""
-        if self.classifier is None or self.pooler is None or not self.classifier.below.dense:
-            return super().beside_adapters()
-        return super().beside_adapters() | {self.classifier.below.dense: self.pooler}

@@ -7,7 +7,6 @@ The first norm belongs to the embedding, and each block owns the norm after its 
 final norm.  Without norms before attention and the MLP n is h, but behind the last block.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.losses.op import check_ids
 from ..kernels.losses.options import IGNORE
 from ..kernels.rotary.table import rope_table
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers import TransformerBlock, VocabParallelEmbedding
 from ..layers.attention import Rope, Ropes
@@ -29,14 +29,15 @@ from ..pipeline.placement import Stage
 from .classify import Classifier, ClassifierHead, named_in
 from .config.gpt import GPTConfig
 from .embed import Lookup, embed
-from .families import FAMILIES, Family
+from .families import FAMILIES
+from .files.names import head_weights
 from .files.read import Files
 from .generation.generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
-from .staged import Call
+from .stages import Batch
 
 _TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
 
@@ -55,7 +56,6 @@ class GPT(Model):
     """
 
     config_class = GPTConfig
-    refused = {"token_type_ids": "there are no token types, so token_type_ids must be None"}
     config: GPTConfig
     head: LMHead | None
 
@@ -79,8 +79,8 @@ class GPT(Model):
         with torch.device("meta"):
             scale = c.hidden_size**0.5 if c.scaled_embedding else None
             table: dict[str, Any] = dict(scale=scale, init_std=c.init_std)
-            first, last = self.holds_first, self.holds_last
-            if self.holds_embedding:
+            first, last = self.stages.first, self.stages.last
+            if self.stages.embedding:
                 self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
             else:
                 self.register_module("embedding", None)
@@ -88,7 +88,7 @@ class GPT(Model):
             self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
             make_norm = (lambda: norm_layer(c.norm, c.hidden_size, c.eps, tp=tp)) if c.pre_norm else None
             self.norm_in = make_norm() if make_norm is not None and first else None
-            self.blocks = self._hold(
+            self.blocks = self.stages.make_blocks(
                 lambda layer: TransformerBlock(
                     c.hidden_size,
                     c.num_heads,
@@ -132,9 +132,83 @@ class GPT(Model):
         self._choose_recompute(recompute)
         self._materialize()
 
-    def _begin(self, inputs: Inputs) -> Call:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_normalizer: float | Tensor | None = None,
+        step: int | Tensor | None = None,
+        first_sample: int | Tensor | None = None,
+        return_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+    ) -> Output:
+        """Runs the model: input_ids int64 [B, S], the same on every tensor-parallel rank -> Output.
+
+        Args:
+            input_ids: token ids.
+            inputs_embeds: in their place, rows [B, S, D] as the embedding would give them, whole and the same on every
+                tensor-parallel rank; so is their gradient.
+            labels: int64 [B, S], aligned with input_ids; -100 is ignored.  They are shifted here (never across a packed
+                document's bound), but not those of a classifier: per token [B, S], per sequence [B], or numbers [B, L].
+            attention_mask: bool or integer [B, S], nonzero where a token may be seen.
+            position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
+            token_type_ids: must be None.
+            cu_seqlens: int32 [N + 1]: the bounds of packed documents, 0 first, with B = 1.  No document sees another;
+                what lies beyond the last is padding.
+            max_seqlen: the longest document, which max_positions limits (not S).
+            loss_normalizer: divides the summed loss; default: the valid labels of this call.
+            step: chooses the dropout masks; default: the model's counter.
+            first_sample: chooses the dropout masks too; default: dp rank x B.
+            return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
+            output_hidden_states: hidden_states come, [B, S, D] each, collected over the ranks: the embedding's output,
+                then each block's, the last behind the final norm.
+            label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
+            z_loss: the weight of the squared logsumexp that is added to the loss.
+            reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
+                labels[b, s] stands at [b, s], 0 where it counts nothing (at a sequence's first token too).
+
+        ValueError, on every rank, for an input that the model does not take or that is not as above.
+        """
+        inputs = Inputs(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            loss_normalizer=loss_normalizer,
+            step=step,
+            first_sample=first_sample,
+            return_logits=return_logits,
+            output_hidden_states=output_hidden_states,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+        )
+        self._admit(inputs)
+        batch = self._begin(inputs)
+        h, normed = self._embedded(batch)
+        h, normed, states = self._run_blocks(h, normed, batch)
+        output = self._finish(h, normed, batch, states)
+        self._count(inputs.step)
+        return output
+
+    def _begin(self, inputs: Inputs) -> Batch:
+        check(inputs.token_type_ids is None, "GPT: there are no token types, so token_type_ids must be None")
         cure = "the language-model head; make the model with lm_head=True"
-        check_asked("GPT", inputs, self.has_head or self.classifier is not None, cure)
+        check_asked("GPT", inputs, self.stages.head or self.classifier is not None, cure)
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
@@ -145,17 +219,17 @@ class GPT(Model):
         if inputs.cu_seqlens is not None:
             blocks |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
         blocks["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
-        return Call(inputs, rows, rng, blocks)
+        return Batch(inputs, rows, rng, blocks)
 
-    def labelled(self, inputs: Inputs) -> Tensor:
+    def _count_labels(self, inputs: Inputs) -> Tensor:
         assert inputs.labels is not None
         return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum()
 
-    def _embedded(self, call: Call) -> tuple[Tensor, Normed]:
-        return self._embed(call.rows, call.inputs.tokens, call.inputs.position_ids, call.rng)
+    def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
+        return self._embed(batch.rows, batch.inputs.tokens, batch.inputs.position_ids, batch.rng)
 
-    def _finish(self, h: Tensor, normed: Normed, call: Call, states: tuple[Tensor, ...] | None) -> Output:
-        inputs, rows, rng, _ = call
+    def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
+        inputs, rows, rng, _ = batch
         if self.classifier is not None:
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
         if self.head is None:
@@ -245,21 +319,15 @@ class GPT(Model):
 
     generate = generate
 
-    def ignorable(self) -> tuple[str, ...]:
-        idle = self.config.tie_embeddings or self.head is None  # or, of a pipeline, on another stage
-        return (*super().ignorable(), *(map(re.escape, _heads(self.config.hf)) if idle else ()))
-
     @classmethod
     def _options_from(cls, files: Files) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
-        own = not _heads(family).isdisjoint(files.raw_names()) or cls.config_class.from_hf(files.config).tie_embeddings
-        return dict(lm_head=own or not base, classifier=named_in(files.config, family))
-
-
-def _heads(family: Family) -> set[str]:
-    """Returns what the head's weight may be called in a file."""
-    return {f"{prefix}weight" for prefix in family.head_prefixes}
+        headed = (
+            not head_weights(family).isdisjoint(files.raw_names())
+            or cls.config_class.from_hf(files.config).tie_embeddings
+        )
+        return dict(lm_head=headed or not base, classifier=named_in(files.config, family))
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 def copied(staged: Any) -> list[nn.Parameter]:
     """Returns the parameters that the rank opposite holds too: all of a second chain's, or a tied embedding."""
-    return [p for name, p in staged.named_parameters() if staged.copies_of(name) == 2]
+    return [p for name, p in staged.named_parameters() if staged.stages.copies_of(name) == 2]
 
 
 def sum_copies(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:

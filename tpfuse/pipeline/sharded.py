@@ -75,7 +75,7 @@ def check_sharded(model: Any) -> None:
         "pipeline: replicate over pipeline stages is not built; give the model dp=mesh['dp'], and step sums its"
         " gradients over the replicas",
     )
-    group: dist.ProcessGroup | None = model.dp_group()
+    group: dist.ProcessGroup | None = model.groups.dp
     for name, p in model.named_parameters():
         meshes = [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim)] if isinstance(p, DTensor) else []
         others = [g for g in meshes if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]

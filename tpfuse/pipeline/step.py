@@ -103,7 +103,7 @@ class Pipeline:
         self._agreement(self.group, arguments, how)
         for main in reduced[:1]:
             main.check_open()
-        calls = model.micro_batches(self.order.micro_batches, arguments)
+        calls = model.stages.micro_batches(model, self.order.micro_batches, arguments)
         if backward:
             compiled = self.splits and any(m._compiled_call_impl is not None for m in model.modules())
             check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
@@ -124,7 +124,7 @@ class Pipeline:
             self._complete(before)
         if filler is not None:
             filler.end()
-        model.counted(arguments)
+        model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
@@ -137,7 +137,7 @@ class Pipeline:
             given: dict[str, Any] = dict(device=tokens.device, group=self.group)
             given |= dict(rows=sent.requires_grad_(), tokens=torch.empty_like(tokens, device="meta"))
             given |= dict(build=self._take if self.splits else None)
-            stages = [ChunkStage(chunk, self._chunk, **given) for chunk in model.chunks]
+            stages = [ChunkStage(chunk, self._chunk, **given) for chunk in model.stages.chunks]
             self._runtimes[key] = Runtime(stages, self.order, backward=backward)
         return self._runtimes[key]
 
@@ -153,7 +153,7 @@ class Pipeline:
 
     def _chunk(self, chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         with self.store.deferring() if self.splits else contextlib.nullcontext():
-            made: Tensor = self.model.run_chunk(chunk, x, call)
+            made: Tensor = self.model.stages.run(self.model, chunk, x, call)
         return made
 
     # ---- gradients that more than one rank holds ----
@@ -179,7 +179,7 @@ class Pipeline:
     @property
     def _dp(self) -> dist.ProcessGroup | None:
         """The replicas; None where there is one."""
-        group: dist.ProcessGroup | None = self.model.dp_group()
+        group: dist.ProcessGroup | None = self.model.groups.dp
         return None if group is None or group.size() == 1 else group
 
     def _seconds(self, passes: Passes) -> tuple[list[float], list[float], list[float]]:
@@ -225,7 +225,8 @@ def schedule(
         "pipeline: DistributedDataParallel does not see gradients that a split backward pass makes later; give the"
         " model dp=mesh['dp'], and step sums them over the replicas",
     )
-    stage: Stage | None = getattr(model, "stage", None)
+    stages = getattr(model, "stages", None)
+    stage: Stage | None = getattr(stages, "place", None)
     if stage is None:
         raise ValueError(
             f"pipeline: {type(model).__name__} has no stages; make it with stage=(mesh['pp'].get_local_rank(),"
@@ -241,13 +242,13 @@ def schedule(
     )
     made = order(name, group.size(), micro_batches, chunks=_chunks(name, stage), backward=backward)
     own = {(c, i) for c, ranks in enumerate(made.ranks) for i, rank in enumerate(ranks) if rank == group.rank()}
-    held = {(chunk.chain, chunk.stage) for chunk in model.chunks}
+    held = {(chunk.chain, chunk.stage) for chunk in model.stages.chunks}
     check(
-        own == held and made.stages == model.chunks[0].stages,
+        own == held and made.stages == model.stages.chunks[0].stages,
         f"pipeline: {name} needs other stages on a rank than {stage.schedule}; make the model with stage=({stage.rank},"
         f" {stage.ranks}, {name!r})",
     )
-    model.pp_group_name = group.group_name
+    model.groups.pp_name = group.group_name
     return Pipeline(model, group, made)
 
 

@@ -10,7 +10,7 @@ from ..kernels.runtime.errors import check
 from ..layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
 from ..layers.module import local
 from ..models.head import LMHead
-from ..models.staged import StagedModel
+from ..models.model import Model
 from ..parallel import TensorParallel
 from ..pipeline.placement import held_by
 from ..pipeline.schedules import placement
@@ -109,13 +109,13 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 
 def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
     """What each of a model's pipeline stages sends to another rank, of a micro-batch of ``rows``."""
-    if not isinstance(model, StagedModel) or model.stage is None:
+    if not isinstance(model, Model) or (place := model.stages.place) is None:
         return
-    chains, tp = placement(model.stage.schedule, model.stage.ranks, held_by(model.stage)), model.tp
-    for chain, stage in ((c.chain, c.stage) for c in model.chunks):
+    chains, tp = placement(place.schedule, place.ranks, held_by(place)), model.tp
+    for chain, stage in ((c.chain, c.stage) for c in model.stages.chunks):
         ends = {"h": stage + 1, "its input's gradient": stage - 1}
         places = {what: chains[chain][i] for what, i in ends.items() if 0 <= i < len(chains[chain])}
-        sent = [f"{what} to rank {rank}" for what, rank in places.items() if rank != model.stage.rank]
+        sent = [f"{what} to rank {rank}" for what, rank in places.items() if rank != place.rank]
         size = None if rows is None else -(-rows // tp.row_shards) * model.config.hidden_size * dtype.itemsize
         yield Path(
             layer=f"stage {stage}" + (f" of chain {chain}" if len(chains) > 1 else ""),

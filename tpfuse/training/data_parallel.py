@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
 from ..layers.module import named_specs
+from ..models.model import Model, staged_in
 from ..parallel import resolve
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
@@ -121,7 +122,7 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
     check(not sharded, f"{name} is under FSDP, which averages the gradients itself; leave {_NAME} off")
     _check_parameters(name, model)
     check(
-        getattr(model, "stage", None) is None,
+        staged_in(model) is None,
         f"{name} holds pipeline stages, whose split backward passes DistributedDataParallel does not see; give the"
         " model dp=mesh['dp'], and the pipeline's step sums over the replicas",
     )
@@ -148,8 +149,8 @@ def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:
     """ValueError for a group that is not of the model's replicas."""
     error = error_of(WRAPPED, dict(module=model, process_group=group))
     check(error is None, f"{_NAME}: {error}")
-    own, ranks = getattr(model, "dp_group_name", None), dist.get_process_group_ranks(group)
-    replicas = ranks if own is None else dist.get_process_group_ranks(resolve(own))
+    ranks, dp = dist.get_process_group_ranks(group), model.groups.dp if isinstance(model, Model) else None
+    replicas = ranks if dp is None else dist.get_process_group_ranks(dp)
     check(
         replicas == ranks,
         f"{_NAME}: {type(model).__name__} was given dp={replicas}, by which it numbers samples, and dp here is {ranks};"

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
 from ..kernels.runtime.rules import some
 from ..layers.module import ParallelModule, Spec, named_specs
-from ..models.staged import staged_in
+from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
 from .totals import Buffer, Held, Place, State
@@ -120,7 +120,7 @@ class MainGrad:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
         staged = staged_in(self._check_model())
         if staged is not None:
-            group, places = staged.stages("MainGrad.reduce"), main_grads(copied(staged))
+            group, places = staged.groups.pp("MainGrad.reduce"), main_grads(copied(staged))
             assert group is not None  # of stages
             sum_copies([place.add(lambda total: total) for place in places], group)
         if self._ranks.size > 1:
@@ -190,7 +190,7 @@ def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
     staged = staged_in(model)
     if staged is None:
         return
-    group = staged.dp_group()
+    group = staged.groups.dp
     theirs = None if group is None or group.size() == 1 else group.group_name
     if theirs != (ranks.group_name if ranks.size > 1 else None):
         raise ValueError(

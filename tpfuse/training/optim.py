@@ -11,7 +11,7 @@ from ..kernels.runtime.rules import check_number, described, limited, some
 from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
-from ..models.staged import staged_in
+from ..models.model import staged_in
 from ..ranks.agreement import agreement_of, names
 from ..ranks.messages import gather
 from .foreign.known import wholes_of
@@ -64,7 +64,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     check_when_due(model, lambda: model, "clip_grad_norm_")
     grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     pipeline = staged_in(model)
-    stages = None if pipeline is None else pipeline.stages("clip_grad_norm_")
+    stages = None if pipeline is None else pipeline.groups.pp("clip_grad_norm_")
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
@@ -72,7 +72,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))
     else:
-        parts = {name: p._replace(copies=p.copies * pipeline.copies_of(name)) for name, p in parts.items()}
+        parts = {name: p._replace(copies=p.copies * pipeline.stages.copies_of(name)) for name, p in parts.items()}
         total = over_groups(total_norm(list(parts.values())).square(), (stages.group_name,)).sqrt()
     if error_if_nonfinite:
         _check_finite(total, parts, stages)

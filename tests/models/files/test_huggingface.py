@@ -110,10 +110,10 @@ def ours(world, path, name, call, sp):
     model = OURS[name].from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
     assert not model.training
     found = results(model, call)
-    sources = model.sources()
+    sources = model.files.sources()
     for key in [key for key in found if key.startswith("d ")]:
         for their_name, grad in sources[key[2:]].write(found.pop(key)):
-            found[f"d {model.hf_name(their_name)}"] = grad
+            found[f"d {model.files.hf_name(their_name)}"] = grad
     return found
 
 
@@ -293,10 +293,10 @@ def spied(world, path, name):
     with mock.patch.object(hf_read.Files, "tensor", lambda self, raw: Spy(tensor(self, raw), raw, count)):
         model = OURS[name].from_pretrained(path, tp=make_tp(world))
     sharded = {
-        model.hf_name(n)
+        model.files.hf_name(n)
         for key, spec, _ in named_specs(model)
         if spec.dim is not None
-        for n in model.sources()[key].names
+        for n in model.files.sources()[key].names
     }
     return count, sum(p.numel() for p in model.parameters()), sharded
 

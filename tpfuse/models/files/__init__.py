@@ -2,8 +2,7 @@
 
 directory  what is opened in a directory of unknown origin, and how much of it is parsed
 disk       files that appear whole or not at all
-filed      what its tensors are called in Hugging Face files
-model      what a model offers to those who read and write its files
+names      the names of a model's tensors in Hugging Face files
 read       a directory -> parameters; a rank reads its slices only
 source     how a parameter is made of a file's tensors, as an einops pattern
 write      a model -> a directory that transformers loads

@@ -15,7 +15,7 @@ from ...layers.module import Spec, initialize, local, named_specs
 from ...parallel import TensorParallel
 from ...ranks.messages import together
 from .directory import is_weights_name, open_tensors, read_json
-from .model import PretrainedModule
+from .names import ModelFiles
 from .source import Source
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -165,47 +165,56 @@ class Files(Tensors):
         return self._handles[self._file_of[raw]].get_slice(raw)
 
 
-def load(model: PretrainedModule, tensors: Tensors, dtype: torch.dtype, device: torch.device | str | None) -> None:
-    """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone."""
+def load(
+    model: ModelFiles,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    *,
+    seed: int = 0,
+    fresh: tuple[str, ...] = (),
+) -> None:
+    """Gives a model on the meta device its parameters, after everything has been checked by names and shapes alone.
+
+    ``fresh``: modules whose weights are drawn by ``seed`` where the tensors have none of theirs.
+    """
 
     def put(name: str, value: Tensor) -> None:
         path, _, leaf = name.rpartition(".")
         value = value.to(dtype=dtype, device=device, copy=True)
-        setattr(model.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
+        setattr(model.module.get_submodule(path), leaf, nn.Parameter(value.contiguous()))
 
-    groups = model.groups()
-    model.fresh = together(lambda: _lacking(model, tensors), groups) if model.fresh else ()
-    _read(model, tensors, put)
-    for path in model.fresh:
-        module = model.get_submodule(path).to(dtype)
+    fresh = together(lambda: _lacking(model, tensors, fresh), model.groups.all()) if fresh else ()
+    _read(model, tensors, put, fresh)
+    for path in fresh:
+        module = model.module.get_submodule(path).to(dtype)
         module.to_empty(device=torch.get_default_device() if device is None else device)
-        initialize(module, model.seed, prefix=f"{path}.")
-    model.fresh = ()
+        initialize(module, seed, prefix=f"{path}.")
 
 
-def _lacking(model: PretrainedModule, tensors: Tensors) -> tuple[str, ...]:
+def _lacking(model: ModelFiles, tensors: Tensors, fresh: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the modules, of those that need not be there, of which a file has no tensor."""
     names, sources = tensors.names(model.base_prefix), model.sources()
-    needed = [(name.rpartition(".")[0], sources[name].names) for name, *_ in named_specs(model)]
-    there = {path for path, its in needed if any(name in names for name in its)}
-    return tuple(dict.fromkeys(path for path, _ in needed if path in model.fresh and path not in there))
+    needed = [(name.rpartition(".")[0], sources[name].names) for name, *_ in named_specs(model.module)]
+    present = {path for path, stored in needed if any(name in names for name in stored)}
+    return tuple(dict.fromkeys(path for path, _ in needed if path in fresh and path not in present))
 
 
-def restore(model: PretrainedModule, tensors: Tensors) -> None:
+def restore(model: ModelFiles, tensors: Tensors) -> None:
     """Gives the parameters of a model new values in place, so that what holds them (an optimizer, DDP) holds them on.
 
     Each rank reads its own slices only, after everything has been checked by names and shapes alone.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.module.named_parameters())
     with torch.no_grad():
         _read(model, tensors, lambda name, value: local(parameters[name]).copy_(value))
 
 
-def _read(model: PretrainedModule, tensors: Tensors, put: Callable[[str, Tensor], Any]) -> None:
-    sources = model.sources()
-    read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in model.fresh
-    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model) if read_here(name)]
-    names = together(lambda: _check(model, tensors, entries), model.groups())
+def _read(model: ModelFiles, tensors: Tensors, put: Callable[[str, Tensor], Any], fresh: tuple[str, ...] = ()) -> None:
+    sources, groups = model.sources(), model.groups.all()
+    read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in fresh
+    entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model.module) if read_here(name)]
+    names = together(lambda: _check(model, tensors, entries), groups)
 
     def read() -> None:
         for name, spec, tp, source in entries:
@@ -213,7 +222,7 @@ def _read(model: PretrainedModule, tensors: Tensors, put: Callable[[str, Tensor]
                 value = source.read(lambda n: tensors.tensor(names[n]), spec, tp)
             put(name, value)
 
-    together(read, model.groups())
+    together(read, groups)
 
 
 @contextlib.contextmanager
@@ -228,7 +237,7 @@ def reading(stands: str) -> Iterator[None]:
         raise OSError(f"{stands} cannot be read: {brief(error)}") from error
 
 
-def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
+def _check(model: ModelFiles, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
     """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
     names = tensors.names(model.base_prefix)
     for name, filed in model.config.hf.filed.items():
@@ -250,13 +259,12 @@ def _check(model: PretrainedModule, tensors: Tensors, entries: list[_Entry]) -> 
     return names
 
 
-def _check_names(model: PretrainedModule, tensors: Tensors, names: dict[str, str], needed: list[str]) -> None:
+def _check_names(model: ModelFiles, tensors: Tensors, names: dict[str, str], needed: list[str]) -> None:
     missing = [n for n in needed if n not in names]
     if missing:
         raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {some(missing)}")
     ignorable, taken = model.ignorable(), set(needed)
     extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
     if extra:
-        raise ValueError(
-            f"{tensors.caller}: {tensors.holder} holds {some(extra)}, which {type(model).__name__} has no place for"
-        )
+        name = type(model.module).__name__
+        raise ValueError(f"{tensors.caller}: {tensors.holder} holds {some(extra)}, which {name} has no place for")

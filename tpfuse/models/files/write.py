@@ -22,7 +22,7 @@ from ...parallel import TensorParallel, host
 from ...ranks.messages import raise_together, together
 from .directory import own_file
 from .disk import NewFiles, save_file
-from .model import PretrainedModule
+from .names import ModelFiles
 from .read import CONFIG, INDEX, SINGLE
 from .source import written
 
@@ -58,7 +58,7 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
 
 
-def whole_tensors(model: PretrainedModule) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(model: ModelFiles) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
     sources = model.sources()
     every = ((sources[name], full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
@@ -73,7 +73,7 @@ class _Written(NamedTuple):
     size: int
 
 
-def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) -> None:
+def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
     """Writes the directory, in files of at most ``shard_bytes`` (MAX_SHARD_BYTES).  Every rank calls it; one writes.
 
     Of a model over pipeline stages one rank of each writes its shards, and what two hold is the first one's; the first
@@ -83,22 +83,22 @@ def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) ->
     not merged into the weights: they have a format of their own.  OSError, on every rank and before any tensor is
     gathered, where ``path`` cannot be written; RankEnded (over gloo) on the others where a rank ends meanwhile.
     """
-    groups = model.groups()
+    groups = model.groups.all()
     together(lambda: _check_merged(model), groups)
-    stages = model.stages(_CALLER)
+    stages = model.groups.pp(_CALLER)
     rank = 0 if stages is None else stages.rank()
-    leads = model.writes and rank == 0
+    leads = model.groups.writes and rank == 0
     new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups)
     with contextlib.nullcontext() if new is None else new:
         every = [name for name, *_ in model.stored_parameters()]
-        others = model.over_stages(_CALLER, (every, None if new is None else new.folder))
+        others = model.groups.over_stages(_CALLER, (every, None if new is None else new.folder))
         mine = set(every).difference(*(names for names, _ in others[:rank]))
         stored = [each for each in model.stored_parameters() if each[0] in mine]
         tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in stored)
         shards: list[tuple[str, list[str]]] = []
         error: Exception | None = None
         folder = others[0][1]
-        if model.writes and folder is not None:
+        if model.groups.writes and folder is not None:
             try:
                 shards = _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
             except Exception as e:
@@ -107,21 +107,21 @@ def save(model: PretrainedModule, path: Path, shard_bytes: int | None = None) ->
             pass
         raise_together(error, groups)
         size = sum(math.prod(spec.shape) * p.element_size() for _, p, spec, _ in stored)
-        shards_of = model.over_stages(_CALLER, _Written(shards, size))
+        shards_of = model.groups.over_stages(_CALLER, _Written(shards, size))
         together(lambda: None if new is None else _finish(model, new, shards_of), groups)
 
 
-def _check_merged(model: PretrainedModule) -> None:
-    if any(m.adapter is not None for m in model.modules() if isinstance(m, Adaptable)):
+def _check_merged(model: ModelFiles) -> None:
+    if any(m.adapter is not None for m in model.module.modules() if isinstance(m, Adaptable)):
         raise ValueError(
             f"{_CALLER}: the model has adapters; use save_adapter for them, or merge_lora to have them in the weights"
         )
 
 
-def _finish(model: PretrainedModule, new: NewFiles, every: Sequence[_Written]) -> None:
+def _finish(model: ModelFiles, new: NewFiles, every: Sequence[_Written]) -> None:
     """Gives the shards their names, writes config.json, and moves the files over when all are there."""
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    config = (model.hf_source or {}) | model.config.to_hf() | model.hf_config()
+    dtype = str(next(model.module.parameters()).dtype).removeprefix("torch.")
+    config = (model.origin.config if model.origin is not None else {}) | model.config.to_hf() | model.hf_config()
     config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
     folder, shards = new.folder, [shard for each in every for shard in each.shards]
     count = len(shards)
@@ -133,8 +133,8 @@ def _finish(model: PretrainedModule, new: NewFiles, every: Sequence[_Written]) -
         total = sum(each.size for each in every)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     _write_json(folder / CONFIG, config)
-    if model.source is not None:
-        _copy_tokenizer(model.source, folder)
+    if model.origin is not None and model.origin.path is not None:
+        _copy_tokenizer(model.origin.path, folder)
     published = new.publish()
     for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
         stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
@@ -153,7 +153,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_shards(
-    model: PretrainedModule, path: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
+    model: ModelFiles, path: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
 ) -> list[tuple[str, list[str]]]:
     """Writes the tensors in files of at most ``shard_bytes``, whose names begin as ``path``; returns each with its
     tensors' names."""

@@ -5,6 +5,7 @@ direct         generation's forward pass on a CPU
 generate       generation with a cache, token by token
 graph          a step as a CUDA graph
 listening      what the caller hears meanwhile: streamers, on_token
+model          what generation needs of a model
 passes         its forward passes: ids in, logits of the last out, keys and values in a cache
 request        what it is asked for, checked
 sampling       how the next token is chosen

@@ -13,20 +13,18 @@ as num_beams have ended.  The last token ends every sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import COUNT, Rule, check_number, described, limited
+from .model import CausalModel
 from .passes import Pass
 from .request import Request
 from .sampling import Scores
 from .stopping import Stopping, among
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 _NEVER = -1e9  # a score that is none
 _PENALTY: Rule = limited("lie in [-50, 50]", lambda v: -50 <= v <= 50)  # beyond, a length to this power may overflow
@@ -141,7 +139,7 @@ class Search:
 
 
 def search(
-    model: GPT, request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, often: int
+    model: CausalModel, request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, often: int
 ) -> Tensor:
     """Returns the best sequences [B x sequences, S + new]; after every ``often`` tokens it is asked whether there can
     be better ones."""

@@ -8,7 +8,7 @@ go through what follows the last layer's keys and values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,13 @@ from ...layers.linear import RowParallelLinear
 from ...layers.module import local
 from ...layers.norm import LayerNorm, SplitNorm
 from ..rows import Rows
+from .model import CausalModel
 from .shared_memory import Exchange, exchange
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 BLOCK = 128  # rows: more are worked on piece by piece, or in fewer passes
 
 
-def applies(model: GPT, ids: Tensor) -> bool:
+def applies(model: CausalModel, ids: Tensor) -> bool:
     """Whether the weights may be used as they are: plain tensors of one dtype on a CPU, nothing beside or around them.
 
     Adapters, hooks, autocast, torch.compile, FSDP, onlookers of ops and layers of other kinds are for the model's own
@@ -50,7 +48,7 @@ def applies(model: GPT, ids: Tensor) -> bool:
         and all(p.is_cpu and not isinstance(p, DTensor) for p in parameters)
         and len({p.dtype for p in parameters}) == 1
         and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_in_torch_dispatch_mode())
-        and not hooked(model)
+        and not hooked(cast(nn.Module, model))
         and all(map(_plain, model.blocks))
         and not any("parametrizations" in m._modules for m in model.modules())
     )
@@ -69,7 +67,7 @@ class Direct:
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
 
-    def __init__(self, model: GPT, seen: Tensor, *, padded: bool, prompt: int, new: int):
+    def __init__(self, model: CausalModel, seen: Tensor, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
         self.model, self.exchange = model, exchange(model.tp, seen.device)
         dtype = model.embedding.weight.dtype
@@ -287,7 +285,7 @@ class _Turn(NamedTuple):
 class _Turning:
     """Looks the turns of rows up in tables of the model's, laid out for qkv."""
 
-    def __init__(self, model: GPT, columns: int, which: int):
+    def __init__(self, model: CausalModel, columns: int, which: int):
         self.model, self.columns, self.which = model, columns, which  # positions are less than columns
         first: Any = model.blocks[0]
         self.slots, self.width = first.attention.heads_per_group, model.config.head_size

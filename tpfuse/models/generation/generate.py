@@ -7,7 +7,7 @@ token costs the same two messages a GEMM pair, with or without sequence parallel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,17 @@ from ...layers.module import check_gathered
 from .beams import Beams, search
 from .graph import Replayed, may_capture
 from .listening import Listener
+from .model import CausalModel
 from .passes import pass_of
 from .request import Request, checked
 from .sampling import Chooser, Processor, Sampling, Scores, callables
 from .step import Step
 from .stopping import Stopping, until_all_ended
 
-if TYPE_CHECKING:
-    from ..gpt import GPT
-
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    model: CausalModel,
     input_ids: Tensor | None = None,
     *,
     inputs_embeds: Tensor | None = None,
@@ -100,7 +98,7 @@ def generate(
     it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
     a callable, stop strings or criteria a GPU is waited for at each token, else at every eighth.
     """
-    model.check_whole("generate")
+    model.stages.check_whole("generate")
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     sampling = Sampling(
@@ -150,7 +148,10 @@ def generate(
 
 
 def _begun(
-    model: GPT, request: Request, processors: tuple[Processor, ...], told: Callable[[int, int], None] = lambda *_: None
+    model: CausalModel,
+    request: Request,
+    processors: tuple[Processor, ...],
+    told: Callable[[int, int], None] = lambda *_: None,
 ) -> Step:
     """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
     choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
@@ -191,7 +192,7 @@ def _continued(step: Step, run: Callable[[], None], request: Request, told: tupl
 
 
 def _searched(
-    model: GPT, request: Request, beams: Beams, *, processors: tuple[Processor, ...], stopping: Stopping
+    model: CausalModel, request: Request, beams: Beams, *, processors: tuple[Processor, ...], stopping: Stopping
 ) -> Tensor:
     """Returns the prompts, and behind them the best sequences."""
     ids = request.ids

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...layers.hooks import served
+from .model import CausalModel
 from .step import Step
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 _FIRST = 2  # tokens before the capture
 _LEAST = 8  # tokens after it, fewer than which are not worth it
 
 
-def may_capture(model: GPT, step: Step, new: int) -> bool:
+def may_capture(model: CausalModel, step: Step, new: int) -> bool:
     """Whether ``new`` tokens may be made by replaying one step.
 
     Hooks and processors are Python that a replay does not call; autocast keeps copies of weights that a graph must not;
@@ -34,7 +33,7 @@ def may_capture(model: GPT, step: Step, new: int) -> bool:
         step.text.is_cuda
         and new >= _FIRST + _LEAST
         and not step.choose.scores.processors
-        and not served(model)
+        and not served(cast(nn.Module, model))
         and not torch.is_autocast_enabled("cuda")
         and not model.config.stretched
         and step.forward.alike

@@ -4,7 +4,7 @@ a cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from ...layers.cache import KVCache, Place
 from ...ranks.agreement import any_rank
 from ..rows import Rows
 from .direct import Direct, applies
+from .model import CausalModel
 from .request import Request
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 PIECE = 2048  # rows
 
@@ -106,7 +104,7 @@ class _Switching(Pass):
         self.ids, self.positions = self.ids[rows], self.positions[rows]
 
 
-def pass_of(model: GPT, request: Request) -> Pass:
+def pass_of(model: CausalModel, request: Request) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
     direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
     pieces, switch = pieces_of(model, request.ids), model.config.switches_at
@@ -127,14 +125,14 @@ def pass_of(model: GPT, request: Request) -> Pass:
     return _Switching(make, request, switch)
 
 
-def pieces_of(model: GPT, ids: Tensor) -> int:
+def pieces_of(model: CausalModel, ids: Tensor) -> int:
     """Returns in how many pieces prompts [B, S] are read: what a layer computes of one is there at a time, and not of
     all, which is many times the cache.  One where rotary positions depend on the prompt's length."""
     changing = model.config.stretched or model.config.switches_at is not None
     return 1 if changing else min(-(-ids.numel() // PIECE), ids.shape[1])
 
 
-def by_layers(model: GPT, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
+def by_layers(model: CausalModel, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
     """One pass on the path of training, over every feature that a model's layers have."""
     rows, first = Rows(ids.shape, model.tp), caches[0].length == 0
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from ...kernels.losses.op import check_ids
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import COUNT, INT64, SEED, Rule, check_number, check_numbers, described, limited
 from ..inputs import Inputs, check_tokens
+from .model import CausalModel
 from .sampling import Sampling
 from .stopping import end_tokens
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 _FACTOR = limited("be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
 _NUMBERS: dict[str, Rule] = {
@@ -54,7 +52,7 @@ class Request(NamedTuple):
 
 
 def checked(
-    model: GPT, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, **given: Any
+    model: CausalModel, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, **given: Any
 ) -> Request:
     """Returns what is asked for of ``prompt``, ids and their mask [B, S].
 

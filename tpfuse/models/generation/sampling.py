@@ -8,7 +8,7 @@ and the split, padding and batch do not matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng, uniform
 from ...kernels.runtime.rules import described
 from ...ranks.messages import raise_together
+from .model import CausalModel
 from .shared_memory import exchange
-
-if TYPE_CHECKING:
-    from ..gpt import GPT
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # ids [B, S] and scores [B, V] -> scores [B, V]
 
@@ -40,7 +38,9 @@ class Sampling(NamedTuple):
 class Scores:
     """logits [B, V/R] of every rank -> scores [B, V], the same on every rank, through the penalty and processors."""
 
-    def __init__(self, model: GPT, ids: Tensor, mask: Tensor, penalty: float, processors: tuple[Processor, ...]):
+    def __init__(
+        self, model: CausalModel, ids: Tensor, mask: Tensor, penalty: float, processors: tuple[Processor, ...]
+    ):
         self.tp, self.vocab, self.processors = model.tp, model.config.vocab_size, processors
         self.gather = exchange(model.tp, ids.device).gather
         self.penalty = penalty
@@ -105,7 +105,7 @@ class Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
     def __init__(
-        self, model: GPT, ids: Tensor, mask: Tensor, sampling: Sampling, processors: tuple[Processor, ...] = ()
+        self, model: CausalModel, ids: Tensor, mask: Tensor, sampling: Sampling, processors: tuple[Processor, ...] = ()
     ):
         assert model.head is not None  # checked
         self.head, self.sampling = model.head, sampling

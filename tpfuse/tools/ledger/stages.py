@@ -165,8 +165,10 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         how: dict[str, Any] = dict(saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
         model = build(config, tp=tp, dp=mesh["dp"] if plan.dp > 1 else None, **how)
         split = schedule is not None and schedule.split
-        stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.chunks}
-        copied = [p.numel() * p.element_size() for name, p in model.named_parameters() if model.copies_of(name) == 2]
+        stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.stages.chunks}
+        copied = [
+            p.numel() * p.element_size() for name, p in model.named_parameters() if model.stages.copies_of(name) == 2
+        ]
         return RankRun(
             rank,
             plan,
@@ -180,13 +182,13 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         )
 
 
-def run_stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
+def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
     """Runs a micro-batch through a stage; with ``split`` the gradients of weights wait.
 
     Gradients are added to those that parameters have, and stay.
     """
     ids, store = token_ids(plan.micro_batch, plan.seq), WeightGradients()
-    (call,) = model.micro_batches(1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
+    (call,) = model.stages.micro_batches(model, 1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
     given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
     like = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
     x = None if chunk.first else torch.empty_like(like, requires_grad=True)
@@ -200,7 +202,7 @@ def run_stage(model: Model, chunk: Chunk, plan: Plan, *, split: bool) -> StageRu
 
     with Ledger() as ledger:
         with saved_bytes(model, given) as saved, store.deferring() if split else contextlib.nullcontext():
-            made = model.run_chunk(chunk, x, call)
+            made = model.stages.run(model, chunk, x, call)
         end(FORWARD, saved())
         begun = ledger.live
         made.backward(None if chunk.last else like)

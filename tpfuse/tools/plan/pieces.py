@@ -231,7 +231,7 @@ def _stages(config: ModelConfig, job: Job, split: Split, tp: TensorParallel) -> 
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     plan = Plan(split.tp, seq=job.seq, micro_batch=split.micro_batch, dtype=job.dtype)
-    return [run_stage(model, chunk, plan, split=SCHEDULES[split.schedule].split) for chunk in model.chunks]
+    return [run_stage(model, chunk, plan, split=SCHEDULES[split.schedule].split) for chunk in model.stages.chunks]
 
 
 def _counted(run: StageRun) -> Counted:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...models.staged import staged_in
+from ...models.model import staged_in
 from ...pipeline.placement import Stage
 from .ranks import Ranks
 from .state import Entries, Group
@@ -21,7 +21,7 @@ _SAID = "param_groups must be the same on every rank, got"
 def stage_in(model: nn.Module) -> Stage | None:
     """Returns this rank's place in a pipeline; None for a whole model."""
     staged = staged_in(model)
-    return None if staged is None else staged.stage
+    return None if staged is None else staged.stages.place
 
 
 def check_stages(every: Sequence[Stage | None]) -> None:

@@ -1,0 +1,43 @@
+"""What generation needs of a model: GPT, which imports generation, has it."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.attention import Rope, Ropes
+from ...layers.block import Normed
+from ...layers.embedding import VocabParallelEmbedding
+from ...parallel import TensorParallel
+from ..config.gpt import GPTConfig
+from ..head import LMHead, Table
+from ..inputs import Inputs
+from ..rows import Rows
+from ..stages import Stages
+
+
+class CausalModel(Protocol):
+    """A causal language model; its weights, and the parts of its forward pass."""
+
+    tp: TensorParallel
+    config: GPTConfig
+    stages: Stages
+    embedding: VocabParallelEmbedding
+    positions: Table | None
+    norm_in: Any
+    blocks: nn.ModuleList
+    head: LMHead | None
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def eval(self) -> Any: ...
+    def _compare(self, call: str, arguments: dict[str, Any]) -> None: ...
+    def _check_inputs(self, inputs: Inputs) -> None: ...
+    def _embed(
+        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+    ) -> tuple[Tensor, Normed]: ...
+    def _rope(
+        self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
+    ) -> Rope | Ropes | None: ...
+    def _tied(self) -> Tensor | None: ...

@@ -1,0 +1,250 @@
+"""The pipeline stages of a model that are on this rank, under the whole model's names.
+
+The norm behind a stage's last block belongs to the stage that it sends h to, where ``blocks.i.norm_mlp`` then is all
+that there is of block i.  A tied embedding is on the first stage and on the last, two copies of one parameter.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..kernels.norm import norm_in
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import described
+from ..layers.block import Normed
+from ..layers.hooks import served
+from ..layers.module import replicated
+from ..parallel import TensorParallel
+from ..pipeline.placement import Chunk, Costs, Stage, chunks_of, held_by, stage_of
+from ..pipeline.schedules import placement
+from ..sequence_parallel.crossings import expanded
+from .config.gpt import ModelConfig
+from .groups import Groups
+from .inputs import ALIGNED, Inputs, check_tokens
+from .rows import Rows
+from .stack import FULL, run_blocks
+
+
+class Batch(NamedTuple):
+    """A call's arguments, checked; its rows, the rng of its masks, and what each block is given beside h and n.
+
+    The same on every stage.
+    """
+
+    inputs: Inputs
+    rows: Rows
+    rng: Tensor | None
+    blocks: dict[str, Any]
+
+
+class StagedModel(Protocol):
+    """What a step over a pipeline needs of a model."""
+
+    tp: TensorParallel
+    groups: Groups
+    blocks: nn.ModuleList
+    saving: str
+
+    @property
+    def recompute(self) -> str | None: ...
+
+    def _begin(self, inputs: Inputs) -> Batch: ...
+    def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]: ...
+    def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Any: ...
+    def _compare(self, call: str, arguments: dict[str, Any]) -> None: ...
+    def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]: ...
+    def _count_labels(self, inputs: Inputs) -> Tensor: ...
+    def _count(self, step: int | Tensor | None) -> None: ...
+
+
+class Border(nn.Module):
+    """What a stage has of the block in front of its first: the norm of what it is sent."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm_mlp = norm
+
+
+class Stages:
+    """The pipeline stages of a model that this rank holds: one, and all of it, for a model made without ``stage``.
+
+    ``place``: this rank's place in the pipeline, None for a whole model.  ``chunks``: the stages here.  ``head``:
+    whether the whole model ends in logits over its vocabulary.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, place: Stage | tuple[Any, ...] | None, *, head: bool):
+        check(
+            place is None or head,
+            f"{name}: pipeline stages need a language-model head, whose loss the last one makes; base models and"
+            " classifiers over stages are not built",
+        )
+        self.name, self.config, self.head = name, config, head
+        self.place = None if place is None else stage_of(name, place)
+        if self.place is None:
+            self.chunks: tuple[Chunk, ...] = (Chunk(0, 1, range(config.num_layers)),)
+        else:
+            self.chunks = chunks_of(name, self.place, costs(config, head))
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage with the embedding is here."""
+        return any(chunk.first for chunk in self.chunks)
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage with the head is here."""
+        return any(chunk.last for chunk in self.chunks)
+
+    @property
+    def embedding(self) -> bool:
+        """Whether the embedding is here, which a head that shares its weight needs too."""
+        return self.first or (self.last and self.head and self.config.tie_embeddings)
+
+    def check_whole(self, caller: str) -> None:
+        """Raises ValueError where only some stages are here."""
+        check(
+            self.place is None,
+            f"{self.name}: {caller} needs the whole model, and this rank holds"
+            f" {', '.join(f'stage {c.stage}' for c in self.chunks)} of {self.chunks[0].stages}; train it by"
+            " tpfuse.pipeline.schedule(model, mesh, ...).step(...)",
+        )
+
+    def make_blocks(self, make: Callable[[int], Any], norm: Callable[[], nn.Module] | None) -> nn.ModuleList:
+        """Returns the blocks of these stages, each at its place in the whole model, and None in the others'.
+
+        ``make(layer)`` makes a block, ``norm()`` the norm between two; None where there is none to cross a border.
+        """
+        layers = {layer for chunk in self.chunks for layer in chunk.layers}
+        borders = {chunk.layers[0] - 1 for chunk in self.chunks if not chunk.first} if norm is not None else set[int]()
+        blocks = nn.ModuleList()
+        for layer in range(self.config.num_layers):
+            block = make(layer) if layer in layers else None
+            if norm is not None and block is None and layer in borders:
+                block = Border(norm())
+            blocks.register_module(str(layer), block)
+        for chunk in self.chunks if norm is not None else ():
+            last: Any = blocks[chunk.layers[-1]]
+            if not chunk.last:
+                last.norm_after = False
+                if chunk.layers[-1] not in borders:
+                    last.norm_mlp = None
+        return blocks
+
+    def absent_tensors(self) -> tuple[str, ...]:
+        """Returns patterns of the tensors that a file holds for stages on other ranks."""
+        if self.place is None:
+            return ()
+        return tuple(re.escape(n) for source in self.config.hf.sources(self.config).values() for n in source.names)
+
+    def copies_of(self, name: str) -> int:
+        """Returns how many ranks of the pipeline hold the parameter ``name``."""
+        if self.place is None:
+            return 1
+        chains = placement(self.place.schedule, self.place.ranks, held_by(self.place))
+        if len(chains) == 2:
+            return 2
+        tied = self.head and self.config.tie_embeddings and name == "embedding.weight"
+        return 2 if tied and chains[0][0] != chains[0][-1] else 1
+
+    # ---- a step over a pipeline ----
+
+    def run(self, model: StagedModel, chunk: Chunk, x: Tensor | None, batch: Batch) -> Tensor:
+        """Runs one stage: this rank's h [m, D] of the stage before (the first takes none) -> h [m, D]; of the last, the
+        loss.
+        """
+        h, normed = model._embedded(batch) if chunk.first else self._received(model, chunk, x)
+        blocks = [model.blocks[layer] for layer in chunk.layers]
+        h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, **batch.blocks)
+        if not chunk.last:
+            return h
+        loss: Tensor | None = model._finish(h, normed, batch, None).loss
+        assert loss is not None  # labels have been asked for
+        return loss
+
+    def _received(self, model: StagedModel, chunk: Chunk, h: Tensor | None) -> tuple[Tensor, Normed]:
+        assert h is not None  # what is no first stage is sent one
+        border: Any = model.blocks[chunk.layers[0] - 1]
+        norm = None if border is None else border.norm_mlp
+        if norm is None or getattr(border, "norm_after", False):
+            return h, Normed(expanded(self.name, h, model.tp))
+        if served(norm):
+            return h, Normed(expanded(self.name, norm(h), model.tp))
+        weight, bias = replicated(model.tp, norm.weight, norm.bias)
+        ranks, recompute = model.tp.row_shards, model.recompute is not None
+        h, n, recipe = norm_in(h, weight, bias, eps=norm.eps, norm=norm.kind, ranks=ranks, recompute=recompute)
+        return h, Normed(n, recipe)
+
+    def micro_batches(self, model: StagedModel, count: int, arguments: dict[str, Any]) -> list[Batch]:
+        """Cuts the arguments of a call into ``count`` calls, whose losses sum to its own.
+
+        ValueError for arguments that are none, that a pipeline does not take, or that cannot be cut evenly: the same on
+        every stage, before anything is sent.
+        """
+        name = self.name
+        model._compare("step", _flat(arguments))
+        unknown = [key for key in arguments if key not in Inputs._fields]
+        check(not unknown, f"{name}: a step takes no {', '.join(unknown)}")
+        packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
+        check(inputs.labels is not None, f"{name}: a step over a pipeline needs labels, on every rank")
+        for key in ("inputs_embeds", "return_logits", "output_hidden_states"):
+            check(not getattr(inputs, key), f"{name}: {key} is not built over a pipeline")
+        check(
+            inputs.reduction in ("mean", "sum"), f"{name}: reduction={inputs.reduction!r} is not built over a pipeline"
+        )
+        check_tokens(name, inputs.input_ids)
+        batch = len(inputs.tokens)
+        check(batch % count == 0, f"{name}: a batch of {batch} cannot be cut into {count} micro-batches")
+        if packed is not None:
+            check(
+                isinstance(packed, list | tuple) and len(packed) == count == batch,
+                f"{name}: packed documents are a row and a cu_seqlens each for {count} micro-batches, got"
+                f" {len(packed) if isinstance(packed, list | tuple) else type(packed).__name__} for {batch} rows",
+            )
+        size = batch // count
+        for key in (key for key in ALIGNED if getattr(inputs, key) is not None):
+            x = getattr(inputs, key)
+            check(
+                isinstance(x, Tensor) and len(x) == batch, f"{name}: {key} must have {batch} rows, got {described(x)}"
+            )
+        step, first = model._counters(inputs, batch)
+        micro = []
+        for m in range(count):
+            part = {
+                key: x[m * size : (m + 1) * size]
+                for key in ("input_ids", *ALIGNED)
+                if (x := getattr(inputs, key)) is not None
+            }
+            longest = inputs.max_seqlen[m] if isinstance(inputs.max_seqlen, list | tuple) else inputs.max_seqlen
+            part |= dict(cu_seqlens=None if packed is None else packed[m], max_seqlen=longest)
+            part |= dict(step=step, first_sample=None if first is None else first + m * size)
+            micro.append(inputs._replace(**part))
+        if inputs.reduction == "mean" and inputs.loss_normalizer is None:
+            total = torch.stack([model._count_labels(part) for part in micro]).sum()
+            if (dp := model.groups.dp) is not None:
+                dist.all_reduce(total, group=dp)
+            micro = [part._replace(loss_normalizer=total.clamp(min=1)) for part in micro]
+        return [model._begin(part) for part in micro]
+
+    def end_step(self, model: StagedModel, arguments: dict[str, Any]) -> None:
+        """Counts a step over the pipeline, as ``forward`` counts its own."""
+        model._count(arguments.get("step"))
+
+
+def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with each value of a list by itself, as ranks compare them."""
+    flat: dict[str, Any] = {}
+    for key, value in arguments.items():
+        several = isinstance(value, list | tuple)
+        flat |= {f"{key}[{i}]": x for i, x in enumerate(value)} if several else {key: value}
+    return flat
+
+
+def costs(c: ModelConfig, head: bool) -> Costs:
+    """Returns the multiply-adds a token of each part of a model: those of its GEMMs; an embedding is a lookup."""
+    heads = c.head_size * (2 * c.num_heads + 2 * c.kv_heads)
+    block = c.hidden_size * (heads + c.ffn_width * (3 if c.gated else 2))
+    return Costs(c.hidden_size, (float(block),) * c.num_layers, c.hidden_size * c.vocab_size * head)
