@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tpfuse.kernels.runtime.errors import check
-from tpfuse.models.config.gpt import ModelConfig
+from tpfuse.models.config.model import ModelConfig
 from tpfuse.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from tpfuse.pipeline.schedules import SCHEDULES
 from tpfuse.tools.ledger.aten import COMMUNICATION, ELEMENTWISE, GEMM

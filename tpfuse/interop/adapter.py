@@ -187,7 +187,7 @@ def _entries(base: Model) -> list[_Entry]:
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
             own = sources[f"{path}.{leaf}"]
-            adapted = [(n, m, place) for (n, m), (_, place) in zip(parts, own.each, strict=True) if m in lora.adapted]
+            adapted = [(n, m, place) for (n, m), (_, place) in zip(parts, own.parts, strict=True) if m in lora.adapted]
             if adapted:
                 widths, modules, places = zip(*adapted, strict=True)
                 name = "B" if leaf == "weight" else f"B_{leaf}"
@@ -209,8 +209,8 @@ def _beside(base: Model) -> dict[str, _Entry]:
 
 def _pattern(source: Source) -> str:
     """Returns the pattern of B, from its weight's: "d (t h e) -> h t e d" -> "(t h e) r -> h t e r"."""
-    *ours, width = source.ours
-    theirs = [f"({' '.join(group)})" for group in source.theirs if group != [width]]
+    *ours, width = source.letters
+    theirs = [f"({' '.join(group)})" for group in source.file_letters if group != [width]]
     return f"{' '.join(theirs)} r -> {' '.join(ours)} r"
 
 
@@ -289,7 +289,7 @@ def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
-            for n, (first, second) in zip(sources[name].names, sources[name].their_shapes(spec.shape), strict=True):
+            for n, (first, second) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
                 sizes = (second, first) if base.config.hf.transposed else (first, second)
                 layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
     return layers

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
-from ..models.config.gpt import ModelConfig
+from ..models.config.model import ModelConfig
 from ..models.files.names import Origin
 from ..models.files.read import Tensors, load
 from ..models.model import Model

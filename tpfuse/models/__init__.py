@@ -22,7 +22,8 @@ from typing import Any
 from .bert import Bert
 from .classify import Classifier
 from .config.bert import BertConfig
-from .config.gpt import GPTConfig, ModelConfig
+from .config.gpt import GPTConfig
+from .config.model import ModelConfig
 from .families import Family
 from .gpt import GPT
 from .model import Model, Output

@@ -33,7 +33,7 @@ from ..kernels.runtime.rules import (
 )
 from ..layers.sites import CLASSIFIER, POOLER
 from ..parallel import TensorParallel
-from .config.gpt import ModelConfig
+from .config.model import ModelConfig
 from .families import PER, SEQUENCE, TOKEN, Family
 from .files.source import Source
 from .head import Dense

@@ -20,7 +20,7 @@ from ..pipeline.placement import Stage
 from ..ranks.agreement import Agreement, Header, agree
 from ..ranks.messages import together
 from .classify import ClassifierHead
-from .config.gpt import ModelConfig
+from .config.model import ModelConfig
 from .files.names import ModelFiles, Origin
 from .files.read import Files, load
 from .files.write import save

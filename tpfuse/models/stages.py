@@ -22,7 +22,7 @@ from ..parallel import TensorParallel
 from ..pipeline.placement import Chunk, Costs, Stage, chunks_of, held_by, stage_of
 from ..pipeline.schedules import placement
 from ..sequence_parallel.crossings import expanded
-from .config.gpt import ModelConfig
+from .config.model import ModelConfig
 from .groups import Groups
 from .inputs import ALIGNED, Inputs, check_tokens
 from .rows import Rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.runtime.errors import check
-from ..models.config.gpt import ModelConfig
+from ..models.config.model import ModelConfig
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -11,7 +11,8 @@ from transformers import GPT2Config
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
 from tpfuse.kernels.rotary.table import rope_table
 from tpfuse.models import BertConfig, GPTConfig, families
-from tpfuse.models.config.gpt import FAMILIES, HF_ACTIVATIONS
+from tpfuse.models.config.reader import HF_ACTIVATIONS
+from tpfuse.models.families import FAMILIES
 
 
 @pytest.mark.parametrize("ours, theirs", [(GPTConfig, GPT2Config), (BertConfig, TheirBert)])

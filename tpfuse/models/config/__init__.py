@@ -1,8 +1,9 @@
-"""Configurations: what a model is made of.
+"""Configurations of models, made by hand or read from a Hugging Face config.json.
 
 bert    BertConfig
-fields  what each field of them may hold
-gpt     GPTConfig: what a model is made of
-reader  a config.json, read for one of them
+fields  the values that each field may have
+gpt     GPTConfig
+model   the part that both share
+reader  reads a config.json for one of them
 rotary  rotary positions of a config and of its file
 """

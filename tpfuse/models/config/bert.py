@@ -1,14 +1,14 @@
-"""What an encoder of BERT's kind is made of, and how a config.json holds its layers' windows and rotary positions."""
+"""The configuration of an encoder of BERT's kind, and the windows and rotary positions of its layers in config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...kernels.runtime.rules import Rule, check_rules, instance, shown
 from ..families import ENCODERS, Family
 from .fields import BERT_FIELDS, FULL, SLIDING
-from .gpt import ModelConfig
-from .rotary import check_rope
+from .model import ModelConfig
+from .reader import Reader
 
 _THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
@@ -43,10 +43,6 @@ class BertConfig(ModelConfig):
     mlp_bias: bool = True
     norm_bias: bool = True
     post_norm: bool = True
-    rope: Mapping[str, Any] | None = field(default=None, hash=False)
-    local_rope: Mapping[str, Any] | None = field(default=None, hash=False)
-    window: int | None = None
-    layer_types: tuple[str, ...] | None = None
     families: ClassVar[tuple[str, ...]] = ENCODERS
     rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
 
@@ -56,40 +52,17 @@ class BertConfig(ModelConfig):
             raise ValueError(f"BertConfig: positions_skip_padding needs a pad_token_id, got {shown(self.pad_token_id)}")
         if not self.type_vocab_size and "type_vocab_size" in self.hf.hf_keys:
             raise ValueError(f"BertConfig: type_vocab_size must be a positive integer in a {self.family} model, got 0")
-        if self.layer_types is not None:
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
-            if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
-                kinds = f"{self.num_layers} of {FULL} and {SLIDING}"
-                raise ValueError(f"BertConfig: layer_types must be {kinds}, got {shown(self.layer_types)}")
-            if SLIDING in self.layer_types and self.window is None:
-                raise ValueError(f"BertConfig: layer_types has {SLIDING}, and window is None")
         if self.local_rope is not None and (self.rope is None or self.window is None):
             raise ValueError("BertConfig: local_rope needs rope and window")
-        for rope in self.ropes:
-            sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
-            check_rope("BertConfig", rope, self.hf.rotary_keys, **sizes)
+        self._check_ropes()
 
     @property
     def first_position(self) -> int:
         return 1 + (self.pad_token_id or 0) if self.positions_skip_padding else 0
 
-    @property
-    def learned_positions(self) -> int:
-        return self.max_positions if self.rope is None else 0
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        types = self.layer_types or (FULL if self.window is None else SLIDING,) * self.num_layers
-        return tuple(self.window if kind == SLIDING else None for kind in types)
-
-    @property
-    def ropes(self) -> list[Mapping[str, Any]]:
-        """The rotary positions of layers without a window and with one; one where they are the same, or none."""
-        return [rope for rope in (self.rope, self.local_rope) if rope is not None]
-
     @classmethod
-    def _values(cls, read: Any, family: Family) -> dict[str, Any]:
-        values: dict[str, Any] = super()._values(read, family)
+    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
+        values = super()._values(read, family)
         return values | _layers(read, values["num_layers"]) if family.rotary else values
 
     def to_hf(self) -> dict[str, Any]:
@@ -104,18 +77,18 @@ class BertConfig(ModelConfig):
         return config
 
 
-def _layers(read: Any, layers: int) -> dict[str, Any]:
+def _layers(read: Reader, layers: int) -> dict[str, Any]:
     """Returns the window, which layers have it, and the rotary positions of both kinds of layers."""
-    types, every = read.optional("layer_types"), read.optional("global_attn_every_n_layers") or 3
+    types, period = read.optional("layer_types"), read.optional("global_attn_every_n_layers") or 3
     if types is None:
-        types = [SLIDING if i % every else FULL for i in range(layers)]
-    found = read.optional("rope_parameters") or {}
-    check_rules(read.name, dict(rope_parameters=found), dict(rope_parameters=instance("an object", Mapping)))
+        types = [SLIDING if i % period else FULL for i in range(layers)]
+    parameters = read.optional("rope_parameters") or {}
+    check_rules(read.name, dict(rope_parameters=parameters), dict(rope_parameters=instance("an object", Mapping)))
     if read.optional("rope_scaling") is not None:
         raise ValueError(f"{read.name}: rope_scaling={shown(read.config['rope_scaling'])} is not built; only None is")
     ropes = []
     for kind, (key, default) in _THETAS.items():
-        rope = found.get(kind) or {}
+        rope = parameters.get(kind) or {}
         check_rules(read.name, {kind: rope}, {kind: instance("an object", Mapping)})
         if read.config.get(key, default) is None:
             raise ValueError(f"{read.name}: {key}=None is not built; give it a number")

@@ -1,4 +1,4 @@
-"""What each field of a config may hold, for configs made by hand and those read from a file alike."""
+"""The values that each field of a config may have, for configs made by hand and those read from a file alike."""
 
 from collections.abc import Mapping
 

@@ -45,29 +45,29 @@ class Reader:
         """Returns rope and local_rope: rope_parameters by the kind of layers, or what older files have, rope_theta,
         rope_scaling and rope_local_base_freq; the family's thetas where none of them says it."""
         assert family.thetas is not None  # the caller has looked
-        given, scaling = self.config.get("rope_parameters") or {}, self.config.get("rope_scaling") or {}
-        check_rules(self.name, {"rope_parameters": given}, {"rope_parameters": instance("an object", Mapping)})
-        if set(given) - {FULL, SLIDING}:
-            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {shown(set(given))}")
-        found = {}
+        by_kind, scaling = self.config.get("rope_parameters") or {}, self.config.get("rope_scaling") or {}
+        check_rules(self.name, {"rope_parameters": by_kind}, {"rope_parameters": instance("an object", Mapping)})
+        if set(by_kind) - {FULL, SLIDING}:
+            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {shown(set(by_kind))}")
+        ropes = {}
         for name, kind, key, theta in (
             ("rope", FULL, "rope_theta", family.thetas[0]),
             ("local_rope", SLIDING, "rope_local_base_freq", family.thetas[1]),
         ):
-            parts = {"rope_parameters": given.get(kind) or {}, "rope_scaling": scaling if kind == FULL else {}}
+            parts = {"rope_parameters": by_kind.get(kind) or {}, "rope_scaling": scaling if kind == FULL else {}}
             check_rules(self.name, parts, dict.fromkeys(parts, instance("an object", Mapping)))
             theta = theta if self.optional(key) is None else self.config[key]
-            own = dict(rope_parameters={**parts["rope_parameters"], **parts["rope_scaling"]}, rope_theta=theta)
-            found[name] = read_rope(self.name, {**self.config, **own}, family.rotary_keys)
-        return found
+            config = dict(rope_parameters={**parts["rope_parameters"], **parts["rope_scaling"]}, rope_theta=theta)
+            ropes[name] = read_rope(self.name, {**self.config, **config}, family.rotary_keys)
+        return ropes
 
     def pattern(self, family: Family, layers: int) -> tuple[str, ...]:
         """Returns which layers have a window: what layer_types says, or the family's pattern."""
         types = self.optional("layer_types")
         if types is None:
-            every = None if family.pattern_key is None else self.optional(family.pattern_key)
-            every = family.full_every if every is None else every
-            types = [SLIDING if i % every else FULL for i in range(1, layers + 1)]
+            period = None if family.pattern_key is None else self.optional(family.pattern_key)
+            period = family.full_every if period is None else period
+            types = [SLIDING if i % period else FULL for i in range(1, layers + 1)]
         return tuple(types)
 
     def windows(self, layers: int) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Reader:
             return dict(window=None, layer_types=None)
         window, types = self.required("sliding_window"), self.optional("layer_types")
         if types is None:
-            first = self.required("max_window_layers")
-            types = [SLIDING if i >= first else FULL for i in range(layers)]
+            full = self.required("max_window_layers")
+            types = [SLIDING if i >= full else FULL for i in range(layers)]
         return dict(window=window, layer_types=tuple(types))
 
     def optional(self, *keys: str) -> Any:

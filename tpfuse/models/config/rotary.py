@@ -37,9 +37,9 @@ def switches_at(rope: Rope, max_positions: int) -> int | None:
 def read_rope(name: str, config: Mapping[str, Any], keys: RotaryKeys) -> dict[str, Any]:
     """Returns rope_parameters, or what older files have: rope_theta, and rope_scaling with "type"."""
     key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_parameters")
-    given = config.get(key) or {}
-    check_rules(name, {key: given}, {key: instance("an object", Mapping)})
-    rope = dict(given)
+    parameters = config.get(key) or {}
+    check_rules(name, {key: parameters}, {key: instance("an object", Mapping)})
+    rope = dict(parameters)
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
     kind = rope.setdefault("rope_type", "default")

@@ -1,17 +1,17 @@
 """The families of models: one table, an entry a file of this folder.
 
 bert        BERT
-bert_like   what is alike in BERT and its relatives
+bert_like   the common part of BERT and its relatives
 distilbert  DistilBERT
-family      what an entry says
+family      the fields of an entry
 gemma       Gemma 2 and 3
 gpt2        GPT-2
 gpt_neox    GPT-NeoX and Pythia
 llama       Llama
-llama_like  what is alike in Llama and its relatives
+llama_like  the common part of Llama and its relatives
 mistral     Mistral
 modernbert  ModernBERT
-names       what names of parameters in a file are put together from
+names       building blocks for the names of parameters in a file
 olmo        OLMo 2
 phi3        Phi-3 and Phi-4-mini
 qwen        Qwen 2 and 3

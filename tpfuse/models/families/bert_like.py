@@ -1,4 +1,4 @@
-"""What BERT shares with its relatives: names of parameters, keys of config.json."""
+"""The common part of BERT and its relatives: names of parameters, keys of config.json."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def head(config: Sizes, name: str) -> Modules:
 
 
 def body(config: Sizes) -> Modules:
-    """What lies below the head."""
+    """The parameters below the head."""
     modules: Modules = {
         "embedding": table("embeddings.word_embeddings"),
         "positions": table("embeddings.position_embeddings"),
@@ -26,15 +26,15 @@ def body(config: Sizes) -> Modules:
         "pooler": linear("pooler.dense"),
     }
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"encoder.layer.{i}"
-        attention = f"{theirs}.attention.self"
+        block, layer = f"blocks.{i}", f"encoder.layer.{i}"
+        attention = f"{layer}.attention.self"
         modules |= {
-            f"{ours}.attention.qkv": qkv(f"{attention}.query", f"{attention}.key", f"{attention}.value"),
-            f"{ours}.attention.out": linear(f"{theirs}.attention.output.dense"),
-            f"{ours}.norm_attention": norm(f"{theirs}.attention.output.LayerNorm"),
-            f"{ours}.mlp.fc1": linear(f"{theirs}.intermediate.dense"),
-            f"{ours}.mlp.fc2": linear(f"{theirs}.output.dense"),
-            f"{ours}.norm_mlp": norm(f"{theirs}.output.LayerNorm"),
+            f"{block}.attention.qkv": qkv(f"{attention}.query", f"{attention}.key", f"{attention}.value"),
+            f"{block}.attention.out": linear(f"{layer}.attention.output.dense"),
+            f"{block}.norm_attention": norm(f"{layer}.attention.output.LayerNorm"),
+            f"{block}.mlp.fc1": linear(f"{layer}.intermediate.dense"),
+            f"{block}.mlp.fc2": linear(f"{layer}.output.dense"),
+            f"{block}.norm_mlp": norm(f"{layer}.output.LayerNorm"),
         }
     return modules
 

@@ -20,15 +20,15 @@ def distilbert_sources(config: Sizes) -> dict[str, Source]:
         "head": table("vocab_projector") | bias,
     }
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"transformer.layer.{i}"
-        attention = f"{theirs}.attention"
+        block, layer = f"blocks.{i}", f"transformer.layer.{i}"
+        attention = f"{layer}.attention"
         modules |= {
-            f"{ours}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
-            f"{ours}.attention.out": linear(f"{attention}.out_lin"),
-            f"{ours}.norm_attention": norm(f"{theirs}.sa_layer_norm"),
-            f"{ours}.mlp.fc1": linear(f"{theirs}.ffn.lin1"),
-            f"{ours}.mlp.fc2": linear(f"{theirs}.ffn.lin2"),
-            f"{ours}.norm_mlp": norm(f"{theirs}.output_layer_norm"),
+            f"{block}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
+            f"{block}.attention.out": linear(f"{attention}.out_lin"),
+            f"{block}.norm_attention": norm(f"{layer}.sa_layer_norm"),
+            f"{block}.mlp.fc1": linear(f"{layer}.ffn.lin1"),
+            f"{block}.mlp.fc2": linear(f"{layer}.ffn.lin2"),
+            f"{block}.norm_mlp": norm(f"{layer}.output_layer_norm"),
         }
     return flat(modules)
 

@@ -1,5 +1,5 @@
-"""What is said of a family of models: what a model_type of transformers fixes, how its config.json names the rest, and
-where its parameters stand in a file."""
+"""The entry of a family of models: the values that a model_type of transformers fixes, the keys of its config.json for
+the rest, and the places of its parameters in a file."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ KEYS: dict[str, tuple[str, ...]] = dict(
 
 
 class RotaryKeys(NamedTuple):
-    """What a family makes of rotary positions, and how its config.json tells them."""
+    """The rotary positions that a family may have, and their keys in its config.json."""
 
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")  # the rope_type that it may have
     partial: bool = False  # whether a part of each head may be left as it is
@@ -57,7 +57,7 @@ class Classes(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What an encoder's class that classifies has below the linear layer that scores.
+    """The layers of an encoder's class that classifies, below the linear layer that scores.
 
     ``dense``: a linear layer of a head per sequence, on the row of the first token; "": the base model's pooler.
     ``activation`` follows it, and with ``dropped`` dropout stands before it too.  ``transform``: the masked-LM head's
@@ -124,7 +124,7 @@ class Family(NamedTuple):
         }
 
     def head(self, per: str) -> Head:
-        """What an encoder's class that classifies has below its scoring layer."""
+        """Returns the layers that an encoder's class that classifies has below its scoring layer."""
         return self.heads.get(per, Head())
 
     @property

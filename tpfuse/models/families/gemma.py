@@ -14,13 +14,13 @@ from .names import Sizes, flat, norm
 def gemma_sources(config: Sizes) -> dict[str, Source]:
     """Gemma2ForCausalLM: each norm stands around what it is of."""
     modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
-    last = config.num_layers - 1
+    final = config.num_layers - 1
     for i in range(config.num_layers):
         modules |= layer(config, i) | {
             f"blocks.{i}.branch_attention": norm(f"layers.{i}.post_attention_layernorm"),
             f"blocks.{i}.norm_attention": norm(f"layers.{i}.pre_feedforward_layernorm"),
             f"blocks.{i}.branch_mlp": norm(f"layers.{i}.post_feedforward_layernorm"),
-            f"blocks.{i}.norm_mlp": norm("norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+            f"blocks.{i}.norm_mlp": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 

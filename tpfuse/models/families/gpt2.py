@@ -14,16 +14,16 @@ def gpt2_sources(config: Sizes) -> dict[str, Source]:
         "norm_in": norm("h.0.ln_1"),
         "head": table("lm_head"),
     }
-    last = config.num_layers - 1
+    final = config.num_layers - 1
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"h.{i}"
+        block, layer = f"blocks.{i}", f"h.{i}"
         modules |= {
-            f"{ours}.attention.qkv": linear(f"{theirs}.attn.c_attn", "d (t h e) -> h t e d", "(t h e) -> h t e"),
-            f"{ours}.attention.out": linear(f"{theirs}.attn.c_proj", transposed),
-            f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.c_fc", transposed),
-            f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.c_proj", transposed),
-            f"{ours}.norm_attention": norm(f"{theirs}.ln_2"),
-            f"{ours}.norm_mlp": norm("ln_f" if i == last else f"h.{i + 1}.ln_1"),
+            f"{block}.attention.qkv": linear(f"{layer}.attn.c_attn", "d (t h e) -> h t e d", "(t h e) -> h t e"),
+            f"{block}.attention.out": linear(f"{layer}.attn.c_proj", transposed),
+            f"{block}.mlp.fc1": linear(f"{layer}.mlp.c_fc", transposed),
+            f"{block}.mlp.fc2": linear(f"{layer}.mlp.c_proj", transposed),
+            f"{block}.norm_attention": norm(f"{layer}.ln_2"),
+            f"{block}.norm_mlp": norm("ln_f" if i == final else f"h.{i + 1}.ln_1"),
         }
     return flat(modules)
 

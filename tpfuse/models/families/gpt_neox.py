@@ -13,17 +13,17 @@ def gpt_neox_sources(config: Sizes) -> dict[str, Source]:
         "norm_in": norm("layers.0.input_layernorm"),
         "head": table("lm_head"),
     }
-    last = config.num_layers - 1
+    final = config.num_layers - 1
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"layers.{i}"
-        fused = f"{theirs}.attention.query_key_value"
+        block, layer = f"blocks.{i}", f"layers.{i}"
+        fused = f"{layer}.attention.query_key_value"
         modules |= {
-            f"{ours}.attention.qkv": linear(fused, "(h t e) d -> h t e d", "(h t e) -> h t e"),
-            f"{ours}.attention.out": linear(f"{theirs}.attention.dense"),
-            f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.dense_h_to_4h"),
-            f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.dense_4h_to_h"),
-            f"{ours}.norm_attention": norm(f"{theirs}.post_attention_layernorm"),
-            f"{ours}.norm_mlp": norm("final_layer_norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+            f"{block}.attention.qkv": linear(fused, "(h t e) d -> h t e d", "(h t e) -> h t e"),
+            f"{block}.attention.out": linear(f"{layer}.attention.dense"),
+            f"{block}.mlp.fc1": linear(f"{layer}.mlp.dense_h_to_4h"),
+            f"{block}.mlp.fc2": linear(f"{layer}.mlp.dense_4h_to_h"),
+            f"{block}.norm_attention": norm(f"{layer}.post_attention_layernorm"),
+            f"{block}.norm_mlp": norm("final_layer_norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 

@@ -1,4 +1,4 @@
-"""What Llama shares with its many relatives: names of parameters, keys of config.json."""
+"""The common part of Llama and its many relatives: names of parameters, keys of config.json."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +11,17 @@ from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
 def llama_sources(config: Sizes) -> dict[str, Source]:
     """LlamaForCausalLM: each norm stands before what it feeds."""
     modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
-    last = config.num_layers - 1
+    final = config.num_layers - 1
     for i in range(config.num_layers):
         modules |= layer(config, i) | {
             f"blocks.{i}.norm_attention": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.norm_mlp": norm("norm" if i == last else f"layers.{i + 1}.input_layernorm"),
+            f"blocks.{i}.norm_mlp": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 
 
 def around() -> Modules:
-    """What stands around the layers, but for norms."""
+    """The parameters around the layers, but for norms."""
     return {"embedding": table("embed_tokens"), "head": table("lm_head")}
 
 

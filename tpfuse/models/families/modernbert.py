@@ -16,16 +16,16 @@ def modernbert_sources(config: Sizes) -> dict[str, Source]:
         "transform_norm": norm("head.norm"),
         "head": table("decoder") | {"bias": Source.one("decoder.bias", "v -> v")},
     }
-    last = config.num_layers - 1
+    final = config.num_layers - 1
     for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"layers.{i}"
+        block, layer = f"blocks.{i}", f"layers.{i}"
         modules |= {
-            f"{ours}.attention.qkv": linear(f"{theirs}.attn.Wqkv", "(t h e) d -> h t e d", "(t h e) -> h t e"),
-            f"{ours}.attention.out": linear(f"{theirs}.attn.Wo"),
-            f"{ours}.norm_attention": norm(f"{theirs}.mlp_norm"),
-            f"{ours}.mlp.fc1": linear(f"{theirs}.mlp.Wi", "(t f) d -> f t d", "(t f) -> f t"),
-            f"{ours}.mlp.fc2": linear(f"{theirs}.mlp.Wo"),
-            f"{ours}.norm_mlp": norm("final_norm" if i == last else f"layers.{i + 1}.attn_norm"),
+            f"{block}.attention.qkv": linear(f"{layer}.attn.Wqkv", "(t h e) d -> h t e d", "(t h e) -> h t e"),
+            f"{block}.attention.out": linear(f"{layer}.attn.Wo"),
+            f"{block}.norm_attention": norm(f"{layer}.mlp_norm"),
+            f"{block}.mlp.fc1": linear(f"{layer}.mlp.Wi", "(t f) d -> f t d", "(t f) -> f t"),
+            f"{block}.mlp.fc2": linear(f"{layer}.mlp.Wo"),
+            f"{block}.norm_mlp": norm("final_norm" if i == final else f"layers.{i + 1}.attn_norm"),
         }
     return flat(modules)
 

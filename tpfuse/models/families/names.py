@@ -1,4 +1,4 @@
-"""What the names of parameters in Hugging Face files are put together from.
+"""Building blocks for the names of parameters in Hugging Face files.
 
 A family's ``sources`` returns, for every parameter of the whole model, the tensors that it is made of; names are those
 of the base model, without its prefix.
@@ -6,13 +6,13 @@ of the base model, without its prefix.
 
 from typing import Protocol
 
-from ..files.source import Place, Source
+from ..files.source import RowBlocks, Source
 
 Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
 
 
 class Sizes(Protocol):
-    """What names depend on, of a model's config."""
+    """The fields of a config that names depend on."""
 
     @property
     def num_layers(self) -> int: ...
@@ -58,7 +58,7 @@ def qkv(q: str, k: str, v: str, heads: int = 1) -> dict[str, Source]:
 
 def joined_qkv(name: str, heads: int) -> dict[str, Source]:
     """q, k and v one after another in one tensor without a bias, with ``heads`` query heads to each kv head."""
-    q, k, v = Place(0, heads, heads + 2), Place(heads, 1, heads + 2), Place(heads + 1, 1, heads + 2)
+    q, k, v = RowBlocks(0, heads, heads + 2), RowBlocks(heads, 1, heads + 2), RowBlocks(heads + 1, 1, heads + 2)
     weight = f"{name}.weight"
     return {
         "weight": Source.several((weight,) * 3, "(h q e) d -> h q e d", (heads, 1, 1)).within(q, k, v),

@@ -1,4 +1,4 @@
-"""What is opened in a directory that anybody may have made, and how much of it is parsed.
+"""Opens files of a directory that anybody may have made, within limits.
 
 Files are opened by plain names, and are regular files of that directory: a pipe or a device could wait forever or have
 effects.  A link is followed where it ends in the directory itself, or in the hub's cache, whose
@@ -26,7 +26,7 @@ _WEIGHTS = re.compile(r"\w[\w.+=@ -]{0,200}\.safetensors", re.ASCII)
 
 
 def is_weights_name(name: Any) -> bool:
-    """Whether this is the plain name of a safetensors file: no part of a path, not hidden."""
+    """Returns whether this is the plain name of a safetensors file: no part of a path, not hidden."""
     return isinstance(name, str) and _WEIGHTS.fullmatch(name) is not None
 
 
@@ -74,7 +74,7 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level and depth <= MAX_JSON_DEPTH:
         children = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
-        level = [child for each in children for child in each]
+        level = [child for group in children for child in group]
         depth += bool(level)
     return depth
 

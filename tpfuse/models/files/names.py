@@ -11,7 +11,7 @@ from torch import nn
 from ...layers.module import Spec, named_specs
 from ...parallel import TensorParallel
 from ..classify import ClassifierHead
-from ..config.gpt import ModelConfig
+from ..config.model import ModelConfig
 from ..families import Family
 from ..groups import Groups
 from ..stages import Stages

@@ -96,9 +96,8 @@ class Files(Tensors):
         self._file_of: dict[str, str] = {}
         for file, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118
-                other = self._file_of.setdefault(name, file)
-                if other != file:
-                    raise ValueError(f"from_pretrained: {self.path} holds {brief(name)} twice, in {other} and {file}")
+                if (twin := self._file_of.setdefault(name, file)) != file:
+                    raise ValueError(f"from_pretrained: {self.path} holds {brief(name)} twice, in {twin} and {file}")
 
     def read_config(self, make: Callable[[dict[str, Any]], T]) -> T:
         """Returns ``make(config)``; an error names the file, and that it has more layers than the tensors is one."""
@@ -114,13 +113,13 @@ class Files(Tensors):
             return [SINGLE]
         if (self.path / INDEX).is_file():
             files = self._named(lambda: read_json(self.path, INDEX)).get("weight_map")
-            stands = f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to"
+            error = f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to"
             if not isinstance(files, dict):
-                raise ValueError(f"{stands} files, got {shown(files)}")
+                raise ValueError(f"{error} files, got {shown(files)}")
             for name, file in files.items():
                 if not is_weights_name(file):
                     raise ValueError(
-                        f"{stands} plain names of .safetensors files beside it, got {shown(file)} for {shown(name)}"
+                        f"{error} plain names of .safetensors files beside it, got {shown(file)} for {shown(name)}"
                     )
             return sorted(set(files.values()))
         raise ValueError(
@@ -141,22 +140,23 @@ class Files(Tensors):
         except ValueError as error:
             raise ValueError(f"from_pretrained: {error}") from None
 
-    def dtype(self, asked: torch.dtype | str | None) -> torch.dtype:
-        """Returns the dtype of parameters: what is asked for, by itself or by name, or "auto", the directory's own.
+    def dtype(self, wanted: torch.dtype | str | None) -> torch.dtype:
+        """Returns the dtype for the parameters: ``wanted``, or its name; None: torch's default; "auto": the files' own.
 
-        That is what config.json says, else the first tensor's.
+        The files' own is what config.json says, else the first tensor's.
         """
-        first = next(iter(self._file_of), None)
-        own = self.config.get("dtype") or self.config.get("torch_dtype")
-        if asked == "auto" and own is None and first is not None:
-            own = next((d for d, name in _DTYPE_NAMES.items() if name == self.tensor(first).get_dtype()), None)
-        found = own if asked == "auto" else asked
-        found = torch.get_default_dtype() if found is None else found
-        found = getattr(torch, found.removeprefix("torch."), found) if isinstance(found, str) else found
-        if not isinstance(found, torch.dtype) or found not in _DTYPE_NAMES:
+        dtype: Any = wanted
+        if wanted == "auto":
+            dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+            if dtype is None and self._file_of:
+                stored = self.tensor(next(iter(self._file_of))).get_dtype()
+                dtype = next((d for d, name in _DTYPE_NAMES.items() if name == stored), None)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPE_NAMES:
             names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_NAMES)
-            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(found)}")
-        return found
+            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(dtype)}")
+        return dtype
 
     def raw_names(self) -> Iterable[str]:
         return self._file_of
@@ -226,7 +226,7 @@ def _read(model: ModelFiles, tensors: Tensors, put: Callable[[str, Tensor], Any]
 
 
 @contextlib.contextmanager
-def reading(stands: str) -> Iterator[None]:
+def reading(place: str) -> Iterator[None]:
     """Raises OSError where the bytes of a file cannot be had, which are read only now.
 
     A file's size is a claim too: a sparse one holds more zeros than there is memory for.
@@ -234,7 +234,7 @@ def reading(stands: str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, RuntimeError, MemoryError) as error:
-        raise OSError(f"{stands} cannot be read: {brief(error)}") from error
+        raise OSError(f"{place} cannot be read: {brief(error)}") from error
 
 
 def _check(model: ModelFiles, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
@@ -248,14 +248,14 @@ def _check(model: ModelFiles, tensors: Tensors, entries: list[_Entry]) -> dict[s
             names.setdefault(source.names[0], names[source.also])
     _check_names(model, tensors, names, [n for *_, source in entries for n in source.names])
     for name, spec, _, source in entries:
-        for n, expected in zip(source.names, source.their_shapes(spec.shape), strict=True):
+        for n, expected in zip(source.names, source.file_shapes(spec.shape), strict=True):
             stored = tensors.tensor(names[n])
             got = tuple(stored.get_shape())
-            stands = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
+            place = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
             if got != expected:
-                raise ValueError(f"{stands} must be {expected} for {name} of this config, got {shown(got)}")
+                raise ValueError(f"{place} must be {expected} for {name} of this config, got {shown(got)}")
             if stored.get_dtype() not in DTYPES:
-                raise ValueError(f"{stands} must be one of {DTYPES}, got {stored.get_dtype()}")
+                raise ValueError(f"{place} must be one of {DTYPES}, got {stored.get_dtype()}")
     return names
 
 

@@ -1,12 +1,12 @@
-"""How a parameter is made of a file's tensors, as an einops pattern that is read in both directions.
+"""The tensors of a file that a parameter is made of, and an einops pattern that is read in both directions.
 
     GPT-2's c_attn.weight [D, 3 D]  "d (t h e) -> h t e d"  our qkv [G, 3, E, D], sharded on dim 0
 
 A file holds full tensors in Hugging Face's layout; a parameter here is a slice of a full tensor in ours.  A rank reads
 its own slices only: the sharded letter of the pattern says which ranges of the file's tensor those are.
 
-A tensor of the file may hold what is several here, one after another in dimension 0 (Phi-3's q, k and v): a
-:class:`Place` says which rows of it are meant, and :func:`written` puts it together again.
+A tensor of the file may hold several parameters, one after another in dimension 0 (Phi-3's q, k and v): a
+:class:`RowBlocks` says which rows of it are meant, and :func:`written` puts it together again.
 """
 
 import math
@@ -23,20 +23,20 @@ from ...layers.module import Spec
 from ...parallel import TensorParallel
 
 
-class Place(NamedTuple):
-    """Rows of a tensor in the file, which is ``of`` blocks of equal size: ``blocks`` of them from ``first`` on."""
+class RowBlocks(NamedTuple):
+    """Rows of a tensor in the file, which is ``of`` blocks of equal size: ``blocks`` of them from ``start`` on."""
 
-    first: int = 0
+    start: int = 0
     blocks: int = 1
     of: int = 1
 
     def rows(self, rows: int) -> slice:
-        """Returns which rows of the tensor these ``rows`` are."""
+        """Returns the range of the tensor that these ``rows`` are."""
         size = rows // self.blocks
-        return slice(self.first * size, self.first * size + rows)
+        return slice(self.start * size, self.start * size + rows)
 
 
-WHOLE = Place()
+ALL_ROWS = RowBlocks()
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Source:
     pattern: str
     widths: tuple[int, ...]
     also: str | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[RowBlocks, ...] = ()
 
     @classmethod
     def one(cls, name: str, pattern: str, also: str | None = None) -> "Source":
@@ -64,23 +64,23 @@ class Source:
         """Returns the source of a parameter that is several tensors of the file, of one index each by default."""
         return cls(names, pattern, (1,) * len(names) if widths is None else widths)
 
-    def within(self, *places: Place) -> "Source":
+    def within(self, *places: RowBlocks) -> "Source":
         """Returns the same source, of tensors of which these places are meant."""
         return replace(self, places=places)
 
     @property
-    def each(self) -> tuple[tuple[str, Place], ...]:
+    def parts(self) -> tuple[tuple[str, RowBlocks], ...]:
         """The name and the place of each tensor."""
-        return tuple(zip(self.names, self.places or (WHOLE,) * len(self.names), strict=True))
+        return tuple(zip(self.names, self.places or (ALL_ROWS,) * len(self.names), strict=True))
 
     @property
-    def theirs(self) -> list[list[str]]:
+    def file_letters(self) -> list[list[str]]:
         """The letters of each dimension in the file: "d (t h e)" -> [["d"], ["t", "h", "e"]]."""
         left = self.pattern.split("->")[0]
         return [token.strip("()").split() for token in re.findall(r"\([^)]*\)|\S+", left)]
 
     @property
-    def ours(self) -> list[str]:
+    def letters(self) -> list[str]:
         """The letter of each dimension of the parameter."""
         return self.pattern.split("->")[1].split()
 
@@ -90,42 +90,42 @@ class Source:
 
     def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Returns the size of each letter for our ``shape``; "1" stands for itself."""
-        return {letter: n for letter, n in zip(self.ours, shape, strict=True) if letter != "1"}
+        return {letter: n for letter, n in zip(self.letters, shape, strict=True) if letter != "1"}
 
-    def their_shape(self, shape: tuple[int, ...], place: Place = WHOLE) -> tuple[int, ...]:
+    def file_shape(self, shape: tuple[int, ...], place: RowBlocks = ALL_ROWS) -> tuple[int, ...]:
         """Returns the shape of a tensor in the file, for that in our layout of what stands at its ``place``."""
         sizes = self.sizes(shape)
-        rows, *rest = (math.prod(sizes[letter] for letter in group) for group in self.theirs)
-        return (rows // place.blocks * place.of, *rest)
+        rows, *columns = (math.prod(sizes[letter] for letter in group) for group in self.file_letters)
+        return (rows // place.blocks * place.of, *columns)
 
-    def their_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def file_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the shape in the file of each tensor, for the parameter's ``shape``."""
-        return [self.their_shape(part, place) for part, (_, place) in zip(self.shapes(shape), self.each, strict=True)]
+        return [self.file_shape(part, place) for part, (_, place) in zip(self.shapes(shape), self.parts, strict=True)]
 
     def read(self, stored: Callable[[str], Any], spec: Spec, tp: TensorParallel) -> Tensor:
         """Returns this rank's slice in our layout, from lazily read tensors."""
-        shard = None if spec.dim is None else Shard(self.ours[spec.dim], spec.local(tp)[spec.dim])
-        parts = []
-        for (name, place), shape in zip(self.each, self.shapes(spec.shape), strict=True):
+        shard = None if spec.dim is None else SplitLetter(self.letters[spec.dim], spec.local(tp)[spec.dim])
+        slices = []
+        for (name, place), shape in zip(self.parts, self.shapes(spec.shape), strict=True):
             sizes = self.sizes(shape)
             tensor = stored(name)
             if place.of > 1:
-                tensor = _Rows(tensor, place.rows(self.their_shape(shape)[0]))
-            x = read_slice(tensor, self.theirs, sizes, shard)
+                tensor = _LazyRows(tensor, place.rows(self.file_shape(shape)[0]))
+            x = read_slice(tensor, self.file_letters, sizes, shard)
             if shard is not None:
                 sizes[shard.letter] = shard.range.stop - shard.range.start
-            parts.append(rearrange(x, self.pattern, **sizes))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            slices.append(rearrange(x, self.pattern, **sizes))
+        return slices[0] if len(slices) == 1 else torch.cat(slices, 1)
 
     def write(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields the file's tensors, by name, of our full tensor; ValueError where it is a part of one only."""
         yield from written([(self, full)])
 
-    def pieces(self, full: Tensor) -> Iterator[tuple[str, Place, Tensor]]:
+    def pieces(self, full: Tensor) -> Iterator[tuple[str, RowBlocks, Tensor]]:
         """Yields what stands at each place of the file's tensors."""
         left, right = self.pattern.split("->")
         parts = [full] if len(self.names) == 1 else full.split(self.widths, 1)
-        for (name, place), part in zip(self.each, parts, strict=True):
+        for (name, place), part in zip(self.parts, parts, strict=True):
             stored = rearrange(part, f"{right} -> {left}", **self.sizes(part.shape)).contiguous()
             yield name, place, stored
             if self.also is not None:
@@ -137,54 +137,54 @@ def written(parameters: Iterable[tuple[Source, Tensor]]) -> Iterator[tuple[str, 
 
     ValueError where a tensor of the file is still lacking rows in the end.
     """
-    parts: dict[str, dict[int, tuple[Place, Tensor]]] = {}
+    parts: dict[str, dict[int, tuple[RowBlocks, Tensor]]] = {}
     for source, full in parameters:
         for name, place, tensor in source.pieces(full):
             if place.of == 1:
                 yield name, tensor
                 continue
-            own = parts.setdefault(name, {})
-            own[place.first] = place, tensor
-            if sum(p.blocks for p, _ in own.values()) == place.of:
+            pieces = parts.setdefault(name, {})
+            pieces[place.start] = place, tensor
+            if sum(p.blocks for p, _ in pieces.values()) == place.of:
                 del parts[name]
-                yield name, torch.cat([own[first][1] for first in sorted(own)])
+                yield name, torch.cat([pieces[start][1] for start in sorted(pieces)])
     if parts:
         raise ValueError(f"written: {', '.join(parts)} is not all there")
 
 
-class _Rows:
+class _LazyRows:
     """Rows of a lazily read tensor, as a tensor to read lazily."""
 
     def __init__(self, stored: Any, rows: slice):
         self.stored, self.rows = stored, rows
 
     def __getitem__(self, index: Any) -> Any:
-        own, *rest = index if isinstance(index, tuple) else (index,)
-        if own is Ellipsis:
-            own = slice(None)
-        start, stop, _ = own.indices(self.rows.stop - self.rows.start)
-        return self.stored[(slice(self.rows.start + start, self.rows.start + stop), *rest)]
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        if rows is Ellipsis:
+            rows = slice(None)
+        start, stop, _ = rows.indices(self.rows.stop - self.rows.start)
+        return self.stored[(slice(self.rows.start + start, self.rows.start + stop), *columns)]
 
 
 @dataclass(frozen=True)
-class Shard:
+class SplitLetter:
     """The letter of a pattern that is sharded, and this rank's range of it."""
 
     letter: str
     range: slice
 
 
-def read_slice(stored: Any, theirs: list[list[str]], sizes: dict[str, int], shard: Shard | None) -> Tensor:
+def read_slice(stored: Any, letters: list[list[str]], sizes: dict[str, int], shard: SplitLetter | None) -> Tensor:
     """Returns the ranges of a lazily read tensor that belong to ``shard``; all of it without one."""
     if shard is None:
         return stored[...]
-    dim = next(i for i, group in enumerate(theirs) if shard.letter in group)
-    group, letter = theirs[dim], theirs[dim].index(shard.letter)
+    dim = next(i for i, group in enumerate(letters) if shard.letter in group)
+    group, letter = letters[dim], letters[dim].index(shard.letter)
     outer = math.prod(sizes[n] for n in group[:letter])
     inner = math.prod(sizes[n] for n in group[letter + 1 :])
-    before, n = (slice(None),) * dim, sizes[shard.letter]
+    leading, n = (slice(None),) * dim, sizes[shard.letter]
     ranges = [
-        stored[(*before, slice((i * n + shard.range.start) * inner, (i * n + shard.range.stop) * inner))]
+        stored[(*leading, slice((i * n + shard.range.start) * inner, (i * n + shard.range.stop) * inner))]
         for i in range(outer)
     ]
     return ranges[0] if outer == 1 else torch.cat(ranges, dim)

@@ -45,8 +45,8 @@ TOKENIZER_FILES = (
 def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     """Returns the whole of a parameter, on every rank; a collective where it is sharded."""
     if isinstance(p, DTensor):
-        whole: Tensor = p.full_tensor().detach()
-        return whole[:: spec.copies]  # copies > 1: a rank's slice is one index of dimension 0
+        full: Tensor = p.full_tensor().detach()
+        return full[:: spec.copies]  # copies > 1: a rank's slice is one index of dimension 0
     p = p.detach()
     if spec.dim is None or tp.size == 1:
         return p
@@ -54,20 +54,20 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     rows = p.movedim(spec.dim, 0)
     chunk = -(-n // (tp.size // spec.copies))
     padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
-    every = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
-    return every.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
+    shards = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
+    return shards.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()
 
 
 def whole_tensors(model: ModelFiles) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in a Hugging Face file, whole tensor) of everything but adapters, on every rank; a collective."""
     sources = model.sources()
-    every = ((sources[name], full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
-    for hf_name, tensor in written(every):
+    full = ((sources[name], full_tensor(p, spec, tp)) for name, p, spec, tp in model.stored_parameters())
+    for hf_name, tensor in written(full):
         yield model.hf_name(hf_name), tensor
 
 
 class _Written(NamedTuple):
-    """What a rank wrote: its files with the names of their tensors, and the bytes of their parameters."""
+    """A rank's files with the names of their tensors, and the bytes of their parameters."""
 
     shards: list[tuple[str, list[str]]]
     size: int
@@ -90,14 +90,14 @@ def save(model: ModelFiles, path: Path, shard_bytes: int | None = None) -> None:
     leads = model.groups.writes and rank == 0
     new = together(lambda: NewFiles(path, _CALLER) if leads else None, groups)
     with contextlib.nullcontext() if new is None else new:
-        every = [name for name, *_ in model.stored_parameters()]
-        others = model.groups.over_stages(_CALLER, (every, None if new is None else new.folder))
-        mine = set(every).difference(*(names for names, _ in others[:rank]))
-        stored = [each for each in model.stored_parameters() if each[0] in mine]
+        names = {name for name, *_ in model.stored_parameters()}
+        by_stage = model.groups.over_stages(_CALLER, (names, None if new is None else new.folder))
+        mine = names.difference(*(earlier for earlier, _ in by_stage[:rank]))
+        stored = [entry for entry in model.stored_parameters() if entry[0] in mine]
         tensors = ((name, full_tensor(p, spec, tp)) for name, p, spec, tp in stored)
         shards: list[tuple[str, list[str]]] = []
         error: Exception | None = None
-        folder = others[0][1]
+        folder = by_stage[0][1]
         if model.groups.writes and folder is not None:
             try:
                 shards = _write_shards(model, folder / f"shard-{rank}", tensors, shard_bytes or MAX_SHARD_BYTES)
@@ -118,19 +118,19 @@ def _check_merged(model: ModelFiles) -> None:
         )
 
 
-def _finish(model: ModelFiles, new: NewFiles, every: Sequence[_Written]) -> None:
+def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None:
     """Gives the shards their names, writes config.json, and moves the files over when all are there."""
     dtype = str(next(model.module.parameters()).dtype).removeprefix("torch.")
     config = (model.origin.config if model.origin is not None else {}) | model.config.to_hf() | model.hf_config()
     config |= dict(dtype=dtype, torch_dtype=dtype)  # the new name and the old
-    folder, shards = new.folder, [shard for each in every for shard in each.shards]
+    folder, shards = new.folder, [shard for part in parts for shard in part.shards]
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for (shard, _), file in zip(shards, files, strict=True):
         os.replace(folder / shard, folder / file)
     if count > 1:
         places = {tensor: file for (_, names), file in zip(shards, files, strict=True) for tensor in names}
-        total = sum(each.size for each in every)
+        total = sum(part.size for part in parts)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     _write_json(folder / CONFIG, config)
     if model.origin is not None and model.origin.path is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
 from ...training.data_parallel import BUCKETS, bucket_count

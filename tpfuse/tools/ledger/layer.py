@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layers.block import SAVING
 from ...models import with_head
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...models.stack import FULL
 from ...parallel import TensorParallel

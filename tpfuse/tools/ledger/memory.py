@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.norm import KINDS
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
 from .layer import build, token_ids, with_layers
 from .shapes import Shape

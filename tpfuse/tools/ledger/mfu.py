@@ -14,7 +14,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from ...models.config.gpt import GPTConfig, ModelConfig
+from ...models.config.gpt import GPTConfig
+from ...models.config.model import ModelConfig
 from .shapes import Shape
 from .text import quantity
 

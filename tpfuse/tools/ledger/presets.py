@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models import config_from_hf
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.files.directory import read_json
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 
 
 class Shape(NamedTuple):

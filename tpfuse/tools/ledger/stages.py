@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.deferred import WeightGradients
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action

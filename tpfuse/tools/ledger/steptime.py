@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
 from .aten import COMMUNICATION, KINDS
 from .dryrun import Plan, fake_world, held_by, planned_model

@@ -26,7 +26,7 @@ from torch import nn
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.launch import pretending
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
 from ...pipeline.action import KINDS
 from ...pipeline.placement import Stage

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 
 PARTS = GEMM, ATTENTION, MEMORY, TP = "GEMM", "attention", "memory-bound", "tp"  # where a pass spends its time
 

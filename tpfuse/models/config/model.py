@@ -1,0 +1,178 @@
+"""The part of a configuration that all models share, and its form in a Hugging Face config.json.
+
+A key may stand under an older or a newer name; an option that is not built is an error that names it, never a silent
+default.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+from ...kernels.gemm.activation import ACTIVATIONS
+from ...kernels.runtime.rules import Rule, check_rules, one_of, shown
+from ..families import FAMILIES, Family
+from .fields import FULL, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from .reader import NAMED, Reader
+from .rotary import check_rope
+
+# Fields that are written by rules of their own.
+WRITTEN = {"family", "num_kv_heads", "head_width", "rope", "local_rope", "window", "layer_types"}
+Config = TypeVar("Config", bound="ModelConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The fields that all models share.  ValueError for a value that breaks its field's rule (fields.py).
+
+    ``family`` is an entry of ``FAMILIES``.  ``rope`` is transformers' rope_parameters; None: learned positions.
+    ``window``: keys that a query sees, in the layers that ``layer_types`` calls sliding (None: all); these have the
+    rotary positions of ``local_rope``, where that is given.  Fields that a class's constructor does not take are the
+    same in all of its models.
+    """
+
+    family: str
+    vocab_size: int
+    max_positions: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int | None = None  # None: 4 hidden_size
+    activation: str = "gelu_tanh"  # one of kernels.linear.activation.ACTIVATIONS
+    eps: float = 1e-5
+    dropout: float = 0.1  # after attention and after the MLP
+    attention_dropout: float = 0.1  # on the attention probabilities
+    embedding_dropout: float = 0.1
+    init_std: float = 0.02
+    tie_embeddings: bool = True
+    rope: Mapping[str, Any] | None = field(default=None, hash=False)
+    local_rope: Mapping[str, Any] | None = field(default=None, hash=False)
+    window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    norm: str = field(default="layer", init=False)
+    gated: bool = field(default=False, init=False)
+    qkv_bias: bool = field(default=True, init=False)
+    out_bias: bool = field(default=True, init=False)
+    mlp_bias: bool = field(default=True, init=False)
+    qk_norm: bool = field(default=False, init=False)
+    parallel_residual: bool = field(default=False, init=False)
+    type_vocab_size: int = field(default=0, init=False)  # token types
+    norm_bias: bool = field(default=True, init=False)  # of a LayerNorm
+    post_norm: bool = field(default=False, init=False)
+    families: ClassVar[tuple[str, ...]]
+    rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
+
+    def __post_init__(self) -> None:
+        check_rules(self._name, vars(self), {"family": one_of(self.families), **self.rules})
+        if self.ffn_size is None:
+            object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
+        if self.head_size * self.num_heads != self.hidden_size and getattr(self, "head_width", None) is None:
+            raise ValueError(
+                f"{self._name}: hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
+            )
+        rows = self.vocab_size, self.learned_positions, 3 * self.num_heads * self.head_size, 2 * self.ffn_width
+        if max(rows) * self.hidden_size > MAX_WEIGHT:
+            raise ValueError(
+                f"{self._name}: a weight of {max(rows)} x {self.hidden_size} is more than {MAX_WEIGHT} elements"
+            )
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
+                kinds = f"{self.num_layers} of {FULL} and {SLIDING}"
+                raise ValueError(f"{self._name}: layer_types must be {kinds}, got {shown(self.layer_types)}")
+            if SLIDING in self.layer_types and self.window is None:
+                raise ValueError(f"{self._name}: layer_types has {SLIDING}, and window is None")
+
+    @property
+    def hf(self) -> Family:
+        """The entry of FAMILIES."""
+        return FAMILIES[self.family]
+
+    @property
+    def ffn_width(self) -> int:
+        """The MLP's width."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key and value heads."""
+        return self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def learned_positions(self) -> int:
+        """The rows of a learned table of positions; 0 where positions are rotary."""
+        return self.max_positions if self.rope is None else 0
+
+    @property
+    def ropes(self) -> list[Mapping[str, Any]]:
+        """The rotary positions of layers without a window and with one; one where they are the same, or none."""
+        return [rope for rope in (self.rope, self.local_rope) if rope is not None]
+
+    @property
+    def first_position(self) -> int:
+        """The position of a sequence's first token."""
+        return 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None: all positions are seen."""
+        types = self.layer_types or (FULL if self.window is None else SLIDING,) * self.num_layers
+        return tuple(self.window if kind == SLIDING else None for kind in types)
+
+    @classmethod
+    def from_hf(cls: type[Config], config: Mapping[str, Any]) -> Config:
+        """Returns the config for the contents of a config.json.
+
+        ValueError for a model_type that is not one of ``families``, a missing key or an option that is not built.
+        """
+        name = config.get("model_type")
+        if name not in cls.families:
+            choices = repr(*cls.families) if len(cls.families) == 1 else f"one of {', '.join(cls.families)}"
+            raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {shown(name)}")
+        return cls(family=name, **cls._values(Reader(cls.__name__, cls.rules, config), FAMILIES[name]))
+
+    @classmethod
+    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
+        return read.fields(family)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the contents of a config.json from which transformers builds the same model.
+
+        ValueError for a value that the family's config.json cannot hold.
+        """
+        family = self.hf
+        defaults = {f.name: f.default for f in fields(self) if f.name not in WRITTEN | family.hf_keys.keys()}
+        for key, value in (defaults | family.fixed).items():
+            self._check_fixed(key, value)
+        values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
+        for name in (name for name in NAMED if values.get(name) is not None):
+            names, usual = ACTIVATIONS[values[name]].huggingface, family.hf_optional.get(name)
+            values[name] = usual if usual in names else names[0]
+        config: dict[str, Any] = {"model_type": self.family}
+        for name, (key, *_) in family.hf_keys.items():
+            if config.setdefault(key, values[name]) != values[name]:
+                twin = next(name for name, keys in family.hf_keys.items() if keys[0] == key)
+                raise ValueError(
+                    f"{self._name}: transformers has one {twin} for both ({key}), got {twin}={values[twin]!r} and"
+                    f" {name}={values[name]!r}"
+                )
+        return config
+
+    def _check_ropes(self) -> None:
+        for rope in self.ropes:
+            sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
+            check_rope(self._name, rope, self.hf.rotary_keys, **sizes)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _check_fixed(self, key: str, value: Any) -> None:
+        if getattr(self, key) != value:
+            raise ValueError(
+                f"{self._name}: a {self.family} model of transformers has {key}={value!r}, got {getattr(self, key)!r}"
+            )
