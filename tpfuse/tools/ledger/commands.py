@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...kernels.runtime.launch import pretending
 from ...layers.block import SAVING
-from ...models.config.gpt import ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.stack import FULL, RECOMPUTE, saving_of
 from ...parallel import TensorParallel
 from ...pipeline.schedules import SCHEDULES
