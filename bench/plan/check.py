@@ -1,4 +1,4 @@
-"""Plans beside what runs: all of two processes, and all of a pipeline of four whose stages sleep.
+"""Plans against real runs: all plans of two processes, and all of a pipeline of four whose stages sleep.
 
     python -m bench.plan.check                about four minutes on two idle cores, after python -m tpfuse calibrate
 
@@ -32,22 +32,22 @@ from tpfuse.tools.ledger.processes import on_ranks
 from tpfuse.tools.ledger.text import duration, progress, table
 from tpfuse.tools.plan.check import correlation, measure
 from tpfuse.tools.plan.cluster import preset, this_machine
-from tpfuse.tools.plan.explain import named
-from tpfuse.tools.plan.kept import ordered
-from tpfuse.tools.plan.known import Known
-from tpfuse.tools.plan.means import means_of
-from tpfuse.tools.plan.report import words
+from tpfuse.tools.plan.costs import CostModel, cost_model
+from tpfuse.tools.plan.explain import label
+from tpfuse.tools.plan.in_flight import ordered
+from tpfuse.tools.plan.report import cells
 from tpfuse.tools.plan.search import candidates
+from tpfuse.tools.plan.spans import SpanCache
 from tpfuse.tools.plan.split import Job, Split
-from tpfuse.tools.plan.step import Load, Means, micro_batches
+from tpfuse.tools.plan.step import Load, micro_batches
 
 STAGES = 4
 
 
-class Compared(NamedTuple):
+class PlanErrors(NamedTuple):
     """Plans by name, and seconds of each."""
 
-    what: str
+    kind: str
     names: Sequence[str]
     predicted: Sequence[float]
     measured: Sequence[float]
@@ -60,43 +60,43 @@ class Compared(NamedTuple):
     def row(self) -> str:
         """Returns a row of the table in the docs."""
         off, rank = list(map(abs, self.errors)), correlation(list(self.predicted), list(self.measured))
-        return f"| {self.what} | {len(off)} | {statistics.median(off):.1f} % | {max(off):.1f} % | {rank:.3f} |"
+        return f"| {self.kind} | {len(off)} | {statistics.median(off):.1f} % | {max(off):.1f} % | {rank:.3f} |"
 
     def text(self) -> str:
         """Returns all plans."""
         seconds = zip(self.names, self.predicted, self.measured, self.errors, strict=True)
         rows = [(name, duration(p), duration(m), f"{error:+.1f} %") for name, p, m, error in seconds]
-        return table((self.what, "predicted", "measured", "error"), rows)
+        return table((self.kind, "predicted", "measured", "error"), rows)
 
 
 HEAD = "| | plans | median error | largest | rank correlation |\n|---|---|---|---|---|"
 
 
-def loads(job: Job, devices: int, means: Means, pp: int) -> list[Load]:
-    """Returns every plan of ``pp`` stages without FSDP, its layers shared as fast as can be."""
-    known, found = Known(), []
+def loads(job: Job, devices: int, costs: CostModel, pp: int) -> list[Load]:
+    """Returns all plans of ``pp`` stages without FSDP, each with its fastest partition."""
+    cache, loads = SpanCache(), []
     for split in progress(candidates(job, devices, dict(pp=pp, sharded=False)), "planning"):
-        spans = known.spans(job, split, means.costs)
+        spans = cache.spans(job, split, costs.pieces)
         layers = spans.fastest(split.pp * split.chunks)
-        found.append(Load(job, split._replace(layers=layers), means, spans))
-    return found
+        loads.append(Load(job, split._replace(layers=layers), costs, spans))
+    return loads
 
 
 # ---- training ----
 
 
-def training(machine: Machine, job: Job, *, steps: int) -> Compared:
+def training(machine: Machine, job: Job, *, steps: int) -> PlanErrors:
     """Compares all plans of two processes that have no stages."""
-    plans = [load.step() for load in loads(job, 2, means_of(this_machine(machine, 2, job.dtype)), pp=1)]
-    took = measure(job, [plan.split for plan in plans], steps=steps)
-    return Compared("two processes that train", list(map(named, plans)), [plan.seconds for plan in plans], took)
+    plans = [load.step() for load in loads(job, 2, cost_model(this_machine(machine, 2, job.dtype)), pp=1)]
+    measured = measure(job, [plan.split for plan in plans], steps=steps)
+    return PlanErrors("two processes that train", list(map(label, plans)), [plan.seconds for plan in plans], measured)
 
 
 # ---- sleeping ----
 
 
-class Slept(NamedTuple):
-    """Seconds of steps, and what an action and a message take beside."""
+class SleepTimes(NamedTuple):
+    """Seconds of steps, and the seconds of an action and a message themselves."""
 
     steps: list[float]
     overhead: float
@@ -106,48 +106,48 @@ class Slept(NamedTuple):
 def passes(load: Load, scale: float) -> list[sleeping.Passes]:
     """Returns the seconds of a plan's stages, ``scale`` times as long; a backward pass that is whole is an I."""
     F, B, I, W = (load.stages.seconds(kind).tolist() for kind in "FBIW")  # noqa: E741
-    later = SCHEDULES[load.split.schedule].split
-    rows = zip(F, I if later else B, W if later else [0.0] * len(W), strict=True)
+    two_passes = SCHEDULES[load.split.schedule].split
+    rows = zip(F, I if two_passes else B, W if two_passes else [0.0] * len(W), strict=True)
     return [sleeping.Passes(*(scale * seconds for seconds in row)) for row in rows]
 
 
-def asleep(splits: list[Split], seconds: list[list[sleeping.Passes]], counts: list[int], rounds: int) -> Slept:
+def asleep(splits: list[Split], seconds: list[list[sleeping.Passes]], counts: list[int], rounds: int) -> SleepTimes:
     """Returns the fastest of ``rounds`` steps of each plan; every rank calls it."""
     overhead, communication = sleeping.overhead(8, 0.01, 5), sleeping.communication(10)
     work, times = list(zip(splits, seconds, counts, strict=True)), []
-    for split, own, count in progress(work, "sleeping", long=True) if dist.get_rank() == 0 else work:
-        runtime = sleeping.runtime(ordered(split.schedule, split.pp, count, split.chunks), dist.group.WORLD, own)
-        taken = [sleeping.step(runtime, count) for _ in range(rounds + 1)]
-        times.append(min(taken[1:]))  # the first makes connections
-    return Slept(times, overhead, communication)
+    for split, stages, count in progress(work, "sleeping", long=True) if dist.get_rank() == 0 else work:
+        runtime = sleeping.runtime(ordered(split.schedule, split.pp, count, split.chunks), dist.group.WORLD, stages)
+        steps = [sleeping.step(runtime, count) for _ in range(rounds + 1)]
+        times.append(min(steps[1:]))  # the step before these makes connections
+    return SleepTimes(times, overhead, communication)
 
 
-def sleepers(job: Job, *, fastest: float, rounds: int) -> Compared:
+def sleepers(job: Job, *, fastest: float, rounds: int) -> PlanErrors:
     """Compares all plans of four stages, scaled so that the fastest takes ``fastest`` seconds."""
-    found = loads(job, STAGES, means_of(preset("a100-80gb", STAGES)), pp=STAGES)
-    scale = fastest / min(load.timeline().seconds for load in found)
-    splits, seconds = [load.split for load in found], [passes(load, scale) for load in found]
+    staged = loads(job, STAGES, cost_model(preset("a100-80gb", STAGES)), pp=STAGES)
+    scale = fastest / min(load.timeline().seconds for load in staged)
+    splits, seconds = [load.split for load in staged], [passes(load, scale) for load in staged]
     counts = [micro_batches(job, split) for split in splits]
     slept = on_ranks(STAGES, asleep, splits, seconds, counts, rounds)
     predicted = []
-    for split, own, count in zip(splits, seconds, counts, strict=True):
-        made = ordered(split.schedule, split.pp, count, split.chunks)
-        F, I, W = map(list, zip(*own, strict=True))  # noqa: E741
-        beside = dict(communication=slept.communication, overhead=slept.overhead)
-        predicted.append(simulate(made, F, I, W, **beside).seconds)
-    names = [", ".join(map(str, words(split))) for split in splits]
-    return Compared("four stages that sleep", names, predicted, slept.steps)
+    for split, stages, count in zip(splits, seconds, counts, strict=True):
+        actions = ordered(split.schedule, split.pp, count, split.chunks)
+        F, I, W = map(list, zip(*stages, strict=True))  # noqa: E741
+        overheads = dict(communication=slept.communication, overhead=slept.overhead)
+        predicted.append(simulate(actions, F, I, W, **overheads).seconds)
+    names = [", ".join(map(str, cells(split))) for split in splits]
+    return PlanErrors("four stages that sleep", names, predicted, slept.steps)
 
 
 def main(argv: list[str] | None = None) -> None:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.plan.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--machine", type=Path, default=DEFAULT, help=f"what calibrate wrote (default {DEFAULT})")
-    made.add_argument("--steps", type=int, default=5, help="training steps of each plan (default 5)")
-    made.add_argument("--fastest", type=float, default=0.3, help="seconds of the fastest step asleep (default 0.3)")
-    made.add_argument("--rounds", type=int, default=2, help="steps asleep of each plan (default 2)")
-    args = made.parse_args(argv)
+    parser.add_argument("--machine", type=Path, default=DEFAULT, help=f"what calibrate wrote (default {DEFAULT})")
+    parser.add_argument("--steps", type=int, default=5, help="training steps of each plan (default 5)")
+    parser.add_argument("--fastest", type=float, default=0.3, help="seconds of the fastest step asleep (default 0.3)")
+    parser.add_argument("--rounds", type=int, default=2, help="steps asleep of each plan (default 2)")
+    args = parser.parse_args(argv)
     trained = Job(load_config("gpt-3m"), 8, 128, torch.float32)
     staged = Job(with_layers(load_config("llama3-8b"), 8), 8, 2048)
     rows = []

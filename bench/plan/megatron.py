@@ -1,10 +1,10 @@
-"""Megatron-LM's own layer as entries of a ledger: what a device runs, op by op, with its flops, bytes and messages.
+"""Megatron-LM's own layer as entries of a ledger: the calls of a device, with their flops, bytes and messages.
 
 From the text of Shoeybi et al. 2019 (arXiv:1909.08053) and Korthikanti et al. 2022 (arXiv:2205.05198): 16-bit operands;
 attention in products, softmax and dropout of their own, each of which reads and writes all scores; bias and gelu in one
 kernel, bias, dropout and residual in one; two all-reduces a layer each way, with sequence parallelism an all-gather and
 a reduce-scatter in place of each.  The second gather of rows that sequence parallelism makes backward runs beside a
-product, and is not counted.  Every op is one pass over its operands.
+product, and is not run_pieces.  Every op is one pass over its operands.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from tpfuse.tools.ledger.recorder import Entry
 from tpfuse.tools.plan.cluster import Cluster
 from tpfuse.tools.plan.messages import over_tp
 from tpfuse.tools.plan.split import GEMM as PRODUCTS
-from tpfuse.tools.plan.split import MEMORY, TP, Job, Piece, Pieces, Split
+from tpfuse.tools.plan.split import MEMORY, TP, Job, PieceCost, Pieces, Split
 
 E = 2  # bytes of a number
 MASK = 1  # of a number's dropout
@@ -61,9 +61,9 @@ def _product(rows: int, n: int, k: int, batch: int = 1) -> Entry:
     return Entry("gemm", GEMM, "", read=read, written=written, least=read + written, flops=flops)
 
 
-def _both(of: Entry) -> list[Entry]:
+def _both(product: Entry) -> list[Entry]:
     """The gradients of both operands of a product, whose bytes are shared out evenly."""
-    return [of._replace(read=of.written + of.read // 2, written=of.read // 2)] * 2
+    return [product._replace(read=product.written + product.read // 2, written=product.read // 2)] * 2
 
 
 def _through(op: str, read: int, written: int) -> Entry:
@@ -100,13 +100,13 @@ def layer(s: Sizes) -> Layer:
         *(norm, *_gather(s), qkv, copies[0], *core, copies[1], out, *_sum(s), finish),
         *(norm, *_gather(s), fc1, gelu, fc2, *_sum(s), finish),
     ]
-    own = (T // s.shards, s.tile // s.shards)
+    shard = (T // s.shards, s.tile // s.shards)
     ends = [  # of a branch: of dropout, of the bias, of the norm (dx, then its weights) and of the residual's sum
-        _through("dropout_backward", own[0] + MASK * own[1], own[0]),
-        _through("bias_backward", own[0], 0),
-        _through("norm_backward", 2 * own[0], own[0]),
-        _through("norm_weights_backward", 2 * own[0], 0),
-        _through("add", 2 * own[0], own[0]),
+        _through("dropout_backward", shard[0] + MASK * shard[1], shard[0]),
+        _through("bias_backward", shard[0], 0),
+        _through("norm_backward", 2 * shard[0], shard[0]),
+        _through("norm_weights_backward", 2 * shard[0], 0),
+        _through("add", 2 * shard[0], shard[0]),
     ]
     of_gelu = [_through("bias_gelu_backward", 8 * T // t, 4 * T // t), _through("bias_backward", 4 * T // t, 0)]
     of_core = [
@@ -162,37 +162,37 @@ class MegatronCosts:
         block = self._piece(layer(s), job, split, parameters=_block_parameters(config, t))
         vocabulary = config.vocab_size * config.hidden_size / t
         ends = self._piece(embedding(s), job, split, parameters=vocabulary + job.seq * config.hidden_size)
-        last = self._piece(head(s, config.vocab_size), job, split, parameters=2 * config.hidden_size)
-        last = last._replace(
+        end = self._piece(head(s, config.vocab_size), job, split, parameters=2 * config.hidden_size)
+        end = end._replace(
             saved=E * s.tile / shards + 4 * rows * config.vocab_size / t,
-            parameters=last.parameters + (vocabulary if split.pp > 1 else 0),  # a copy of the tied table
+            parameters=end.parameters + (vocabulary if split.pp > 1 else 0),  # a copy of the tied table
         )
         # pipeline ranks of a tp group send a part each, and gather it there (Narayanan et al. 2021, 4.1)
-        return Pieces(ends, (block,) * config.num_layers, last, rows=E * s.tile / t)
+        return Pieces(ends, (block,) * config.num_layers, end, hop_bytes=E * s.tile / t)
 
-    def _piece(self, of: Layer, job: Job, split: Split, parameters: float) -> Piece:
-        again = of.forward if split.full else of.core if split.saving == "smallest" else []
-        if not of.core:
-            again = []  # embedding and head are not made again
-        backward = self._seconds([*again, *of.backward], job, split)
-        kept = "full" if split.full else RECOMPUTE[split.saving]
-        saved, whole = (_saved(job, split, how, self.sequence_parallel) for how in (kept, "none"))
-        return Piece(
-            {FORWARD: self._seconds(of.forward, job, split), BACKWARD: backward, INPUT: backward, WEIGHT: {}},
-            saved=saved if of.core else 0.0,
+    def _piece(self, calls: Layer, job: Job, split: Split, parameters: float) -> PieceCost:
+        recomputed = calls.forward if split.full else calls.core if split.saving == "smallest" else []
+        if not calls.core:
+            recomputed = []  # embedding and head are not recomputed
+        backward = self._seconds([*recomputed, *calls.backward], job, split)
+        recompute = "full" if split.full else RECOMPUTE[split.saving]
+        saved, unsaved = (_saved(job, split, name, self.sequence_parallel) for name in (recompute, "none"))
+        return PieceCost(
+            {FORWARD: self._seconds(calls.forward, job, split), BACKWARD: backward, INPUT: backward, WEIGHT: {}},
+            saved=saved if calls.core else 0.0,
             held=0.0,
-            transient=whole - saved if of.core else 0.0,
+            transient=unsaved - saved if calls.core else 0.0,
             parameters=parameters,
         )
 
     def _seconds(self, calls: Iterable[Entry], job: Job, split: Split) -> dict[str, float]:
-        took = {PRODUCTS: 0.0, MEMORY: 0.0, TP: 0.0}
+        seconds = {PRODUCTS: 0.0, MEMORY: 0.0, TP: 0.0}
         for e in calls:
             if e.kind == COMMUNICATION:
-                took[TP] += over_tp(e.op, e.wire, split, self.cluster)
+                seconds[TP] += over_tp(e.op, e.wire, split, self.cluster)
             else:
-                took[PRODUCTS if e.kind == GEMM else MEMORY] += self.cluster.device.seconds(e, job.dtype)
-        return took
+                seconds[PRODUCTS if e.kind == GEMM else MEMORY] += self.cluster.device.seconds(e, job.dtype)
+        return seconds
 
 
 def _saved(job: Job, split: Split, recompute: str, sequence_parallel: bool) -> float:

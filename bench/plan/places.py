@@ -1,4 +1,4 @@
-"""Where the plans that Korthikanti et al. 2022 (arXiv:2205.05198) ran stand among all that the search finds.
+"""Rank of the plans that Korthikanti et al. 2022 (arXiv:2205.05198) ran among all that the search finds.
 
     python -m bench.plan.places
 
@@ -15,28 +15,28 @@ from bench.plan.megatron import MegatronCosts
 from bench.plan.published import CHUNKS
 from tpfuse.tools.ledger.mfu import PUBLISHED, Published
 from tpfuse.tools.plan.cluster import preset
-from tpfuse.tools.plan.means import means_of
+from tpfuse.tools.plan.costs import cost_model
 from tpfuse.tools.plan.search import search
 from tpfuse.tools.plan.split import Job, Split
-from tpfuse.tools.plan.step import Step
+from tpfuse.tools.plan.step import StepEstimate
 
 
 class Place(NamedTuple):
-    """A paper's own plan among ``of`` ranked ones, the first being 1."""
+    """A paper's own plan among ``of`` ranked ones, the fastest being 1."""
 
     model: str
     place: int
     of: int
-    own: Step
-    best: Step
+    published: StepEstimate
+    best: StepEstimate
 
     @property
     def behind(self) -> float:
         """How much longer its step takes than the best one's, in %."""
-        return 100 * (self.own.seconds / self.best.seconds - 1)
+        return 100 * (self.published.seconds / self.best.seconds - 1)
 
 
-def theirs(p: Published) -> Split:
+def published_split(p: Published) -> Split:
     """Returns the plan that the paper ran, with selective recomputation."""
     chunks = CHUNKS.get(p.name, 1)
     schedule = "interleaved" if chunks > 1 else "1f1b"
@@ -46,31 +46,30 @@ def theirs(p: Published) -> Split:
 def place(p: Published, keep: int = 40) -> Place:
     """Ranks the ``keep`` fastest of both schedules; ValueError where the paper's own is not among them."""
     cluster = preset("a100-80gb", p.devices)
-    means = means_of(cluster, costs=MegatronCosts(cluster, sequence_parallel=True))
+    costs = cost_model(cluster, pieces=MegatronCosts(cluster, sequence_parallel=True))
     job = Job(p.config, p.batch, 2048, torch.float16, optimizer="adamw-fp32")
-    found = [
+    steps = [
         step
         for schedule in ("1f1b", "interleaved")
-        for step in search(job, p.devices, means, fixed=dict(schedule=schedule, sharded=False), keep=keep).steps
+        for step in search(job, p.devices, costs, fixed=dict(schedule=schedule, sharded=False), keep=keep).steps
     ]
-    ranked = sorted(found, key=lambda step: step.seconds)
+    ranked = sorted(steps, key=lambda step: step.seconds)
     for i, step in enumerate(ranked):
-        if step.split._replace(layers=None) == theirs(p):
+        if step.split._replace(layers=None) == published_split(p):
             return Place(p.name, i + 1, len(ranked), step, ranked[0])
-    raise ValueError(f"{theirs(p)} of {p.name} is not among the {keep} fastest of its schedule")
+    raise ValueError(f"{published_split(p)} of {p.name} is not among the {keep} fastest of its schedule")
 
 
-def line(found: Place) -> str:
+def line(plan: Place) -> str:
     """Returns a row of the table in the docs."""
-    cells = (_words(step.split) for step in (found.own, found.best))
-    own, best = cells
-    return f"| {found.model} | {own} | {found.place} of {found.of} | {found.behind:+.1f} % | {best} |"
+    published, best = (_text(step.split) for step in (plan.published, plan.best))
+    return f"| {plan.model} | {published} | {plan.place} of {plan.of} | {plan.behind:+.1f} % | {best} |"
 
 
-def _words(split: Split) -> str:
+def _text(split: Split) -> str:
     chunks = f", {split.chunks} chunks" if split.chunks > 1 else ""
-    kept = "full" if split.full else {"smallest": "selective", "fastest": "none"}[split.saving]
-    return f"tp {split.tp}, pp {split.pp}{chunks}, micro-batch {split.micro_batch}, {kept}"
+    recompute = "full" if split.full else {"smallest": "selective", "fastest": "none"}[split.saving]
+    return f"tp {split.tp}, pp {split.pp}{chunks}, micro-batch {split.micro_batch}, {recompute}"
 
 
 HEAD = "| model | the paper's plan, recomputation | its place | behind the best | the best |\n|---|---|---|---|---|"

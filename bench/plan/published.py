@@ -1,4 +1,4 @@
-"""Published times beside what the planner's device, cluster, collectives and simulator give for them.
+"""Published times against those of the planner's device, cluster, collectives and simulator.
 
     python -m bench.plan.published
 
@@ -19,7 +19,6 @@ from tpfuse.tools.ledger.mfu import PUBLISHED, Published, model_flops
 from tpfuse.tools.plan.cluster import preset
 from tpfuse.tools.plan.messages import between_stages
 from tpfuse.tools.plan.split import Job, Split
-from tpfuse.tools.plan.state import rank_parameters
 
 KORTHIKANTI, MEGATRON = "arXiv:2205.05198", "arXiv:1909.08053"
 GPIPE, PIPEFISHER = "arXiv:1811.06965", "arXiv:2211.14133"
@@ -92,13 +91,13 @@ def iteration(p: Published, *, full: bool) -> Iteration:
     split = Split(tp=p.tp, pp=p.pp, schedule=schedule, chunks=chunks, micro_batch=micro)
     split = split._replace(full=full, saving="fastest" if full else "smallest")
     pieces = MegatronCosts(cluster, sequence_parallel=not full)(job, split)
-    made = order(schedule, p.pp, p.batch // micro, chunks=chunks)
-    size = p.layers // made.stages
-    stages = [pieces.stage(range(i * size, (i + 1) * size)) for i in range(made.stages)]
+    actions = order(schedule, p.pp, p.batch // micro, chunks=chunks)
+    size = p.layers // actions.stages
+    stages = [pieces.stage(range(i * size, (i + 1) * size)) for i in range(actions.stages)]
     F, B = ([sum(piece.seconds(kind) for piece in stage) for stage in stages] for kind in "FB")
-    timeline = simulate(made, F, B, 0.0, communication=between_stages(pieces.rows, split, cluster))
-    held = [range(i * size, (i + 1) * size) for i in range(0, made.stages, p.pp)]
-    update = cluster.device.seconds(optimizer(rank_parameters(pieces, held)), job.dtype)
+    timeline = simulate(actions, F, B, 0.0, communication=between_stages(pieces.hop_bytes, split, cluster))
+    parameters = sum(piece.parameters for stage in stages[:: p.pp] for piece in stage)  # of the rank at the front
+    update = cluster.device.seconds(optimizer(parameters), job.dtype)
     return Iteration(timeline, update)
 
 
@@ -138,9 +137,9 @@ def weak_scaling() -> list[Row]:
         job, cluster = Job(config, 8, 1024, torch.float16), preset("v100", 8)
         pieces = MegatronCosts(cluster, sequence_parallel=False)(job, Split(tp=tp, micro_batch=8, full=True))
         parts = pieces.stage(range(layers))
-        took = sum(piece.seconds(kind) for piece in parts for kind in "FB")
-        took += cluster.device.seconds(optimizer(sum(piece.parameters for piece in parts)), job.dtype)
-        rate = model_flops(config, 1024, 8) / tp / took
+        seconds = sum(piece.seconds(kind) for piece in parts for kind in "FB")
+        seconds += cluster.device.seconds(optimizer(sum(piece.parameters for piece in parts)), job.dtype)
+        rate = model_flops(config, 1024, 8) / tp / seconds
         base = base or rate
         rows.append(Row("figure 5", f"V100, tp {tp}", "% of linear", ours=100 * rate / base, paper=paper))
     return rows
@@ -178,13 +177,13 @@ def pipefisher() -> list[Row]:
     rows = []
     for depth, *papers in STEPS:
         for schedule, paper in zip(("1f1b", "chimera"), papers, strict=True):
-            made = order(schedule, depth, depth, backward=BACKWARD / FORWARD)
-            timeline = simulate(made, FORWARD, BACKWARD / 2, BACKWARD / 2)
+            actions = order(schedule, depth, depth, backward=BACKWARD / FORWARD)
+            timeline = simulate(actions, FORWARD, BACKWARD / 2, BACKWARD / 2)
             work = [Work(rank, depth * CURVATURE + INVERSION) for rank in range(depth)]
             ours = timeline.seconds, 100 * timeline.bubble, demand(timeline, work)
-            for what, unit, here, there in zip(("step", "bubble", "work"), ("ms", "%", "bubbles"), ours, paper):
+            for what, unit, value, published in zip(("step", "bubble", "work"), ("ms", "%", "bubbles"), ours, paper):
                 what = f"{what} of {schedule}, D = N = {depth}"
-                rows.append(Row("schedules", what, unit, ours=here, paper=there))
+                rows.append(Row("schedules", what, unit, ours=value, paper=published))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The bench of plans beside what runs: its rows, and tiny runs of both halves."""
+"""The bench of plans against real runs: its rows, and tiny runs of both halves."""
 
 import pytest
 
@@ -13,7 +13,7 @@ MESSAGES = dict.fromkeys(("all_gather of 2", "all_to_all of 2", "all_reduce of 2
 
 def test_a_row():
     pytest.importorskip("scipy")
-    compared = check.Compared("three", ["a", "b", "c"], [1.0, 2.0, 3.0], [1.25, 2.0, 2.0])
+    compared = check.PlanErrors("three", ["a", "b", "c"], [1.0, 2.0, 3.0], [1.25, 2.0, 2.0])
     assert compared.row() == "| three | 3 | 20.0 % | 50.0 % | 0.866 |"
     assert "-20.0 %" in compared.text() and "+50.0 %" in compared.text()
 

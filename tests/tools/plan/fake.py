@@ -1,8 +1,13 @@
-"""A model whose pieces cost made-up numbers, and a machine that costs them."""
+"""A model whose pieces have made-up costs, a cost model without devices, and plans of both."""
 
 from tpfuse.models import GPTConfig
-from tpfuse.tools.plan.split import ATTENTION, GEMM, MEMORY, TP, Job, Piece, Pieces
-from tpfuse.tools.plan.step import Means
+from tpfuse.tools.plan.cluster import Cluster, Level
+from tpfuse.tools.plan.costs import CostModel
+from tpfuse.tools.plan.devices import Device
+from tpfuse.tools.plan.report import Plans
+from tpfuse.tools.plan.search import search
+from tpfuse.tools.plan.spans import SpanCache
+from tpfuse.tools.plan.split import ATTENTION, GEMM, MEMORY, TP, Job, PieceCost, Pieces
 
 
 def config(layers):
@@ -20,7 +25,7 @@ def piece(seconds, split, *, saved=1.0, parameters=1.0):
     part = lambda x: {GEMM: 0.6 * x, ATTENTION: 0.3 * x, MEMORY: 0.1 * x, TP: 0.1 * seconds * (split.tp > 1)}
     back = work * (1 + cheap) + (work if split.full else 0)
     size = split.micro_batch / split.tp * saved * (0.2 if split.full else 1.0 if cheap < 1 else 0.7)
-    return Piece(
+    return PieceCost(
         {"F": part(work), "B": part(back), "I": part(0.55 * back), "W": part(0.5 * back)},
         saved=size,
         held=0.6 * size,
@@ -29,30 +34,39 @@ def piece(seconds, split, *, saved=1.0, parameters=1.0):
     )
 
 
-class Costs:
-    """The same pieces for the same question, as w[i] seconds of block i, embedding and head times these."""
+class PieceCosts:
+    """The same pieces for the same key, of ``blocks`` seconds; ``keys``: the keys of all calls."""
 
     def __init__(self, blocks=(1.0,) * 4, *, embedding=0.3, head=0.7):
-        self.blocks, self.ends, self.made = blocks, (embedding, head), {}
+        self.blocks, self.ends, self.pieces, self.keys = blocks, (embedding, head), {}, []
 
     def __call__(self, job, split):
+        key = split.tp, split.micro_batch, split.saving, split.full
+        self.keys.append(key)
         if split.tp > 4:
             raise ValueError("four heads cannot be split")
-        key = split.tp, split.micro_batch, split.saving, split.full
-        if key not in self.made:
+        if key not in self.pieces:
             embedding, head = (piece(x, split, saved=0.5, parameters=2.0) for x in self.ends)
-            blocks = [piece(x, split) for x in self.blocks]
-            self.made[key] = Pieces(embedding, blocks, head, rows=split.micro_batch, border=piece(0.01, split, saved=0))
-        return self.made[key]
+            blocks, border = [piece(x, split) for x in self.blocks], piece(0.01, split, saved=0)
+            self.pieces[key] = Pieces(embedding, blocks, head, hop_bytes=split.micro_batch, border=border)
+        return self.pieces[key]
 
 
-def means(costs=None, *, limit=float("inf"), hop=0.05, hides=True):
-    return Means(
-        costs or Costs(),
-        hop=lambda split, rows: hop * rows * (split.pp > 1),
+def costs(pieces=None, *, limit=float("inf"), hop=0.05, hides=True):
+    return CostModel(
+        pieces or PieceCosts(),
+        hop=lambda split, size: hop * size * (split.pp > 1),
         sums=lambda split, size: 0.1 * size * (split.dp > 1) * (1.5 if split.sharded else 1.0),
         update=lambda job, split, elements: 0.02 * elements / (split.dp if split.sharded else 1),
-        state=lambda job, split, elements: 4.0 * elements.own + 12.0 * elements.shard,
+        state=lambda job, split, elements: 4.0 * elements.local + 12.0 * elements.shard,
         limit=limit,
         hides=hides,
     )
+
+
+def plans(devices=4, *, peak=None, limit=float("inf"), fixed=(), keep=10):
+    """The plans of a job of four layers and eight sequences."""
+    device = Device("fake", peak or {}, 1e12, 1e9)
+    cluster, model, cache = Cluster(device, devices, (Level(devices, 1e9, 1e-6),)), costs(limit=limit), SpanCache()
+    result = search(job(), devices, model, fixed=dict(fixed), keep=keep, cache=cache)
+    return Plans(job(), cluster, model, result, dict(fixed), cache)

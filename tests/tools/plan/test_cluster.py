@@ -68,12 +68,12 @@ def test_presets(name):
 
 
 def test_what_presets_refuse():
-    for name, devices, words in (
+    for name, devices, message in (
         ("tpu", 8, "device must be one of"),
         ("h100", 12, "devices must fill nodes of 8, got 12"),
         ("h100", 0, "devices must be at least 1, got 0"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             preset(name, devices)
 
 
@@ -104,7 +104,7 @@ ranks = 64
 bandwidth = 25e9
 latency = 1e-5
 """
-OWN = '[device]\nname = "x"\npeak.float32 = 1e13\nbandwidth = 1e12\nmemory = 64e9\ngemm = 0.6\n'
+CUSTOM = '[device]\nname = "x"\npeak.float32 = 1e13\nbandwidth = 1e12\nmemory = 64e9\ngemm = 0.6\n'
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 
 
@@ -117,13 +117,13 @@ def reading(path, text):
 @toml
 def test_a_file_is_a_cluster(tmp_path):
     assert reading(tmp_path, FILE) == TWO
-    own = reading(tmp_path, FILE.replace('device = "a100-80gb"', "") + OWN)
-    assert own.device.gemm == 0.6 and own.device.attention == 0.5 and own.device.peak == {"float32": 1e13}
+    custom = reading(tmp_path, FILE.replace('device = "a100-80gb"', "") + CUSTOM)
+    assert custom.device.gemm == 0.6 and custom.device.attention == 0.5 and custom.device.peak == {"float32": 1e13}
 
 
 @toml
 @pytest.mark.parametrize(
-    "old, new, words",
+    "old, new, message",
     [
         ("devices = 64", "", "cluster.toml: needs devices, got device, levels"),
         ("devices = 64", "devices = 64\nname = 3", "knows device, devices, levels, got name"),
@@ -143,15 +143,15 @@ def test_a_file_is_a_cluster(tmp_path):
         ("devices = 64", "devices = ", "cannot be read as TOML"),
     ],
 )
-def test_what_a_file_must_not_be(tmp_path, old, new, words):
-    with pytest.raises(ValueError, match=words) as error:
+def test_what_a_file_must_not_be(tmp_path, old, new, message):
+    with pytest.raises(ValueError, match=message) as error:
         reading(tmp_path, FILE.replace(old, new, 1))
     assert "\n" not in str(error.value)
 
 
 @toml
 @pytest.mark.parametrize(
-    "old, new, words",
+    "old, new, message",
     [
         ('name = "x"', "name = 3", "device: name must be a string, got 3"),
         ("memory = 64e9", "", "device: needs memory, got"),
@@ -164,9 +164,9 @@ def test_what_a_file_must_not_be(tmp_path, old, new, words):
         ("1e13", "-1", "peak.float32 must be positive and finite, got -1"),
     ],
 )
-def test_what_a_device_must_not_be(tmp_path, old, new, words):
-    with pytest.raises(ValueError, match=words):
-        reading(tmp_path, FILE.replace('device = "a100-80gb"', "") + OWN.replace(old, new))
+def test_what_a_device_must_not_be(tmp_path, old, new, message):
+    with pytest.raises(ValueError, match=message):
+        reading(tmp_path, FILE.replace('device = "a100-80gb"', "") + CUSTOM.replace(old, new))
 
 
 @toml

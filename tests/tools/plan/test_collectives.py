@@ -44,28 +44,28 @@ def test_switches_forward_one_buffer_a_port():
 def all_reduced(world, name, n):
     """This rank's buffer after the messages of ``name``, and what it has sent: [messages, bytes]."""
     messages = (plan.servers(2) if name == "two servers" else ALL_REDUCE[name]).messages(n)
-    own = torch.randn(ELEMENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
-    buffer = own if world.rank < n else torch.zeros(ELEMENTS, dtype=torch.float64)
-    whole = buffer.clone()
-    dist.all_reduce(whole)
+    values = torch.randn(ELEMENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+    buffer = values if world.rank < n else torch.zeros(ELEMENTS, dtype=torch.float64)
+    expected = buffer.clone()
+    dist.all_reduce(expected)
     part, sent = ELEMENTS // messages.parts, [0, 0]
     for exchange in messages.rounds:
         waiting, arriving = [], []
         for tag, x in enumerate(exchange):
-            here = slice(x.begin * part, x.end * part)
+            span = slice(x.begin * part, x.end * part)
             if x.source == world.rank:
-                data = buffer[here].clone()
+                data = buffer[span].clone()
                 sent[0], sent[1] = sent[0] + 1, sent[1] + data.nbytes
                 waiting.append(dist.isend(data, x.to, tag=tag))
             if x.to == world.rank:
                 room = torch.empty(part * (x.end - x.begin), dtype=torch.float64)
                 waiting.append(dist.irecv(room, x.source, tag=tag))
-                arriving.append((x, here, room))
+                arriving.append((x, span, room))
         for message in waiting:
             message.wait()
-        for x, here, room in arriving:
-            buffer[here] = buffer[here] + room if x.adds else room
-    error = float((buffer - whole).abs().max()) if world.rank < n else 0.0
+        for x, span, room in arriving:
+            buffer[span] = buffer[span] + room if x.adds else room
+    error = float((buffer - expected).abs().max()) if world.rank < n else 0.0
     return error, buffer if world.rank < n else None, sent
 
 
@@ -81,9 +81,8 @@ def test_run_they_are_an_all_reduce(ranks, name, n):
     assert max(error for error, _, _ in results) < 1e-14
     assert all(torch.equal(buffer, results[0][1]) for _, buffer, _ in results[:n])  # the same bits on every rank
     for node, (_, _, sent) in enumerate(results):
-        own = [x for exchange in messages.rounds for x in exchange if x.source == node]
-        whole = 8 * ELEMENTS
-        assert sent == [len(own), whole * sum(x.end - x.begin for x in own) // messages.parts]
+        listed = [x for exchange in messages.rounds for x in exchange if x.source == node]
+        assert sent == [len(listed), 8 * ELEMENTS * sum(x.end - x.begin for x in listed) // messages.parts]
     if name in ("ring", "direct"):
         assert {sent[1] for _, _, sent in results} == {8 * ELEMENTS * 2 * (n - 1) // n}
 
@@ -107,7 +106,7 @@ def test_which_is_cheapest():
 
 
 @pytest.mark.parametrize(
-    "call, words",
+    "call, message",
     [
         (lambda: seconds(ALL_REDUCE["ring"], 0, 1, Link(0, 1)), "ranks must be a positive integer, got 0"),
         (lambda: seconds(ALL_REDUCE["ring"], 2, -1, Link(0, 1)), "must not be negative, got -1"),
@@ -115,6 +114,6 @@ def test_which_is_cheapest():
         (lambda: plan.servers(0), "at least one machine, got 0"),
     ],
 )
-def test_bad_input(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

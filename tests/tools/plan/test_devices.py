@@ -6,7 +6,7 @@ import torch
 from tpfuse.tools.ledger.aten import ATTENTION, COMMUNICATION, ELEMENTWISE, GEMM
 from tpfuse.tools.ledger.machine import Line, Machine, Table
 from tpfuse.tools.ledger.recorder import Entry
-from tpfuse.tools.plan.devices import DEVICES, Device, device, here
+from tpfuse.tools.plan.devices import DEVICES, Device, device, local_cpu
 
 A100 = DEVICES["a100-80gb"]
 BF16 = torch.bfloat16
@@ -55,25 +55,25 @@ LINES = {"linear": Line(1e-5, 1e-10, 1e-9), GEMM: Line(1e-3, 0, 0), ATTENTION: L
 MACHINE = Machine(2, {"float32": {1: Table(LINES, {}, 1e-6), 2: Table(LINES, {}, 2e-6)}})
 
 
-def test_here_is_what_was_calibrated():
-    cpu = here(MACHINE, 2)
-    took = cpu.seconds(entry(GEMM, flops=10**6, moved=10**4), torch.float32)
-    assert took == pytest.approx(2e-6 + 1e-5 + 1e-4 + 1e-5)
+def test_local_cpu_as_calibrated():
+    cpu = local_cpu(MACHINE, 2)
+    seconds = cpu.seconds(entry(GEMM, flops=10**6, moved=10**4), torch.float32)
+    assert seconds == pytest.approx(2e-6 + 1e-5 + 1e-4 + 1e-5)
     assert cpu.seconds(entry(GEMM, op="other"), torch.float32) == pytest.approx(1e-3 + 2e-6)  # a kind's own line
     assert cpu.seconds(entry(ATTENTION, op="other", scores=100), torch.float32) == pytest.approx(3e-6)
     assert cpu.seconds(entry(COMMUNICATION, wire=9), torch.float32) == 0
-    assert cpu.memory == here(MACHINE, 1).memory / 2 > 1e8
+    assert cpu.memory == local_cpu(MACHINE, 1).memory / 2 > 1e8
     # more ranks than cores share them
-    assert here(MACHINE, 4).seconds(entry(GEMM, op="other"), torch.float32) == pytest.approx(2 * (1e-3 + 2e-6))
+    assert local_cpu(MACHINE, 4).seconds(entry(GEMM, op="other"), torch.float32) == pytest.approx(2 * (1e-3 + 2e-6))
 
 
-def test_here_knows_no_more():
+def test_local_cpu_refuses_what_was_not_calibrated():
     with pytest.raises(ValueError, match="bfloat16 was not calibrated"):
-        here(MACHINE, 1).seconds(entry(GEMM), BF16)
+        local_cpu(MACHINE, 1).seconds(entry(GEMM), BF16)
     with pytest.raises(ValueError, match="'add' was not calibrated; run python -m tpfuse calibrate"):
-        here(MACHINE, 1).seconds(entry(ELEMENTWISE, op="add"), torch.float32)
+        local_cpu(MACHINE, 1).seconds(entry(ELEMENTWISE, op="add"), torch.float32)
 
 
 def test_a_device_is_a_record():
-    own = Device("own", {"float32": 1e12}, 1e11, 1e9, launch=0.0)
-    assert own.seconds(entry(GEMM, flops=75 * 10**10), torch.float32) == pytest.approx(1.0)
+    custom = Device("custom", {"float32": 1e12}, 1e11, 1e9, launch=0.0)
+    assert custom.seconds(entry(GEMM, flops=75 * 10**10), torch.float32) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""What a plan says that its ranks send, and what gloo's ranks send when the plan runs."""
+"""Messages of a plan: their seconds on links, and their bytes against those of gloo's ranks that run the plan."""
 
 from collections import Counter
 
@@ -13,12 +13,14 @@ from tpfuse.pipeline import schedule
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import Ledger
 from tpfuse.tools.ledger.layer import build
-from tpfuse.tools.plan.cluster import preset
-from tpfuse.tools.plan.pieces import LedgerCosts, counted
+from tpfuse.tools.plan.cluster import Cluster, Level, preset
+from tpfuse.tools.plan.collectives import ALL_REDUCE, seconds
+from tpfuse.tools.plan.messages import between_stages, over_dp, over_tp
+from tpfuse.tools.plan.pieces import LedgerCosts, run_pieces
 from tpfuse.tools.plan.split import Job, Split
 from tpfuse.tools.plan.step import micro_batches
 
-# Untied: plans leave out that the first and the last stage sum the gradients of a tied embedding.
+# Untied: plans leave out the sum of a tied embedding's gradients over the first and the last stage.
 SIZES = dict(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, tie_embeddings=False)
 JOB = Job(GPTConfig(**SIZES), 8, 16, torch.float32)
 COSTS = LedgerCosts(preset("a100-80gb", 8))
@@ -29,15 +31,14 @@ def parts_of(world, split):
     """The model of a plan, and a function that runs a step's passes over rows of ids."""
     mesh = world.stages(split.pp, split.dp, split.tp)
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
-    how = dict(
-        saving=split.saving, full=split.full, dtype=JOB.dtype, device="cpu", dp=mesh["dp"] if split.dp > 1 else None
-    )
+    options = dict(saving=split.saving, full=split.full, dtype=JOB.dtype, device="cpu")
+    options["dp"] = mesh["dp"] if split.dp > 1 else None
     count = micro_batches(JOB, split)
     if split.pp > 1:
         stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, layers=split.layers)
-        pipeline = schedule(build(JOB.config, tp=tp, stage=stage, **how), mesh["pp"], split.schedule, count)
+        pipeline = schedule(build(JOB.config, tp=tp, stage=stage, **options), mesh["pp"], split.schedule, count)
         return lambda ids, sums: pipeline.step(ids, labels=ids)
-    replica = model = build(JOB.config, tp=tp, **how)
+    replica = model = build(JOB.config, tp=tp, **options)
     group, summing = mesh["dp"].get_group(), []
     if split.dp > 1:
         replica = DistributedDataParallel(model, process_group=group)
@@ -62,7 +63,7 @@ def sent(world, split):
     """Calls and bytes of this rank's messages in a step, by op, and the bytes of gradients that replicas sum."""
     step, sums = parts_of(world, split), []
     ids = torch.arange(JOB.batch // split.dp * JOB.seq).reshape(-1, JOB.seq) % JOB.config.vocab_size
-    for _ in range(2):  # which compare the ranks' arguments, and after which DDP makes its buckets anew
+    for _ in range(2):  # warm-up: ranks compare their arguments, and DDP rebuilds its buckets
         step(ids, [])
     with Ledger() as ledger:
         step(ids, sums)
@@ -70,21 +71,21 @@ def sent(world, split):
     return messages, sum(sums)
 
 
-def said(split, stage):
-    """The same of a rank of a stage, by the plan's pieces."""
-    runs, config, count = counted(JOB, split), JOB.config, micro_batches(JOB, split)
-    first = sum(split.layers[:stage])
-    layers = range(first, first + split.layers[stage])
-    held = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[config.windows[i]] for i in layers)]
-    held += [runs.head] if stage == split.pp - 1 else []
+def predicted(split, stage):
+    """The same for a rank of a stage, by the plan's pieces."""
+    runs, config, count = run_pieces(JOB, split), JOB.config, micro_batches(JOB, split)
+    begin = sum(split.layers[:stage])
+    layers = range(begin, begin + split.layers[stage])
+    pieces = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[config.windows[i]] for i in layers)]
+    pieces += [runs.head] if stage == split.pp - 1 else []
     messages = Counter()
-    for piece in held:
+    for piece in pieces:
         for kind in "FB":
             for e, n in piece.passes[kind].items():
                 messages.update({(e.op, "calls"): n * count * (e.wire > 0), (e.op, "bytes"): n * count * e.wire})
     by_op = {op: (messages[op, "calls"], messages[op, "bytes"]) for op, _ in messages if messages[op, "bytes"]}
     if split.pp > 1:
-        by_op["send"] = count, count * COSTS(JOB, split).rows
+        by_op["send"] = count, count * COSTS(JOB, split).hop_bytes
     parameters = sum(piece.parameters for piece in COSTS(JOB, split).stage(layers))
     return by_op, parameters * JOB.dtype.itemsize * (split.dp > 1)
 
@@ -93,8 +94,43 @@ def said(split, stage):
 def test_ranks_send_what_the_plan_says(ranks, split):
     split = split._replace(layers=(4 // split.pp,) * split.pp)
     for rank, (messages, gradients) in enumerate(ranks(split.ranks, sent, split)):
-        predicted, summed_up = said(split, rank // (split.dp * split.tp))
+        predicted_messages, predicted_gradients = predicted(split, rank // (split.dp * split.tp))
         summed_by_gloo = messages.pop("allreduce_", (0, 0))[1]
-        assert messages == predicted and gradients == summed_up
-        assert 0 <= summed_by_gloo - gradients < 100  # losses and counts of labels beside, which no plan has
+        assert messages == predicted_messages and gradients == predicted_gradients
+        assert 0 <= summed_by_gloo - gradients < 100  # losses and counts of labels, which no plan has
         assert messages or gradients
+
+
+# ---- seconds ----
+
+TWO = Cluster(COSTS.cluster.device, 64, (Level(8, 200e9, 1e-6), Level(64, 20e9, 1e-5)))
+RING = ALL_REDUCE["ring"]
+
+
+def test_over_tp():
+    n, size = Split(tp=4), 10**8
+    wire = size * 3 / 4  # of a gather, and of an exchange
+    half = seconds(RING, 4, size, TWO.link(4, 1)) / 2
+    assert over_tp("all_gather", wire, n, TWO) == over_tp("reduce_scatter", size, n, TWO) == half
+    assert over_tp("all_reduce", size, n, TWO) == 2 * half
+    assert over_tp("all_to_all", wire, n, TWO) == pytest.approx(half - 2e-6)  # one round in place of three
+    assert over_tp("all_gather", wire, Split(), TWO) == 0
+    # between nodes a ring of 16 has all eight cards of a node; of each rank's 15 messages 8 leave it by its own card
+    assert over_tp("all_gather", 15e8, Split(tp=16), TWO) == pytest.approx(15e-5 + 15e8 / 160e9)
+    assert over_tp("all_to_all", 15e8, Split(tp=16), TWO) == pytest.approx(1e-5 + 8e8 / 20e9)
+
+
+def test_over_dp():
+    """26 MiB of gradients are two buckets."""
+    split, size = Split(dp=4, tp=8), 26 << 20
+    ring = 2 * seconds(RING, 4, size / 2, TWO.link(4, 8))
+    assert over_dp(size, split, TWO) == pytest.approx(ring)
+    assert over_dp(size, split._replace(sharded=True), TWO) == pytest.approx(1.5 * ring)
+    assert over_dp(1, split, TWO) == seconds(RING, 4, 1, TWO.link(4, 8))
+    assert over_dp(size, Split(tp=8), TWO) == over_dp(0, split, TWO) == 0
+
+
+def test_between_stages():
+    assert between_stages(2e9, Split(pp=2, tp=4), TWO) == pytest.approx(1e-6 + 2e9 / 200e9)
+    assert between_stages(2e9, Split(pp=4, tp=4), TWO) == pytest.approx(1e-5 + 2e9 / 20e9)
+    assert between_stages(2e9, Split(tp=4), TWO) == 0

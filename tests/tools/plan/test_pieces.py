@@ -9,16 +9,16 @@ from tpfuse.models import BertConfig, GPTConfig, config_from_hf
 from tpfuse.parallel import TensorParallel
 from tpfuse.pipeline.action import KINDS
 from tpfuse.pipeline.placement import Stage
-from tpfuse.tools.ledger import Plan, fake_world, load_config
+from tpfuse.tools.ledger import Plan, fake_world
 from tpfuse.tools.ledger.layer import build
 from tpfuse.tools.ledger.stages import run_stage
-from tpfuse.tools.plan.cluster import preset
-from tpfuse.tools.plan.pieces import bare, counted
+from tpfuse.tools.plan.cluster import Cluster, preset
+from tpfuse.tools.plan.devices import Device
+from tpfuse.tools.plan.pieces import LedgerCosts, bare, run_pieces
 from tpfuse.tools.plan.split import Job, Split
 
-A100 = preset("a100-80gb", 64)
+COSTS = LedgerCosts(preset("a100-80gb", 8))
 SIZES = dict(vocab_size=512, max_positions=256, hidden_size=128, num_layers=4, num_heads=8)
-LLAMA = load_config("llama3-8b")
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
     "bert": BertConfig(**SIZES),
@@ -42,31 +42,33 @@ def ran(job, split, layers):
     plan = Plan(split.tp, seq=job.seq, micro_batch=split.micro_batch, saving=split.saving, full=split.full)
     with fake_world(split.tp) as mesh:
         stage = Stage(0, 1, "interleaved", len(layers), layers) if len(layers) > 1 else None
-        how = dict(saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
-        model = build(job.config, tp=TensorParallel(mesh["tp"], sequence_parallel=True), **how)
+        options = dict(saving=split.saving, full=split.full, dtype=job.dtype, stage=stage)
+        model = build(job.config, tp=TensorParallel(mesh["tp"], sequence_parallel=True), **options)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        later = split.schedule == "zbv"
-        return [(chunk, run_stage(model, chunk, plan, split=later)) for chunk in model.chunks]
+        return [(chunk, run_stage(model, chunk, plan, split=split.schedule == "zbv")) for chunk in model.chunks]
 
 
 def summed(job, split, layers):
     """Calls, saved and held bytes of a stage, by its pieces."""
-    runs = counted(job, split)
-    of = [runs.embedding if layers[0] == 0 else runs.border, *(runs.blocks[job.config.windows[i]] for i in layers)]
-    of += [runs.head] if layers[-1] == job.config.num_layers - 1 else []
+    runs = run_pieces(job, split)
+    pieces = [runs.embedding if layers[0] == 0 else runs.border, *(runs.blocks[job.config.windows[i]] for i in layers)]
+    pieces += [runs.head] if layers[-1] == job.config.num_layers - 1 else []
     calls = {kind: Counter() for kind in KINDS}
-    for piece in of:
+    for piece in pieces:
         for kind in KINDS:
             calls[kind].update(piece.passes[kind])
-    made = {kind: Counter({e: n for e, n in found.items() if n}) for kind, found in calls.items()}
-    return made, sum(p.saved for p in of), sum(p.held for p in of), runs.rows
+    nonzero = {kind: Counter({e: n for e, n in entries.items() if n}) for kind, entries in calls.items()}
+    return nonzero, sum(p.saved for p in pieces), sum(p.held for p in pieces), runs.hop_bytes
 
 
-def costs_of(run):
-    """The calls of a pass by all but their names: where one stage has both uses of a tied weight their gradients are
-    summed by add, and by add_ where each is added to what is there."""
-    return {kind: Counter(bare(e)._replace(op=e.op.rstrip("_")) for e in run.passes[kind]) for kind in KINDS}
+def without_underscores(calls):
+    """Calls by all but a trailing underscore of their names: where one stage has both uses of a tied weight add sums
+    their gradients, and add_ where each is added to what is there."""
+    counts = Counter()
+    for e, count in calls.items():
+        counts[bare(e)._replace(op=e.op.rstrip("_"))] += count
+    return counts
 
 
 CASES = [
@@ -87,9 +89,33 @@ def test_pieces_add_up_to_any_stage(name, split, layers):
     job = job_of(name)
     for chunk, real in ran(job, split, layers):
         calls, saved, held, rows = summed(job, split, chunk.layers)
-        named = {k: Counter() for k in KINDS}
         for kind in KINDS:
-            for e, count in calls[kind].items():
-                named[kind][e._replace(op=e.op.rstrip("_"))] += count
-        assert named == costs_of(real)
+            assert without_underscores(calls[kind]) == without_underscores(Counter(real.passes[kind])), kind
         assert (saved, held, rows) == (real.saved, real.held, real.rows)
+
+
+def test_costs_are_cached_and_follow_the_device():
+    job, split = job_of("gpt2"), Split(tp=2, micro_batch=2)
+    pieces = COSTS(job, split)
+    assert COSTS(job, split._replace(dp=4)).blocks is pieces.blocks
+    block, two_passes = pieces.blocks[0], COSTS(job, split._replace(pp=2, chunks=2, schedule="zbv")).blocks[0]
+    assert block.seconds("W") == 0 and block.seconds("B") == block.seconds("I") > block.seconds("F")
+    assert two_passes.seconds("I") + two_passes.seconds("W") == pytest.approx(two_passes.seconds("B"))
+    assert min(two_passes.seconds("W"), two_passes.held, block.transient) > 0
+    assert COSTS(job, split._replace(full=True)).blocks[0].seconds("B") > block.seconds("B")
+    assert block._replace(sizes={}).share(4) == block.share(4)  # an even cut
+    # twice as fast a device takes half of the time, except for messages
+    fast = Device("fast", {"bfloat16": 624e12}, 4.078e12, 80e9, launch=1.5e-6, arch="sm_80")
+    faster = LedgerCosts(Cluster(fast, 8, COSTS.cluster.levels))(job, split).blocks[0]
+    ratios = {k: block.passes["B"][k] / faster.passes["B"][k] for k in block.passes["B"]}
+    assert ratios == pytest.approx({"GEMM": 2, "attention": 2, "memory-bound": 2, "tp": 1})
+
+
+def test_refused():
+    job = job_of("gpt2")
+    with pytest.raises(ValueError, match="plan: 4 layers cannot be cut into 6 stages"):
+        COSTS(job, Split(pp=3, schedule="interleaved", chunks=2))
+    with pytest.raises(ValueError, match="num_heads=8 is not divisible by tensor-parallel size 3"):
+        COSTS(job, Split(tp=3))
+    with pytest.raises(ValueError, match="a100-80gb has no peak for float64"):
+        COSTS(job._replace(dtype=torch.float64), Split())

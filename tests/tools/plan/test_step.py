@@ -1,4 +1,4 @@
-"""A step's time against the simulator's, its bound, and what a rank keeps against the order's own lists."""
+"""A step's estimate against the simulator, its lower bound, and peak memory against the order's own actions."""
 
 import itertools
 
@@ -21,58 +21,57 @@ from tpfuse.tools.plan.step import DP, OPTIMIZER, PP, STEP_PARTS, Load, micro_ba
 SPLIT = Split(pp=2, layers=(2, 2))
 
 
-def load(split, job=None, **means):
-    job, made = job or fake.job(sum(split.layers)), fake.means(**means)
-    return Load(job, split, made, Spans(made.costs(job, split), split=SCHEDULES[split.schedule].split))
+def load(split, job=None, **options):
+    job, costs = job or fake.job(sum(split.layers)), fake.costs(**options)
+    return Load(job, split, costs, Spans(costs.pieces(job, split), split=SCHEDULES[split.schedule].split))
 
 
 def one_of(name, data):
     """A split of a schedule that it can do, with its job."""
     ranks, chunks = data.draw(st.sampled_from([2, 4])), data.draw(st.sampled_from([1, 2]))
     count = data.draw(st.sampled_from([2, 4, 8, 12]))
-    held = SCHEDULES[name].chunks
-    chunks = chunks if chunks in held else held[0]
+    choices = SCHEDULES[name].chunks
+    chunks = chunks if chunks in choices else choices[0]
     count = max(count, ranks * chunks) if name == "dualpipev" else count
     layers = tuple(data.draw(st.integers(1, 3)) for _ in range(ranks * chunks))
     blocks = [data.draw(st.floats(0.1, 3)) for _ in range(sum(layers))]
     possible(name, ranks, count, chunks)
     split = Split(2, 1, ranks, name, chunks, layers=layers)
-    return split, fake.job(len(blocks), 2 * count), fake.Costs(blocks, head=data.draw(st.floats(0, 3)))
+    return split, fake.job(len(blocks), 2 * count), fake.PieceCosts(blocks, head=data.draw(st.floats(0, 3)))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_step_is_the_simulators(name, data):
-    split, job, costs = one_of(name, data)
+    split, job, pieces = one_of(name, data)
     hop = data.draw(st.sampled_from([0.0, 0.2]))
-    loaded = load(split, job, costs=costs, hop=hop)
+    loaded = load(split, job, pieces=pieces, hop=hop)
     step, stages, count = loaded.step(), loaded.stages, micro_batches(job, split)
-    made = order(name, split.pp, count, chunks=split.chunks)
-    later = SCHEDULES[name].split
+    actions_of, two_passes = order(name, split.pp, count, chunks=split.chunks), SCHEDULES[name].split
     F, B, I, W = stages.passes.T.tolist()  # noqa: E741
-    timeline = simulate(made, F, I if later else B, W if later else [0.0] * len(W), communication=hop)
+    timeline = simulate(actions_of, F, I if two_passes else B, W if two_passes else [0.0] * len(W), communication=hop)
     assert loaded.timeline() == timeline
-    after = loaded.copies + loaded.dp + loaded.update
+    tail = loaded.copies + loaded.dp + loaded.update
     assert (loaded.copies > 0).all() == (name == "chimera" and hop > 0)
-    ends = [events[-1].end + more for events, more in zip(timeline.events, after, strict=True)]
+    ends = [events[-1].end + seconds for events, seconds in zip(timeline.events, tail, strict=True)]
     assert step.seconds == pytest.approx(max(ends)) and step.rank == ends.index(max(ends))
     assert sum(loaded.busy) == pytest.approx(sum(timeline.busy))
     assert sum(step.parts.values()) == pytest.approx(step.seconds) and tuple(step.parts) == STEP_PARTS
     assert loaded.bound <= step.seconds * (1 + 1e-9)
-    # what the order's own list of actions keeps
-    for rank, (memory, actions) in enumerate(zip(step.memory, made.actions, strict=True)):
+    # the peak by the order's own list of actions
+    for rank, (memory, actions) in enumerate(zip(step.memory, actions_of.actions, strict=True)):
         changes = {"F": stages.saved, "B": -stages.saved, "I": stages.held - stages.saved, "W": -stages.held}
-        kept = max(itertools.accumulate(changes[a.kind][a.stage] for a in actions))
-        assert memory.activations == pytest.approx(kept + 0.3) and memory.state == 16 * loaded.parameters[rank]
+        peak = max(itertools.accumulate(changes[a.kind][a.stage] for a in actions))
+        assert memory.activations == pytest.approx(peak + 0.3) and memory.state == 16 * loaded.parameters[rank]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_the_bound_is_tight_where_stages_are_alike(name):
     chunks = SCHEDULES[name].chunks[0]
-    costs = fake.Costs((1.0,) * 4 * chunks, embedding=0.01, head=0.0)  # as much as a border
+    pieces = fake.PieceCosts((1.0,) * 4 * chunks, embedding=0.01, head=0.0)  # as much as a border
     split = Split(1, 1, 4, name, chunks, layers=(1,) * 4 * chunks)
-    loaded = load(split, fake.job(4 * chunks, 8), costs=costs, hop=0.0)
+    loaded = load(split, fake.job(4 * chunks, 8), pieces=pieces, hop=0.0)
     assert loaded.bound == pytest.approx(loaded.step().seconds, rel=1e-3)
 
 
@@ -89,8 +88,8 @@ def test_sums_hide_only_behind_the_last_backward_pass():
         assert load(split, fake.job(4, 8), hides=hides).step().parts[DP] == pytest.approx(seconds)
     staged = load(Split(2, 1, 2, layers=(2, 2)), fake.job(4, 8), hides=True)
     assert staged.dp.tolist() == pytest.approx((0.1 * 2 * staged.parameters).tolist()) and min(staged.dp) > 0
-    whole = load(Split(2, 1, 2, sharded=True, layers=(2, 2)), fake.job(4, 8))  # a gather and a scatter
-    assert whole.dp.tolist() == pytest.approx(staged.dp.tolist())
+    sharded = load(Split(2, 1, 2, sharded=True, layers=(2, 2)), fake.job(4, 8))  # a gather and a scatter
+    assert sharded.dp.tolist() == pytest.approx(staged.dp.tolist())
 
 
 def test_parts_of_one_rank():
@@ -111,7 +110,7 @@ def test_a_batch_that_cannot_be_cut():
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera"])
 def test_bytes_are_those_of_a_dry_run(name):
-    """What ranks send over pp and sum over dp, which tests/pipeline/test_counted.py holds to what gloo's ranks send."""
+    """Bytes over pp and dp; tests/pipeline/test_counted.py holds the dry run to what gloo's ranks send."""
     config = GPTConfig(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4)
     plan = Plan(tp=2, dp=2, seq=32, micro_batch=2, dtype=torch.float32)
     ranks = dry_pipeline(config, plan, Pipe(2, name, 4))
@@ -119,11 +118,11 @@ def test_bytes_are_those_of_a_dry_run(name):
     split = Split(2, 2, 2, name, chunks, 2, layers=(4 // (2 * chunks),) * 2 * chunks)
     costs = LedgerCosts(preset("a100-80gb", 8))
     job = Job(config, 16, 32, torch.float32)
-    loaded = load(split, job, costs=costs)
+    loaded = load(split, job, pieces=costs)
     for rank, run in enumerate(ranks):
         sent, summed = (
             next((m for m in run.messages if (m.over, m.op) == key), None)
             for key in (("pp", "send"), ("dp", "all_reduce (gradients)"))
         )
-        assert sent.bytes == sent.calls * costs(job, split).rows
+        assert sent.bytes == sent.calls * costs(job, split).hop_bytes
         assert summed.bytes == 4 * loaded.parameters[rank]

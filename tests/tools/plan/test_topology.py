@@ -25,9 +25,8 @@ from tpfuse.tools.plan.topology import (
     rings,
     torus,
 )
-from tpfuse.tools.plan.topology.bandwidth import crossings
+from tpfuse.tools.plan.topology.bandwidth import crossings, spread
 from tpfuse.tools.plan.topology.hamiltonian import hops_of
-from tpfuse.tools.plan.topology.route import spread
 
 SIZES = st.integers(min_value=1, max_value=40)
 
@@ -63,11 +62,11 @@ def test_links_of_a_dragonfly():
     """Eight groups of eight routers: 28 pairs of four links a group, 128 global links a group, 18 or 19 to another."""
     network = dragonfly(1024)
     assert network.cables("DAC") == 16 * (1024 + 8 * 28 * 4) and network.cables("AoC") == 16 * 8 * 128 // 2
-    between = Counter()
+    joins = Counter()
     for a, b, edge in network.graph.edges(data=True):
-        if edge["part"] == "AoC":
-            between[frozenset((a[1], b[1]))] += edge["links"]
-    assert len(between) == 28 and set(between.values()) == {18, 19}
+        if edge["cable"] == "AoC":
+            joins[frozenset((a[1], b[1]))] += edge["links"]
+    assert len(joins) == 28 and set(joins.values()) == {18, 19}
 
 
 @pytest.mark.parametrize("board, switches", [(1, 64), (2, 32), (4, 16)])
@@ -96,22 +95,22 @@ def test_diameters(name, hops):
     """Links between the farthest of 256 accelerators.  A router of a Dragonfly has links to every other group; on a
     board of 4 x 4 a trace leads to a port and another from it; a torus of 16 x 16 has half of either side."""
     network = NETWORKS[name](256)
-    first = network.board**2 if network.grid else 1
-    far = networkx.eccentricity(network.graph, v=place(Split(dp=first), network))
+    board = network.board**2 if network.grid else 1
+    far = networkx.eccentricity(network.graph, v=place(Split(dp=board), network))
     assert max(far.values()) == hops
 
 
 # ---- cycles ----
 
 
-def faults(rows, columns, found):
-    """What is wrong with cycles of a torus: nodes missed, hops that are no edges, edges used too often."""
-    wrong = [ring for ring in found if sorted(ring) != list(range(rows * columns))]
-    used = Counter(frozenset(hop) for ring in found for hop in hops_of(ring))
+def faults(rows, columns, rings):
+    """Faults of cycles of a torus: nodes missed, hops that are no edges, edges used too often."""
+    wrong = [ring for ring in rings if sorted(ring) != list(range(rows * columns))]
+    used = Counter(frozenset(hop) for ring in rings for hop in hops_of(ring))
     for edge, n in used.items():
-        (r, c), *others = [divmod(node, columns) for node in sorted(edge)]
-        across = [(y, x) for y, x in others if y == r and (x - c) % columns in (1, columns - 1)]
-        down = [(y, x) for y, x in others if x == c and (y - r) % rows in (1, rows - 1)]
+        (r, c), *ends = [divmod(node, columns) for node in sorted(edge)]
+        across = [(y, x) for y, x in ends if y == r and (x - c) % columns in (1, columns - 1)]
+        down = [(y, x) for y, x in ends if x == c and (y - r) % rows in (1, rows - 1)]
         room = (2 if columns == 2 else 1) * bool(across) + (2 if rows == 2 else 1) * bool(down)
         if n > room:
             wrong.append(edge)
@@ -121,14 +120,14 @@ def faults(rows, columns, found):
 @given(SIZES, SIZES)
 def test_cycles_share_no_edge(rows, columns):
     if rows * columns > 2:
-        found = cycles(rows, columns)
-        assert faults(rows, columns, found) == []
-        assert len(found) == (2 if (rows - columns) % 2 == 0 and min(rows, columns) > 1 else 1)
+        rings = cycles(rows, columns)
+        assert faults(rows, columns, rings) == []
+        assert len(rings) == (2 if (rows - columns) % 2 == 0 and min(rows, columns) > 1 else 1)
 
 
 def test_what_is_no_pair_of_cycles_is_seen():
-    one, other = cycles(6, 4)
-    assert faults(6, 4, (one, one)) and faults(6, 4, (one, other[:-1])) and faults(6, 4, (one, tuple(range(24))))
+    one, two = cycles(6, 4)
+    assert faults(6, 4, (one, one)) and faults(6, 4, (one, two[:-1])) and faults(6, 4, (one, tuple(range(24))))
 
 
 MESHES = [torus(9), torus(60), torus(100), torus(15), hamming_mesh(4, 1), hamming_mesh(35, 1), hamming_mesh(36, 1)]
@@ -187,9 +186,9 @@ def test_half_a_tree_sends_what_its_leaves_send_up(down):
 def by_networkx(network):
     """Shares of all-to-all by networkx's count of shortest paths, which knows no parallel links."""
     n = network.accelerators
-    every = range(n)
-    between = networkx.edge_betweenness_centrality_subset(network.graph, every, every)
-    pace = min(network.graph.edges[edge]["links"] / load for edge, load in between.items() if load)
+    nodes = range(n)
+    paths = networkx.edge_betweenness_centrality_subset(network.graph, nodes, nodes)
+    pace = min(network.graph.edges[edge]["links"] / load for edge, load in paths.items() if load)
     return (n - 1) * pace / network.ports
 
 
@@ -276,10 +275,10 @@ def test_tp_on_a_board_dp_along_a_row_pp_along_columns(board, tp):
     network = hamming_mesh(256, board)
     across = 16 // board  # boards of a row
     split = Split(dp=across * board**2 // tp // 2, tp=tp, pp=across)  # half a row of boards
-    at = place(split, network)
-    assert len(set(at)) == split.ranks
+    placed = place(split, network)
+    assert len(set(placed)) == split.ranks
     for p in range(split.pp):
-        stage = at[p * split.dp * tp : (p + 1) * split.dp * tp]
+        stage = placed[p * split.dp * tp : (p + 1) * split.dp * tp]
         assert {row for row, _ in boards_of(network, stage)} == {p}
         for d in range(split.dp):
             assert len(boards_of(network, stage[d * tp : (d + 1) * tp])) == 1
@@ -289,8 +288,8 @@ def test_tp_on_a_board_dp_along_a_row_pp_along_columns(board, tp):
 def test_ranks_that_fill_a_network_have_a_place_each(name):
     network = NETWORKS[name](256)
     for split in (Split(dp=256), Split(dp=8, tp=4, pp=8), Split(dp=1, tp=16, pp=16), Split(dp=3, tp=5, pp=17)):
-        at = place(split, network)
-        assert len(set(at)) == len(at) == split.ranks and set(at) <= set(range(256))
+        placed = place(split, network)
+        assert len(set(placed)) == len(placed) == split.ranks and set(placed) <= set(range(256))
 
 
 PLANE = 4 * 50e9  # bytes a second of one link in each of a mesh's four planes
@@ -311,11 +310,11 @@ def test_links_of_a_hamming_mesh():
 
 def test_links_of_a_tree():
     """Groups on a leaf have its whole ports; strided over leaves they share what a taper leaves."""
-    whole, tapered = fat_tree(1024), fat_tree(16 * 48, 48)
-    assert links(Split(dp=128, tp=8), whole).tp.bandwidth == 16 * 50e9
+    full, tapered = fat_tree(1024), fat_tree(16 * 48, 48)
+    assert links(Split(dp=128, tp=8), full).tp.bandwidth == 16 * 50e9
     strided = Split(dp=8, tp=48)  # one replica a leaf: all of its ranks send to the next leaf
     assert links(strided, tapered).dp.bandwidth == pytest.approx(16 * 50e9 / 3)
-    assert links(Split(dp=8, tp=4, pp=4), whole).pp.bandwidth == 16 * 50e9 / 2  # a middle stage sends both ways
+    assert links(Split(dp=8, tp=4, pp=4), full).pp.bandwidth == 16 * 50e9 / 2  # a middle stage sends both ways
 
 
 def test_groups_at_once_share_links():
@@ -332,7 +331,7 @@ def test_groups_at_once_share_links():
 
 
 @pytest.mark.parametrize(
-    "call, words",
+    "call, message",
     [
         (lambda: fat_tree(1), "a network joins at least 2 accelerators, got 1"),
         (lambda: fat_tree(64, 64), "1 to 63 ports down, got 64"),
@@ -347,8 +346,8 @@ def test_groups_at_once_share_links():
         (lambda: spread(torus(9).graph, 0, {9: 1.0}), "no way from 0 to 9"),
     ],
 )
-def test_bad_input(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -1,32 +1,31 @@
-"""What a split of a model over machines would take: the devices, the networks and the collectives that it runs on.
+"""The planner: the fastest split of a model's training over machines, by a cost model of devices and links.
 
 check        plans against real steps on this machine
 cluster      devices in levels of links: a group's rate; presets, and clusters from TOML
 collectives  six all-reduces: their messages, and their seconds on a link
 command      python -m tpfuse collectives
+costs        the cost model of a step on a cluster: pieces, messages, optimizer, state
 devices      a device's roofline, data sheets, and this machine as calibrated: seconds of an op
-explain      why a plan is the best, and what would change that
+explain      the parts of a plan, what binds the choice, and what would change it
+in_flight    micro-batches whose activations a rank keeps at a time
 intra/       layouts of a block's ops on a mesh
-kept         of how many micro-batches a rank keeps activations at a time
-known        what searches over one model share
-layers       layers to stages, by dynamic programming
-means        what steps are costed by on a cluster
-messages     seconds of what goes over tp, over dp and between stages
-pieces       embedding, block, head and border of the real model, by dry runs of its stages
-planning     python -m tpfuse plan
-report       plans as a table, numbers and a picture
-search       every split, by branch and bound
-spans        pieces as arrays: what any run of blocks costs as a stage
-split        a job, a way to split it, and what the pieces of its model cost: what the planner hands on
-state        what a rank holds apart from activations, and its optimizer's seconds
-step         a step's seconds by part and each rank's memory
+messages     seconds of messages over tp, over dp and between stages
+pieces       costs of embedding, block, head and border, by dry runs of the real model's stages
+planning     python -m tpfuse plan, and best_plans
+report       plans as a table, as JSON and as a picture
+search       branch and bound over all splits
+spans        stages as spans of blocks, and their partition by dynamic programming
+split        records: a job, a split, and the costs of a model's pieces
+step         estimate of a step: seconds by part, peak memory of each rank
 topology/    networks as graphs, by networkx
 """
 
 from . import intra, topology
-from .cluster import Cluster, Level
+from .cluster import Cluster, Level, preset
 from .collectives import ALL_REDUCE, OWN, Link, Message, cheapest, seconds
 from .devices import DEVICES, Device
+from .planning import best_plans
+from .report import Plans
 from .split import Job, Split
 
 __all__ = [
@@ -39,9 +38,12 @@ __all__ = [
     "Level",
     "Link",
     "Message",
+    "Plans",
     "Split",
+    "best_plans",
     "cheapest",
     "intra",
+    "preset",
     "seconds",
     "topology",
 ]

@@ -1,7 +1,6 @@
-"""Plans against real steps on this machine's processes: the best, and three others."""
+"""Plans against real steps on this machine's processes: the best plan and three others."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,48 +14,48 @@ from ..ledger.dryrun import Plan
 from ..ledger.layer import build
 from ..ledger.processes import on_ranks
 from ..ledger.text import duration, progress, table
-from .report import Planned
+from .report import Plans
 from .search import search
 from .split import Job, Split
-from .step import Means, Step, micro_batches
+from .step import StepEstimate, micro_batches
 
 COUNT = 4
 
 
-def chosen(plans: Planned, means: Means) -> list[Step]:
-    """Returns the best plan and three others: of every dp x tp x pp its best, evenly from the fastest to the
+def chosen(plans: Plans) -> list[StepEstimate]:
+    """Returns the best plan and three others: of the best of each dp x tp x pp, evenly from the fastest to the
     slowest."""
-    job, devices, found = plans.job, plans.scale.devices, []
+    job, devices, steps = plans.job, plans.cluster.devices, list[StepEstimate]()
     for pp in range(1, devices + 1):
         for tp in range(1, devices // pp + 1):
             if devices % (tp * pp) == 0:
                 fixed = dict(plans.fixed, dp=devices // tp // pp, tp=tp, pp=pp, sharded=False)
                 try:
-                    found += search(job, devices, means, fixed=fixed, keep=1).steps
-                except ValueError:  # which the model, or the batch, does not allow
+                    steps += search(job, devices, plans.costs, fixed=fixed, keep=1).steps
+                except ValueError:  # the model, or the batch, does not allow it
                     continue
-    found.sort(key=lambda step: step.seconds)
-    count = min(COUNT, len(found))
-    return [found[round(i * (len(found) - 1) / max(1, count - 1))] for i in range(count)]
+    steps.sort(key=lambda step: step.seconds)
+    count = min(COUNT, len(steps))
+    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def checked(plans: Planned, means: Means) -> str:
-    """Runs them, and returns predicted and measured seconds, and whether their order is right."""
-    steps = chosen(plans, means)
-    took = measure(plans.job, [step.split for step in steps])
+def checked(plans: Plans) -> str:
+    """Runs the chosen plans, and returns a table of predicted and measured seconds with their rank correlation."""
+    steps = chosen(plans)
+    measured = measure(plans.job, [step.split for step in steps])
     rows = [
         (
-            f"dp {s.split.dp} x tp {s.split.tp} x pp {s.split.pp}",
+            s.split.mesh,
             s.split.schedule if s.split.pp > 1 else "-",
             s.split.micro_batch,
             duration(s.seconds),
             duration(t),
             f"{100 * (s.seconds / t - 1):+.1f} %",
         )
-        for s, t in zip(steps, took, strict=True)
+        for s, t in zip(steps, measured, strict=True)
     ]
     text = table(("split", "schedule", "micro-batch", "predicted", "measured", "error"), rows)
-    return f"{text}\nrank correlation (Spearman): {correlation([s.seconds for s in steps], took):.2f}"
+    return f"{text}\nrank correlation (Spearman): {correlation([s.seconds for s in steps], measured):.2f}"
 
 
 def correlation(predicted: list[float], measured: list[float]) -> float:
@@ -69,21 +68,20 @@ def correlation(predicted: list[float], measured: list[float]) -> float:
 
 
 def measure(job: Job, splits: list[Split], *, steps: int = 5) -> list[float]:
-    """Returns the seconds of a step, the median of ``steps``, of splits over as many ranks each, one after another on
-    processes of this machine of one thread each."""
-    return on_ranks(splits[0].ranks, functools.partial(_each, job, splits, steps))
+    """Returns the seconds of a step (the median of ``steps``) of each split, one after another on processes of this
+    machine of one thread each; all splits have as many ranks."""
+    return on_ranks(splits[0].ranks, functools.partial(_measure_all, job, splits, steps))
 
 
-def _each(job: Job, splits: list[Split], steps: int) -> list[float]:
-    shown = progress(splits, "measuring", long=True) if dist.get_rank() == 0 else splits
-    return [_measure(job, split, steps) for split in shown]
+def _measure_all(job: Job, splits: list[Split], steps: int) -> list[float]:
+    waiting = progress(splits, "measuring", long=True) if dist.get_rank() == 0 else splits
+    return [_measure(job, split, steps) for split in waiting]
 
 
 def _measure(job: Job, split: Split, steps: int) -> float:
     if split.pp > 1:
         return _train(job, split, steps)
-    how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype)
-    plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, **how)
+    plan = Plan(split.tp, split.dp, job.seq, split.micro_batch, saving=split.saving, full=split.full, dtype=job.dtype)
     return steptime.train(job.config, plan, batch=job.batch, steps=steps)
 
 
@@ -91,8 +89,16 @@ def _train(job: Job, split: Split, steps: int) -> float:
     mesh = init_device_mesh("cpu", (split.pp, split.dp, split.tp), mesh_dim_names=("pp", "dp", "tp"))
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
     stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, split.chunks, layers=split.layers)
-    how: dict[str, Any] = dict(saving=split.saving, full=split.full, dtype=job.dtype, device="cpu")
-    model = build(job.config, tp=tp, dp=mesh["dp"] if split.dp > 1 else None, stage=stage, **how)
+    model = build(
+        job.config,
+        tp=tp,
+        dp=mesh["dp"] if split.dp > 1 else None,
+        saving=split.saving,
+        full=split.full,
+        dtype=job.dtype,
+        device="cpu",
+        stage=stage,
+    )
     pipeline = schedule(model, mesh["pp"], split.schedule, micro_batches(job, split))
     optimizer = torch.optim.AdamW(model.parameters())
     rows, generator = job.batch // split.dp, torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""``python -m tpfuse collectives``: which all-reduce is the fastest, over sizes and numbers of ranks."""
+"""``python -m tpfuse collectives``: the fastest all-reduce by size and number of ranks."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -40,42 +40,42 @@ def _run(args: Namespace) -> None:
     present(args, compared.text(), compared.json(), lambda path: draw(compared, path))
 
 
-class Compared(NamedTuple):
-    """Seconds of every algorithm for every size in bytes and number of ranks."""
+class AllReduceTimes(NamedTuple):
+    """Seconds of each algorithm for each size in bytes and number of ranks."""
 
     link: Link
     ranks: Sequence[int]
     sizes: Sequence[int]
-    took: dict[str, list[list[float]]]  # by algorithm, then by size, then by ranks
+    times: dict[str, list[list[float]]]  # by algorithm, then by size, then by ranks
 
     def text(self) -> str:
         header = ("bytes a rank", *(f"{n} ranks" for n in self.ranks))
         rows = [(quantity(size, "B"), *(_cell(n, size, self.link) for n in self.ranks)) for size in self.sizes]
-        own, (latency, bandwidth, overhead) = ", ".join(OWN), self.link
-        note = f"the fastest of {own}, at {quantity(bandwidth, 'B/s')}, {duration(latency)} and {duration(overhead)}"
-        return f"{table(header, rows)}\n{note} a message; --json has all algorithms"
+        rate, latency, overhead = quantity(self.link.bandwidth, "B/s"), self.link.latency, self.link.overhead
+        note = f"the fastest of {', '.join(OWN)}, at {rate}, {duration(latency)} and {duration(overhead)} a message"
+        return f"{table(header, rows)}\n{note}; --json has all algorithms"
 
     def json(self) -> dict[str, Any]:
-        return dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.took)
+        return dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
 
 
-def compare(args: Namespace) -> Compared:
-    """Costs every algorithm of ALL_REDUCE."""
+def compare(args: Namespace) -> AllReduceTimes:
+    """Costs each algorithm of ALL_REDUCE."""
     link = Link(args.latency, args.bandwidth * 1e9, args.overhead)
-    took = {
+    times = {
         name: [[seconds(algorithm, n, size, link) for n in args.ranks] for size in args.sizes]
         for name, algorithm in ALL_REDUCE.items()
     }
-    return Compared(link, args.ranks, args.sizes, took)
+    return AllReduceTimes(link, args.ranks, args.sizes, times)
 
 
 def _cell(ranks: int, size: int, link: Link) -> str:
-    name, took = cheapest(ranks, size, link)
-    return f"{name} {duration(took)}"
+    name, fastest = cheapest(ranks, size, link)
+    return f"{name} {duration(fastest)}"
 
 
-def draw(compared: Compared, path: Path) -> None:
-    """Draws a map of the fastest by size and ranks, and beside it every algorithm's time at the most ranks."""
+def draw(compared: AllReduceTimes, path: Path) -> None:
+    """Draws a map of the fastest algorithm by size and ranks, and all algorithms' times at the most ranks."""
     names = list(OWN)
 
     def drawing(fig: Any, axes: Any) -> None:
@@ -86,7 +86,7 @@ def draw(compared: Compared, path: Path) -> None:
         winners.set(yticks=range(len(compared.sizes)), yticklabels=[quantity(s, "B") for s in compared.sizes])
         winners.set_title("the fastest all-reduce", loc="left", size=10)
         fig.colorbar(map_, ax=winners, ticks=range(len(names))).ax.set_yticklabels(names)
-        for name, rows in compared.took.items():
+        for name, rows in compared.times.items():
             lines.loglog(compared.sizes, [row[-1] for row in rows], label=name)
         lines.set(xlabel="bytes a rank", ylabel="seconds")
         lines.set_title(f"{compared.ranks[-1]} ranks", loc="left", size=10)

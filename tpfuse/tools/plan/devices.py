@@ -1,18 +1,18 @@
-"""How long an op takes on a device: a roofline of data-sheet rates and stated shares, or what was measured here.
+"""Seconds of an op on a device: a roofline of data-sheet rates and stated shares, or this machine as calibrated.
 
 A call takes the longer of its flops and its bytes (Williams, Waterman & Patterson 2009, the roofline), and its launch:
 
     seconds = launch + max(flops / (share x peak), bytes / (share x bandwidth))
 
 so that a product of f flops reaches share f / (f + f_half) of the peak, f_half = launch x share x peak: Hockney's
-saturating line (Hockney & Jesshope 1981, r_inf and n_1/2), which is all that is said of a GEMM's size.  No tile or wave
-is modelled: GEMMs of few rows are bound by their bytes, and of others the share is what large ones reach.
+saturating line (Hockney & Jesshope 1981, r_inf and n_1/2), the only effect of a GEMM's size that is modelled: no tiles,
+no waves.  GEMMs of few rows are bound by their bytes; for others the share is what large ones reach.
 
 Peaks, bandwidths and memory are the makers' data sheets, dense rates without sparsity.  Shares are stated, not fitted:
 
-    a100-80gb   GEMM 75 % of the peak, memory 80 %: what the published checks are made with
+    a100-80gb   GEMM 75 % of the peak, memory 80 %: the shares of the published checks
     v100        GEMM 50 %, memory 75 %: an assumption
-    the others  A100's shares: an assumption, as 50 % for fused attention and 3 us for a launch are everywhere
+    the others  A100's shares: an assumption, as are 50 % for fused attention and 3 us for a launch everywhere
 
 No GPU has measured tpfuse's own kernels (docs/measured.md).
 """
@@ -34,9 +34,9 @@ from ..ledger.recorder import Entry
 class Device(NamedTuple):
     """A device by its rates.
 
-    ``peak``: flop/s by dtype ("bfloat16"); ``bandwidth``: bytes/s of its memory, of ``memory`` bytes; ``gemm`` and
-    ``attention``: the share of the peak that they reach; ``reached``: that of the bandwidth; ``launch``: seconds of a
-    call; ``arch``: whose launch parameters, and with them bytes, tpfuse's kernels have; None: a CPU's.
+    ``peak``: flop/s by dtype ("bfloat16").  ``bandwidth``, ``memory``: bytes/s and bytes of its memory.  ``gemm``,
+    ``attention``: share of the peak that they reach; ``reached``: share of the bandwidth.  ``launch``: seconds of a
+    call.  ``arch``: the architecture whose launch parameters, and so bytes, tpfuse's kernels have; None: a CPU's.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Device(NamedTuple):
     arch: str | None = None
 
     def seconds(self, entry: Entry, dtype: torch.dtype) -> float:
-        """Returns the seconds of a call with operands of ``dtype``; what it sends is apart.  ValueError for a dtype
-        whose peak is not known."""
+        """Returns the seconds of a call with operands of ``dtype``, without its messages.  ValueError for a dtype
+        without a peak."""
         if entry.kind == COMMUNICATION:
             return 0.0
         share = self.attention if entry.kind == ATTENTION else self.gemm
@@ -64,8 +64,11 @@ class Device(NamedTuple):
         return self.peak[name]
 
 
-class Here(NamedTuple):
-    """CPUs as ``python -m tpfuse calibrate`` found them, ``ranks`` of which run at once; ``memory``: bytes of each."""
+class LocalCPU(NamedTuple):
+    """This machine's CPUs as ``python -m tpfuse calibrate`` measured them, shared by ``ranks`` that run at once.
+
+    ``memory``: bytes of each rank.
+    """
 
     machine: Machine
     ranks: int
@@ -84,12 +87,12 @@ class Here(NamedTuple):
         return shared * (speeds.overhead + line.seconds(entry.flops, entry.moved, entry.scores))
 
 
-def here(machine: Machine, ranks: int) -> Here:
+def local_cpu(machine: Machine, ranks: int) -> LocalCPU:
     """Returns this machine's CPUs, its memory shared by ``ranks``."""
-    return Here(machine, ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
+    return LocalCPU(machine, ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
 
 
-AnyDevice = Device | Here
+AnyDevice = Device | LocalCPU
 
 
 def _peak(half: float, single: float, *, bfloat16: bool = True) -> Mapping[str, float]:
@@ -115,7 +118,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device(name: str) -> Device:
-    """Returns a preset; ValueError for a name that is none."""
-    known = one_of(DEVICES)(name)
-    check(known is None, f"plan: device must be one of {', '.join(DEVICES)}, got {shown(name)}")
+    """Returns a preset; ValueError for an unknown name."""
+    check(one_of(DEVICES)(name) is None, f"plan: device must be one of {', '.join(DEVICES)}, got {shown(name)}")
     return DEVICES[name]

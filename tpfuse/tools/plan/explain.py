@@ -1,94 +1,147 @@
-"""Why a plan is the best: each part with its numbers, what binds it, the runner-up, what would change the choice."""
+"""Explanation of a plan: its parts in numbers, what binds it, the runner-up, and what would change the choice."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ...kernels.runtime.errors import check
 from ...pipeline.schedules import SCHEDULES
-from ..ledger.text import duration, quantity, table
-from .report import Planned, words
-from .split import PARTS
-from .step import DP, OPTIMIZER, PP, Step
+from ..ledger.text import Progress, duration, quantity, table
+from .costs import CostModel, cost_model
+from .pieces import LedgerCosts
+from .report import Plans, cells
+from .search import search
+from .spans import SpanCache
+from .split import PARTS, Job
+from .step import DP, OPTIMIZER, PP, StepEstimate
 
 
-class Changed(NamedTuple):
-    """The best plan where one thing is different; None: nothing fits."""
+class Scenario(NamedTuple):
+    """A change to the cluster or the job ("twice the memory"), and the best plan under it; None: nothing fits."""
 
-    what: str
-    best: Step | None
+    change: str
+    best: StepEstimate | None
 
 
-def formulas(planned: Planned, step: Step) -> str:
-    """Returns each part of a step as its sum, of the rank that ends last."""
-    job, split = planned.job, step.split
+def explain(plans: Plans, number: int) -> str:
+    """Returns what plan ``number`` spends its step on, and what would change the choice of the best."""
+    check(number <= len(plans.steps), f"plan: --explain is one of the {len(plans.steps)} plans, got {number}")
+    step, best = plans.steps[number - 1], plans.steps[0]
+    changed = scenarios(plans)
+    return "\n\n".join(
+        [
+            f"plan {number}: {label(step)}",
+            formulas(plans, step),
+            f"{binding(best, changed)}\n{runner_up(plans, step)}",
+            changes(best, changed),
+        ]
+    )
+
+
+def scenarios(plans: Plans) -> Mapping[str, Scenario]:
+    """Searches again with links, memory and batch of twice and half the size, by the same dry runs."""
+    job, cluster, costs, cache = plans.job, plans.cluster, plans.costs, plans.cache
+    results, progress = dict[str, Scenario](), Progress(long=True)
+    assert isinstance(pieces := costs.pieces, LedgerCosts)
+    for word, factor in (("twice", 2.0), ("half", 0.5)):
+        levels = tuple(level._replace(bandwidth=factor * level.bandwidth) for level in cluster.levels)
+        scaled = cluster._replace(levels=levels)
+        links = cost_model(scaled, pieces=pieces.with_cluster(scaled))._replace(limit=costs.limit)
+        memory = costs._replace(limit=factor * costs.limit)
+        batch = job._replace(batch=max(1, int(factor * job.batch)))
+        for key, change, changed in (
+            ("links", "the bandwidth of links", (job, links, SpanCache())),
+            ("memory", "the memory", (job, memory, cache)),
+            ("batch", "the batch", (batch, costs, cache)),
+        ):
+            progress.show(f"plan: explaining, {len(results) + 1} of 6: {word} {change}")
+            results[key if factor > 1 else f"half {key}"] = Scenario(f"{word} {change}", _best(plans, *changed))
+    progress.done()
+    return results
+
+
+def _best(plans: Plans, job: Job, costs: CostModel, cache: SpanCache) -> StepEstimate | None:
+    try:
+        steps = search(job, plans.cluster.devices, costs, fixed=plans.fixed, keep=1, cache=cache).steps
+    except ValueError:  # a batch that the devices cannot share
+        return None
+    return next(iter(steps), None)
+
+
+def formulas(plans: Plans, step: StepEstimate) -> str:
+    """Returns a table of how each part of a step adds up, on the rank that ends last, and notes on memory."""
+    job, split = plans.job, step.split
     size, m = job.dtype.itemsize, step.micro_batches
-    once = {part: step.parts[part] / m for part in PARTS}
-    says = {part: f"{m} micro-batches x {duration(seconds)}" for part, seconds in once.items()}
+    formula = {part: f"{m} micro-batches x {duration(step.parts[part] / m)}" for part in PARTS}
     busy = sum(step.parts[part] for part in PARTS)
     share = 100 * step.parts[PP] / step.seconds
-    says[PP] = (
+    formula[PP] = (
         f"{duration(step.seconds)} by the clock less {duration(step.seconds - step.parts[PP])} at work: {share:.1f} %"
         f" of the step waiting; a message takes {duration(step.hop)}"
         if split.pp > 1
         else "no pipeline"
     )
     gradients = quantity(step.parameters * size, "B")
-    how = "FSDP's gathers and scatters" if split.sharded else "all-reduces"
-    says[DP] = (
-        f"{how} of {gradients} of gradients over {split.dp}, what nothing hides" if split.dp > 1 else "no replicas"
+    collectives = "FSDP's gathers and scatters" if split.sharded else "all-reduces"
+    formula[DP] = (
+        f"{collectives} of {gradients} of gradients over {split.dp}, the part that nothing hides"
+        if split.dp > 1
+        else "no replicas"
     )
-    says[OPTIMIZER] = f"{job.optimizer} over {quantity(step.parameters / (split.dp if split.sharded else 1))} elements"
+    formula[OPTIMIZER] = (
+        f"{job.optimizer} over {quantity(step.parameters / (split.dp if split.sharded else 1))} elements"
+    )
     rows = [
-        (part, duration(step.parts[part]), f"{100 * step.parts[part] / step.seconds:.1f} %", says[part])
+        (part, duration(step.parts[part]), f"{100 * step.parts[part] / step.seconds:.1f} %", formula[part])
         for part in step.parts
     ]
     fullest = max(range(len(step.memory)), key=lambda r: step.memory[r].total)
     memory = step.memory[fullest]
     notes = [
-        f"place {step.rank} of {split.pp} ends last; passes of a micro-batch take it {duration(busy / m)}",
-        f"place {fullest} holds most: state {quantity(memory.state, 'B')} + activations"
-        f" {quantity(memory.activations, 'B')} of {quantity(planned.scale.limit, 'B')}"
+        f"pipeline rank {step.rank} of {split.pp} ends last; its passes of a micro-batch take {duration(busy / m)}",
+        f"pipeline rank {fullest} holds most: state {quantity(memory.state, 'B')} + activations"
+        f" {quantity(memory.activations, 'B')} of {quantity(plans.costs.limit, 'B')}"
         + (", two copies of its stages" if SCHEDULES[split.schedule].chains == 2 else ""),
     ]
-    return "\n".join([table(("part", "seconds", "share", "what"), rows), *notes])
+    return "\n".join([table(("part", "seconds", "share", "formula"), rows), *notes])
 
 
-def runner_up(planned: Planned, step: Step) -> str:
-    """Returns the next plan of another split of the ranks, and where it loses."""
-    same = lambda s: (s.split.dp, s.split.tp, s.split.pp) == (step.split.dp, step.split.tp, step.split.pp)
-    others = [s for s in planned.found.steps if s is not step]
-    other = next((s for s in others if not same(s)), next(iter(others), None))
-    if other is None:
+def runner_up(plans: Plans, step: StepEstimate) -> str:
+    """Returns the next plan, preferably of another mesh, and the part in which it loses most."""
+    slower = [s for s in plans.steps if s is not step]
+    second = next((s for s in slower if s.split.mesh != step.split.mesh), next(iter(slower), None))
+    if second is None:
         return "no runner-up: no other plan fits"
-    loses = {part: other.parts[part] - step.parts[part] for part in step.parts}
-    most = max(loses, key=lambda part: loses[part])
-    text = f"runner-up: {named(other)}: {duration(other.seconds)}, {100 * (other.seconds / step.seconds - 1):+.1f} %"
-    return text + (f", mostly in {most} (+{duration(loses[most])})" if loses[most] > 0 else "")
+    losses = {part: second.parts[part] - step.parts[part] for part in step.parts}
+    worst = max(losses, key=lambda part: losses[part])
+    percent = 100 * (second.seconds / step.seconds - 1)
+    text = f"runner-up: {label(second)}: {duration(second.seconds)}, {percent:+.1f} %"
+    return text + (f", mostly in {worst} (+{duration(losses[worst])})" if losses[worst] > 0 else "")
 
 
-def binding(step: Step, changed: Mapping[str, Changed]) -> str:
-    """Returns what the best plan would be fastest rid of: memory, where twice as much makes another faster; else its
-    largest part."""
-    free = changed["memory"].best
-    if free is not None and free.seconds < 0.999 * step.seconds:
-        return f"memory binds: with twice as much {named(free)} takes {duration(free.seconds)}"
+def binding(step: StepEstimate, scenarios: Mapping[str, Scenario]) -> str:
+    """Returns what binds the best plan: memory, where twice as much makes another plan faster; else its largest
+    part."""
+    unbound = scenarios["memory"].best
+    if unbound is not None and unbound.seconds < 0.999 * step.seconds:
+        return f"memory binds: with twice as much {label(unbound)} takes {duration(unbound.seconds)}"
     largest = max(step.parts, key=lambda part: step.parts[part])
     share = 100 * step.parts[largest] / step.seconds
     return f"memory does not bind; {largest} does, with {share:.0f} % of the step"
 
 
-def changes(step: Step, changed: Mapping[str, Changed]) -> str:
-    """Returns the best plan under each change, searched again."""
+def changes(step: StepEstimate, scenarios: Mapping[str, Scenario]) -> str:
+    """Returns a table of the best plan in each scenario."""
     rows = []
-    for what, best in changed.values():
+    for change, best in scenarios.values():
         if best is None:
-            rows.append((what, "-", "nothing fits"))
+            rows.append((change, "-", "nothing fits"))
         else:
-            stays = best.split._replace(layers=None) == step.split._replace(layers=None)
-            rows.append((what, duration(best.seconds), "the same" if stays else named(best)))
+            same = best.split._replace(layers=None) == step.split._replace(layers=None)
+            rows.append((change, duration(best.seconds), "the same" if same else label(best)))
     return table(("with", "a step", "best plan"), rows)
 
 
-def named(step: Step) -> str:
-    """Returns a plan in words."""
-    split, micro_batch, kept, by, schedule = words(step.split)
-    return f"{split}, {schedule}, micro-batch {micro_batch}, {kept}, {by}"
+def label(step: StepEstimate) -> str:
+    """Returns a plan in one line."""
+    mesh, micro_batch, saving, replicas, schedule = cells(step.split)
+    return f"{mesh}, {schedule}, micro-batch {micro_batch}, {saving}, {replicas}"

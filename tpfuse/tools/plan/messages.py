@@ -1,8 +1,8 @@
-"""How long the messages of a step take on a cluster's links: over tp as the ledger saw them, over dp, between stages.
+"""Seconds of a step's messages on a cluster's links: over tp as the ledger counts them, over dp, between stages.
 
 A ring's all-gather and its reduce-scatter are half of its all-reduce each; all-to-all, tpfuse's exchange, is the first
-half of the direct one.  What units share of their links is a ring's share, so that no algorithm whose partners are
-distant is taken here.
+half of the direct one.  Groups that share a unit's links get a ring's share of them, so no algorithm between distant
+partners is considered here.
 """
 
 from ...training.data_parallel import BUCKETS
@@ -14,26 +14,26 @@ _RING, _DIRECT = ALL_REDUCE["ring"], ALL_REDUCE["direct"]
 
 
 def over_tp(op: str, wire: float, split: Split, cluster: Cluster) -> float:
-    """Returns the seconds of a collective of the ledger among ``split.tp`` ranks; ``wire``: bytes as it counts
+    """Returns the seconds of a ledger's collective among ``split.tp`` ranks; ``wire``: bytes as the ledger counts
     them."""
     n = split.tp
     if n == 1:
         return 0.0
-    whole = wire * n / (n - 1)
+    gathered = wire * n / (n - 1)
     if op.startswith("all_gather"):
-        return seconds(_RING, n, whole, cluster.link(n, 1)) / 2
+        return seconds(_RING, n, gathered, cluster.link(n, 1)) / 2
     if op.startswith("reduce_scatter"):
         return seconds(_RING, n, wire, cluster.link(n, 1)) / 2
     if op.startswith("all_reduce"):
         return seconds(_RING, n, wire, cluster.link(n, 1))
-    return seconds(_DIRECT, n, whole, cluster.direct(n, 1)) / 2
+    return seconds(_DIRECT, n, gathered, cluster.direct(n, 1)) / 2
 
 
 def over_dp(gradients: float, split: Split, cluster: Cluster) -> float:
     """Returns the seconds in which replicas sum ``gradients`` bytes of a rank once a step, nothing hidden.
 
-    Replicas: all-reduces of buckets, as DDP's.  Sharded: FSDP's two all-gathers of the parameters, of as many bytes,
-    and a reduce-scatter, bucket by bucket.
+    Replicas: an all-reduce of each of DDP's buckets.  Sharded: FSDP's two all-gathers of the parameters, of as many
+    bytes, and a reduce-scatter, bucket by bucket.
     """
     if split.dp == 1 or not gradients:
         return 0.0
@@ -42,9 +42,9 @@ def over_dp(gradients: float, split: Split, cluster: Cluster) -> float:
     return (1.5 if split.sharded else 1.0) * buckets * seconds(_RING, split.dp, gradients / buckets, link)
 
 
-def between_stages(rows: float, split: Split, cluster: Cluster) -> float:
-    """Returns the seconds of ``rows`` bytes from a rank to that of the next stage: the slowest of all."""
+def between_stages(size: float, split: Split, cluster: Cluster) -> float:
+    """Returns the seconds of ``size`` bytes from a rank to that of the next stage: the slowest of all."""
     if split.pp == 1:
         return 0.0
     link = cluster.neighbour(split.pp, split.tp * split.dp)
-    return link.latency + rows / link.bandwidth
+    return link.latency + size / link.bandwidth

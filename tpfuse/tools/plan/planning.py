@@ -1,122 +1,66 @@
-"""``python -m tpfuse plan``: the fastest splits of a model over a cluster, why, and whether they run so."""
+"""``python -m tpfuse plan``, and the same from Python: the fastest splits of a job over a cluster."""
 
 import gc
 import json
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...kernels.runtime.errors import check
-from ...pipeline.simulator import Timeline
 from ..command import DTYPES, Commands, add_model, add_optimizer, add_seq, bounded, positive
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
-from ..ledger.text import Progress, quantity
+from ..ledger.text import quantity
 from .cluster import Cluster, Level, preset, read, this_machine
-from .devices import Device
-from .explain import Changed, binding, changes, formulas, named, runner_up
-from .known import Known
-from .means import means_of
-from .pieces import LedgerCosts
-from .report import Planned, Scale, draw
-from .search import Fixed, check_fixed, fits, search
+from .costs import MEMORY_SHARE, cost_model
+from .explain import explain
+from .report import Plans, draw
+from .search import NOTHING_FIXED, Fixed, check_fixed, fits, search
+from .spans import SpanCache
 from .split import Job, Split
-from .step import Load, Means, Step
 
-HERE = "here"
-_MOST = 64  # times the devices at which a model that fits nowhere is tried
-
-
-class Nothing(NamedTuple):
-    """A search that found nothing: the fewest bytes of a fullest rank, and the fields that were given."""
-
-    least: float
-    fixed: Fixed
+LOCAL = "here"  # the device that is this machine's CPUs
+_MOST = 64  # largest multiple of the devices at which a model that fits nowhere is tried
 
 
-class Searched(NamedTuple):
-    """Plans, and what they were searched with."""
+def best_plans(
+    job: Job, cluster: Cluster, *, fixed: Fixed = NOTHING_FIXED, keep: int = 10, memory_share: float = MEMORY_SHARE
+) -> Plans:
+    """Returns the ``keep`` fastest plans of a job on a cluster, the fastest at the front.
 
-    plans: Planned
-    means: Means
-    cluster: Cluster
-    known: Known
+    ``fixed``: fields of Split that plans must have, such as dict(tp=8).  ``memory_share``: of a device's memory, what a
+    plan may fill.
 
-
-def planned(args: Namespace) -> Searched:
-    """Searches what the options ask for.  ValueError of one line for what cannot be planned."""
-    config, fixed = load_config(args.model), fixed_of(args.fix)
-    cluster = cluster_of(args)
-    dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == HERE else "bf16")]
-    job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
-    means = means_of(cluster, share=args.memory_share)
-    gc.freeze()  # what stands by now is looked through at every collection otherwise, and orders are many objects
-    known = Known()
-    found = search(job, cluster.devices, means, fixed=fixed, known=known)
-    if not found.steps:
-        check(found.complete, "plan: interrupted before the first plan")
-        raise ValueError(_nowhere(job, cluster, means, Nothing(found.least, fixed)))
-    device = cluster.device
-    peak = device.peak.get(str(dtype).removeprefix("torch.")) if isinstance(device, Device) else None
-    plans = Planned(job, Scale(cluster.devices, peak, means.limit), found, fixed)
-    return Searched(plans, means, cluster, known)
+    ValueError for a job that cannot be planned: no split allowed by the model, the batch and ``fixed``, or none that
+    fits (then with a number of devices that would do).  Call it in a process that is in no process group.
+    """
+    costs, cache = cost_model(cluster, share=memory_share), SpanCache()
+    result = search(job, cluster.devices, costs, fixed=fixed, keep=keep, cache=cache)
+    plans = Plans(job, cluster, costs, result, fixed, cache)
+    if not plans.steps:
+        check(plans.result.complete, "plan: interrupted before the first plan")
+        raise ValueError(_nothing_fits(plans))
+    return plans
 
 
-def cluster_of(args: Namespace) -> Cluster:
-    """Returns the cluster of --cluster, or of --device and --devices."""
-    if args.cluster is not None:
-        check(args.devices is None and args.device is None, "plan: --cluster says the devices; leave out --device(s)")
-        return read(args.cluster)
-    check(
-        args.devices is not None and args.device is not None,
-        "plan: say what it runs on: --devices and --device, or --cluster",
-    )
-    if args.device == HERE:
-        return this_machine(Machine.load(args.machine), args.devices, DTYPES[args.dtype or "fp32"])
-    return preset(args.device, args.devices)
-
-
-def fixed_of(text: str | None) -> dict[str, Any]:
-    """Returns the fields of "tp=8,schedule=zbv,full=yes,layers=3-4-4-3"; ValueError for one that is none."""
-    fixed: dict[str, Any] = {}
-    for part in filter(None, (text or "").split(",")):
-        name, equals, value = (x.strip() for x in part.partition("="))
-        check(bool(equals), f"plan: --fix is FIELD=VALUE,.., got {part!r}")
-        check(name in Split._fields, f"plan: --fix knows {', '.join(Split._fields)}, got {name!r}")
-        fixed[name] = _value(name, value)
-    check_fixed(fixed)
-    return fixed
-
-
-def _value(name: str, value: str) -> Any:
-    if name in ("schedule", "saving"):
-        return value
-    if name in ("full", "sharded"):
-        return {"yes": True, "no": False, "true": True, "false": False}.get(value.lower(), value)
-    try:
-        return tuple(int(n) for n in value.split("-")) if name == "layers" else int(value)
-    except ValueError:
-        raise ValueError(f"plan: --fix {name} must be a positive integer, got {value!r}") from None
-
-
-def _nowhere(job: Job, cluster: Cluster, means: Means, nothing: Nothing) -> str:
-    """Returns why nothing fits, and how many devices would do."""
+def _nothing_fits(plans: Plans) -> str:
+    """Returns the error for a job that fits nowhere, with a number of devices that would do."""
+    job, cluster, costs = plans.job, plans.cluster, plans.costs
     enough = None
     for times in range(2, _MOST + 1):
         devices = times * cluster.devices
         levels = (*cluster.levels, Level(devices, cluster.levels[-1].bandwidth, cluster.levels[-1].latency))
-        wider = means_of(cluster._replace(devices=devices, levels=levels), costs=means.costs)
+        larger = cost_model(cluster._replace(devices=devices, levels=levels), pieces=costs.pieces)
         try:
-            if fits(job, devices, wider._replace(limit=means.limit), nothing.fixed):
+            if fits(job, devices, larger._replace(limit=costs.limit), plans.fixed):
                 enough = devices
                 break
         except ValueError:  # a number of devices that this batch cannot be split over
             continue
     advice = f"; {enough} would do" if enough else f"; nor do up to {_MOST} times as many"
     return (
-        f"plan: no split of {cluster.devices} devices holds the model: a rank needs {quantity(nothing.least, 'B')} at"
-        f" least, and may hold {quantity(means.limit, 'B')}{advice}"
+        f"plan: no split of {cluster.devices} devices holds the model: a rank needs"
+        f" {quantity(plans.result.least, 'B')} at least, and may hold {quantity(costs.limit, 'B')}{advice}"
     )
 
 
@@ -182,80 +126,60 @@ def register(commands: Commands) -> None:
 
 def run(args: Namespace) -> None:
     """Prints, draws, writes and checks plans."""
-    check(not args.check or args.device == HERE, "plan: --check runs plans on this machine: give --device here")
-    searched = planned(args)
-    plans = searched.plans
+    check(not args.check or args.device == LOCAL, "plan: --check runs plans on this machine: give --device here")
+    config, fixed, cluster = load_config(args.model), fixed_of(args.fix), cluster_of(args)
+    dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
+    job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
+    gc.freeze()  # otherwise each collection visits all objects so far, and a search makes many
+    plans = best_plans(job, cluster, fixed=fixed, memory_share=args.memory_share)
     print(plans.text())
     if args.explain is not None:
-        print(f"\n{explained(searched, args.explain)}")
+        print(f"\n{explain(plans, args.explain)}")
     if args.plot:
-        draw(plans, args.plot, best_timeline(searched))
+        draw(plans, args.plot)
         print(f"\ndrawn to {args.plot}")
     if args.json:
-        write(plans, args.json)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(plans.json(), indent=1))
         print(f"\nwritten to {args.json}")
     if args.check:
         from .check import checked
 
-        print(f"\n{checked(plans, searched.means)}")
+        print(f"\n{checked(plans)}")
 
 
-def best_timeline(searched: Searched) -> Timeline | None:
-    """Returns when the passes of the best plan run; None where it is no pipeline."""
-    job, best = searched.plans.job, searched.plans.found.steps[0].split
-    if best.pp == 1:
-        return None
-    spans = searched.known.spans(job, best, searched.means.costs)
-    return Load(job, best, searched.means, spans).timeline()
-
-
-def write(plans: Planned, path: Path) -> None:
-    """Writes the plans' numbers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plans.json(), indent=1))
-
-
-def explained(searched: Searched, number: int) -> str:
-    """Returns why plan ``number`` takes what it takes, and what would change the choice."""
-    plans, steps = searched.plans, searched.plans.found.steps
-    check(number <= len(steps), f"plan: --explain is one of the {len(steps)} plans, got {number}")
-    step, best = steps[number - 1], steps[0]
-    changed = other_worlds(searched)
-    return "\n\n".join(
-        [
-            f"plan {number}: {named(step)}",
-            formulas(plans, step),
-            f"{binding(best, changed)}\n{runner_up(plans, step)}",
-            changes(best, changed),
-        ]
+def cluster_of(args: Namespace) -> Cluster:
+    """Returns the cluster of --cluster, or of --device and --devices."""
+    if args.cluster is not None:
+        check(args.devices is None and args.device is None, "plan: --cluster says the devices; leave out --device(s)")
+        return read(args.cluster)
+    check(
+        args.devices is not None and args.device is not None,
+        "plan: say what it runs on: --devices and --device, or --cluster",
     )
+    if args.device == LOCAL:
+        return this_machine(Machine.load(args.machine), args.devices, DTYPES[args.dtype or "fp32"])
+    return preset(args.device, args.devices)
 
 
-def other_worlds(searched: Searched) -> Mapping[str, Changed]:
-    """Searches again with links, memory and batch of twice and half the size, by the same dry runs."""
-    (plans, means, cluster, known), found = searched, dict[str, Changed]()
-    job, shown = plans.job, Progress(long=True)
-    assert isinstance(same := means.costs, LedgerCosts)
-    for word, factor in (("twice", 2.0), ("half", 0.5)):
-        levels = tuple(level._replace(bandwidth=factor * level.bandwidth) for level in cluster.levels)
-        wider = cluster._replace(levels=levels)
-        links = means_of(wider, costs=same.on(wider))._replace(limit=means.limit)
-        room = means._replace(limit=factor * means.limit)
-        batch = job._replace(batch=max(1, int(factor * job.batch)))
-        for key, what, world in (
-            ("links", "the bandwidth of links", (job, links, Known())),
-            ("memory", "the memory", (job, room, known)),
-            ("batch", "the batch", (batch, means, known)),
-        ):
-            shown.show(f"plan: explaining, {len(found) + 1} of 6: {word} {what}")
-            found[key if factor > 1 else f"half {key}"] = Changed(f"{word} {what}", _best(plans, *world))
-    shown.done()
-    return found
+def fixed_of(text: str | None) -> Fixed:
+    """Returns the fields of "tp=8,schedule=zbv,full=yes,layers=3-4-4-3"; ValueError for an unknown field or value."""
+    fixed: dict[str, Any] = {}
+    for field in filter(None, (text or "").split(",")):
+        name, equals, value = (x.strip() for x in field.partition("="))
+        check(bool(equals), f"plan: --fix is FIELD=VALUE,.., got {field!r}")
+        check(name in Split._fields, f"plan: --fix knows {', '.join(Split._fields)}, got {name!r}")
+        fixed[name] = _value(name, value)
+    check_fixed(fixed)
+    return fixed
 
 
-def _best(plans: Planned, job: Job, means: Means, known: Known) -> Step | None:
+def _value(name: str, value: str) -> Any:
+    if name in ("schedule", "saving"):
+        return value
+    if name in ("full", "sharded"):
+        return {"yes": True, "no": False, "true": True, "false": False}.get(value.lower(), value)
     try:
-        found = search(job, plans.scale.devices, means, fixed=plans.fixed, keep=1, known=known)
-    except ValueError:  # a batch that the devices cannot share
-        return None
-    return next(iter(found.steps), None)
+        return tuple(int(n) for n in value.split("-")) if name == "layers" else int(value)
+    except ValueError:
+        raise ValueError(f"plan: --fix {name} must be a positive integer, got {value!r}") from None

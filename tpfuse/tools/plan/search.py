@@ -1,13 +1,12 @@
-"""The fastest splits of a job over a number of devices: every one that the model, the batch and the schedules allow,
-by branch and bound.
+"""Branch and bound over all splits of a job that the model, the batch and the schedules allow.
 
-Candidates wait in order of what they take at least.  A candidate that comes up first gets its layers, is thrown away
-where a rank would hold too much, and waits again by a closer bound; then the clock runs.  What waits once it cannot be
-among the fastest any more is never looked at.
+Candidates wait in a heap by a lower bound of their step.  The candidate with the lowest bound gets its layers, is
+dropped where a rank would hold too much, and waits again by a closer bound; then the clock runs.  A candidate whose
+bound is above the slowest kept step is never looked at.
 
-Pieces are what takes long to cost.  So the first bound is of the pieces that keep most, and where blocks are
-recomputed, of their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
-(tests/tools/plan/test_search.py holds the ledger's to that).
+Costing pieces takes most of the time.  So the first bound uses the pieces that keep most, plus, where blocks are
+recomputed, their GEMMs and attention once more: passes that recompute, or whose weight gradients wait, take no less
+(tests/tools/plan/test_search.py holds the ledger's pieces to that).
 """
 
 import heapq
@@ -23,26 +22,28 @@ from ...kernels.runtime.errors import check
 from ...layers.block import SAVING
 from ...pipeline.schedules import SCHEDULES, possible
 from ..ledger.text import Progress, duration
-from .kept import kept
-from .known import Known
-from .layers import cut
-from .spans import Spans, Stages
+from .costs import CostModel
+from .in_flight import in_flight
+from .spans import SpanCache, Spans, Stages, partition
 from .split import Elements, Job, Split
-from .state import piece_share
-from .step import Load, Means, Step, micro_batches
+from .step import Load, StepEstimate, micro_batches
 
 Fixed = Mapping[str, Any]  # fields of Split -> value
+NOTHING_FIXED: Fixed = MappingProxyType({})
+_CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    dict(schedule=tuple(SCHEDULES), saving=SAVING, full=(False, True), sharded=(False, True))
+)
 
 
-class Found(NamedTuple):
-    """The fastest steps, the fastest first.
+class SearchResult(NamedTuple):
+    """The fastest steps, sorted.
 
-    ``looked``: splits costed, of which ``fits`` were seen to have room, and the clock ran for ``simulated``.
-    ``least``: of those without room, the fewest bytes of the fullest rank.  ``complete``: False where interrupted.
+    ``costed``: splits whose pieces were costed; of these ``fits`` had room, and the clock ran for ``simulated``.
+    ``least``: of splits without room, the fewest bytes of the fullest rank.  ``complete``: False where interrupted.
     """
 
-    steps: list[Step]
-    looked: int
+    steps: list[StepEstimate]
+    costed: int
     fits: int
     simulated: int
     least: float
@@ -52,104 +53,98 @@ class Found(NamedTuple):
 def search(
     job: Job,
     devices: int,
-    means: Means,
+    costs: CostModel,
     *,
-    fixed: Fixed = MappingProxyType({}),
+    fixed: Fixed = NOTHING_FIXED,
     keep: int = 10,
-    known: Known | None = None,
-) -> Found:
+    cache: SpanCache | None = None,
+) -> SearchResult:
     """Returns the ``keep`` fastest splits that have the values of ``fixed``; after Ctrl-C the fastest so far.
 
-    ``known``: what another search of the same model by ``means.costs`` has left.
+    ``cache``: of another search of the same model by ``costs.pieces``.
 
     ValueError where the model, the batch and the schedules leave no split of so many devices, and for a field or a
-    value of ``fixed`` that is none.
+    value of ``fixed`` that is not one of Split's.
     """
-    return _Search(job, means, keep, known).run(candidates(job, devices, fixed))
+    return _Search(job, costs, keep, cache).run(candidates(job, devices, fixed))
 
 
-def fits(job: Job, devices: int, means: Means, fixed: Fixed) -> bool:
-    """Whether any split holds the job."""
-    looking = _Search(job, means, 1)
-    return any(looking.has_room(split) for split in candidates(job, devices, fixed))
+def fits(job: Job, devices: int, costs: CostModel, fixed: Fixed) -> bool:
+    """Returns whether any split holds the job."""
+    searching = _Search(job, costs, 1)
+    return any(searching.has_room(split) for split in candidates(job, devices, fixed))
 
 
-# ---- the candidates ----
+# ---- candidates ----
 
 
 def candidates(job: Job, devices: int, fixed: Fixed) -> list[Split]:
     """Returns the splits, their layers not chosen; ValueError where there are none."""
     check_fixed(fixed)
-    wanted = lambda split: all(getattr(split, name) == value for name, value in fixed.items() if name != "layers")
-    found = [split for split in _every(job, devices, fixed) if wanted(split)]
+    required = {name: value for name, value in fixed.items() if name != "layers"}.items()
+    splits = [s for s in _splits(job, devices, fixed) if all(getattr(s, name) == value for name, value in required)]
     if layers := fixed.get("layers"):
-        found = [s._replace(layers=tuple(layers)) for s in found if s.pp * s.chunks == len(layers)]
-    given = " with " + ", ".join(f"{name}={value}" for name, value in fixed.items()) if fixed else ""
+        splits = [s._replace(layers=tuple(layers)) for s in splits if s.stages == len(layers)]
+    condition = " with " + ", ".join(f"{name}={value}" for name, value in fixed.items()) if fixed else ""
     check(
-        bool(found),
-        f"plan: no split of {devices} devices{given} has dp x tp x pp = {devices}, stages within"
+        bool(splits),
+        f"plan: no split of {devices} devices{condition} has dp x tp x pp = {devices}, stages within"
         f" {job.config.num_layers} layers, a batch of {job.batch} that dp x micro-batch divides, and micro-batches that"
         " its schedule can do",
     )
-    return found
+    return splits
 
 
 def check_fixed(fixed: Fixed) -> None:
-    """Holds given fields to what they may be."""
+    """Raises ValueError for a field that is not one of Split's, or a value that it cannot have."""
     for name, value in fixed.items():
         check(name in Split._fields, f"plan: --fix knows {', '.join(Split._fields)}, got {name!r}")
-        choices = dict(schedule=tuple(SCHEDULES), saving=SAVING, full=(False, True), sharded=(False, True))
-        if name in choices:
-            check(
-                value in choices[name], f"plan: {name} must be one of {', '.join(map(str, choices[name]))}, got {value}"
-            )
+        if name in _CHOICES:
+            choices = ", ".join(map(str, _CHOICES[name]))
+            check(value in _CHOICES[name], f"plan: {name} must be one of {choices}, got {value}")
         elif name == "layers":
             check(bool(value) and min(value) >= 1, f"plan: layers must be positive numbers of blocks, got {value}")
         else:
-            check(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                f"plan: {name} must be a positive integer, got {value!r}",
-            )
+            positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            check(positive, f"plan: {name} must be a positive integer, got {value!r}")
 
 
-def _every(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
-    """Micro-batches are powers of two and the one of ``fixed``; chunks below."""
-    # Blocks that are recomputed whole keep their inputs alone: "smallest" would make their passes longer, and no more.
-    again = fixed.get("saving", SAVING[0])
-    kinds: list[dict[str, Any]] = [dict(saving=saving, full=False) for saving in SAVING]
-    kinds.append(dict(saving=again, full=True))
+def _splits(job: Job, devices: int, fixed: Fixed) -> Iterator[Split]:
+    """Yields all splits; micro-batches are powers of two and the one of ``fixed``, chunks as in :func:`_pipelines`."""
+    # Recomputed blocks keep only their inputs: "smallest" would make their passes longer and save nothing.
+    savings = [*((saving, False) for saving in SAVING), (fixed.get("saving", SAVING[0]), True)]
+    layers = job.config.num_layers
     for pp in _divisors(devices):
         for tp in _divisors(devices // pp):
             dp = devices // pp // tp
-            if pp > job.config.num_layers or job.batch % dp:
+            if pp > layers or job.batch % dp:
                 continue
-            ways: list[dict[str, Any]] = [dict(sharded=sharded) for sharded in ((False, True) if dp > 1 else (False,))]
             for micro_batch in _divisors(job.batch // dp):
                 if micro_batch & (micro_batch - 1) and micro_batch != fixed.get("micro_batch"):
                     continue
                 split = Split(dp, tp, pp, micro_batch=micro_batch)
-                layers, chunks = job.config.num_layers, fixed.get("chunks")
-                pipes = list(_pipes(pp, micro_batches(job, split), layers, chunks))
-                for pipe, kind, way in itertools.product(pipes, kinds, ways):
-                    yield split._replace(**pipe, **kind, **way)
+                pipelines = _pipelines(split, micro_batches(job, split), layers, fixed.get("chunks"))
+                for pipelined, (saving, full), sharded in itertools.product(pipelines, savings, (False, True)):
+                    if dp > 1 or not sharded:
+                        yield pipelined._replace(saving=saving, full=full, sharded=sharded)
 
 
-def _pipes(pp: int, count: int, layers: int, fixed: int | None) -> Iterator[dict[str, Any]]:
-    """The schedules that can do these numbers, with the fewest chunks, those that share the layers evenly, and
-    ``fixed``; without a pipeline one stands for all."""
-    if pp == 1:
-        yield {}
+def _pipelines(split: Split, count: int, layers: int, chunks_fixed: int | None) -> Iterator[Split]:
+    """Yields ``split`` under each schedule that can run ``count`` micro-batches, with the fewest chunks, with those
+    that share the layers evenly, and with ``chunks_fixed``; without a pipeline, only once."""
+    if split.pp == 1:
+        yield split
         return
     for name, schedule in SCHEDULES.items():
         for chunks in schedule.chunks:
-            if pp * chunks > layers:
+            if split.pp * chunks > layers:
                 break
-            even = layers % (pp * chunks) == 0
-            if (even or chunks in (schedule.chunks[0], fixed)) and _can(name, pp, count, chunks):
-                yield dict(schedule=name, chunks=chunks)
+            even = layers % (split.pp * chunks) == 0
+            if (even or chunks in (schedule.chunks[0], chunks_fixed)) and _possible(name, split.pp, count, chunks):
+                yield split._replace(schedule=name, chunks=chunks)
 
 
-def _can(name: str, pp: int, count: int, chunks: int) -> bool:
+def _possible(name: str, pp: int, count: int, chunks: int) -> bool:
     try:
         possible(name, pp, count, chunks)
     except ValueError:
@@ -165,169 +160,175 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Search:
-    """What one search knows, by what it depends on."""
+    """One search: bounds, room and layers of splits; cached by what they depend on."""
 
-    def __init__(self, job: Job, means: Means, keep: int, known: Known | None = None):
-        self.job, self.means, self.keep = job, means, keep
-        self._known = Known() if known is None else known
+    def __init__(self, job: Job, costs: CostModel, keep: int, cache: SpanCache | None = None):
+        self.job, self.costs, self.keep = job, costs, keep
+        self._cache = SpanCache() if cache is None else cache
         self._state: dict[tuple[Any, ...], float] = {}
-        self._full: dict[Split, int] = {}  # splits, and the smallest micro-batch known to find no room in them
+        self._full: dict[Split, int] = {}  # split -> the smallest micro-batch that does not fit
         self.least = float("inf")
 
-    def run(self, splits: list[Split]) -> Found:
-        shown, best, simulated, looked, fit = Progress(), list[Step](), 0, 0, 0
-        waiting: list[tuple[float, int, Split, Load | None]] = []
+    def run(self, splits: list[Split]) -> SearchResult:
+        """Runs the search over ``splits``; ValueError where the model can do none of them."""
+        progress, best, simulated, costed, fit = Progress(), list[StepEstimate](), 0, 0, 0
+        heap: list[tuple[float, int, Split, Load | None]] = []
         ticket, complete, errors = itertools.count(), True, dict[str, None]()
 
-        def wait(bound: float, split: Split, load: Load | None = None) -> None:
-            heapq.heappush(waiting, (bound, next(ticket), split, load))
+        def push(bound: float, split: Split, load: Load | None = None) -> None:
+            heapq.heappush(heap, (bound, next(ticket), split, load))
 
         try:
             for i, split in enumerate(splits):
-                shown.show(f"plan: pieces of split {i + 1} of {len(splits)}")
+                progress.show(f"plan: pieces of split {i + 1} of {len(splits)}")
                 try:
-                    looked += 1
                     if self.holds_state(split):
-                        wait(self.first_bound(split), split)
+                        push(self.cheap_bound(split), split)
+                    costed += 1
                 except ValueError as error:
                     errors[str(error)] = None
-                    looked -= 1
-            while waiting and (len(best) < self.keep or waiting[0][0] < best[-1].seconds):
+            while heap and (len(best) < self.keep or heap[0][0] < best[-1].seconds):
                 fastest = f", the best {duration(best[0].seconds)}" if best else ""
-                shown.show(f"plan: {len(waiting)} splits to go, {simulated} simulated{fastest}")
-                bound, _, split, load = heapq.heappop(waiting)
+                progress.show(f"plan: {len(heap)} splits to go, {simulated} simulated{fastest}")
+                bound, _, split, load = heapq.heappop(heap)
                 if load is not None:
                     simulated += 1
                     best = sorted([*best, load.step()], key=_rank)[: self.keep]
                 elif self.holds_pass(split):
-                    own = self.at_least(split)
-                    if own > bound:
-                        wait(own, split)
-                    elif (load := self.placed(split)) is not None:
+                    closer = self.compute_bound(split)
+                    if closer > bound:
+                        push(closer, split)
+                    elif (load := self.load(split)) is not None:
                         fit += 1
-                        wait(load.bound, load.split, load)
+                        push(load.bound, load.split, load)
         except KeyboardInterrupt:
             complete = False
-        shown.done()
-        check(looked > 0 or not errors, f"plan: no split that the model can do: {'; '.join(list(errors)[:3])}")
-        return Found(best, looked, fit, simulated, least=self.least, complete=complete)
+        progress.done()
+        check(costed > 0 or not errors, f"plan: no split that the model can do: {'; '.join(list(errors)[:3])}")
+        return SearchResult(best, costed, fit, simulated, least=self.least, complete=complete)
+
+    # ---- lower bounds ----
 
     def spans(self, split: Split) -> Spans:
-        return self._known.spans(self.job, split, self.means.costs)
+        """Returns the spans of a split's pieces."""
+        return self._cache.spans(self.job, split, self.costs.pieces)
 
-    def holds_state(self, split: Split) -> bool:
-        """Whether the fullest rank may have room for its state."""
-        return self._room(self.state(split))
+    def _total(self, pieces: Split, split: Split) -> Stages:
+        """Returns the sum of all stages of ``split``, by the pieces of another split."""
+        return self.spans(pieces).total(split.stages)
 
-    def holds_pass(self, split: Split) -> bool:
-        """Whether it may have room for a block's pass too, and for one micro-batch of the mean's activations, all of
-        which are kept when its last forward pass ends; where a smaller micro-batch has none, a larger one has none."""
-        kind = split._replace(micro_batch=1)
-        if split.micro_batch >= self._full.get(kind, math.inf):
-            return False
-        kept = float(self._total(split, split).saved[0]) / split.pp
-        if self._room(self.state(split) + kept + self.spans(split).transient(3)[1]):
-            return True
-        self._full[kind] = split.micro_batch
-        return False
+    def cheap_bound(self, split: Split) -> float:
+        """Returns a lower bound of :meth:`compute_bound` that needs no pieces of this split's own saving or
+        schedule."""
+        plain = split._replace(schedule="1f1b", chunks=1, saving=SAVING[0], full=False)
+        recompute = self.spans(plain).recompute if split.full else 0.0
+        return self._mean(split, float(self._total(plain, split).both[0]) + recompute)
 
-    def state(self, split: Split) -> float:
-        """Returns the bytes of the fullest rank's state, at least: it has as many parameters as the mean."""
-        stages, chains = split.pp * split.chunks, SCHEDULES[split.schedule].chains
-        place = split.dp, split.tp, split.pp, split.sharded, stages, chains
-        if place not in self._state:
-            simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
-            spans, own = self.spans(simplest), self._total(simplest, split).parameters[0] * chains / split.pp
-            self._state[place] = float(self.means.state(self.job, split, self._elements(split, own, spans)))
-        return self._state[place]
-
-    def _elements(self, split: Split, own: Any, spans: Spans) -> Elements:
-        """Returns what a rank holds at least of ``own`` elements that are cut as the model's mean."""
-        share = spans.cut_by(split.dp) if split.sharded else 1.0
-        return Elements(own, share * own, 2 * own / (1 if split.pp > 1 else self.job.config.num_layers + 1))
-
-    def _total(self, split: Split, cut: Split) -> Stages:
-        """Returns what the pieces of ``split`` are together, over the stages of ``cut``."""
-        return self.spans(split).total(cut.pp * cut.chunks)
-
-    def _room(self, size: float) -> bool:
-        if size > self.means.limit:
-            self.least = min(self.least, size)
-        return size <= self.means.limit
-
-    def first_bound(self, split: Split) -> float:
-        """Returns what :meth:`at_least` cannot be below, of a split whose own pieces are not costed yet."""
-        plain = _plain(split)
-        again = self.spans(plain).again if split.full else 0.0
-        return self._mean(split, float(self._total(plain, split).both[0]) + again)
-
-    def at_least(self, split: Split) -> float:
-        """Returns seconds of compute of the slowest rank, at least: the mean's."""
+    def compute_bound(self, split: Split) -> float:
+        """Returns a lower bound of the slowest rank's seconds of compute: the mean's."""
         return self._mean(split, float(self._total(split, split).both[0]))
 
     def _mean(self, split: Split, seconds: float) -> float:
-        """Returns a rank's seconds in a step, where all stages together take so many for a micro-batch."""
+        """Returns a rank's mean seconds in a step, given those of all stages for a micro-batch."""
         return seconds * micro_batches(self.job, split) / split.pp
 
+    # ---- memory ----
+
+    def _room(self, size: float) -> bool:
+        """Returns whether a rank may hold ``size`` bytes; remembers the least that it may not."""
+        if size > self.costs.limit:
+            self.least = min(self.least, size)
+        return size <= self.costs.limit
+
     def has_room(self, split: Split) -> bool:
+        """Returns whether a split fits, with some choice of layers."""
         try:
-            return self.holds_state(split) and self.holds_pass(split) and self.placed(split) is not None
+            return self.holds_state(split) and self.holds_pass(split) and self.load(split) is not None
         except ValueError:  # a split that the model cannot do
             return False
 
-    def placed(self, split: Split) -> Load | None:
-        """Returns the load of a split with its layers; None where no rank has room for it."""
+    def holds_state(self, split: Split) -> bool:
+        """Returns whether the fullest rank may have room for its state."""
+        return self._room(self.state(split))
+
+    def holds_pass(self, split: Split) -> bool:
+        """Returns whether state, one block's temporaries and one micro-batch's activations fit (of the mean rank, which
+        keeps them when its last forward pass ends).  If a micro-batch does not fit, larger ones are not tried."""
+        smallest = split._replace(micro_batch=1)
+        if split.micro_batch >= self._full.get(smallest, math.inf):
+            return False
+        saved = float(self._total(split, split).saved[0]) / split.pp
+        if self._room(self.state(split) + saved + self.spans(split).transient(3)[1]):
+            return True
+        self._full[smallest] = split.micro_batch
+        return False
+
+    def state(self, split: Split) -> float:
+        """Returns a lower bound of the fullest rank's state: that of a rank with the mean's parameters."""
+        chains = SCHEDULES[split.schedule].chains
+        key = split.dp, split.tp, split.pp, split.sharded, split.stages, chains
+        if key not in self._state:
+            simplest = Split(split.dp, split.tp, split.pp, sharded=split.sharded)
+            spans = self.spans(simplest)
+            elements = self._total(simplest, split).parameters[0] * chains / split.pp
+            self._state[key] = float(self.costs.state(self.job, split, self._elements(split, elements, spans)))
+        return self._state[key]
+
+    def _elements(self, split: Split, local: Any, spans: Spans) -> Elements:
+        """Returns lower bounds for a rank of ``local`` elements, of which FSDP cuts the same fraction as of the
+        model."""
+        fraction = spans.shard_fraction(split.dp) if split.sharded else 1.0
+        return Elements(local, fraction * local, 2 * local / (1 if split.pp > 1 else self.job.config.num_layers + 1))
+
+    # ---- layers ----
+
+    def load(self, split: Split) -> Load | None:
+        """Returns the load of a split with its layers; None where a rank has no room for it."""
         spans = self.spans(split)
         if not self._holds_blocks(split, spans):
             return None
-        fastest, fitting = lambda: spans.fastest(split.pp * split.chunks), lambda: self._fitting(split, spans)
+        fastest, fitting = lambda: spans.fastest(split.stages), lambda: self._fitting(split, spans)
         for choose in (fastest, fitting) if split.layers is None else (lambda: split.layers,):
             layers = choose()
             if layers is not None:
-                load = Load(self.job, split._replace(layers=layers), self.means, spans)
+                load = Load(self.job, split._replace(layers=layers), self.costs, spans)
                 if self._room(max(m.total for m in load.memory)):
                     return load
         return None
 
     def _holds_blocks(self, split: Split, spans: Spans) -> bool:
-        """Whether all ranks together may have room for the model's blocks, as the lightest of them and at the fewest
-        micro-batches that any of a rank's stages keeps."""
-        blocks, room = spans.pieces.blocks, self.means.limit - spans.transient(3)[1]
-        lightest = min(blocks, key=lambda block: block.parameters)
-        size, shard = lightest.parameters, piece_share(lightest, split.dp if split.sharded else 1)
-        state = float(self.means.state(self.job, split, Elements(size, shard, 2 * size * (split.pp > 1))))
-        saved, most = min(block.saved for block in blocks), 0.0
+        """Returns whether all ranks together may have room for the model's blocks, counting each block as the lightest
+        and each rank's micro-batches in flight as the fewest of any of its stages."""
+        blocks, room = spans.pieces.blocks, self.costs.limit - spans.transient(3)[1]
         if math.isinf(room):
             return True
-        for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
-            counts = own.counts[..., 0].max(0)
-            most += room // max(state + saved * counts[counts > 0].min(), 1e-9)
-        return most >= len(blocks) * SCHEDULES[split.schedule].chains
+        lightest = min(blocks, key=lambda block: block.parameters)
+        size, shard = lightest.parameters, lightest.share(split.dp if split.sharded else 1)
+        state = float(self.costs.state(self.job, split, Elements(size, shard, 2 * size * (split.pp > 1))))
+        saved, capacity = min(block.saved for block in blocks), 0.0
+        for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
+            counts = flight.counts[..., 0].max(0)
+            capacity += room // max(state + saved * counts[counts > 0].min(), 1e-9)
+        return capacity >= len(blocks) * SCHEDULES[split.schedule].chains
 
     def _fitting(self, split: Split, spans: Spans) -> tuple[int, ...] | None:
-        """Returns the layers of stages that each fit into its share of the rank that holds it: all of it, where that
-        holds one stage."""
-        chains, count = SCHEDULES[split.schedule].chains, split.pp * split.chunks
-        in_flight = np.zeros((count, 2))
-        for own in kept(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
-            np.maximum.at(in_flight, own.stages, own.counts.max(0))
+        """Returns the fastest partition whose stages each fit into an even share of their rank's memory."""
+        chains, count = SCHEDULES[split.schedule].chains, split.stages
+        most = np.zeros((count, 2))  # micro-batches in flight
+        for flight in in_flight(split.schedule, split.pp, micro_batches(self.job, split), split.chunks):
+            np.maximum.at(most, flight.stages, flight.counts.max(0))
         transient, costs = spans.transient(count), []
         for stage in range(count):
-            w = spans.windows(stage, count)
-            elements = self._elements(split, w.parameters * split.chunks * chains, spans)
-            state = self.means.state(self.job, split, elements)
-            saved, held = in_flight[stage]
-            size = state + transient[stage] + split.chunks * chains * (w.saved * saved + w.held * held)
-            costs.append(np.where(size <= self.means.limit, w.both, np.inf))
-        return cut(costs)
+            span = spans.span_costs(stage, count)
+            elements = self._elements(split, span.parameters * split.chunks * chains, spans)
+            state = self.costs.state(self.job, split, elements)
+            saved, held = most[stage]
+            size = state + transient[stage] + split.chunks * chains * (span.saved * saved + span.held * held)
+            costs.append(np.where(size <= self.costs.limit, span.both, np.inf))
+        return partition(costs)
 
 
-def _plain(split: Split) -> Split:
-    """Returns the split whose pieces take least of those that differ in schedule and in what is kept."""
-    return split._replace(schedule="1f1b", chunks=1, saving=SAVING[0], full=False)
-
-
-def _rank(step: Step) -> tuple[Any, ...]:
-    """Orders steps by their seconds, and those that take the same by how simple they are."""
+def _rank(step: StepEstimate) -> tuple[Any, ...]:
+    """Orders steps by their seconds, and equally fast ones by their simplicity."""
     split = step.split
     return step.seconds, split.pp, split.tp, split.chunks, split.full, split.sharded, split.schedule, split.micro_batch

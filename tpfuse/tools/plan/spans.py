@@ -1,22 +1,52 @@
-"""What any run of a model's blocks costs as a stage: its pieces as arrays, of which sums are differences."""
+"""Stages as spans of blocks: what any run of a model's blocks costs, and the partition of blocks into stages.
 
+Pieces become rows of an array, so a span's cost is a difference of cumulative sums.  The partition whose slowest stage
+is fastest is a dynamic program over the blocks from the first on: a pipeline of m micro-batches takes about sum t +
+(m - 1) max t, t the seconds of its stages; the sum is the model's for any partition, so that the slowest stage decides
+(Zheng et al. 2022, Alpa, arXiv:2201.12023, equation 2).
+"""
+
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
-from .layers import cut
-from .split import ATTENTION, GEMM, PARTS, Elements, Piece, Pieces, Split
-from .state import piece_share
+from ...pipeline.schedules import SCHEDULES
+from .split import ATTENTION, GEMM, PARTS, CostFunction, Elements, Job, PieceCost, Pieces, Split
 
 Array = np.ndarray[Any, Any]
 _SIZES = "saved", "held", "parameters"
 _PASSES = len(KINDS) * len(PARTS)
 
 
-class Windows(NamedTuple):
-    """Of a stage, at each [i, j] as if it held the blocks i to j (excluded): what Stages has of these names."""
+def partition(costs: Sequence[Array]) -> tuple[int, ...] | None:
+    """Returns how many blocks each stage has, none empty, so that the slowest stage is fastest; None where no partition
+    is finite.
+
+    ``costs[s]`` [L + 1, L + 1]: at [i, j] the seconds of stage s with the blocks i to j (excluded), infinite where it
+    may not have them.  Of equal partitions the one whose later stages are longer: earlier stages have more
+    micro-batches in flight.
+    """
+    layers = len(costs[0]) - 1
+    empty = np.tril(np.full((layers + 1, layers + 1), np.inf))
+    best, begins = costs[0][0] + empty[0], []
+    for cost in costs[1:]:
+        slowest = np.maximum(best[:, None], cost + empty)
+        begins.append(slowest.argmin(0))
+        best = slowest.min(0)
+    if not np.isfinite(best[layers]):
+        return None
+    sizes, end = [], layers
+    for begin in reversed(begins):
+        sizes.append(end - int(begin[end]))
+        end -= sizes[-1]
+    return (end, *reversed(sizes))
+
+
+class SpanCosts(NamedTuple):
+    """Costs of a stage for each span of blocks, at [i, j] those i to j (excluded); fields as of Stages."""
 
     both: Array
     saved: Array
@@ -25,119 +55,146 @@ class Windows(NamedTuple):
 
 
 class Spans:
-    """The pieces of a model; ``split``: whether the schedule runs a backward pass as I and W, of which B is the sum."""
+    """The pieces of a model as arrays; ``split``: the schedule runs a backward pass as I and W, whose sum is B."""
 
     def __init__(self, pieces: Pieces, *, split: bool):
-        self.pieces, self.split = pieces, split
+        self.pieces = pieces
         self.layers = len(pieces.blocks)
         blocks = [_row(block, split) for block in pieces.blocks]
         self._sums = np.cumsum([np.zeros_like(blocks[0]), *blocks], axis=0)
-        self._first, self._last = _row(pieces.embedding, split), _row(pieces.head, split)
-        self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._first)
+        self._embedding, self._head = _row(pieces.embedding, split), _row(pieces.head, split)
+        self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._head)
         self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
-        self._made: dict[tuple[bool, bool], Windows] = {}  # of a first stage, and of a last one
-        self._shards: dict[int, tuple[float, float, float, Array]] = {}  # of the pieces, by the ranks that share them
+        self._spans: dict[tuple[bool, bool], SpanCosts] = {}  # by whether the stage has the embedding, and the head
+        self._shares: dict[int, tuple[float, float, float, Array]] = {}  # by dp: elements of the pieces
         self._totals: dict[int, Stages] = {}
-        self._cuts: dict[int, tuple[int, ...] | None] = {}
+        self._partitions: dict[int, tuple[int, ...] | None] = {}
 
     def cut(self, layers: tuple[int, ...]) -> "Stages":
         """Returns the stages of so many blocks each."""
-        rows = np.diff(self._sums[np.cumsum([0, *layers])], axis=0)
-        rows[0] += self._first
-        rows[1:] += self._border
-        rows[-1] += self._last
-        return Stages(rows)
+        return Stages(_spans(self._sums, self._embedding, self._border, self._head, layers))
 
     def elements(self, layers: tuple[int, ...], split: Split) -> Elements:
-        """Returns those of each stage.  Whole are, in a pipeline, the parameters and gradients of all of a sharded
-        stage; without, its two largest units, which are the blocks, and all else together."""
-        own, shard = (self._of_stages(layers, dp) for dp in (1, split.dp if split.sharded else 1))
+        """Returns each stage's elements: on the rank, in its FSDP shard, and gathered at once.  A pipeline stage is
+        gathered whole, parameters and gradients; without a pipeline, its two largest units, which are the blocks and
+        all that is outside blocks."""
+        local, shard = (self._stage_elements(layers, dp) for dp in (1, split.dp if split.sharded else 1))
         if split.pp > 1:
-            return Elements(own, shard, 2 * own)
+            return Elements(local, shard, 2 * local)
         blocks = [block.parameters for block in self.pieces.blocks]
-        whole = sum(sorted([*blocks, float(own.sum()) - sum(blocks)])[-2:])
-        return Elements(own, shard, np.full(len(layers), whole))
+        gathered = sum(sorted([*blocks, float(local.sum()) - sum(blocks)])[-2:])
+        return Elements(local, shard, np.full(len(layers), gathered))
 
-    def cut_by(self, dp: int) -> float:
-        """Returns the share of the model's elements that FSDP leaves a rank: 1 / dp, where all rows can be shared."""
-        return float(self._of_stages((self.layers,), dp)[0] / self._of_stages((self.layers,), 1)[0])
+    def shard_fraction(self, dp: int) -> float:
+        """Returns the fraction of the model's elements that FSDP leaves a rank: 1 / dp where all rows divide evenly."""
+        return float(self._stage_elements((self.layers,), dp)[0] / self._stage_elements((self.layers,), 1)[0])
 
-    def _of_stages(self, layers: tuple[int, ...], dp: int) -> Array:
-        """Returns the elements of stages, after a cut over ``dp`` ranks."""
-        if dp not in self._shards:
+    def _stage_elements(self, layers: tuple[int, ...], dp: int) -> Array:
+        """Returns the elements of stages that FSDP over ``dp`` ranks leaves a rank."""
+        if dp not in self._shares:
             ends = self.pieces.embedding, self.pieces.border, self.pieces.head
-            first, border, last = (piece_share(piece, dp) if piece else 0.0 for piece in ends)
-            kinds = {id(block): block for block in self.pieces.blocks}  # which repeat
-            shares = {key: piece_share(block, dp) for key, block in kinds.items()}
+            embedding, border, head = (piece.share(dp) if piece else 0.0 for piece in ends)
+            shares = {id(block): block.share(dp) for block in {id(b): b for b in self.pieces.blocks}.values()}
             sums = np.cumsum([0.0, *(shares[id(block)] for block in self.pieces.blocks)])
-            self._shards[dp] = first, border, last, sums
-        first, border, last, sums = self._shards[dp]
-        found: Array = np.diff(sums[np.cumsum([0, *layers])])
-        found[0] += first
-        found[1:] += border
-        found[-1] += last
-        return found
+            self._shares[dp] = embedding, border, head, sums
+        embedding, border, head, sums = self._shares[dp]
+        return _spans(sums, embedding, border, head, layers)
 
     def transient(self, count: int) -> Array:
-        """Returns the most bytes that a pass of each of ``count`` stages has beside what it keeps."""
-        made = np.full(count, float(self._transient))
-        made[0] = max(made[0], self.pieces.embedding.transient)
-        made[-1] = max(made[-1], self.pieces.head.transient)
-        return made
+        """Returns, for each of ``count`` stages, the most bytes that a pass has alive besides what it keeps."""
+        most = np.full(count, float(self._transient))
+        most[0] = max(most[0], self.pieces.embedding.transient)
+        most[-1] = max(most[-1], self.pieces.head.transient)
+        return most
 
     def total(self, count: int) -> "Stages":
-        """Returns all of ``count`` stages together, as one."""
+        """Returns the sum of ``count`` stages, as one stage."""
         if count not in self._totals:
-            rows = self._sums[-1] + self._first + self._last + (count - 1) * self._border
+            rows = self._sums[-1] + self._embedding + self._head + (count - 1) * self._border
             self._totals[count] = Stages(rows[None])
         return self._totals[count]
 
     def fastest(self, count: int) -> tuple[int, ...] | None:
-        """Returns the layers of ``count`` stages whose slowest is fastest, whatever they hold."""
-        if count not in self._cuts:
-            self._cuts[count] = cut([self.windows(stage, count).both for stage in range(count)])
-        return self._cuts[count]
+        """Returns the partition into ``count`` stages whose slowest is fastest, whatever their memory."""
+        if count not in self._partitions:
+            self._partitions[count] = partition([self.span_costs(stage, count).both for stage in range(count)])
+        return self._partitions[count]
 
     @cached_property
-    def again(self) -> float:
-        """Seconds of a micro-batch in which the GEMMs and attention of blocks run forward, as they do once more where
-        blocks are recomputed."""
+    def recompute(self) -> float:
+        """Seconds of a micro-batch in which the GEMMs and attention of all blocks run forward: at least what
+        recomputing the blocks adds."""
         forward = Stages(self._sums[-1][None]).parts[0, KINDS.index(FORWARD)]
         return float(sum(forward[PARTS.index(part)] for part in (GEMM, ATTENTION)))
 
-    def windows(self, stage: int, count: int) -> Windows:
-        """Returns stage number ``stage`` of ``count``: of all in the middle the same."""
-        first, last = stage == 0, stage == count - 1
-        if (first, last) not in self._made:
-            ends = self._first if first else self._border
-            stages = Stages(self._sums[None, :] - self._sums[:, None] + (ends + self._last if last else ends))
-            self._made[first, last] = Windows(*(np.ascontiguousarray(getattr(stages, x)) for x in Windows._fields))
-        return self._made[first, last]
+    def span_costs(self, stage: int, count: int) -> SpanCosts:
+        """Returns the costs of stage number ``stage`` of ``count``; all middle stages have the same."""
+        ends = stage == 0, stage == count - 1
+        if ends not in self._spans:
+            extra = (self._embedding if ends[0] else self._border) + (self._head if ends[1] else 0)
+            stages = Stages(self._sums[None, :] - self._sums[:, None] + extra)
+            self._spans[ends] = SpanCosts(*(np.ascontiguousarray(getattr(stages, x)) for x in SpanCosts._fields))
+        return self._spans[ends]
+
+
+def _spans(sums: Array, embedding: Any, border: Any, head: Any, layers: tuple[int, ...]) -> Array:
+    """Returns what stages of so many blocks have, given cumulative sums over blocks and the ends' own."""
+    stages: Array = np.diff(sums[np.cumsum([0, *layers])], axis=0)
+    stages[0] += embedding
+    stages[1:] += border
+    stages[-1] += head
+    return stages
 
 
 class Stages:
-    """Rows of costs, the last axis of an array: of one stage each."""
+    """Costs of stages, from rows of an array's last axis.
+
+    ``parts`` [..., kind, part], ``passes`` [..., kind]: seconds of a micro-batch; ``saved``, ``held``, ``parameters``:
+    as of PieceCost.
+    """
 
     def __init__(self, rows: Array):
-        times = rows[..., :_PASSES].reshape(*rows.shape[:-1], len(KINDS), len(PARTS))
-        self.parts = times  # seconds [..., kind, part]
-        self.passes = times.sum(-1)  # [..., kind]
+        self.parts = rows[..., :_PASSES].reshape(*rows.shape[:-1], len(KINDS), len(PARTS))
+        self.passes = self.parts.sum(-1)
         self.saved, self.held, self.parameters = (rows[..., _PASSES + i] for i in range(len(_SIZES)))
 
     def seconds(self, kind: str) -> Array:
-        """Returns how long a pass takes."""
-        made: Array = self.passes[..., KINDS.index(kind)]
-        return made
+        """Returns the seconds of a pass."""
+        seconds: Array = self.passes[..., KINDS.index(kind)]
+        return seconds
 
     @property
     def both(self) -> Array:
         """Seconds of a micro-batch, forward and backward."""
-        made: Array = self.seconds(FORWARD) + self.seconds(BACKWARD)
-        return made
+        both: Array = self.seconds(FORWARD) + self.seconds(BACKWARD)
+        return both
 
 
-def _row(piece: Piece, split: bool) -> Array:
+def _row(piece: PieceCost, split: bool) -> Array:
     passes = {kind: [piece.passes[kind].get(part, 0.0) for part in PARTS] for kind in KINDS}
     if split:
         passes[BACKWARD] = [i + w for i, w in zip(passes[INPUT], passes[WEIGHT], strict=True)]
     return np.array([*sum((passes[kind] for kind in KINDS), []), *(getattr(piece, size) for size in _SIZES)])
+
+
+class SpanCache:
+    """The spans of one model, shared by all searches over the same costs, whatever the batch."""
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[Any, ...], Spans | ValueError] = {}
+
+    def spans(self, job: Job, split: Split, pieces: CostFunction) -> Spans:
+        """Returns the spans of a split; ValueError where the model cannot be split so."""
+        # Without a pipeline, and under some schedules, both ends are on one rank, which holds a tied embedding once.
+        schedule = SCHEDULES[split.schedule]
+        tied = split.pp == 1 or schedule.v or schedule.chains > 1
+        key = split.tp, split.micro_batch, split.saving, split.full, schedule.split, tied, split.pp == 1
+        if key not in self._spans:
+            try:
+                self._spans[key] = Spans(pieces(job, split), split=schedule.split)
+            except ValueError as error:
+                self._spans[key] = error
+        spans = self._spans[key]
+        if isinstance(spans, ValueError):
+            raise spans
+        return spans

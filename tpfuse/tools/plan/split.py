@@ -1,4 +1,4 @@
-"""What is planned: a job, the ways to split it, and what the pieces of its model cost one rank."""
+"""The planner's records: a job, a split of it over ranks, and the costs of a model's pieces on one rank."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,7 +12,7 @@ PARTS = GEMM, ATTENTION, MEMORY, TP = "GEMM", "attention", "memory-bound", "tp" 
 
 
 class Job(NamedTuple):
-    """What is trained: ``batch`` sequences of ``seq`` tokens a step, over all ranks."""
+    """A training job: ``batch`` sequences of ``seq`` tokens a step, over all ranks."""
 
     config: ModelConfig
     batch: int
@@ -22,7 +22,7 @@ class Job(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a job is spread over dp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "tp"): tp varies fastest.
+    """A split of a job over dp x tp x pp ranks, numbered as in a mesh ("pp", "dp", "tp"): tp varies fastest.
 
     ``chunks``: stages that a rank holds of each chain.  ``saving``, ``full``: as of a ledger's Plan.  ``sharded``:
     FSDP2 over dp; else replicas.  ``layers``: the number of blocks of each stage; None: not chosen yet.
@@ -43,15 +43,25 @@ class Split(NamedTuple):
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp
 
+    @property
+    def stages(self) -> int:
+        """Stages of a chain."""
+        return self.pp * self.chunks
 
-class Piece(NamedTuple):
-    """What one part of a model costs one rank: the embedding, a block, or the head with the loss.
+    @property
+    def mesh(self) -> str:
+        """Sizes of the mesh, as text."""
+        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+
+
+class PieceCost(NamedTuple):
+    """The cost of one part of a model on one rank: the embedding, a block, or the head with the loss.
 
     ``passes``: action kind (F, B, I, W of tpfuse.pipeline.action) -> one of PARTS -> seconds of a micro-batch.
-    ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive beside those
-    during a pass.  ``parameters``: elements on this rank, before FSDP.  ``sizes``: (rows, elements of one) -> how many
-    parameters are so large, which FSDP cuts by rows; empty where that is not known.  Counts below 0 are of what another
-    piece has in this one's place.
+    ``saved``, ``held``: bytes kept from F to B or I, and from I to W.  ``transient``: the most bytes alive besides
+    those during a pass.  ``parameters``: elements on this rank, before FSDP.  ``sizes``: (rows, elements of a row) ->
+    number of parameters of that size, which FSDP cuts by rows; empty where unknown.  Negative counts are of parameters
+    that another piece has in place of this one.
     """
 
     passes: Mapping[str, Mapping[str, float]]
@@ -62,40 +72,47 @@ class Piece(NamedTuple):
     sizes: Mapping[tuple[int, int], int] = MappingProxyType({})
 
     def seconds(self, kind: str) -> float:
-        """Returns how long a pass takes."""
+        """Returns the seconds of a pass."""
         return sum(self.passes[kind].values())
+
+    def share(self, dp: int) -> float:
+        """Returns the elements in the first rank's shard under FSDP over ``dp`` ranks: of each parameter's rows 1 / dp,
+        rounded up; an even cut where sizes are unknown."""
+        if not self.sizes:
+            return self.parameters / dp
+        return sum(count * -(-rows // dp) * columns for (rows, columns), count in self.sizes.items())
 
 
 class Pieces(NamedTuple):
-    """Those of a model under a split; ``rows``: bytes of h that a rank sends to the next stage.
+    """Costs of a model's pieces under a split; ``hop_bytes``: bytes of h that a rank sends to the next stage.
 
-    ``border``: what every stage but the first costs beside its blocks, where a norm that is fused with the block before
-    it stands alone; None: nothing.
+    ``border``: what every stage but the first costs besides its blocks, where a norm that is otherwise fused with the
+    block before it stands alone; None: nothing.
     """
 
-    embedding: Piece
-    blocks: Sequence[Piece]
-    head: Piece
-    rows: float
-    border: Piece | None = None
+    embedding: PieceCost
+    blocks: Sequence[PieceCost]
+    head: PieceCost
+    hop_bytes: float
+    border: PieceCost | None = None
 
-    def stage(self, layers: range) -> list[Piece]:
+    def stage(self, layers: range) -> list[PieceCost]:
         """Returns the pieces of the stage that holds the blocks ``layers``."""
-        first = [self.embedding] if layers[0] == 0 else [] if self.border is None else [self.border]
-        last = [self.head] if layers[-1] == len(self.blocks) - 1 else []
-        return [*first, *(self.blocks[layer] for layer in layers), *last]
+        begin = [self.embedding] if layers[0] == 0 else [] if self.border is None else [self.border]
+        end = [self.head] if layers[-1] == len(self.blocks) - 1 else []
+        return [*begin, *(self.blocks[layer] for layer in layers), *end]
 
 
 class Elements(NamedTuple):
-    """How many elements of parameters a rank holds, numbers or arrays: before FSDP, of its shard for good, and whole
-    beside the shard at the most."""
+    """Parameter elements of a rank or of stages, numbers or arrays: before FSDP, in the FSDP shard, and the most that
+    FSDP has gathered at once."""
 
-    own: Any
+    local: Any
     shard: Any
-    whole: Any
+    gathered: Any
 
 
-class Costs(Protocol):
-    """Tells what the pieces of a job's model cost; ValueError for a split that the model cannot do."""
+class CostFunction(Protocol):
+    """A function from a job and a split to its pieces' costs; ValueError for a split that the model cannot do."""
 
     def __call__(self, job: Job, split: Split) -> Pieces: ...

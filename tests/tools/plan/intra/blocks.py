@@ -60,7 +60,7 @@ def activation(s, x):
 
 
 def run(s, op, inputs, weight):
-    """What an op makes of its inputs, tensors or DTensors."""
+    """The output of an op on its inputs, tensors or DTensors."""
     if op.kind == ADD:
         return inputs[0] + inputs[1]
     if op.kind == NORM:
@@ -77,25 +77,25 @@ def product(x, weight):
 
 
 def weights(graph, s):
-    """Those of each op; None where it has none."""
-    made = []
+    """Weights of each op; None where it has none."""
+    tensors = []
     for op in graph.ops:
         if op.kind == NORM:
-            made.append(torch.randn(s.D) + 1 if s.gated else torch.randn(2, s.D) + 1)
+            tensors.append(torch.randn(s.D) + 1 if s.gated else torch.randn(2, s.D) + 1)
         else:
             columns = dict(zip(("qkv", "out", "fc 1", "fc 2"), (s.D, s.H * s.E, s.D, s.F))).get(op.name)
-            made.append(torch.randn(op.weights // columns, columns) / columns**0.5 if columns else None)
-    return [w if w is None else w.double().requires_grad_() for w in made]
+            tensors.append(torch.randn(op.weights // columns, columns) / columns**0.5 if columns else None)
+    return [w if w is None else w.double().requires_grad_() for w in tensors]
 
 
 def outputs(graph, convert, run_op, x):
     """The last op's output; ``convert(v, u, t)``: op u's output, of value t, as op v reads it."""
-    last = len(graph.ops) - 1
-    values = {last: x}
+    end = len(graph.ops) - 1
+    values = {end: x}
     for v, op in enumerate(graph.ops):
         out = run_op(v, [convert(v, u, values[u]) for u in op.inputs])
         values[v] = out
-    return values[last]
+    return values[end]
 
 
 def one_process(graph, s):
@@ -105,34 +105,34 @@ def one_process(graph, s):
     ws = weights(graph, s)
     y = outputs(graph, lambda v, u, t: t, lambda v, ins: run(s, graph.ops[v], ins, ws[v]), x)
     grad = torch.randn_like(y)
-    found = torch.autograd.grad(y, [x, *(w for w in ws if w is not None)], grad)
-    return x, ws, y, grad, found
+    grads = torch.autograd.grad(y, [x, *(w for w in ws if w is not None)], grad)
+    return x, ws, y, grad, grads
 
 
-def planned(mesh, space, kind, found):
+def planned(mesh, space, kind, solution):
     """-> whether every op leaves its declared layout, the largest error, and the bytes that this rank has sent."""
-    s, graph, chosen = Shape.of(config(kind)), space.graph, space.chosen(found)
-    x, ws, y, grad, right = one_process(graph, s)
+    s, graph, chosen = Shape.of(config(kind)), space.graph, space.chosen(solution)
+    x, ws, y, grad, expected = one_process(graph, s)
     declared = []
     with all_to_all():
-        here = [None if w is None else placed(w, mesh, c) for w, c in zip(ws, chosen)]
+        placed_ws = [None if w is None else placed(w, mesh, c) for w, c in zip(ws, chosen)]
         x = laid_out(x.detach(), mesh, placements(chosen[-1].output)).requires_grad_()
         above = laid_out(grad, mesh, gradients(chosen[-1].output))
 
         def convert(v, u, t):
-            return walked(t, space.ways(graph.ops[u].output).way(chosen[u].output, chosen[v].input))
+            return walked(t, space.conversions(u).path(chosen[u].output, chosen[v].input))
 
         def run_op(v, inputs):
-            out = run(s, graph.ops[v], inputs, here[v])
+            out = run(s, graph.ops[v], inputs, placed_ws[v])
             declared.append(list(out.placements) == placements(chosen[v].output))
             return out
 
         with Sent(mesh.size(0)) as sent:
             out = outputs(graph, convert, run_op, x)
-            leaves = [x, *(w for w in here if w is not None)]
+            leaves = [x, *(w for w in placed_ws if w is not None)]
             grads = torch.autograd.grad(out, leaves, above)
-            whole = [placed_like(g, t) for g, t in zip(grads, leaves)]  # sums of weights' gradients
-    errors = [float((a.full_tensor() - b).detach().abs().max()) for a, b in zip([out, *whole], [y, *right])]
+            summed = [placed_like(g, t) for g, t in zip(grads, leaves)]  # sums of weights' gradients
+    errors = [float((a.full_tensor() - b).detach().abs().max()) for a, b in zip([out, *summed], [y, *expected])]
     return all(declared), max(errors), sent.bytes
 
 

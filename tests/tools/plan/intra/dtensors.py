@@ -1,4 +1,4 @@
-"""DTensor beside the tables: placements of a layout, tensors laid out so, and the bytes that a rank sends."""
+"""DTensor counterparts of the tables: placements of a layout, tensors in them, and the bytes that a rank sends."""
 
 import contextlib
 from unittest import mock
@@ -22,17 +22,17 @@ def gradients(layout):
     return [GRADIENT[kind] for kind in layout]
 
 
-def laid_out(whole, mesh, where):
+def laid_out(tensor, mesh, layout):
     """A tensor in placements; a Partial one of which each rank has another term."""
-    t = distribute_tensor(whole, mesh, [Replicate() if p.is_partial() else p for p in where], src_data_rank=None)
-    if not any(p.is_partial() for p in where):
+    t = distribute_tensor(tensor, mesh, [Replicate() if p.is_partial() else p for p in layout], src_data_rank=None)
+    if not any(p.is_partial() for p in layout):
         return t
-    local, terms = t.to_local(), torch.ones((), dtype=whole.dtype)
-    for axis, p in enumerate(where):
+    local, terms = t.to_local(), torch.ones((), dtype=tensor.dtype)
+    for axis, p in enumerate(layout):
         if p.is_partial():
-            n, at = mesh.size(axis), mesh.get_local_rank(axis)
-            terms = terms * (at + 1) / (n * (n + 1) / 2)
-    return DTensor.from_local(local * terms, mesh, where, run_check=False, shape=whole.shape, stride=whole.stride())
+            n, rank = mesh.size(axis), mesh.get_local_rank(axis)
+            terms = terms * (rank + 1) / (n * (n + 1) / 2)
+    return DTensor.from_local(local * terms, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 class Sent(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What a change of layout sends: the table against DTensor's redistribution over gloo, forward and backward."""
+"""Bytes of a change of layout: the table against DTensor's redistribution over gloo, forward and backward."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.tools.plan.intra.dtensors import Sent, all_to_all, gradients, laid_out, placements, walked
 from tpfuse.tools.plan import ALL_REDUCE, Link
-from tpfuse.tools.plan import seconds as ring_seconds
+from tpfuse.tools.plan import seconds as seconds_of
 from tpfuse.tools.plan.intra.conversions import COLLECTIVES, STEPS, Conversions, Mesh
 from tpfuse.tools.plan.intra.graph import Tensor
 from tpfuse.tools.plan.intra.signatures import BATCH, FORKED, PARTIAL, REPLICATE, SEQUENCE, SHARDS, TYPES, WIDTH
@@ -24,37 +24,39 @@ def conversions(sizes, tensor=TENSOR):
     return Conversions(Mesh(sizes, (LINK,) * len(sizes)), tensor)
 
 
-def converted(world, sizes, pairs, own):
-    """For each pair of layouts: whether the values and the gradients are right, and the bytes that were sent; ``own``:
-    by DTensor's own autograd."""
+def converted(world, sizes, pairs, own_autograd):
+    """Whether values and gradients are right, and the bytes sent, of each pair of layouts.
+
+    ``own_autograd``: by DTensor's own autograd.
+    """
     mesh, results = init_device_mesh("cpu", sizes), []
-    whole, grad = torch.randn(2, *SHAPE, dtype=torch.float64)
-    ways = conversions(sizes)
+    tensor, grad = torch.randn(2, *SHAPE, dtype=torch.float64)
+    paths = conversions(sizes)
     with all_to_all():
         for start, end in pairs:
-            x = laid_out(whole, mesh, placements(start)).requires_grad_()
+            x = laid_out(tensor, mesh, placements(start)).requires_grad_()
             above = laid_out(grad, mesh, gradients(end))
             with Sent(sizes[0]) as sent:
-                y = x.redistribute(mesh, placements(end)) if own else walked(x, ways.way(start, end))
+                y = x.redistribute(mesh, placements(end)) if own_autograd else walked(x, paths.path(start, end))
                 y.backward(above)
             fine = list(y.placements) == placements(end) and list(x.grad.placements) == gradients(start)
-            close = [torch.allclose(a.full_tensor(), b, atol=1e-12) for a, b in ((y, whole), (x.grad, grad))]
+            close = [torch.allclose(a.full_tensor(), b, atol=1e-12) for a, b in ((y, tensor), (x.grad, grad))]
             results.append((fine and all(close), sent.bytes))
     return results
 
 
-def check(ranks, sizes, pairs, own=False):
-    ways = conversions(sizes)
-    for results in ranks(torch.Size(sizes).numel(), converted, sizes, pairs, own):
+def check(ranks, sizes, pairs, own_autograd=False):
+    paths = conversions(sizes)
+    for results in ranks(torch.Size(sizes).numel(), converted, sizes, pairs, own_autograd):
         for (start, end), (right, sent) in zip(pairs, results):
             assert right, (start, end)
-            assert sent == pytest.approx(ways.sent[ways.place[start], ways.place[end]]), (start, end)
+            assert sent == pytest.approx(paths.sent[paths.index[start], paths.index[end]]), (start, end)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_step_sends_what_the_table_says(ranks, n):
     steps = [((a,), (b,)) for a, b in STEPS]
-    check(ranks, (n,), steps, own=True)
+    check(ranks, (n,), steps, own_autograd=True)
     assert {pair for pair in STEPS} == {
         *((PARTIAL, x) for x in (REPLICATE, *SHARDS)),
         *((REPLICATE, x) for x in (FORKED, *SHARDS)),
@@ -94,45 +96,44 @@ def test_dtensor_itself_gathers_on_cpus(ranks):
 
 def test_a_collectives_seconds():
     for n in (2, 3, 8):
-        ring = ring_seconds(ALL_REDUCE["ring"], n, 1e6, LINK)
-        assert COLLECTIVES["all-reduce"].seconds(n, 1e6, LINK) == pytest.approx(ring)
-        halves = [COLLECTIVES[name].seconds(n, 1e6, LINK) for name in ("all-gather", "reduce-scatter")]
+        ring = seconds_of(ALL_REDUCE["ring"], n, 1e6, LINK)
+        halves = [seconds_of(COLLECTIVES[name], n, 1e6, LINK) for name in ("all-gather", "reduce-scatter")]
         assert sum(halves) == pytest.approx(ring)
-    assert COLLECTIVES["all-to-all"].seconds(4, 1e6, LINK) == pytest.approx(1e-6 + 3e-7 + 3 * 1e6 / 16 / 1e9)
+    assert seconds_of(COLLECTIVES["all-to-all"], 4, 1e6, LINK) == pytest.approx(1e-6 + 3e-7 + 3 * 1e6 / 16 / 1e9)
 
 
 def test_longer_ways_are_sequences_of_steps():
-    ways = conversions((4,))
-    steps = ways.way((PARTIAL,), (FORKED,))  # by any shard, or by Replicate: the same bytes
+    paths = conversions((4,))
+    steps = paths.path((PARTIAL,), (FORKED,))  # by any shard, or by Replicate: the same bytes
     assert len(steps) == 2 and sum(s.sent for s in steps) == pytest.approx(4 * 3 / 4 * TENSOR.size)
-    assert ways.way((BATCH,), (BATCH,)) == []
+    assert paths.path((BATCH,), (BATCH,)) == []
     with pytest.raises(ValueError, match="no tensor goes from"):
-        ways.way((FORKED,), (REPLICATE,))
+        paths.path((FORKED,), (REPLICATE,))
 
 
 def test_the_other_axis_makes_messages_smaller():
-    ways = conversions((2, 2))
-    one = ways.way((PARTIAL, BATCH), (SEQUENCE, BATCH))
+    paths = conversions((2, 2))
+    one = paths.path((PARTIAL, BATCH), (SEQUENCE, BATCH))
     assert [s.sent for s in one] == [2 * TENSOR.size / 2 / 2]
-    first = ways.way((PARTIAL, PARTIAL), (SEQUENCE, WIDTH))  # the second axis pays for half of the tensor
-    assert [s.sent for s in first] == [TENSOR.size, TENSOR.size / 2]
+    pays = paths.path((PARTIAL, PARTIAL), (SEQUENCE, WIDTH))  # the second axis pays for half of the tensor
+    assert [s.sent for s in pays] == [TENSOR.size, TENSOR.size / 2]
 
 
 def test_where_two_axes_shard_one_dimension_the_first_is_the_outer():
-    ways = conversions((2, 2))
-    inner = ways.way((BATCH, PARTIAL), (BATCH, BATCH))
+    paths = conversions((2, 2))
+    inner = paths.path((BATCH, PARTIAL), (BATCH, BATCH))
     assert [s.axis for s in inner] == [1]
-    outer = ways.way((PARTIAL, BATCH), (BATCH, BATCH))  # the inner axis moves aside
+    outer = paths.path((PARTIAL, BATCH), (BATCH, BATCH))  # the inner axis moves aside
     assert [s.axis for s in outer] == [1, 0, 1]
 
 
 def test_layouts_that_are_uneven_are_left_out():
-    ways = conversions((4,), TENSOR._replace(batch=1, units=2))
-    assert [layout for (layout,) in ways.layouts] == [SEQUENCE, REPLICATE, FORKED, PARTIAL]
+    paths = conversions((4,), TENSOR._replace(batch=1, units=2))
+    assert [layout for (layout,) in paths.layouts] == [SEQUENCE, REPLICATE, FORKED, PARTIAL]
 
 
 @pytest.mark.parametrize(
-    "mesh, words",
+    "mesh, message",
     [
         (Mesh((8, 1), (LINK, LINK)), "one or two axes of at least 2 ranks, got 8x1"),
         (Mesh((2, 2, 2), (LINK,) * 3), "got 2x2x2"),
@@ -140,6 +141,6 @@ def test_layouts_that_are_uneven_are_left_out():
         (Mesh((2,), (Link(0.0, 0.0),)), "a link needs"),
     ],
 )
-def test_meshes_that_are_none(mesh, words):
-    with pytest.raises(ValueError, match=words):
+def test_meshes_that_are_none(mesh, message):
+    with pytest.raises(ValueError, match=message):
         mesh.checked()

@@ -63,7 +63,7 @@ def test_blocks_follow_one_another():
 
 
 @pytest.mark.parametrize(
-    "call, words",
+    "call, message",
     [
         (lambda: stack(Job(load_config("bert-base"), 1, 8)), "got post_norm=True"),
         (lambda: stack(Job(GPTConfig(**SIZES, parallel_residual=True), 1, 8)), "got parallel_residual=True"),
@@ -71,6 +71,6 @@ def test_blocks_follow_one_another():
         (lambda: stack(Job(GPTConfig(**SIZES), 0, 8)), "batch and seq must be positive, got 0 and 8"),
     ],
 )
-def test_refused(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The searches on problems of any kind: integer programming against every choice, coordinate descent against it."""
+"""The searches on problems of any kind: integer programming against choices choice, coordinate descent against it."""
 
 import builtins
 import itertools
@@ -16,24 +16,24 @@ INF = float("inf")
 
 
 def brute(problem):
-    """Every choice within the limit, the fastest first."""
+    """All choices within the limit, the fastest at the front."""
     picks = itertools.product(*(range(len(s)) for s in problem.seconds))
-    every = [f for f in map(problem.found, picks) if problem.allows(f) and f.seconds < INF]
-    return sorted(every, key=lambda found: found.seconds)
+    choices = [f for f in map(problem.solution, picks) if problem.allows(f.memory) and f.seconds < INF]
+    return sorted(choices, key=lambda solution: solution.seconds)
 
 
 @st.composite
 def problems(draw):
-    """Up to six nodes with up to four strategies, edges between any two, and some ends that do not go together."""
+    """Up to six nodes with up to four strategies, edges between any two, and some impossible pairs of strategies."""
     n = draw(st.integers(2, 6))
     counts = [draw(st.integers(1, 4)) for _ in range(n)]
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     pairs = [pair[:: int(rng.choice([1, -1]))] for pair in itertools.combinations(range(n), 2) if rng.random() < 0.6]
-    never = draw(st.sampled_from([0.0, 0.2]))
+    impossible = draw(st.sampled_from([0.0, 0.2]))
     edges = []
     for u, v in pairs:
         seconds = rng.integers(0, 50, (counts[u], counts[v])) * 1e-4
-        edges.append(Edge(u, v, np.where(rng.random(seconds.shape) < never, INF, seconds)))
+        edges.append(Edge(u, v, np.where(rng.random(seconds.shape) < impossible, INF, seconds)))
     seconds = [rng.integers(0, 100, c) * 1e-4 for c in counts]
     memory = [rng.integers(1, 9, c) * 1e9 for c in counts]
     low, high = (sum(f(m) for m in memory) for f in (np.min, np.max))
@@ -44,17 +44,17 @@ def problems(draw):
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_exact_is_the_best_of_all(problem):
-    every = brute(problem)
-    if not every:
+    choices = brute(problem)
+    if not choices:
         with pytest.raises(ValueError, match="no layout"):
             exact(problem)
         return
     best = exact(problem)
-    assert best == problem.found(best.pick) and problem.allows(best)
-    assert best.seconds == pytest.approx(every[0].seconds, abs=1e-12)
-    if len(every) > 1:
+    assert best == problem.solution(best.pick) and problem.allows(best.memory)
+    assert best.seconds == pytest.approx(choices[0].seconds, abs=1e-12)
+    if len(choices) > 1:
         second = exact(problem, [best.pick])
-        assert second.pick != best.pick and second.seconds == pytest.approx(every[1].seconds, abs=1e-12)
+        assert second.pick != best.pick and second.seconds == pytest.approx(choices[1].seconds, abs=1e-12)
     else:
         with pytest.raises(ValueError, match="no layout is left but those that are excluded"):
             exact(problem, [best.pick])
@@ -63,21 +63,21 @@ def test_exact_is_the_best_of_all(problem):
 @settings(max_examples=25, deadline=None)
 @given(problems(), st.integers(0, 9))
 def test_descent_is_never_better(problem, seed):
-    """It ends where no node and no two neighbours could move."""
-    every = brute(problem)
+    """It ends where no single node can move to a faster strategy."""
+    choices = brute(problem)
     starts = [tuple(0 for _ in problem.seconds), tuple(len(s) - 1 for s in problem.seconds)]
     try:
-        found = descent(problem, starts, seed)
+        solution = descent(problem, starts, seed)
     except ValueError:
         return
-    assert problem.allows(found) and found.seconds >= every[0].seconds - 1e-12
+    assert problem.allows(solution.memory) and solution.seconds >= choices[0].seconds - 1e-12
     near = [
-        other
-        for other in every
-        if other.seconds < found.seconds - 1e-9 and sum(a != b for a, b in zip(other.pick, found.pick)) == 1
+        choice
+        for choice in choices
+        if choice.seconds < solution.seconds - 1e-9 and sum(a != b for a, b in zip(choice.pick, solution.pick)) == 1
     ]
     assert near == []
-    assert descent(problem, starts, seed) == found
+    assert descent(problem, starts, seed) == solution
 
 
 def test_two_neighbours_move_together():
@@ -109,7 +109,7 @@ def test_the_least_memory():
 
 
 @pytest.mark.parametrize(
-    "problem, words",
+    "problem, message",
     [
         (Problem([np.zeros(2)], [np.zeros(1)], []), "the same strategies"),
         (Problem([np.zeros(0)], [np.zeros(0)], []), "each node needs a strategy"),
@@ -117,21 +117,21 @@ def test_the_least_memory():
         (Problem([np.zeros(1)] * 2, [np.zeros(1)] * 2, [Edge(0, 1, np.zeros((1, 2)))]), "edge 0 to 1 needs 1 x 1"),
     ],
 )
-def test_problems_that_are_none(problem, words):
+def test_problems_that_are_none(problem, message):
     for search in (exact, lambda p: descent(p, [(0,) * len(p.seconds)])):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             search(problem)
     with pytest.raises(ValueError, match="a descent needs a start, got none"):
         descent(Problem([np.zeros(1)], [np.zeros(1)], []), [])
 
 
 def test_without_scipy(monkeypatch):
-    known = builtins.__import__
+    imported = builtins.__import__
 
     def without(name, *args, **kwargs):
         if name.startswith("scipy"):
             raise ImportError(name)
-        return known(name, *args, **kwargs)
+        return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match=r"pip install 'tpfuse\[plan\]'"):

@@ -19,18 +19,18 @@ def signed(world, kind):
         read = sp.graph.read(op)
         torch.manual_seed(k)
         width = read.size // (8 * BATCH * SEQ)
-        whole = [torch.randn(BATCH, SEQ, width, dtype=torch.float64) for _ in op.inputs]
+        tensors = [torch.randn(BATCH, SEQ, width, dtype=torch.float64) for _ in op.inputs]
         if op.weights:
             shape = (op.weights // width, width) if op.kind == LINEAR else (s.D,) if s.gated else (2, s.D)
-            whole.append(torch.randn(shape, dtype=torch.float64))
-        leaves = [t.requires_grad_() for t in whole]
-        split = lambda some, op=op: (some[: len(op.inputs)], some[-1])
+            tensors.append(torch.randn(shape, dtype=torch.float64))
+        leaves = [t.requires_grad_() for t in tensors]
+        split = lambda values, op=op: (values[: len(op.inputs)], values[-1])
         y = run(s, op, *split(leaves))
         grad = torch.randn_like(y)
-        right = torch.autograd.grad(y, leaves, grad)
+        expected = torch.autograd.grad(y, leaves, grad)
         for strategy in sp.strategies[k]:
             layouts = [strategy.input] * len(op.inputs) + [strategy.weight] * bool(op.weights)
-            xs = [laid_out(t.detach(), mesh, placements(a)).requires_grad_() for t, a in zip(whole, layouts)]
+            xs = [laid_out(t.detach(), mesh, placements(a)).requires_grad_() for t, a in zip(tensors, layouts)]
             above = laid_out(grad, mesh, gradients(strategy.output))
             with Sent(world.size) as sent:
                 out = run(s, op, *split(xs))
@@ -43,7 +43,7 @@ def signed(world, kind):
                     wrong.append(f"gradient {g.placements}")
             if op.weights and grads[-1].placements[0].is_partial() != strategy.signatures[0].sums:
                 wrong.append(f"weight's gradient {grads[-1].placements}")
-            errors = [float((a.full_tensor() - b).detach().abs().max()) for a, b in zip([out, *grads], [y, *right])]
+            errors = [float((a.full_tensor() - b).detach().abs().max()) for a, b in zip([out, *grads], [y, *expected])]
             results.append((op.name, strategy.signatures[0], wrong, max(errors)))
     return results
 
@@ -58,8 +58,8 @@ def test_dtensor_has_every_signature(ranks, kind):
 
 
 def test_what_a_signature_divides():
-    whole = [s for kind in SIGNATURES.values() for s in kind if not s.divides]
-    assert {(s.input, s.output) for s in whole} == {(REPLICATE, REPLICATE)}
+    undivided = [s for kind in SIGNATURES.values() for s in kind if not s.divides]
+    assert {(s.input, s.output) for s in undivided} == {(REPLICATE, REPLICATE)}
     assert [s.input for s in SIGNATURES[LINEAR] if s.sums] == list(SHARDS[:2])
     assert all(s.output != FORKED for kind in SIGNATURES.values() for s in kind)
     assert {s.input for s in SIGNATURES[ADD]} == {*SHARDS, REPLICATE}

@@ -1,13 +1,13 @@
-"""How the ops of a transformer block are laid out on a mesh of ranks: the layouts, their costs, and the fastest.
+"""Layouts of the ops of a transformer block on a mesh of ranks, their costs, and searches for the fastest.
 
 command             python -m tpfuse layouts
-conversions         what a change of layout costs: steps, and the cheapest sequences of them
+conversions         costs of a change of layout: steps, and the cheapest sequences of them
 coordinate_descent  coordinate descent
-graph               the ops: flops, bytes, parameters, whose output each reads
+graph               the ops: flops, bytes, parameters, inputs
 milp                integer programming
-problem             nodes with strategies, edges, a limit: what both searches solve
-result              what was found, in words, and what else it could have been
-signatures          which layouts an op of a kind can have on one axis
+problem             the problem that both searches solve: nodes with strategies, edges, a limit
+result              reports of a solution, and of its alternatives
+signatures          the layouts that an op of a kind can have on one axis
 space               a block's layouts and their costs as a problem
 """
 

@@ -30,7 +30,7 @@ from .conversions import Mesh
 from .coordinate_descent import descent
 from .graph import stack
 from .milp import exact, least_memory
-from .problem import Found
+from .problem import Solution
 from .result import FOOTNOTE, Result, difference, explain
 from .space import Rates, Space
 
@@ -121,28 +121,28 @@ def _run(args: Namespace) -> None:
 
 
 class Layouts(NamedTuple):
-    """What was found by each way, the exact one first; ``took``: seconds of a search; ``failed``: ways that found none,
-    and why."""
+    """Solutions by search, the exact one first; ``times``: seconds of each search; ``failed``: searches without a
+    solution, and why."""
 
     title: str
     space: Space
-    found: dict[str, Found]
-    took: dict[str, float]
+    solutions: dict[str, Solution]
+    times: dict[str, float]
     failed: dict[str, str]
     explained: bool
 
     def results(self) -> dict[str, Result]:
-        """Returns what was found, in words."""
-        return {name: Result.of(self.space, found) for name, found in self.found.items()}
+        """Returns the report of each solution."""
+        return {name: Result.of(self.space, solution) for name, solution in self.solutions.items()}
 
     def text(self) -> str:
-        results, best = self.results(), self.found[EXACT]
+        results, best = self.results(), self.solutions[EXACT]
         header = ("", "takes", *results[EXACT].parts, "sent", "state", "found in")
         rows = []
         for name, r in results.items():
             parts = (duration(x) if x else "-" for x in r.parts.values())
             sizes = quantity(r.sent, "B"), quantity(r.memory, "B")
-            rows.append((name, duration(r.seconds), *parts, *sizes, duration(self.took[name])))
+            rows.append((name, duration(r.seconds), *parts, *sizes, duration(self.times[name])))
         pages = [
             f"{self.title}; {self.space.problem.variables:,} variables",
             f"{results[EXACT].text()}\n{FOOTNOTE}",
@@ -150,20 +150,20 @@ class Layouts(NamedTuple):
         ]
         pages += [f"{name}: {why}" for name, why in self.failed.items()]
         if self.explained:
-            pages += [f"every op's layouts beside the chosen ones (*):\n{explain(self.space, best)}"]
-            if SECOND in self.found:
-                pages += [f"{SECOND}: {difference(self.space, best, self.found[SECOND])}"]
+            pages += [f"all layouts of each op, the chosen ones marked (*):\n{explain(self.space, best)}"]
+            if SECOND in self.solutions:
+                pages += [f"{SECOND}: {difference(self.space, best, self.solutions[SECOND])}"]
         return "\n\n".join(pages)
 
     def json(self) -> dict[str, Any]:
         results = {name: result.json() for name, result in self.results().items()}
-        return dict(variables=self.space.problem.variables, found=results, took=self.took, failed=self.failed)
+        return dict(variables=self.space.problem.variables, found=results, took=self.times, failed=self.failed)
 
 
 def solve(args: Namespace) -> Layouts:
-    """Runs the searches that the options describe.
+    """Runs the searches of the options.
 
-    ValueError for sizes that do not go together, and where no layout fits in --memory.
+    ValueError for sizes that do not match, and where no layout fits in --memory.
     """
     sizes, widths = args.mesh, args.bandwidth or [25.0] * (len(args.mesh) - 1) + [230.0]
     check(len(widths) == len(sizes), f"layouts: --bandwidth needs {len(sizes)} numbers, one an axis, got {len(widths)}")
@@ -176,42 +176,40 @@ def solve(args: Namespace) -> Layouts:
     if args.split_weights:
         limit = least_memory(space.problem)
     problem = space.problem._replace(limit=limit)
-    ways: dict[str, Callable[[], Found]] = {
+    searches: dict[str, Callable[[], Solution]] = {
         EXACT: lambda: exact(problem),
         DESCENT: lambda: descent(problem, space.starts()),
     }
     if args.explain:
-        ways[SECOND] = lambda: exact(problem, [found[EXACT].pick])
+        searches[SECOND] = lambda: exact(problem, [solutions[EXACT].pick])
     for axes in dict.fromkeys([(len(sizes) - 1,), tuple(range(len(sizes)))]):
         name = f"{MEGATRON} ({', '.join(map(str, axes))})"
-        ways[name] = lambda axes=axes: _megatron(space, axes)  # type: ignore[misc]
-    found: dict[str, Found] = {}
-    took: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, way in ways.items():
+        searches[name] = lambda axes=axes: _megatron(space, axes)  # type: ignore[misc]
+    solutions, times, failed = dict[str, Solution](), dict[str, float](), dict[str, str]()
+    for name, solve_by in searches.items():
         began = time.perf_counter()
         try:
-            found[name] = way()
+            solutions[name] = solve_by()
         except ValueError as error:
             if name == EXACT:
                 raise
             failed[name] = str(error)
-        took[name] = time.perf_counter() - began
-    held = "no limit on state" if args.memory is None else f"{quantity(limit, 'B')} of state"
+        times[name] = time.perf_counter() - began
+    memory = "no limit on state" if args.memory is None else f"{quantity(limit, 'B')} of state"
     title = (
         f"{args.model}, batch {args.batch} x {args.seq}, {args.blocks} of {job.config.num_layers} blocks on"
-        f" {' x '.join(map(str, sizes))} ranks, {'weights split' if args.split_weights else held}"
+        f" {' x '.join(map(str, sizes))} ranks, {'weights split' if args.split_weights else memory}"
     )
-    return Layouts(title, space, found, took=took, failed=failed, explained=args.explain)
+    return Layouts(title, space, solutions, times, failed, explained=args.explain)
 
 
-def _megatron(space: Space, axes: tuple[int, ...]) -> Found:
-    """Returns what Megatron's layouts cost, with or without the memory; ValueError where shapes do not allow them."""
+def _megatron(space: Space, axes: tuple[int, ...]) -> Solution:
+    """Returns Megatron's layouts, whatever the memory limit; ValueError where shapes do not allow them."""
     pick = space.nearest(space.megatron(axes))
     check(space.exactly(pick, space.megatron(axes)), "batch, positions, heads or widths do not divide evenly")
-    return space.problem.found(pick)
+    return space.problem.solution(pick)
 
 
 def draw(layouts: Layouts, path: Path) -> None:
-    """Draws seconds by part, of each way."""
+    """Draws the seconds by part of each solution."""
     bars({name: result.parts for name, result in layouts.results().items()}, "seconds, forward and backward", path)

@@ -1,4 +1,4 @@
-"""The ops of a stack of transformer blocks: what each computes, moves and holds, and whose output it reads.
+"""The graph of ops of a stack of transformer blocks: flops, bytes and parameters of each, and the ops it reads.
 
 The counts are those of one forward and one backward pass over the whole, before anything is split:
 
@@ -25,8 +25,8 @@ OPS = 10  # of a block
 
 
 class Tensor(NamedTuple):
-    """An activation [batch, seq, width] of ``size`` bytes.  ``units``: the equal parts that its width can be cut into,
-    such as heads."""
+    """An activation [batch, seq, width] of ``size`` bytes; ``units``: equal parts that its width can be cut into, such
+    as heads."""
 
     batch: int
     seq: int
@@ -34,9 +34,9 @@ class Tensor(NamedTuple):
     size: int
 
 
-class Op(NamedTuple):
-    """``flops`` and ``moved`` bytes of forward and backward; ``weights``: elements of its parameters; ``inputs``: the
-    ops whose outputs it reads, by their place in the graph."""
+class BlockOp(NamedTuple):
+    """An op: ``flops`` and ``moved`` bytes of forward and backward, elements of its ``weights``, and the indices of the
+    ops whose outputs it reads."""
 
     name: str
     kind: str
@@ -48,14 +48,14 @@ class Op(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """``element``: bytes of an element of weights and activations.  ``state``: bytes that a parameter takes, with its
-    gradient and the optimizer's states, in as many blocks of the model as are laid out like the one it is in."""
+    """The ops of some blocks.  ``element``: bytes of an element of weights and activations.  ``state``: bytes of a
+    parameter with its gradient and optimizer states, summed over all blocks of the model that are laid out alike."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[BlockOp, ...]
     element: int
     state: float
 
-    def read(self, op: Op) -> Tensor:
+    def read(self, op: BlockOp) -> Tensor:
         """Returns the tensor that an op reads; both are alike where it reads two."""
         return self.ops[op.inputs[0]].output
 
@@ -78,7 +78,7 @@ def stack(job: Job, blocks: int = 1) -> Graph:
     h, qkv, heads = tensor(s.D, s.D), tensor(s.qkv, s.G), tensor(s.H * s.E, s.H)
     wide, narrow = tensor(s.ffn_in, s.F), tensor(s.F, s.F)
     vectors = s.D * (2 if c.norm == "layer" and c.norm_bias else 1)
-    ops: list[Op] = []
+    ops: list[BlockOp] = []
     for k in range(blocks):
         first = OPS * k
         before = (first - 1) % (OPS * blocks)
@@ -99,7 +99,7 @@ def stack(job: Job, blocks: int = 1) -> Graph:
             flops = {LINEAR: 6 * rows * weights, ATTENTION: 12 * rows * job.seq * s.H * s.E}.get(kind, 0)
             moved = _moved(kind, sources[inputs[0]].size, output.size)
             name = f"{k}.{name}" if blocks > 1 else name
-            ops.append(Op(name, kind, flops=flops, moved=moved, weights=weights, output=output, inputs=inputs))
+            ops.append(BlockOp(name, kind, flops=flops, moved=moved, weights=weights, output=output, inputs=inputs))
     return Graph(tuple(ops), element, (2 * element + OPTIMIZERS[job.optimizer](element)) * s.L / blocks)
 
 

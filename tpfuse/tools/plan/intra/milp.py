@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .problem import Edge, Floats, Found, Pick, Problem
+from .problem import Edge, Floats, Pick, Problem, Solution
 
-_TYPICAL = 1e3  # what the largest coefficient of the objective becomes: HiGHS's gap is absolute, 1e-6
+_LARGEST = 1e3  # the objective is scaled to this largest coefficient: HiGHS's gap is absolute, 1e-6
 
 
-class _Rows(NamedTuple):
-    """Rows of a sparse matrix with the bounds of each product."""
+class _Constraints(NamedTuple):
+    """Linear constraints: rows of a sparse matrix, and the bounds of each row's product."""
 
     rows: list[int]
     columns: list[int]
@@ -31,34 +31,34 @@ class _Rows(NamedTuple):
         self.high.append(high)
 
 
-def exact(problem: Problem, excluded: Sequence[Pick] = ()) -> Found:
-    """Returns the fastest strategies that are within the limit and none of ``excluded`` (a no-good cut each).
+def exact(problem: Problem, excluded: Sequence[Pick] = ()) -> Solution:
+    """Returns the fastest solution within the limit that is none of ``excluded`` (a no-good cut each).
 
-    ValueError where there are none, which says the least memory that would do, or that scipy is missing.
+    ValueError where there is none, with the least memory that would do, or where scipy is missing.
     """
     cuts = list(excluded)
     while (pick := _solve(problem.checked(), cuts)) is not None:
-        found = problem.found(pick)
-        if problem.allows(found):
-            return found
+        solution = problem.solution(pick)
+        if problem.allows(solution.memory):
+            return solution
         cuts.append(pick)  # beyond the limit by less than HiGHS's tolerance
     least = least_memory(problem)
-    if not problem.allows(Found((), 0.0, least)):
+    if not problem.allows(least):
         raise ValueError(f"plan: no layout fits in {problem.limit:,.0f} bytes; the least that would do is {least:,.0f}")
     raise ValueError("plan: no layout is left but those that are excluded")
 
 
 def least_memory(problem: Problem) -> float:
-    """Returns the least memory that any strategies which go together hold; ValueError where none do."""
+    """Returns the least memory of any possible solution; ValueError where there is none."""
     possible = [Edge(e.source, e.to, np.where(np.isfinite(e.seconds), 0.0, np.inf)) for e in problem.edges]
     pick = _solve(problem._replace(seconds=problem.memory, edges=possible, limit=float("inf")), ())
     if pick is None:
         raise ValueError("plan: no layout is possible, whatever the memory")
-    return problem.found(pick).memory
+    return problem.solution(pick).memory
 
 
 def _solve(problem: Problem, excluded: Sequence[Pick]) -> Pick | None:
-    """Returns the strategies of least seconds; None where there are none."""
+    """Returns the strategies of least seconds; None where no solution exists."""
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_matrix
@@ -67,35 +67,36 @@ def _solve(problem: Problem, excluded: Sequence[Pick]) -> Pick | None:
     counts = [len(s) for s in problem.seconds]
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     nodes = [range(a, b) for a, b in zip(starts, starts[1:])]
-    table = _Rows(rows=[], columns=[], values=[], low=[], high=[])
+    constraints = _Constraints(rows=[], columns=[], values=[], low=[], high=[])
     for node in nodes:
-        table.add(node, [1.0] * len(node), low=1.0, high=1.0)
-    at = starts[-1]
+        constraints.add(node, [1.0] * len(node), low=1.0, high=1.0)
+    end = starts[-1]
     for edge in problem.edges:
-        pairs = np.arange(at, at + edge.seconds.size).reshape(edge.seconds.shape)
-        at += edge.seconds.size
+        pairs = np.arange(end, end + edge.seconds.size).reshape(edge.seconds.shape)
+        end += edge.seconds.size
         for lines, node in ((pairs, nodes[edge.source]), (pairs.T, nodes[edge.to])):
             for line, strategy in zip(lines.tolist(), node):
-                table.add([*line, strategy], [*[1.0] * len(line), -1.0], low=0.0, high=0.0)
+                constraints.add([*line, strategy], [*[1.0] * len(line), -1.0], low=0.0, high=0.0)
     if np.isfinite(problem.limit):
-        # in units of the most that could be held, so that HiGHS's tolerance is a part of it
+        # in units of the largest possible memory, so that HiGHS's tolerance is relative to it
         memory = np.concatenate(problem.memory)
         unit = max(sum(float(m.max()) for m in problem.memory), 1e-300)
-        table.add(range(starts[-1]), (memory / unit).tolist(), low=-np.inf, high=problem.limit / unit)
+        constraints.add(range(starts[-1]), (memory / unit).tolist(), low=-np.inf, high=problem.limit / unit)
     for pick in excluded:
         taken = [node[p] for node, p in zip(nodes, pick)]
-        table.add(taken, [1.0] * len(taken), low=-np.inf, high=len(taken) - 1.0)
+        constraints.add(taken, [1.0] * len(taken), low=-np.inf, high=len(taken) - 1.0)
     costs: Floats = np.concatenate([*problem.seconds, *(edge.seconds.ravel() for edge in problem.edges)])
     possible = np.isfinite(costs)
     costs = np.where(possible, costs, 0.0)
-    matrix = coo_matrix((table.values, (table.rows, table.columns)), shape=(len(table.low), at)).tocsr()
-    done = milp(
-        costs * (_TYPICAL / max(float(np.abs(costs).max()), 1e-300)),
-        constraints=LinearConstraint(matrix, table.low, table.high),
+    entries = constraints.values, (constraints.rows, constraints.columns)
+    matrix = coo_matrix(entries, shape=(len(constraints.low), end)).tocsr()
+    result = milp(
+        costs * (_LARGEST / max(float(np.abs(costs).max()), 1e-300)),
+        constraints=LinearConstraint(matrix, constraints.low, constraints.high),
         bounds=Bounds(0, possible.astype(float)),
-        integrality=np.arange(at) < starts[-1],
+        integrality=np.arange(end) < starts[-1],
         options=dict(mip_rel_gap=0.0),
     )
-    if done.x is None:
+    if result.x is None:
         return None
-    return tuple(int(np.argmax(done.x[a:b])) for a, b in zip(starts, starts[1:]))
+    return tuple(int(np.argmax(result.x[a:b])) for a, b in zip(starts, starts[1:]))

@@ -1,10 +1,10 @@
-"""What a search has found, in words, and why: the layouts of all ops, each change of layout that is paid, and what any
-other layout of an op would cost beside it."""
+"""Reports of a solution: the layouts of all ops, each change of layout with its cost, and the cost of any other layout
+of an op."""
 
 from typing import Any, NamedTuple
 
 from ...ledger.text import duration, quantity, table
-from .problem import Found
+from .problem import Solution
 from .signatures import FORKED, Layout
 from .space import Space, Strategy
 
@@ -12,12 +12,11 @@ FOOTNOTE = f"{FORKED}: its gradient is Partial"
 SHOWN = 6  # strategies of an op in a table: the fastest
 
 
-def words(layout: Layout) -> str:
-    """Returns ("Shard(1)", "Partial") as text."""
+def _text(layout: Layout) -> str:
     return ", ".join(layout)
 
 
-class Chosen(NamedTuple):
+class OpLayout(NamedTuple):
     """An op's layout; ``seconds`` and ``sent`` bytes without conversions, ``memory`` of its parameters' state."""
 
     op: str
@@ -29,7 +28,7 @@ class Chosen(NamedTuple):
     memory: float
 
 
-class Paid(NamedTuple):
+class LayoutChange(NamedTuple):
     """A change of layout between two ops; ``forward`` and ``backward``: its collectives with the axis of each."""
 
     source: str
@@ -43,44 +42,48 @@ class Paid(NamedTuple):
 
 
 class Result(NamedTuple):
-    """``seconds`` of forward and backward, ``sent`` bytes and ``memory`` in bytes of a rank; ``parts``: seconds by
-    PARTS."""
+    """A solution by name: seconds of forward and backward, bytes that a rank sends and its memory in bytes; ``parts``:
+    seconds by PARTS."""
 
     seconds: float
     sent: float
     memory: float
     parts: dict[str, float]
-    ops: tuple[Chosen, ...]
-    conversions: tuple[Paid, ...]
+    ops: tuple[OpLayout, ...]
+    conversions: tuple[LayoutChange, ...]
 
     @classmethod
-    def of(cls, space: Space, found: Found) -> "Result":
-        """Returns what was found, in words."""
-        ops, paid = [], []
-        for op, s in zip(space.graph.ops, space.chosen(found)):
+    def of(cls, space: Space, solution: Solution) -> "Result":
+        """Returns the report of a solution."""
+        ops, changes = [], []
+        for op, s in zip(space.graph.ops, space.chosen(solution)):
             weight = s.weight if op.weights else None
-            seconds = s.computes + s.sums
-            ops.append(Chosen(op.name, s.input, weight, s.output, seconds=seconds, sent=s.sent, memory=s.memory))
-        for edge, steps in space.paid(found):
-            named = [(space.graph.ops[edge.source].name, space.graph.ops[edge.to].name)]
-            there = tuple(f"{t.step.forward} ({t.axis})" for t in steps if t.step.forward)
-            back = tuple(f"{t.step.backward} ({t.axis})" for t in reversed(steps) if t.step.backward)
-            sent, seconds = sum(t.sent for t in steps), sum(t.seconds for t in steps)
-            ends = steps[0].start, steps[-1].end
-            paid.append(Paid(*named[0], *ends, forward=there, backward=back, sent=sent, seconds=seconds))
-        sent = sum(c.sent for c in ops) + sum(p.sent for p in paid)
-        return cls(found.seconds, sent, found.memory, space.parts(found), tuple(ops), tuple(paid))
+            ops.append(OpLayout(op.name, s.input, weight, s.output, s.computes + s.sums, s.sent, s.memory))
+        for edge, steps in space.changes(solution):
+            change = LayoutChange(
+                space.graph.ops[edge.source].name,
+                space.graph.ops[edge.to].name,
+                steps[0].start,
+                steps[-1].end,
+                forward=tuple(f"{s.collectives.forward} ({s.axis})" for s in steps if s.collectives.forward),
+                backward=tuple(f"{s.collectives.backward} ({s.axis})" for s in steps[::-1] if s.collectives.backward),
+                sent=sum(s.sent for s in steps),
+                seconds=sum(s.seconds for s in steps),
+            )
+            changes.append(change)
+        sent = sum(op.sent for op in ops) + sum(change.sent for change in changes)
+        return cls(solution.seconds, sent, solution.memory, space.parts(solution), tuple(ops), tuple(changes))
 
     def text(self) -> str:
         """Returns two tables: the ops, and the conversions between them."""
         rows = [
-            (c.op, words(c.input), words(c.weight or ()), words(c.output), duration(c.seconds), quantity(c.memory, "B"))
+            (c.op, _text(c.input), _text(c.weight or ()), _text(c.output), duration(c.seconds), quantity(c.memory, "B"))
             for c in self.ops
         ]
         changes = [
             (
                 f"{p.source} -> {p.to}",
-                f"{words(p.start)} -> {words(p.end)}",
+                f"{_text(p.start)} -> {_text(p.end)}",
                 " ".join(p.forward) or "-",
                 " ".join(p.backward) or "-",
                 quantity(p.sent, "B"),
@@ -104,8 +107,8 @@ class Result(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A strategy of an op, beside what was chosen for all others: bytes sent in conversions and for its weights'
-    gradients, seconds with both, and whether it is the one that was chosen."""
+    """A strategy of an op while all other ops keep theirs: bytes sent in conversions, seconds with conversions and sums
+    of its weights' gradients, and whether it is the solution's."""
 
     op: str
     strategy: Strategy
@@ -114,9 +117,9 @@ class Candidate(NamedTuple):
     chosen: bool
 
 
-def candidates(space: Space, found: Found) -> list[Candidate]:
-    """Returns every strategy of every op, fastest first op by op."""
-    chosen, every = space.chosen(found), []
+def candidates(space: Space, solution: Solution) -> list[Candidate]:
+    """Returns all strategies of all ops, op by op, the fastest of an op at the front."""
+    chosen, all_rows = space.chosen(solution), []
     for k, op in enumerate(space.graph.ops):
         rows = []
         for i, strategy in enumerate(space.strategies[k]):
@@ -124,24 +127,23 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
             for edge in space.problem.edges:
                 if k in (edge.source, edge.to):
                     ends = [strategy if end == k else chosen[end] for end in (edge.source, edge.to)]
-                    ways = space.ways(space.graph.ops[edge.source].output)
-                    a, b = ways.place[ends[0].output], ways.place[ends[1].input]
-                    sent, seconds = sent + float(ways.sent[a, b]), seconds + float(ways.seconds[a, b])
-            rows.append(Candidate(op.name, strategy, sent, seconds, chosen=i == found.pick[k]))
-        every += sorted(rows, key=lambda row: row.seconds)
-    return every
+                    conversions = space.conversions(edge.source)
+                    a, b = conversions.index[ends[0].output], conversions.index[ends[1].input]
+                    sent += float(conversions.sent[a, b])
+                    seconds += float(conversions.seconds[a, b])
+            rows.append(Candidate(op.name, strategy, sent, seconds, chosen=i == solution.pick[k]))
+        all_rows += sorted(rows, key=lambda row: row.seconds)
+    return all_rows
 
 
-def explain(space: Space, found: Found) -> str:
-    """Returns a table of each op's strategies, at most SHOWN of an op, with the chosen ones marked."""
-    rows = []
-    every = candidates(space, found)
+def explain(space: Space, solution: Solution) -> str:
+    """Returns a table of each op's strategies, at most SHOWN of an op, with the solution's marked."""
+    rows, all_candidates = [], candidates(space, solution)
     for op in space.graph.ops:
-        mine = [c for c in every if c.op == op.name]
-        for place, c in enumerate(mine):
-            if place < SHOWN or c.chosen:
+        for rank, c in enumerate(c for c in all_candidates if c.op == op.name):
+            if rank < SHOWN or c.chosen:
                 s = c.strategy
-                layouts = words(s.input), words(s.weight) if op.weights else "", words(s.output)
+                layouts = _text(s.input), _text(s.weight) if op.weights else "", _text(s.output)
                 sent = quantity(c.converted, "B"), quantity(s.sent, "B")
                 mark = "*" if c.chosen else ""
                 rows.append((mark, op.name, *layouts, *sent, duration(c.seconds), quantity(s.memory, "B")))
@@ -149,8 +151,7 @@ def explain(space: Space, found: Found) -> str:
     return table(header, rows)
 
 
-def difference(space: Space, found: Found, other: Found) -> str:
-    """Returns which ops have another layout, and which."""
-    ends = zip(space.graph.ops, space.chosen(found), space.chosen(other))
-    changed = [f"{op.name} {words(there.input)} -> {words(there.output)}" for op, here, there in ends if here != there]
-    return "; ".join(changed)
+def difference(space: Space, one: Solution, two: Solution) -> str:
+    """Returns the ops that have another layout in ``two``, with that layout."""
+    ops = zip(space.graph.ops, space.chosen(one), space.chosen(two))
+    return "; ".join(f"{op.name} {_text(b.input)} -> {_text(b.output)}" for op, a, b in ops if a != b)

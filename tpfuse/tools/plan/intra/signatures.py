@@ -1,7 +1,7 @@
-"""The layouts that an op can have on one axis of a mesh: SBP signatures (Yuan et al. 2021, arXiv:2110.15032) in the
-words of DTensor's placements.
+"""Layouts that an op can have on one axis of a mesh: SBP signatures (Yuan et al. 2021, arXiv:2110.15032), named after
+DTensor's placements.
 
-An activation [batch, seq, width] has one of six types on each axis, which say how its gradient lies too:
+An activation [batch, seq, width] has one of six types on each axis, each of which also fixes its gradient's layout:
 
     type          the tensor             its gradient            DTensor
     Shard(0)      a part of the batch    the same part           Shard(0)
@@ -11,7 +11,7 @@ An activation [batch, seq, width] has one of six types on each axis, which say h
     Replicate*    whole                  a term of the sum       Replicate, gradient Partial: Megatron's f
     Partial       a term of the sum      whole                   Partial, gradient Replicate: Megatron's g
 
-No op leaves a gradient as a sum to the ops before it, so Replicate* is a type of inputs alone.
+No op leaves a gradient as a sum to the ops before it, so only inputs can be Replicate*.
 """
 
 import math
@@ -37,12 +37,13 @@ class Signature(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether each rank of the axis does its part of the work."""
+        """True where each rank of the axis does its part of the work."""
         return self.input in SHARDS or self.output in SHARDS
 
     @property
     def sums(self) -> bool:
-        """Whether the gradient of a whole weight is a sum over the axis: its ranks see other rows."""
+        """True where the gradient of a replicated weight is a sum over the axis, because its ranks have different
+        rows."""
         return self.input in (BATCH, SEQUENCE)
 
 
@@ -63,7 +64,6 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
 
 def fits(tensor: Tensor, layout: Layout, sizes: Sequence[int]) -> bool:
     """Returns whether a mesh of ``sizes`` cuts a tensor evenly."""
-    for shard, length in zip(SHARDS, (tensor.batch, tensor.seq, tensor.units)):
-        if length % math.prod(n for n, kind in zip(sizes, layout) if kind == shard):
-            return False
-    return True
+    lengths = zip(SHARDS, (tensor.batch, tensor.seq, tensor.units))
+    parts = lambda shard: math.prod(n for n, kind in zip(sizes, layout) if kind == shard)
+    return all(length % parts(shard) == 0 for shard, length in lengths)

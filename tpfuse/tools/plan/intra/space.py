@@ -1,4 +1,4 @@
-"""Every layout of every op of a stack of blocks on a mesh, and what each costs: the problem that the searches solve."""
+"""All layouts of the ops of a stack of blocks on a mesh, with their costs: the problem that the searches solve."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ import numpy as np
 
 from ....kernels.runtime.errors import check
 from .. import split
-from .conversions import COLLECTIVES, Conversions, Mesh, Taken
-from .graph import ADD, ATTENTION, LINEAR, NORM, Graph, Op, Tensor
-from .problem import Edge, Floats, Found, Pick, Problem
+from .conversions import COLLECTIVES, Conversions, ConversionStep, Mesh
+from .graph import ADD, ATTENTION, LINEAR, NORM, BlockOp, Graph, Tensor
+from .problem import Edge, Floats, Pick, Problem, Solution
 from .signatures import (
     BATCH,
     FORKED,
@@ -28,13 +28,13 @@ from .signatures import (
 
 GRADIENTS = "gradients"  # seconds of the sums of weights' gradients
 PARTS = *split.PARTS, GRADIENTS
-Wanted = Sequence[Sequence[tuple[str, str]]]  # the types of input and output, of each op on each axis
+TargetTypes = Sequence[Sequence[tuple[str, str]]]  # types of input and output, of each op on each axis
 
 
 class Rates(NamedTuple):
-    """What a rank reaches: ``flops`` a second in GEMMs and in attention, ``bytes`` a second of its memory.
+    """Rates that a rank reaches: ``flops`` a second in GEMMs and in attention, ``bytes`` a second of its memory.
 
-    ``micro_batches``: forward and backward passes for each sum of the weights' gradients.
+    ``micro_batches``: forward and backward passes per sum of the weights' gradients.
     """
 
     flops: float
@@ -42,16 +42,16 @@ class Rates(NamedTuple):
     micro_batches: int = 1
 
     def checked(self) -> "Rates":
-        """Returns itself; ValueError for what is not above 0."""
+        """Returns itself; ValueError for a value that is not above 0."""
         check(min(self) > 0, f"plan: rates and micro_batches must be above 0, got {self}")
         return self
 
 
 class Strategy(NamedTuple):
-    """A signature for each axis, and what the op then costs a rank, conversions apart.
+    """A signature for each axis, and the op's cost on a rank without conversions.
 
-    ``computes``: its flops' or its bytes' seconds, whichever are more.  ``sums``: of its weights' gradients, whose
-    bytes it sends.  ``memory``: bytes of its parameters' state.
+    ``computes``: seconds of its flops or of its bytes, whichever are more.  ``sums``, ``sent``: seconds and bytes of
+    the sums of its weights' gradients.  ``memory``: bytes of its parameters' state.
     """
 
     signatures: tuple[Signature, ...]
@@ -74,29 +74,30 @@ class Strategy(NamedTuple):
 
 
 class Space:
-    """The layouts of a graph on a mesh; ``strategies[k]``: those of its k-th op that cut its tensors evenly;
-    ``problem``: what they cost, without a limit on memory."""
+    """The layouts of a graph on a mesh.
+
+    ``strategies[k]``: those of its k-th op that cut its tensors evenly.  ``problem``: their costs, without a limit on
+    memory.
+    """
 
     def __init__(self, graph: Graph, mesh: Mesh, rates: Rates):
         self.graph, self.mesh, self.rates = graph, mesh.checked(), rates.checked()
         self.strategies = [self._strategies(op) for op in graph.ops]
-        self._ways: dict[Tensor, Conversions] = {}
+        self._conversions: dict[Tensor, Conversions] = {}
         edges = [Edge(u, v, self._seconds(u, v)) for v, op in enumerate(graph.ops) for u in op.inputs]
-        seconds = [np.array([s.computes + s.sums for s in some]) for some in self.strategies]
-        memory = [np.array([s.memory for s in some]) for some in self.strategies]
+        seconds = [np.array([s.computes + s.sums for s in op]) for op in self.strategies]
+        memory = [np.array([s.memory for s in op]) for op in self.strategies]
         self.problem = Problem(seconds, memory, edges).checked()
 
     # ---- costs ----
 
-    def _strategies(self, op: Op) -> list[Strategy]:
-        tensor, found = self.graph.read(op), []
-        for signatures in itertools.product(SIGNATURES[op.kind], repeat=len(self.mesh.sizes)):
-            strategy = self._strategy(op, signatures)
-            if fits(tensor, strategy.input, self.mesh.sizes) and fits(op.output, strategy.output, self.mesh.sizes):
-                found.append(strategy)
-        return found
+    def _strategies(self, op: BlockOp) -> list[Strategy]:
+        tensor, sizes = self.graph.read(op), self.mesh.sizes
+        signatures = itertools.product(SIGNATURES[op.kind], repeat=len(sizes))
+        strategies = (self._strategy(op, signature) for signature in signatures)
+        return [s for s in strategies if fits(tensor, s.input, sizes) and fits(op.output, s.output, sizes)]
 
-    def _strategy(self, op: Op, signatures: tuple[Signature, ...]) -> Strategy:
+    def _strategy(self, op: BlockOp, signatures: tuple[Signature, ...]) -> Strategy:
         axes = list(zip(self.mesh.sizes, self.mesh.links, signatures))
         share = math.prod(n for n, _, s in axes if s.divides)
         weights = op.weights / math.prod(n for n, _, s in axes if s.weight != REPLICATE)
@@ -111,77 +112,77 @@ class Space:
             memory=weights * self.graph.state,
         )
 
-    def ways(self, tensor: Tensor) -> Conversions:
-        """Returns the conversions of a tensor, which are found once."""
-        if tensor not in self._ways:
-            self._ways[tensor] = Conversions(self.mesh, tensor)
-        return self._ways[tensor]
+    def conversions(self, op: int) -> Conversions:
+        """Returns the conversions of the output of the op of this index."""
+        tensor = self.graph.ops[op].output
+        if tensor not in self._conversions:
+            self._conversions[tensor] = Conversions(self.mesh, tensor)
+        return self._conversions[tensor]
 
     def _seconds(self, u: int, v: int) -> Floats:
-        ways = self.ways(self.graph.ops[u].output)
-        sources = [ways.place[s.output] for s in self.strategies[u]]
-        return ways.seconds[np.ix_(sources, [ways.place[s.input] for s in self.strategies[v]])]
+        conversions = self.conversions(u)
+        outputs = [conversions.index[s.output] for s in self.strategies[u]]
+        return conversions.seconds[np.ix_(outputs, [conversions.index[s.input] for s in self.strategies[v]])]
 
-    # ---- what a search has found ----
+    # ---- of a solution ----
 
-    def chosen(self, found: Found) -> list[Strategy]:
+    def chosen(self, solution: Solution) -> list[Strategy]:
         """Returns the strategy of each op."""
-        return [some[p] for some, p in zip(self.strategies, found.pick)]
+        return [strategies[p] for strategies, p in zip(self.strategies, solution.pick)]
 
-    def paid(self, found: Found) -> list[tuple[Edge, list[Taken]]]:
-        """Returns the edges along which the layout changes, and the steps that are taken there."""
-        chosen = self.chosen(found)
-        ways = [(e, self.ways(self.graph.ops[e.source].output)) for e in self.problem.edges]
-        taken = [(e, way.way(chosen[e.source].output, chosen[e.to].input)) for e, way in ways]
-        return [(edge, steps) for edge, steps in taken if steps]
+    def changes(self, solution: Solution) -> list[tuple[Edge, list[ConversionStep]]]:
+        """Returns the edges along which the layout changes, with the steps of each."""
+        chosen = self.chosen(solution)
+        path = lambda e: self.conversions(e.source).path(chosen[e.source].output, chosen[e.to].input)
+        return [(edge, steps) for edge in self.problem.edges if (steps := path(edge))]
 
-    def parts(self, found: Found) -> dict[str, float]:
+    def parts(self, solution: Solution) -> dict[str, float]:
         """Returns seconds by PARTS."""
         seconds = dict.fromkeys(PARTS, 0.0)
         kinds = {LINEAR: split.GEMM, ATTENTION: split.ATTENTION}
-        for op, strategy in zip(self.graph.ops, self.chosen(found)):
+        for op, strategy in zip(self.graph.ops, self.chosen(solution)):
             seconds[kinds.get(op.kind, split.MEMORY)] += strategy.computes
             seconds[GRADIENTS] += strategy.sums
-        seconds[split.TP] = sum(step.seconds for _, steps in self.paid(found) for step in steps)
+        seconds[split.TP] = sum(step.seconds for _, steps in self.changes(solution) for step in steps)
         return seconds
 
-    # ---- where a descent begins ----
+    # ---- starts of a descent ----
 
-    def nearest(self, wanted: Wanted) -> Pick:
-        """Returns for each op the strategy that has most of what is wanted."""
+    def nearest(self, targets: TargetTypes) -> Pick:
+        """Returns for each op the strategy that has most of the target types."""
         return tuple(
-            max(range(len(some)), key=lambda i: _alike(some[i], types)) for some, types in zip(self.strategies, wanted)
+            max(range(len(s)), key=lambda i: _matches(s[i], types)) for s, types in zip(self.strategies, targets)
         )
 
-    def exactly(self, pick: Pick, wanted: Wanted) -> bool:
-        """Returns whether strategies have all that is wanted."""
-        whole = 2 * len(self.mesh.sizes)
-        return all(_alike(some[i], types) == whole for some, i, types in zip(self.strategies, pick, wanted))
+    def exactly(self, pick: Pick, targets: TargetTypes) -> bool:
+        """Returns whether the strategies have all target types."""
+        full = 2 * len(self.mesh.sizes)
+        return all(_matches(s[i], types) == full for s, i, types in zip(self.strategies, pick, targets))
 
-    def uniform(self, layout: Layout) -> Wanted:
+    def uniform(self, layout: Layout) -> TargetTypes:
         """Returns one layout for every tensor."""
         return [[(kind, kind) for kind in layout]] * len(self.graph.ops)
 
-    def megatron(self, axes: Sequence[int]) -> Wanted:
+    def megatron(self, axes: Sequence[int]) -> TargetTypes:
         """Returns Megatron's tensor parallelism with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)
         on some axes of the mesh, and batches on the others."""
-        wanted = []
+        targets = []
         for op in self.graph.ops:
-            on = (SEQUENCE, SEQUENCE) if op.kind in (NORM, ADD) else (WIDTH, WIDTH)
+            types = (SEQUENCE, SEQUENCE) if op.kind in (NORM, ADD) else (WIDTH, WIDTH)
             if op.kind == LINEAR:
                 after_a_norm = self.graph.ops[op.inputs[0]].kind == NORM
-                on = (FORKED, WIDTH) if after_a_norm else (WIDTH, PARTIAL)
-            wanted.append([on if k in axes else (BATCH, BATCH) for k in range(len(self.mesh.sizes))])
-        return wanted
+                types = (FORKED, WIDTH) if after_a_norm else (WIDTH, PARTIAL)
+            targets.append([types if k in axes else (BATCH, BATCH) for k in range(len(self.mesh.sizes))])
+        return targets
 
     def starts(self) -> list[Pick]:
-        """Returns what is nearest to uniform layouts, and to Megatron's on each axis and on all."""
-        every = range(len(self.mesh.sizes))
+        """Returns the picks nearest to uniform layouts, and to Megatron's on each axis and on all."""
+        axes = range(len(self.mesh.sizes))
         kinds = [kind for kind in TYPES if kind not in (FORKED, PARTIAL)]
-        wanted = [self.uniform(layout) for layout in itertools.product(kinds, repeat=len(self.mesh.sizes))]
-        wanted += [self.megatron([k]) for k in every] + [self.megatron(every)]
-        return list(dict.fromkeys(map(self.nearest, wanted)))
+        targets = [self.uniform(layout) for layout in itertools.product(kinds, repeat=len(axes))]
+        targets += [self.megatron([k]) for k in axes] + [self.megatron(axes)]
+        return list(dict.fromkeys(map(self.nearest, targets)))
 
 
-def _alike(strategy: Strategy, types: Sequence[tuple[str, str]]) -> int:
+def _matches(strategy: Strategy, types: Sequence[tuple[str, str]]) -> int:
     return sum((s.input == a) + (s.output == b) for s, (a, b) in zip(strategy.signatures, types))

@@ -1,12 +1,11 @@
-"""Networks as graphs, and what they give to a planner: bandwidth, cost, and the links of a split's groups.
+"""Networks as graphs: their bandwidth, their cost, and the links of a split's groups.
 
-bandwidth    bisection, all-to-all, all-reduce, as shares of injection
-build        NETWORKS: fat trees, Dragonfly, torus, HyperX, HammingMesh by their number of accelerators
+bandwidth    bisection, all-to-all, all-reduce, as shares of injection; traffic by shortest paths
+build        NETWORKS: fat trees, Dragonfly, torus, HyperX, HammingMesh of a number of accelerators
 command      python -m tpfuse topology
 hamiltonian  two cycles through a torus that share no edge
-network      a graph of accelerators, switches and cables, and what its parts cost; folded Clos
-placement    where the ranks of a split stand, and the links of their groups
-route        which share of a message crosses each edge, by shortest paths
+network      a graph of accelerators, switches and cables, and its cost; folded Clos
+placement    the accelerators of a split's ranks, and the links of their groups
 """
 
 from .bandwidth import all_reduce, all_to_all, bisection

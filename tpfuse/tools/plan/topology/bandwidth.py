@@ -1,22 +1,24 @@
-"""What a network carries, as shares of what its accelerators can inject.
+"""Bandwidth of a network, as shares of what its accelerators can inject.
 
 ``bisection``   the accelerators of lower numbers send to those of higher numbers: max-flow over the links of one half.
                 In a mesh the halves are rows, of which there are no fewer than columns, so that few links are cut.
-``all_to_all``  every accelerator sends as much to every other.  Messages take shortest paths, in equal parts over all
-                of them; the fullest link sets the pace.
+``all_to_all``  each accelerator sends equally much to all others.  Messages take shortest paths, in equal parts over
+                all of them; the fullest link sets the pace.
 ``all_reduce``  rings (``rings``), each summing its part of the data in both directions at once.  A link that several
                 hops cross is shared; the fullest sets the pace.
 
-A network of packets gives less, by headers and by queues; HammingMesh's table II has 98.1 to 98.9 % for rings.
+A packet network reaches less, because of headers and queues; HammingMesh's table II has 98.1 to 98.9 % for rings.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ....kernels.runtime.errors import check
 from .hamiltonian import hops_of, rings
 from .network import Network, networkx
-from .route import Edge, spread
+
+Edge = frozenset[Any]  # its two nodes
 
 
 def bisection(network: Network) -> float:
@@ -26,39 +28,75 @@ def bisection(network: Network) -> float:
     for a, b, edge in network.graph.edges(data=True):
         u, v = side(a), side(b)
         if u != v:
-            before = graph[u][v]["capacity"] if graph.has_edge(u, v) else 0
-            graph.add_edge(u, v, capacity=before + edge["links"])
+            capacity = graph[u][v]["capacity"] if graph.has_edge(u, v) else 0
+            graph.add_edge(u, v, capacity=capacity + edge["links"])
     return float(networkx().maximum_flow_value(graph, "low", "high")) / (half * network.ports)
+
+
+# ---- shortest paths ----
+
+
+def spread(graph: Any, source: object, receivers: Mapping[Any, float]) -> dict[Edge, float]:
+    """Returns the messages that cross each edge where ``source`` sends each of ``receivers`` so many.
+
+    A message takes all shortest paths in equal parts; parallel links are paths of their own.  Counts paths on the way
+    out, level by level, and adds up shares on the way back (Brandes 2001).
+    """
+    levels: list[dict[Any, int]] = [{source: 1}]  # node -> number of shortest paths from the source
+    visited, waiting = {source}, set(receivers) - {source}
+    while waiting:
+        level: dict[Any, int] = {}
+        for node, count in levels[-1].items():
+            for neighbour, edge in graph.adj[node].items():
+                if neighbour not in visited:
+                    level[neighbour] = level.get(neighbour, 0) + count * edge["links"]
+        check(bool(level), f"plan: the network has no way from {source} to {next(iter(waiting))}")
+        visited.update(level)
+        waiting.difference_update(level)
+        levels.append(level)
+    crossing: dict[Edge, float] = {}
+    onward: dict[Any, float] = {}
+    for nearer, level in zip(levels[-2::-1], levels[:0:-1]):
+        leaving: dict[Any, float] = {}
+        for node in level.keys() & (receivers.keys() | onward.keys()):
+            arriving = receivers.get(node, 0.0) + onward.get(node, 0.0)
+            for neighbour, edge in graph.adj[node].items():
+                if neighbour in nearer:
+                    share = arriving * nearer[neighbour] * edge["links"] / level[node]
+                    crossing[frozenset((neighbour, node))] = share
+                    leaving[neighbour] = leaving.get(neighbour, 0.0) + share
+        onward = leaving
+    return crossing
 
 
 # ---- all to all ----
 
 
 def all_to_all(network: Network) -> float:
-    """Returns what every accelerator sends at once to all others, over its links."""
+    """Returns the bandwidth at which each accelerator sends to all others at once, over that of its links."""
     load: dict[Any, float] = {}  # messages of both directions
-    room: Counter[Any] = Counter()
-    alike = _alike(network)
+    capacity: Counter[Any] = Counter()
+    kind_of = _edge_kind(network)
     for a, b, edge in network.graph.edges(data=True):
-        room[alike(frozenset((a, b)))] += 2 * edge["links"]
-    wanted: Mapping[Any, int]
+        capacity[kind_of(frozenset((a, b)))] += 2 * edge["links"]
+    receivers: Mapping[Any, int]
     senders: Mapping[Any, int]
     if network.grid:
-        wanted = dict.fromkeys(range(network.accelerators), 1)
-        first = [r * network.grid[1] + c for r in range(network.board) for c in range(network.board)]
-        senders = dict.fromkeys(first, network.accelerators // len(first))
-    else:  # those of a switch send, and are sent to, as one: their own links have n - 1 messages each
-        senders = wanted = Counter(next(iter(network.graph.adj[i])) for i in range(network.accelerators))
+        receivers = dict.fromkeys(range(network.accelerators), 1)
+        board = [r * network.grid[1] + c for r in range(network.board) for c in range(network.board)]
+        senders = dict.fromkeys(board, network.accelerators // len(board))
+    else:  # the accelerators of a switch send and receive as one: each has n - 1 messages on its own link
+        senders = receivers = Counter(next(iter(network.graph.adj[i])) for i in range(network.accelerators))
     for source, weight in senders.items():
-        for link, messages in spread(network.graph, source, wanted).items():
-            load[alike(link)] = load.get(alike(link), 0.0) + weight * messages
-    fullest = max((n / room[links] for links, n in load.items()), default=0.0) * network.ports
+        for link, messages in spread(network.graph, source, receivers).items():
+            load[kind_of(link)] = load.get(kind_of(link), 0.0) + weight * messages
+    fullest = max((n / capacity[kind] for kind, n in load.items()), default=0.0) * network.ports
     return min(1.0, (network.accelerators - 1) / fullest) if fullest else 1.0
 
 
-def _alike(network: Network) -> Any:
-    """Returns a function from an edge to what all edges with the same load have in common: in a mesh, those that moving
-    every board by one puts in each other's places, elsewhere the edge alone."""
+def _edge_kind(network: Network) -> Any:
+    """Returns a function from an edge to a key that edges of equal load share: in a mesh, edges that a translation by
+    boards maps to each other; elsewhere the edge alone."""
     if network.grid is None:
         return lambda edge: edge
     columns, board = network.grid[1], network.board
@@ -80,34 +118,35 @@ def _alike(network: Network) -> Any:
 
 
 def crossings(network: Network, hops: Iterable[tuple[int, int]]) -> list[dict[Edge, float]]:
-    """Returns which share of each hop's messages crosses each edge.
+    """Returns, for each hop, the share of its messages that crosses each edge.
 
-    An accelerator with one neighbour sends as its switch does, whose ways are looked for once.
+    Accelerators with one neighbour share the paths of their switches, which are computed once.
     """
-    near: Any = network.graph.adj
-    behind = lambda node: next(iter(near[node])) if len(near[node]) == 1 else node
-    known: dict[tuple[Any, Any], dict[Edge, float]] = {}
-    found = []
-    for a, b in hops:
-        ways = behind(a), behind(b)
-        if ways not in known:
-            known[ways] = spread(network.graph, ways[0], {ways[1]: 1.0})
-        own = {frozenset((node, way)): 1.0 for node, way in zip((a, b), ways) if node != way}
-        found.append({**known[ways], **own})
-    return found
+    neighbours: Any = network.graph.adj
+    switch = lambda node: next(iter(neighbours[node])) if len(neighbours[node]) == 1 else node
+    paths: dict[tuple[Any, Any], dict[Edge, float]] = {}
+    crossed = []
+    for hop in hops:
+        ends = switch(hop[0]), switch(hop[1])
+        if ends not in paths:
+            paths[ends] = spread(network.graph, ends[0], {ends[1]: 1.0})
+        access = {frozenset((node, end)): 1.0 for node, end in zip(hop, ends) if node != end}
+        crossed.append({**paths[ends], **access})
+    return crossed
 
 
 def pace(network: Network, crossed: Iterable[dict[Edge, float]]) -> float:
-    """Returns the share of a link's bandwidth that every hop has, each way, where all are at work both ways at once."""
+    """Returns the share of a link's bandwidth that each hop has, in each direction, while all hops are in use both
+    ways."""
     used: dict[Edge, float] = {}
     for hop in crossed:
-        for edge, part in hop.items():
-            used[edge] = used.get(edge, 0.0) + part
+        for edge, share in hop.items():
+            used[edge] = used.get(edge, 0.0) + share
     return float(min(network.graph.edges[edge]["links"] / n for edge, n in used.items()))
 
 
 def all_reduce(network: Network) -> float:
-    """Returns what an accelerator sends in an all-reduce over all of them, over its links."""
-    around = rings(network)
-    hops = [hop for ring in around for hop in hops_of(ring)]
-    return 2 * len(around) * pace(network, crossings(network, hops)) / network.ports
+    """Returns the bandwidth at which an accelerator sends in an all-reduce over all of them, over that of its links."""
+    cycles = rings(network)
+    hops = [hop for ring in cycles for hop in hops_of(ring)]
+    return 2 * len(cycles) * pace(network, crossings(network, hops)) / network.ports

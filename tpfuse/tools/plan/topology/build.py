@@ -51,16 +51,14 @@ def dragonfly(accelerators: int, routers: int = 8, terminals: int = 16, parallel
 
 
 def _pairs(groups: int, ports: int) -> Iterator[tuple[int, int]]:
-    """Yields which groups each global link joins: a circulant multigraph of degree ``ports`` (or one less, where both
+    """Yields the two groups of each global link: a circulant multigraph of degree ``ports`` (or one less, where both
     the degree and the number of groups are odd)."""
     if groups == 1:
         return
-    often, left = divmod(ports, groups - 1)
-    offsets = [*range(1, left // 2 + 1)]
-    every = [(g, h) for g in range(groups) for h in range(g)]
-    for _ in range(often):
-        yield from every
-    yield from ((g, (g + offset) % groups) for offset in offsets for g in range(groups))
+    repeats, left = divmod(ports, groups - 1)
+    for _ in range(repeats):
+        yield from ((g, h) for g in range(groups) for h in range(g))
+    yield from ((g, (g + offset) % groups) for offset in range(1, left // 2 + 1) for g in range(groups))
     if left % 2 and groups % 2 == 0:
         yield from ((g, g + groups // 2) for g in range(groups // 2))
 
@@ -74,11 +72,11 @@ def torus(accelerators: int) -> Network:
     graph = empty(accelerators)
     for r in range(rows):
         for c in range(columns):
-            here = r * columns + c
-            join(graph, here, r * columns + (c + 1) % columns, _hop(c, columns))
-            join(graph, here, (r + 1) % rows * columns + c, _hop(r, rows))
-    whole = rows % 2 == 0 and columns % 2 == 0
-    return Network("2-D torus", graph, accelerators, planes=4, ports=4, grid=(rows, columns), board=2 if whole else 1)
+            node = r * columns + c
+            join(graph, node, r * columns + (c + 1) % columns, _hop(c, columns))
+            join(graph, node, (r + 1) % rows * columns + c, _hop(r, rows))
+    board = 2 if rows % 2 == 0 and columns % 2 == 0 else 1
+    return Network("2-D torus", graph, accelerators, planes=4, ports=4, grid=(rows, columns), board=board)
 
 
 def _hop(i: int, side: int) -> str:
@@ -107,18 +105,18 @@ def hamming_mesh(accelerators: int, board: int) -> Network:
                 join(graph, r * columns + c, (r + 1) * columns + c, TRACE)
     row = lambda r: [r * columns + c for c in _ends(columns, board)]
     column = lambda c: [r * columns + c for r in _ends(rows, board)]
-    for name, lines, part in (("row", [*map(row, range(rows))], DAC), ("column", [*map(column, range(columns))], AOC)):
+    for name, lines, cable in (("row", [*map(row, range(rows))], DAC), ("column", [*map(column, range(columns))], AOC)):
         together = max(1, min(board, PORTS // len(lines[0])))
         for i in range(0, len(lines), board):
             for j in range(i, i + board, together):
-                ports = [(node, part) for line in lines[j : min(j + together, i + board)] for node in line]
+                ports = [(node, cable) for line in lines[j : min(j + together, i + board)] for node in line]
                 fold(graph, (name, j), ports, down=PORTS // 2, up=PORTS // 2)
     name = "HyperX" if board == 1 else f"Hx{board}Mesh"
     return Network(name, graph, accelerators, planes=4, ports=4, grid=(rows, columns), board=board)
 
 
 def _ends(side: int, board: int) -> list[int]:
-    """Returns where ports leave the boards of a line; both at one place where a board is one accelerator."""
+    """Returns the positions of a line at which ports leave the boards; a board of one accelerator has both ports."""
     return [i for start in range(0, side, board) for i in (start, start + board - 1)]
 
 
@@ -129,7 +127,7 @@ def _sides(n: int, least: int, message: str) -> tuple[int, int]:
     return n // short, short
 
 
-# 42 and 51 are the most ports down whose leaf still has half, or a quarter, as many ports up.
+# 42 and 51 are the most ports down that leave a leaf half, or a quarter, as many ports up.
 NETWORKS: dict[str, Callable[[int], Network]] = {
     "fat tree": fat_tree,
     "fat tree, tapered 50 %": lambda n: fat_tree(n, 42),

@@ -1,4 +1,4 @@
-"""``python -m tpfuse topology``: what networks cost and carry, side by side."""
+"""``python -m tpfuse topology``: cost and bandwidth of networks, side by side."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -33,8 +33,8 @@ def _run(args: Namespace) -> None:
     present(args, compared.text(), compared.json(), lambda path: draw(compared, path))
 
 
-class Row(NamedTuple):
-    """A network: counts and dollars of all planes, shares of injection bandwidth."""
+class NetworkRow(NamedTuple):
+    """A row of the table: counts and dollars of all planes, shares of injection bandwidth."""
 
     switches: int
     copper: int
@@ -45,11 +45,11 @@ class Row(NamedTuple):
     all_reduce: float
 
 
-class Compared(NamedTuple):
-    """Rows by name; ``left_out``: why there is no row."""
+class NetworkTable(NamedTuple):
+    """Rows by name; ``left_out``: reasons why a network has none."""
 
     accelerators: int
-    rows: dict[str, Row]
+    rows: dict[str, NetworkRow]
     left_out: list[str]
 
     def text(self) -> str:
@@ -73,8 +73,8 @@ class Compared(NamedTuple):
         return {"accelerators": self.accelerators, **values, "left out": self.left_out}
 
 
-def compare(accelerators: int) -> Compared:
-    """Builds every network of NETWORKS that can have this many accelerators."""
+def compare(accelerators: int) -> NetworkTable:
+    """Builds each network of NETWORKS that can have this many accelerators."""
     rows, left_out = {}, []
     for name, build in NETWORKS.items():
         try:
@@ -82,15 +82,15 @@ def compare(accelerators: int) -> Compared:
         except ValueError as error:
             left_out.append(str(error))
             continue
-        parts = network.switches, network.cables(DAC), network.cables(AOC), network.dollars
-        rows[name] = Row(*parts, bisection(network), all_to_all(network), all_reduce(network))
+        counts = network.switches, network.cables(DAC), network.cables(AOC), network.dollars
+        rows[name] = NetworkRow(*counts, bisection(network), all_to_all(network), all_reduce(network))
     if not rows:
         raise ValueError(left_out[0])
-    return Compared(accelerators, rows, left_out)
+    return NetworkTable(accelerators, rows, left_out)
 
 
-def draw(compared: Compared, path: Path) -> None:
-    """Draws the two rings of a small HammingMesh, and beside them bars of cost and of bandwidth."""
+def draw(compared: NetworkTable, path: Path) -> None:
+    """Draws the two rings of a small HammingMesh, and bars of cost and of bandwidth."""
     names = list(compared.rows)
 
     def drawing(fig: Any, axes: Any) -> None:
@@ -99,10 +99,10 @@ def draw(compared: Compared, path: Path) -> None:
         cost.barh(names, [row.dollars / 1e6 for row in compared.rows.values()], color=_COLOURS[0])
         cost.set(xlabel="M$, switches and cables")
         cost.set_title(f"{compared.accelerators} accelerators", loc="left", size=10)
-        for i, what in enumerate(("bisection", "all_to_all", "all_reduce")):
-            places = [k + 0.27 * (i - 1) for k in range(len(names))]
-            shares = [100 * getattr(row, what) for row in compared.rows.values()]
-            carried.barh(places, shares, 0.25, color=_COLOURS[i], label=what.replace("_", " "))
+        for i, field in enumerate(("bisection", "all_to_all", "all_reduce")):
+            positions = [k + 0.27 * (i - 1) for k in range(len(names))]
+            shares = [100 * getattr(row, field) for row in compared.rows.values()]
+            carried.barh(positions, shares, 0.25, color=_COLOURS[i], label=field.replace("_", " "))
         carried.set(xlabel="% of injection bandwidth", yticks=range(len(names)), yticklabels=names)
         carried.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
         for ax in (cost, carried):
@@ -121,7 +121,7 @@ def _rings(ax: Any) -> None:
             ax.add_patch(_square(c - 0.3, -r - 1.3, 1.6))
     for ring, colour in zip(rings(network), _COLOURS):
         for a, b in hops_of(ring):
-            far = abs(a - b) not in (1, columns)  # the last of a line and the first
+            far = abs(a - b) not in (1, columns)  # the two ends of a line
             bend = "arc3,rad=0.22" if far else "arc3,rad=0"
             style = "dotted" if far else "solid" if network.graph.has_edge(a, b) else "dashed"
             ax.annotate(

@@ -1,12 +1,12 @@
 """Rings through a mesh: two Hamiltonian cycles of a torus that share no edge.
 
-One cycle walks row by row: all of a row but one edge, then down.  It enters row i in column s_i, runs in direction d_i
-(+1 or -1) through its c nodes, and goes down from column s_i - d_i = s_(i+1).  After r rows it is back where it began
-if the d_i add up to w c.  The other cycle is what is left: columns that step aside.  Going down, only the one in column
-s_(i+1) takes a row's left edge, to column s_i, and none goes down from s_(i+1): a hole among the columns that moves by
-one a row.  After r rows it has been w times around, which turns the other c - 1 columns by w; they are one cycle if w
-and c - 1 have no common factor.  w = 1 does: r >= c rows, both even or both odd, (r + c) / 2 of them in direction +1.
-With a side of each kind a pair exists too (Kotzig 1973), but not in this form: one cycle is used, w = 0, with an even
+One cycle goes row by row: along all of a row but one edge, then down.  It enters row i in column s_i, runs in direction
+d_i (+1 or -1) through its c nodes, and goes down from column s_i - d_i = s_(i+1).  After r rows it closes if the d_i
+add up to w c.  The other cycle consists of the edges left over, mostly columns.  In row i only the column s_(i+1) has
+its row edge left, to column s_i, and has no edge down: a hole among the columns that moves by one a row.  After r rows
+the hole has gone w times around, which rotates the other c - 1 columns by w; they form one cycle if w and c - 1 have no
+common factor.  w = 1 satisfies this: r >= c rows, both even or both odd, (r + c) / 2 of them in direction +1.  With one
+even and one odd side a pair exists too (Kotzig 1973), but not in this form: one cycle is used, w = 0, with an even
 number of rows, and half of the links stay idle.
 """
 
@@ -23,7 +23,7 @@ def cycles(rows: int, columns: int) -> tuple[Ring, ...]:
     """
     if min(rows, columns) == 1:
         return (tuple(range(rows * columns)),)
-    if rows < columns if (rows - columns) % 2 == 0 else rows % 2:  # the other way round
+    if rows < columns if (rows - columns) % 2 == 0 else rows % 2:  # transpose
         return tuple(tuple(node % rows * columns + node // rows for node in ring) for ring in cycles(columns, rows))
     if (rows - columns) % 2:
         return (_along([1, -1] * (rows // 2), columns),)
@@ -44,25 +44,25 @@ def _along(directions: list[int], columns: int) -> Ring:
 
 
 def _aside(directions: list[int], columns: int) -> Ring:
-    """Returns the cycle of the edges that the first one leaves."""
+    """Returns the cycle of the edges that :func:`_along` leaves."""
     entries = _entries(directions, columns)
     ring, column = [], 1  # any but s_0
     for _ in range(columns - 1):
-        for row, (s, after) in enumerate(zip(entries, entries[1:])):
+        for row, (s, s_next) in enumerate(zip(entries, entries[1:])):
             ring.append(row * columns + column)
-            if column == after:
+            if column == s_next:
                 ring.append(row * columns + s)
                 column = s
     return tuple(ring)
 
 
 def rings(network: Network) -> tuple[Ring, ...]:
-    """Returns the rings of an all-reduce over a whole network: the cycles of a mesh, the numbers in order elsewhere."""
+    """Returns the rings of an all-reduce over all accelerators: the cycles of a mesh, else one in order of number."""
     if network.grid is None:
         return (tuple(range(network.accelerators)),)
     return cycles(*network.grid)
 
 
 def hops_of(ring: Ring) -> list[tuple[int, int]]:
-    """Returns the pairs of neighbours, the last with the first too."""
+    """Returns the pairs of neighbours in a ring, including the one that closes it."""
     return list(zip(ring, (*ring[1:], ring[0])))

@@ -1,14 +1,14 @@
 """A network as a graph: accelerators, switches, and the cables between them.
 
-Accelerators are the nodes 0 to n - 1; every other node is a switch.  An edge has ``links``, how many cables join its
-two ends, and ``part``, what they are.  A graph is one plane: planes are alike and do not meet, so shares of bandwidth
-are those of one plane, and costs and bytes a second are those of one plane times their number.
+Accelerators are the nodes 0 to n - 1; the others are switches.  An edge has ``links``, the number of cables between its
+two ends, and ``cable``, their kind.  A graph is one plane: planes are alike and do not meet, so shares of bandwidth are
+those of one plane, and costs and bytes a second are those of one plane times their number.
 
 The parts are those of HammingMesh (Hoefler et al. 2022, arXiv:2209.01346): links of 400 Gb/s, switches of 64 ports,
-copper (DAC) of 5 m and active optical cables (AoC) of 20 m.  That an accelerator has sixteen links is theirs too: four
-planes of four ports in meshes, sixteen planes of one port in switched networks.  The rest is assumed.  Prices, and
-which cables are optical (all between switches but those inside a Dragonfly's group, the columns of a HammingMesh, all
-of a torus that leave a board), are such that the costs of its table II come out; traces on boards cost nothing.
+copper (DAC) of 5 m and active optical cables (AoC) of 20 m, and sixteen links an accelerator: four planes of four ports
+in meshes, sixteen planes of one port in switched networks.  The rest is assumed.  Prices, and which cables are optical
+(all between switches but those inside a Dragonfly's group, the columns of a HammingMesh, all of a torus that leave a
+board), are such that the costs of its table II come out; traces on boards cost nothing.
 Seconds: 5 ns a metre of cable, 300 ns through a switch or through an accelerator that forwards, and 1 us for a message
 to leave one accelerator's memory and reach another's.
 """
@@ -24,8 +24,8 @@ FORWARD = 300e-9  # seconds through a switch or an accelerator
 ENDS = 1e-6  # seconds at both ends of a message
 
 
-class Part(NamedTuple):
-    """What joins two ports."""
+class Cable(NamedTuple):
+    """A kind of cable."""
 
     dollars: float
     seconds: float  # from one end to the other
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 SWITCH = 14_280.0  # dollars
 TRACE, DAC, AOC = "trace", "DAC", "AoC"
-PARTS = {TRACE: Part(0.0, 1e-9), DAC: Part(272.0, 25e-9), AOC: Part(603.0, 100e-9)}
+CABLES = {TRACE: Cable(0.0, 1e-9), DAC: Cable(272.0, 25e-9), AOC: Cable(603.0, 100e-9)}
 
 
 class Network(NamedTuple):
@@ -53,17 +53,17 @@ class Network(NamedTuple):
 
     @property
     def switches(self) -> int:
-        """Of all planes."""
+        """Switches of all planes."""
         return self.planes * (len(self.graph) - self.accelerators)
 
-    def cables(self, part: str) -> int:
-        """Returns how many of a part all planes have."""
-        return self.planes * sum(e["links"] for *_, e in self.graph.edges(data=True) if e["part"] == part)
+    def cables(self, cable: str) -> int:
+        """Returns the number of cables of a kind in all planes."""
+        return self.planes * sum(e["links"] for *_, e in self.graph.edges(data=True) if e["cable"] == cable)
 
     @property
     def dollars(self) -> float:
-        """Of all switches and cables; accelerators and their boards are not counted."""
-        return self.switches * SWITCH + sum(self.cables(name) * part.dollars for name, part in PARTS.items())
+        """Price of all switches and cables, without accelerators and their boards."""
+        return self.switches * SWITCH + sum(self.cables(name) * cable.dollars for name, cable in CABLES.items())
 
 
 def networkx() -> Any:
@@ -83,29 +83,29 @@ def empty(accelerators: int) -> Any:
     return graph
 
 
-def join(graph: Any, a: object, b: object, part: str) -> None:
+def join(graph: Any, a: object, b: object, cable: str) -> None:
     """Adds one link between two nodes."""
     if graph.has_edge(a, b):
         graph[a][b]["links"] += 1
     else:
-        graph.add_edge(a, b, links=1, part=part)
+        graph.add_edge(a, b, links=1, cable=cable)
 
 
 def fold(graph: Any, name: object, below: Iterable[tuple[object, str]], down: int, up: int) -> None:
-    """Joins ports, each (node, part), by a folded Clos network: one switch where all fit, else leaves with ``down``
+    """Joins ports, each (node, cable), by a folded Clos network: one switch where all fit, else leaves with ``down``
     ports below and ``up`` above, whose upper ports are joined in the same way at full bandwidth.
 
-    Leaves that one switch can reach share spines, their links dealt out in turn; more leaves have a tree for each upper
-    port (k-ary n-trees).
+    Leaves that one switch can reach share spines, their links assigned round-robin; more leaves have a tree for each
+    upper port (k-ary n-trees).
     """
     ports = list(below)
     if len(ports) <= PORTS:
-        for node, part in ports:
-            join(graph, node, (name, "switch"), part)
+        for node, cable in ports:
+            join(graph, node, (name, "switch"), cable)
         return
     leaves = [(name, "leaf", i) for i in range(-(-len(ports) // down))]
-    for i, (node, part) in enumerate(ports):
-        join(graph, node, leaves[i // down], part)
+    for i, (node, cable) in enumerate(ports):
+        join(graph, node, leaves[i // down], cable)
     if len(leaves) <= PORTS:
         spines = -(-len(leaves) * up // PORTS)
         for i in range(len(leaves) * up):

@@ -1,26 +1,24 @@
-"""Where the ranks of a split stand in a network, and which links their groups then have.
+"""Placement of a split's ranks on a network's accelerators, and the links that their groups then have.
 
-Ranks are numbered as in a mesh ("pp", "dp", "tp"), tp fastest, and accelerators are taken in order: in a tree or
-Dragonfly by number, so that neighbours share a leaf; in a mesh board by board along the rows of boards, and on a board
-by squares of 2 x 2.  tp then stays on a board if it divides one, dp goes on along the rows, and each stage of pp begins
-at a row of boards of its own, so that pp goes along columns, where all stages have room for that.
+Ranks are numbered as in a mesh ("pp", "dp", "tp"), tp fastest, and get accelerators in order: in a tree or Dragonfly by
+number, so that neighbours share a leaf; in a mesh board by board along the rows of boards, and on a board by squares of
+2 x 2.  tp then stays on a board if it divides one, dp continues along the rows, and each stage of pp begins at a row of
+boards of its own, so that pp goes along columns, if all stages have room for that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
 from ..collectives import Link
 from ..split import Split
-from .bandwidth import crossings, pace
+from .bandwidth import Edge, crossings, pace
 from .hamiltonian import Ring, cycles, hops_of
-from .network import ENDS, FORWARD, LINK, PARTS, Network
-from .route import Edge
+from .network import CABLES, ENDS, FORWARD, LINK, Network
 
 
 class Links(NamedTuple):
-    """What a rank has for the messages of each of its groups: of ``tp`` and ``dp`` for rings, of ``pp`` to the next
-    stage and from it."""
+    """A rank's link for each of its groups: ``tp`` and ``dp`` for rings, ``pp`` to the next stage and from it."""
 
     tp: Link
     dp: Link
@@ -45,15 +43,16 @@ def place(split: Split, network: Network) -> list[int]:
         for across in range(0, columns, board)
         for r, c in _squares(board)
     ]
-    wide = columns * board  # accelerators of a row of boards
-    tall = -(-stage // wide) * wide
-    apart = tall if split.pp * tall <= network.accelerators and board**2 % split.tp == 0 else stage
-    return [order[p * apart + i] for p in range(split.pp) for i in range(stage)]
+    row = columns * board  # accelerators of a row of boards
+    rows_of_stage = -(-stage // row) * row
+    fits = split.pp * rows_of_stage <= network.accelerators and board**2 % split.tp == 0
+    distance = rows_of_stage if fits else stage
+    return [order[p * distance + i] for p in range(split.pp) for i in range(stage)]
 
 
 def _squares(side: int) -> list[tuple[int, int]]:
-    """Returns the places of a board so that each is beside the one before: squares of 2 x 2 from left to right and
-    back; rows, where the side is odd."""
+    """Returns the positions of a board, each next to the previous one: squares of 2 x 2 from left to right and back;
+    rows, where the side is odd."""
     if side % 2:
         return [(r, c if r % 2 == 0 else side - 1 - c) for r in range(side) for c in range(side)]
     tiles = [(r, c if r % 2 == 0 else side // 2 - 1 - c) for r in range(side // 2) for c in range(side // 2)]
@@ -63,14 +62,14 @@ def _squares(side: int) -> list[tuple[int, int]]:
 def links(split: Split, network: Network) -> Links:
     """Returns the links of a split's groups.
 
-    All groups of a kind (all of tp, say) are at work at once, on shortest paths; groups of other kinds are not.  An
-    edge that several hops cross is shared, and the fullest one sets the bandwidth of all: bytes a second that a rank
-    sends over all its planes.  A ring works in both directions, and a group has the better of two ways round: its ranks
-    in order, or two cycles where they fill a grid of rows and columns.  A hop of pp is one way for activations, the
-    other for their gradients.  The latency is that of the longest hop.  A group of one has its links to itself.
+    All groups of a kind (all of tp, say) send at once, on shortest paths; groups of other kinds do not.  Hops share the
+    edges that several cross, and the fullest edge sets the bandwidth of all: bytes a second that a rank sends over all
+    its planes.  Rings send in both directions, and a group uses the faster of two choices: one ring of its ranks in
+    order, or two cycles where they fill a grid of rows and columns.  A hop of pp carries activations in one direction,
+    their gradients in the other.  The latency is that of the longest hop.  A group of one has its links to itself.
     """
-    at = place(split, network)
-    rank = lambda p, d, t: at[(p * split.dp + d) * split.tp + t]
+    accelerators = place(split, network)
+    rank = lambda p, d, t: accelerators[(p * split.dp + d) * split.tp + t]
     stages, replicas, shards = range(split.pp), range(split.dp), range(split.tp)
     tp = [[rank(p, d, t) for t in shards] for p in stages for d in replicas]
     dp = [[rank(p, d, t) for d in replicas] for p in stages for t in shards]
@@ -81,28 +80,27 @@ def links(split: Split, network: Network) -> Links:
 def _ringed(groups: Sequence[Sequence[int]], network: Network) -> Link:
     if len(groups[0]) == 1:
         return _link([], network, 1)
-    ways: list[Callable[[Sequence[int]], tuple[Ring, ...]]] = [lambda group: (tuple(group),)]
-    if network.grid and all(_filled(group, network.grid[1]) for group in groups):
+    choices: list[list[tuple[Ring, ...]]] = [[(tuple(group),) for group in groups]]  # rings of each group
+    if network.grid and all(_is_grid(group, network.grid[1]) for group in groups):
         columns = network.grid[1]
-        ways.append(lambda group: _woven(group, columns))
-    found = []
-    for way in ways:
-        around = [way(group) for group in groups]
-        hops = [hop for rings in around for ring in rings for hop in hops_of(ring)]
-        found.append(_link(hops, network, 2 * len(around[0])))
-    return max(found, key=lambda link: link.bandwidth)
+        choices.append([_cycles(group, columns) for group in groups])
+    links = []
+    for rings in choices:
+        hops = [hop for group in rings for ring in group for hop in hops_of(ring)]
+        links.append(_link(hops, network, 2 * len(rings[0])))
+    return max(links, key=lambda link: link.bandwidth)
 
 
 def _lines(group: Sequence[int], columns: int) -> tuple[list[int], list[int]]:
     return sorted({node // columns for node in group}), sorted({node % columns for node in group})
 
 
-def _filled(group: Sequence[int], columns: int) -> bool:
+def _is_grid(group: Sequence[int], columns: int) -> bool:
     down, across = _lines(group, columns)
     return len(down) * len(across) == len(group) and min(len(down), len(across)) > 1
 
 
-def _woven(group: Sequence[int], columns: int) -> tuple[Ring, ...]:
+def _cycles(group: Sequence[int], columns: int) -> tuple[Ring, ...]:
     """Returns the cycles of a grid through the rows and columns of a group."""
     down, across = _lines(group, columns)
     return tuple(
@@ -111,16 +109,16 @@ def _woven(group: Sequence[int], columns: int) -> tuple[Ring, ...]:
     )
 
 
-def _link(hops: Sequence[tuple[int, int]], network: Network, ways: int) -> Link:
-    """Returns the link of a rank that sends ``ways`` hops at once; all its links where there are none."""
+def _link(hops: Sequence[tuple[int, int]], network: Network, concurrent: int) -> Link:
+    """Returns the link of a rank that sends over so many hops at once; all its links where there are no hops."""
     if not hops:
         return Link(0.0, network.ports * network.planes * LINK)
     crossed = crossings(network, hops)
     latency = max(_seconds(network, hop) for hop in crossed)
-    return Link(latency, ways * pace(network, crossed) * network.planes * LINK)
+    return Link(latency, concurrent * pace(network, crossed) * network.planes * LINK)
 
 
 def _seconds(network: Network, hop: dict[Edge, float]) -> float:
     """Returns a hop's latency, the mean over its paths."""
-    wires = sum(part * PARTS[network.graph.edges[edge]["part"]].seconds for edge, part in hop.items())
+    wires = sum(share * CABLES[network.graph.edges[edge]["cable"]].seconds for edge, share in hop.items())
     return ENDS + wires + (sum(hop.values()) - 1) * FORWARD

@@ -1,4 +1,7 @@
-"""``python -m tpfuse plan``: what it prints and writes, what the training example does with it, and what it refuses."""
+"""``python -m tpfuse plan`` and best_plans: output, files, errors, and the training example that runs a plan.
+
+Spans: tpfuse/tools/plan/planning.py and check.py, whose plans the command checks.
+"""
 
 import json
 import sys
@@ -6,10 +9,9 @@ import sys
 import pytest
 
 from tests.examples.launch import example, ok
+from tests.tools.plan import fake
 from tpfuse.__main__ import main
 from tpfuse.tools.plan import check, planning
-from tpfuse.tools.plan.report import Planned, Scale
-from tpfuse.tools.plan.search import search
 
 COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
 FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
@@ -18,7 +20,7 @@ FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
 def test_plans(capsys, tmp_path):
     assert main([*COMMAND, *FEW, "--explain", "1", "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
-    assert all(words in text for words in ("dp 2 x tp 1 x pp 1", "a rank may hold 72.0 GB", "runner-up", "twice the"))
+    assert all(word in text for word in ("dp 2 x tp 1 x pp 1", "a rank may hold 72.0 GB", "runner-up", "twice the"))
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["job"] == dict(batch=4, seq=64, dtype="bfloat16", optimizer="adamw", num_layers=4)
     best = values["plans"][0]
@@ -26,7 +28,7 @@ def test_plans(capsys, tmp_path):
     assert all(p["micro_batch"] == 2 and p["saving"] == "fastest" and not p["full"] for p in values["plans"])
 
 
-def test_a_plan_given_by_hand(capsys):
+def test_a_plan_by_hand(capsys):
     by_hand = "dp=1,tp=1,pp=2,schedule=zbv,chunks=2,micro_batch=1,saving=smallest,full=yes,sharded=no,layers=1-1-1-1"
     assert main([*COMMAND, "--fix", by_hand]) == 0
     text = capsys.readouterr().out
@@ -34,7 +36,7 @@ def test_a_plan_given_by_hand(capsys):
 
 
 @pytest.mark.parametrize(
-    "more, words",
+    "options, message",
     [
         (["--model", "gpt-9"], "model 'gpt-9' is neither a local config.json nor one of"),
         (["--device", "tpu"], "plan: device must be one of v100, a100-80gb,"),
@@ -51,10 +53,10 @@ def test_a_plan_given_by_hand(capsys):
         (["--memory-share", "0.0001", *FEW], "no split of 2 devices holds the model: a rank needs"),
     ],
 )
-def test_errors_of_one_line(capsys, more, words):
-    assert main([*COMMAND, *more]) == 2
+def test_errors_of_one_line(capsys, options, message):
+    assert main([*COMMAND, *options]) == 2
     error = capsys.readouterr().err
-    assert words in error and len([line for line in error.splitlines() if "error" in line]) == 1
+    assert message in error and len([line for line in error.splitlines() if "error" in line]) == 1
 
 
 def test_how_many_devices_would_do(capsys):
@@ -67,16 +69,13 @@ def test_a_machine_has_to_be_named(capsys):
     assert "say what it runs on: --devices and --device, or --cluster" in capsys.readouterr().err
 
 
-def test_what_is_checked_is_spread(monkeypatch):
-    from tests.tools.plan import fake
-
-    job, means = fake.job(4, 8), fake.means(hides=False)
-    plans = Planned(job, Scale(4, None, means.limit), search(job, 4, means))
-    steps = check.chosen(plans, means)
+def test_checked_plans_are_spread(monkeypatch):
+    plans = fake.plans()
+    steps = check.chosen(plans)
     splits = {(s.split.dp, s.split.tp, s.split.pp) for s in steps}
     assert len(splits) == 4 and steps[0].seconds == min(s.seconds for s in steps)
     monkeypatch.setattr(check, "measure", lambda job, splits: [1, 2, 3, 4])
-    assert "rank correlation (Spearman): " in check.checked(plans, means)
+    assert "rank correlation (Spearman): " in check.checked(plans)
     assert check.correlation([1, 2, 3], [3, 5, 9]) == 1 and check.correlation([1, 2, 3], [3, 2, 1]) == -1
 
 
@@ -93,23 +92,23 @@ SMALL = "--width 32 --layers 4 --heads 4 --seq 32 --batch 4 --max-mb 0.03 --prom
 
 @pytest.mark.slow
 def test_the_example_runs_a_plan(tmp_path):
-    said = ok("train_gpt.py", *SMALL, "--plan", plan_of(tmp_path), "--out", tmp_path / "out", procs=2)
-    assert "pp=2 (interleaved) x tp=1 x dp=1" in said
+    output = ok("train_gpt.py", *SMALL, "--plan", plan_of(tmp_path), "--out", tmp_path / "out", procs=2)
+    assert "pp=2 (interleaved) x tp=1 x dp=1" in output
 
 
 @pytest.mark.parametrize(
-    "fields, more, words",
+    "fields, options, message",
     [
         (dict(sharded=True), [], "--plan: sharded is true, and this script has no FSDP"),
         ({}, ["--batch", "8"], "--plan: it is of --batch 4, and this run has 8"),
     ],
 )
-def test_what_the_example_cannot_do(tmp_path, monkeypatch, capsys, fields, more, words):
-    given = [*SMALL, *more, "--plan", str(plan_of(tmp_path, **fields)), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *given])
+def test_plans_that_the_example_refuses(tmp_path, monkeypatch, capsys, fields, options, message):
+    arguments = [*SMALL, *options, "--plan", str(plan_of(tmp_path, **fields)), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
     with pytest.raises(SystemExit, match="2"):
         example("_options").parse()
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_fields_of_fix():

@@ -1,0 +1,70 @@
+"""The cost model of a step: pieces, messages, optimizer and state on a cluster."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..ledger.aten import ELEMENTWISE
+from ..ledger.memory import OPTIMIZERS
+from ..ledger.recorder import FORWARD, Entry
+from .cluster import Cluster
+from .devices import AnyDevice, LocalCPU
+from .messages import between_stages, over_dp
+from .pieces import LedgerCosts
+from .split import CostFunction, Elements, Job, Split
+
+MEMORY_SHARE = 0.9  # of a device's memory that a plan may fill: the rest is the allocator's, NCCL's and the driver's
+
+
+class CostModel(NamedTuple):
+    """Functions that cost a step, and what the devices allow.
+
+    ``pieces``: costs of a model's pieces.  ``hop(split, bytes)``: seconds to send to the next stage.  ``sums(split,
+    bytes)``: seconds of the all-reduce over dp (FSDP: of all-gathers and a reduce-scatter).  ``update(job, split,
+    elements)``: seconds of the optimizer.  ``state(job, split, elements)``: bytes of parameters, gradients, optimizer
+    and buffers.  ``limit``: bytes that a rank may hold.  ``hides``: messages pass while the device computes.
+    """
+
+    pieces: CostFunction
+    hop: Callable[[Split, float], float]
+    sums: Callable[[Split, float], float]
+    update: Callable[[Job, Split, float], float]
+    state: Callable[[Job, Split, Elements], Any]
+    limit: float
+    hides: bool
+
+
+def cost_model(cluster: Cluster, *, share: float = MEMORY_SHARE, pieces: CostFunction | None = None) -> CostModel:
+    """Returns the cost model of ``cluster``, of whose memory a plan may fill ``share``.
+
+    ``pieces``: costs of the same device and links to use in place of new ones.  Sums pass while a GPU computes; on CPUs
+    gloo and GEMMs compete for cores.
+    """
+    return CostModel(
+        LedgerCosts(cluster) if pieces is None else pieces,
+        hop=lambda split, size: between_stages(size, split, cluster),
+        sums=lambda split, size: over_dp(size, split, cluster),
+        update=lambda job, split, elements: optimizer_seconds(elements, job, split, cluster.device),
+        state=state_bytes,
+        limit=share * cluster.device.memory,
+        hides=not isinstance(cluster.device, LocalCPU),
+    )
+
+
+def state_bytes(job: Job, split: Split, elements: Elements) -> Any:
+    """Returns the bytes of a rank's state, a number or an array: parameters, gradients, optimizer, DDP's buckets of
+    gradients (which a pipeline does not have), and what FSDP has gathered."""
+    size = job.dtype.itemsize
+    element = 2 * size + OPTIMIZERS[job.optimizer](size)
+    if not split.sharded:
+        return elements.local * (element + size * (split.dp > 1 and split.pp == 1))
+    return elements.shard * element + elements.gathered * size
+
+
+def optimizer_seconds(elements: float, job: Job, split: Split, device: AnyDevice) -> float:
+    """Returns the seconds of an optimizer's step over ``elements`` of a rank, which FSDP cuts evenly: one pass through
+    memory that reads parameters, gradients and states and writes parameters and states."""
+    size = job.dtype.itemsize
+    states, count = OPTIMIZERS[job.optimizer](size), round(elements / split.dp if split.sharded else elements)
+    read, written = count * (2 * size + states), count * (size + states)
+    step = Entry(job.optimizer, ELEMENTWISE, FORWARD, read=read, written=written, least=read + written, flops=0)
+    return device.seconds(step, job.dtype)
