@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tpfuse import MainGrad
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.tools.accuracy import rms_error
 
 CONFIG = GPTConfig(vocab_size=97, max_positions=32, hidden_size=48, num_layers=1, num_heads=4, ffn_size=84)
 COUNTS = 1, 4, 16, 64
@@ -46,7 +47,7 @@ def errors(micro_batches: int) -> tuple[float, float]:
     for i in range(micro_batches):
         backward(plain, i)
         backward(added, i)
-    of = lambda got: ((flat(got) - exact).norm() / exact.norm()).item()
+    of = lambda gradients: rms_error(flat(gradients), exact)
     return of([p.grad for p in plain.parameters()]), of([p.main_grad for p in added.parameters()])
 
 

@@ -27,10 +27,11 @@ import torch
 from tpfuse.kernels.replay import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
+from tpfuse.tools.accuracy import rms_errors
 from tpfuse.tools.bench.command import chosen, progress, shapes_of
 from tpfuse.tools.bench.definition import DTYPES, Bench, Random, Shape, discover, load
 from tpfuse.tools.bench.measure import Timing, interleaved, sets_needed, side_stream
-from tpfuse.tools.bench.run import Errors, calls, distances, results
+from tpfuse.tools.bench.run import Errors, calls, results
 
 ROUNDS = 3  # of a sweep: how many parameters may differ from the default
 OTHER_PATH = {"torch": "fused", "tpfuse": "sdpa", "sdpa": "tpfuse"}  # where a launcher may take one of two
@@ -201,7 +202,7 @@ def judged(bench: Bench, make: Callable[[], tuple]) -> tuple[Callable[[], list[f
         return plain, errors.allowed
     dropped = lambda: results(fn, make(), bench.p, errors.dtype)["step"]
     before = [t.double() for t in dropped()]
-    return lambda: [*plain(), *distances(dropped(), before)], 2 * errors.allowed
+    return lambda: [*plain(), *rms_errors(dropped(), before)], 2 * errors.allowed
 
 
 def tune(

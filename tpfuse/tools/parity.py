@@ -1,4 +1,4 @@
-"""Whether a model of one's own computes the same at any split: tensor by tensor, against what rounding explains."""
+"""A model on one rank and split over several, compared tensor by tensor: ``tpfuse.check_parity``."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -16,16 +16,14 @@ from ..layers.partial import unchecked
 from ..models.files.write import full_tensor
 from ..parallel import TensorParallel
 from ..ranks.messages import channel, gather
+from .accuracy import rms_error, split_limit
 from .ledger.text import table
 
-ROUNDINGS = 4.0  # how many times one rank's own rounding error a split may have: its sums are in another order
-EPSILONS = 16.0  # and at least so many units in the last place, where one rank happens to have less
-
-Kept = dict[tuple[str, str], Tensor]  # (kind, name) -> a whole tensor, in the order of the computation
+Tensors = dict[tuple[str, str], Tensor]  # (kind, name) -> an unsharded tensor, in the order of the computation
 
 
-class Row(NamedTuple):
-    """A tensor: its relative RMS error on one rank and on several, against fp64, and what rounding explains."""
+class ParityRow(NamedTuple):
+    """A tensor: its relative RMS error against fp64, on one rank and split, and the limit of the latter."""
 
     kind: str
     name: str
@@ -35,23 +33,23 @@ class Row(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether rounding explains the error; an error that is no number it does not."""
+        """True where rounding explains the error; False for NaN."""
         return self.split <= self.limit
 
 
 class Parity(NamedTuple):
-    """What :func:`check_parity` returns.  ``skipped``: outputs that are no slice of what one rank has."""
+    """The result of :func:`check_parity`.  ``skipped``: outputs that are no slice of one rank's."""
 
-    rows: list[Row]
+    rows: list[ParityRow]
     skipped: list[str]
 
     @property
     def same(self) -> bool:
-        """Whether every tensor is the same to rounding."""
+        """True where every tensor is the same to rounding."""
         return self.first is None
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> ParityRow | None:
         """The first tensor that differs: weights before layers, layers in forward order, gradients last."""
         return next((row for row in self.rows if not row.same), None)
 
@@ -63,8 +61,8 @@ class Parity(NamedTuple):
         lines = [table(("what", "name", "one rank", "split", "limit", ""), cells)]
         if self.skipped:
             lines.append(f"not compared, for their shapes: {', '.join(self.skipped)}")
-        first = self.first
-        lines.append("the same to rounding" if first is None else f"the first that differs: {first.kind} {first.name}")
+        row = self.first
+        lines.append("the same to rounding" if row is None else f"the first that differs: {row.kind} {row.name}")
         return "\n".join(lines)
 
 
@@ -84,8 +82,8 @@ def check_parity(
     float inputs and of parameters; outputs that are shards are put together first.
 
     A tensor's error is the RMS of its difference from the same model in fp64 on one rank, relative to the RMS of the
-    latter.  A split may have ROUNDINGS times the error of one rank, or EPSILONS units in the last place: its sums are
-    in another order.  ValueError where the two models have other parameters.
+    latter.  A split may have 4 times the error of one rank, or 16 units in the last place: its sums are in another
+    order (:func:`tpfuse.tools.accuracy.split_limit`).  ValueError where the two models have other parameters.
     """
     torch.manual_seed(0)
     model = model_fn(None)
@@ -96,40 +94,33 @@ def check_parity(
     kinds = {key for key in one if key[0] != "output"}
     unknown = sorted(f"{kind} {name}" for kind, name in kinds ^ {key for key in split if key[0] != "output"})
     check(not unknown, f"check_parity: {', '.join(unknown[:4])} is there on one rank or split, and not in both")
-    mine = [_row(key, one[key], split[key], exact[key]) for key in one if key in split]
-    every = gather(mine, channel(tp.group))
-    worst = [max(rows, key=lambda row: float("inf") if row.split != row.split else row.split) for rows in zip(*every)]
+    ranks = gather([_row(key, one[key], split[key], exact[key]) for key in one if key in split], channel(tp.group))
+    worst = [max(rows, key=lambda row: float("inf") if row.split != row.split else row.split) for rows in zip(*ranks)]
     return Parity(worst, [name for kind, name in one if (kind, name) not in split])
 
 
-def _row(key: tuple[str, str], one: Tensor, split: Tensor, exact: Tensor) -> Row:
-    kind, name = key
-    error, limit = _error(one, exact), EPSILONS * torch.finfo(one.dtype).eps
-    return Row(kind, name, one=error, split=_error(split, exact), limit=max(ROUNDINGS * error, limit))
-
-
-def _error(x: Tensor, exact: Tensor) -> float:
-    difference, scale = (x.double() - exact.double()).norm().item(), exact.double().norm().item()
-    return difference / scale if scale else difference
+def _row(key: tuple[str, str], one: Tensor, split: Tensor, exact: Tensor) -> ParityRow:
+    error = rms_error(one, exact)
+    return ParityRow(*key, one=error, split=rms_error(split, exact), limit=split_limit(error, one.dtype))
 
 
 def _doubled(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: _doubled(each) for key, each in value.items()}
+        return {key: _doubled(item) for key, item in value.items()}
     return value
 
 
 # ---- one run ----
 
 
-def _run(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, wholes: Kept | None) -> Kept:
-    """Returns all tensors of a forward and a backward, whole; ``wholes`` are those of one rank, for their shapes."""
-    kept: Kept = {("weight", name): p.clone() for name, p in _parameters(model, lambda p: p.detach())}
+def _run(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, one_rank: Tensors | None) -> Tensors:
+    """Returns all tensors of a forward and a backward, unsharded; ``one_rank``: those of one rank, for their shapes."""
+    tensors: Tensors = {("weight", name): p.clone() for name, p in _parameters(model, lambda p: p.detach())}
     floats = {k: x.detach().clone().requires_grad_() for k, x in inputs.items() if _differentiable(x)}
     outputs: dict[str, Tensor] = {}
-    hooks = [part.register_forward_hook(_keeps(outputs, name)) for name, part in model.named_modules() if name]
+    hooks = [part.register_forward_hook(_recording(outputs, name)) for name, part in model.named_modules() if name]
     torch.manual_seed(0)
     try:
         result = model(**{**inputs, **floats})
@@ -138,19 +129,20 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], tp: TensorParallel, wholes
             hook.remove()
     outputs |= dict(_tensors("", result))
     for name, x in outputs.items():
-        like = None if wholes is None else wholes.get(("output", name))
-        whole = x.detach() if wholes is None else None if like is None else _whole(x.detach(), like.shape, tp)
-        if whole is not None:
-            kept["output", name] = whole.clone()
+        if one_rank is None:
+            tensors["output", name] = x.detach().clone()
+        elif (expected := one_rank.get(("output", name))) is not None:
+            if (full := _unsharded(x.detach(), expected.shape, tp)) is not None:
+                tensors["output", name] = full.clone()
     with unchecked():
-        _loss(dict(_tensors("", result)), kept, tp).backward()
-    kept |= {("input gradient", name): x.grad for name, x in floats.items() if x.grad is not None}
-    kept |= {("gradient", name): g for name, g in _parameters(model, lambda p: p.grad) if g is not None}
-    return kept
+        _loss(dict(_tensors("", result)), tensors, tp).backward()
+    tensors |= {("input gradient", name): x.grad for name, x in floats.items() if x.grad is not None}
+    tensors |= {("gradient", name): g for name, g in _parameters(model, lambda p: p.grad) if g is not None}
+    return tensors
 
 
 def _parameters(model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yields a value of every trained or frozen parameter as a whole; collectives where it is sharded."""
+    """Yields a value of every trained or frozen parameter, unsharded, by collectives where it is split."""
     for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         x = value(p)
         if x is not None:
@@ -161,12 +153,12 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _keeps(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _recording(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
     @onlooker
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+    def record(_module: nn.Module, _args: Any, output: Any) -> None:
         outputs.update(_tensors(name, output))
 
-    return keep
+    return record
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -177,14 +169,14 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         return
     fields = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(fields, (tuple, list)):
-        fields = {str(i): each for i, each in enumerate(fields, 1)}
+        fields = {str(i): item for i, item in enumerate(fields, 1)}
     if isinstance(fields, Mapping):
-        for key, each in fields.items():
-            yield from _tensors(f"{name}.{key}" if name else str(key), each)
+        for key, item in fields.items():
+            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
-def _whole(x: Tensor, shape: torch.Size, tp: TensorParallel) -> Tensor | None:
-    """Returns the whole that x is a slice of, split as torch.chunk splits; None where it is none."""
+def _unsharded(x: Tensor, shape: torch.Size, tp: TensorParallel) -> Tensor | None:
+    """Returns the tensor of ``shape`` that x is a rank's chunk of, as torch.chunk splits; None where it is no chunk."""
     if x.shape == shape:
         return x
     cut = [d for d, (n, full) in enumerate(zip(x.shape, shape)) if n != full]
@@ -195,19 +187,19 @@ def _whole(x: Tensor, shape: torch.Size, tp: TensorParallel) -> Tensor | None:
     if len(rows) > width:
         return None
     rows = pad(rows.flatten(1), (0, 0, 0, width - len(rows))) if len(rows) < width else rows.flatten(1)
-    every: Tensor = all_gather(rows.contiguous(), tp.size, tp.group_name).flatten(0, 1)[:n]
-    return every.unflatten(1, x.movedim(d, 0).shape[1:]).movedim(0, d) if x.dim() > 1 else every[:, 0]
+    full: Tensor = all_gather(rows.contiguous(), tp.size, tp.group_name).flatten(0, 1)[:n]
+    return full.unflatten(1, x.movedim(d, 0).shape[1:]).movedim(0, d) if x.dim() > 1 else full[:, 0]
 
 
-def _loss(outputs: dict[str, Tensor], kept: Kept, tp: TensorParallel) -> Tensor:
-    """Returns what is differentiated; of an output that is a shard, this rank's part of it."""
+def _loss(outputs: dict[str, Tensor], tensors: Tensors, tp: TensorParallel) -> Tensor:
+    """Returns the model's loss, or a fixed random sum of its outputs, of sharded ones this rank's part."""
     if "loss" in outputs and outputs["loss"].dim() == 0:
         return outputs["loss"]
     total = torch.zeros((), dtype=torch.float64)
     for name, x in outputs.items():
-        if x.requires_grad and ("output", name) in kept:
+        if x.requires_grad and ("output", name) in tensors:
             generator = torch.Generator().manual_seed(1)
-            weight = torch.randn(kept["output", name].shape, generator=generator, dtype=torch.float64).to(x.device)
+            weight = torch.randn(tensors["output", name].shape, generator=generator, dtype=torch.float64).to(x.device)
             for d, (n, full) in enumerate(zip(x.shape, weight.shape)):
                 if n != full:
                     width = -(-full // tp.size)

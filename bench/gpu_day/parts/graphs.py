@@ -10,6 +10,7 @@ from bench.gpu_day.part import Context
 from bench.gpu_day.parts.layers import BF16, Layer, block_of, named
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.tools.accuracy import rms_error
 from tpfuse.tools.bench.definition import Random
 from tpfuse.tools.bench.measure import interleaved
 
@@ -54,10 +55,6 @@ def run(job: str, context: Context) -> None:
     _block(context) if job == "block" else _step(context)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 def judged(context: Context, row: dict, calls: dict[str, Callable[[int], object]]) -> None:
     """Emits the row with the times of both calls; AssertionError where the graph gives anything else than eager."""
     timings = interleaved(calls, 1, context.device, 0.0 if context.tiny else SECONDS, graph_below=0.0)
@@ -81,7 +78,7 @@ def _block(context: Context) -> None:
         return [y.detach().clone(), *(g.clone() for g in torch.autograd.grad(y, [x, *module.parameters()], dy))]
 
     found = [(both_ways(graphed, step), both_ways(eager, step)) for step in range(STEPS)]
-    difference = max(distance(a, b) for mine, theirs in found for a, b in zip(mine, theirs, strict=True))
+    difference = max(rms_error(a, b) for mine, theirs in found for a, b in zip(mine, theirs, strict=True))
     change = all(not torch.equal(found[i][0][0], found[0][0][0]) for i in range(1, STEPS))
     row = dict(what="block", replays=STEPS, difference=difference, allowed=1e-2, masks_change=change)
     call = lambda module: lambda _: torch.autograd.grad(module(x, rng), [x, *module.parameters()], dy)

@@ -1,4 +1,7 @@
-"""The whole of it: on one rank, on two, by the command line."""
+"""The doctor on one rank, on two, and by the command line.
+
+Spans: tpfuse/tools/doctor/: all sections together, by `tpfuse.doctor` and the command.
+"""
 
 import json
 import os

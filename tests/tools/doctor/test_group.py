@@ -1,33 +1,34 @@
-"""What lies between ranks: measured over real gloo processes, and wrong on one of them."""
+"""A group's ranks and their links: measured over real gloo processes, and wrong on one of them."""
 
-import importlib
-import time
+import contextlib
+import functools
 
 import pytest
 import torch
 
-from tests.tools.doctor.test_selftest import broken
+from tests.planted import Mistaken, planted, scaled
 from tpfuse import TensorParallel
-from tpfuse.kernels.runtime.op import OPS
 from tpfuse.tools.doctor import group, run
 from tpfuse.tools.doctor.links import pairs
 from tpfuse.tools.doctor.report import FAULT, NOTE, OK
-from tpfuse.tools.doctor.selftest import block, kernels
+from tpfuse.tools.doctor.selftest import block
 
 CPU = torch.device("cpu")
 
 
-def looked_at(world, folders, wrong):
-    """The group's findings by name, with what is planted on the last rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == world.size - 1:
-            for module, name, value in wrong:
-                patch.setattr(importlib.import_module(f"tpfuse.doctor.{module}"), name, value)
+DOCTOR = "tpfuse.tools.doctor"
+
+
+def examined(world, folders, mistakes):
+    """The group's findings by name, with mistakes {address: function} on the last rank."""
+    with contextlib.ExitStack() as stack:
+        for address, mistake in mistakes.items() if world.rank == world.size - 1 else ():
+            stack.enter_context(planted(f"{DOCTOR}.{address}", mistake))
         return {f.name: f for f in group.findings(folders[world.rank], world.group)}
 
 
 def test_two_ranks_that_are_alike(ranks, tmp_path):
-    here, there = ranks(2, looked_at, [tmp_path] * 2, [])
+    here, there = ranks(2, examined, [tmp_path] * 2, {})
     assert here == there and {f.status for f in here.values()} <= {OK, NOTE}
     wanted = {"ranks", "versions", "GPUs", "threads", "one-way delay", "bandwidth", "clocks", "folder"}
     assert here.keys() == wanted and here["ranks"].value == "2 on one host"
@@ -35,26 +36,26 @@ def test_two_ranks_that_are_alike(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def ahead() -> float:
-    return time.time() + 5
+def ahead(right) -> float:
+    return right() + 5
 
 
-def old(name: str) -> str:
+def old(right, name: str) -> str:
     return "1.0"
 
 
-def elsewhere() -> tuple[str, int]:
+def elsewhere(right) -> tuple[str, int]:
     return "other", 1
 
 
-WRONG = [("links", "now", ahead), ("group", "installed", old), ("group", "host", elsewhere)]
+WRONG = {"links.now": ahead, "group.installed": old, "group.host": elsewhere}
 
 
 def test_what_differs_is_found(ranks, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    here, there = ranks(2, looked_at, folders, WRONG)
+    here, there = ranks(2, examined, folders, WRONG)
     assert here == there
     assert here["clocks"].status == NOTE and "rank 1's is 5 s ahead of rank 0's" in here["clocks"].value
     assert here["versions"].status == FAULT and "torch (rank 0: 2." in here["versions"].value
@@ -65,7 +66,7 @@ def test_what_differs_is_found(ranks, tmp_path):
 
 
 def test_a_folder_that_rank_0_cannot_write_to(ranks, tmp_path):
-    here, there = ranks(2, looked_at, [tmp_path / "nowhere", tmp_path], [])
+    here, there = ranks(2, examined, [tmp_path / "nowhere", tmp_path], {})
     assert here == there and here["folder"].status == FAULT and "nowhere" in here["folder"].value
 
 
@@ -76,58 +77,57 @@ def test_many_ranks_are_measured_in_a_ring():
 
 @pytest.mark.slow
 def test_four_ranks(ranks, tmp_path):
-    found = ranks(4, looked_at, [tmp_path] * 4, [("links", "now", ahead)])[0]
-    assert "rank 3's is 5 s ahead" in found["clocks"].value and "median" in found["bandwidth"].value
+    lines = ranks(4, examined, [tmp_path] * 4, {"links.now": ahead})[0]
+    assert "rank 3's is 5 s ahead" in lines["clocks"].value and "median" in lines["bandwidth"].value
 
 
 # ---- an error on one rank ----
 
 
-def planted(*args):
+def raising(right, *args):
     raise KeyError("planted")
 
 
-def with_a_broken_section(world, folder, where):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "results", lambda device: [])
-        patch.setattr(block, "alone", lambda device: [])
-        if world.rank == 1:
-            module, name = where
-            patch.setattr(importlib.import_module(f"tpfuse.doctor.{module}"), name, planted)
+def report_of(world, folder):
+    with planted(f"{DOCTOR}.selftest.kernels.results", nothing), planted(f"{DOCTOR}.selftest.block.alone", nothing):
         report = run.examine(folder, world.group)
     torch.distributed.barrier()  # the caller's own group is whole
     return report.text, report.json()["sections"]
 
 
+def nothing(right, device):
+    return []
+
+
 @pytest.mark.parametrize(
-    "title, where",
+    "title, address",
     [
-        ("group", ("links", "_answer")),
-        ("group", ("group", "myself")),
-        ("self-test over the group", ("selftest.block", "rows")),
-        ("ops on cpu", ("ops", "findings")),
+        ("group", "links._answer"),
+        ("group", "group.myself"),
+        ("self-test over the group", "selftest.block.rows"),
+        ("ops on cpu", "ops.findings"),
     ],
     ids=["link", "host", "block", "local"],
 )
-def test_no_rank_waits_for_one_that_has_raised(ranks, tmp_path, title, where):
-    (text, found), (other, _) = ranks(2, with_a_broken_section, tmp_path, where)
+def test_no_rank_waits_for_one_that_has_raised(ranks, tmp_path, title, address):
+    broken = Mistaken(report_of, f"{DOCTOR}.{address}", raising, rank=1)
+    (text, sections), (other, _) = ranks(2, broken, tmp_path)
     assert text == other and "planted" in text
-    assert {key for key, lines in found.items() if any(f["status"] == FAULT for f in lines)} == {title}
+    assert {key for key, lines in sections.items() if any(f["status"] == FAULT for f in lines)} == {title}
 
 
 # ---- blocks ----
 
 
 def with_a_wrong_op(world):
-    """-> for every op that a split names: what is found when it is wrong by a part in a thousand."""
-    found = {}
+    """-> for every op that a split names: the findings when it is wrong by a part in a thousand."""
+    results = {}
     for split in block.SPLIT:
         tp = TensorParallel(world.group, **split.group)
         for name in split.ops:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(OPS[name], "cpu", broken(name, lambda t: t * 1.001))
-                found[split.name, name] = block.compared(split, tp, CPU)
-    return found
+            with planted(name, functools.partial(scaled, 1.001)):
+                results[split.name, name] = block.compared(split, tp, CPU)
+    return results
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 from ...kernels.runtime.rules import shown
+from ..accuracy import kernel_limit, rms_errors
 from .count import Counted, count
 from .definition import DTYPES, Bench, Random, Shape, written
 from .measure import fills_cache, interleaved, peak_bytes, sets_needed, side_stream
@@ -140,11 +141,6 @@ def double(inputs: Inputs) -> Inputs:
     return tuple(t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs)
 
 
-def distances(values: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """Returns ||v - t|| / ||t|| of each tensor, in fp64."""
-    return [float((v.double() - t).norm() / t.norm().clamp(min=1e-300)) for v, t in zip(values, truth, strict=True)]
-
-
 class Errors:
     """The errors of every provider against torch in fp64, on one set of inputs; the worst tensor counts.
 
@@ -161,13 +157,13 @@ class Errors:
 
     @property
     def allowed(self) -> list[float]:
-        """Says what counts as right of each value and gradient: twice torch's error, and a tenth of a rounding."""
-        return [2 * error + torch.finfo(self.dtype).eps / 10 for error in self.torch["step"]]
+        """The limits of a right kernel's errors, of each value and gradient."""
+        return [kernel_limit(error, self.dtype) for error in self.torch["step"]]
 
     def against_truth(self, fn: Provider) -> dict[str, list[float]]:
-        """Returns the distance of each tensor, by mode."""
+        """Returns the error of each tensor, by mode."""
         values = results(fn, self.make(), self.p, self.dtype)
-        return {mode: distances(values[mode], self.truth[mode]) for mode in MODES}
+        return {mode: rms_errors(values[mode], self.truth[mode]) for mode in MODES}
 
     def of(self, name: str, fn: Provider) -> dict[str, tuple[float, float]]:
         """Returns {mode: (error, ratio)}; empty where there is nothing to compare."""

@@ -1,20 +1,20 @@
-"""What an installation is, what runs where, and whether it works: ``tpfuse.doctor()``, ``python -m tpfuse doctor``.
+"""The examination of an installation: ``tpfuse.doctor()``, ``python -m tpfuse doctor``.
 
 backends     gloo, NCCL, the group's
 command      python -m tpfuse doctor
 compiler     Triton and its C compiler
 connections  a group of the doctor's own, which a failed rank closes
 devices      CPU, memory, GPUs, the folder's disk
-folder       whether a folder can be written to, and is shared
-group        what ranks have in common, and what lies between them
+folder       tests of the folder: writing to it, the same one on all ranks
+group        versions, hosts and links of a group's ranks
 launched     the group that is examined, under torchrun one for the call
-limits       what affinity and control groups leave to this process
+limits       cores and memory that affinity and control groups leave to this process
 links        delay and bandwidth by pairs of ranks, and their clocks
-ops          what each op runs on
+ops          the implementation that each op runs on
 report       one finding, and all of them as text and JSON
-run          the sections in order; what went wrong in one; one report of all ranks
+run          the sections in order, exceptions as faults, one report of all ranks
 selftest/    every op against its definition in fp64
-versions     TESTED: which versions the suite has passed with
+versions     TESTED: the versions that the suite has passed with
 """
 
 from __future__ import annotations

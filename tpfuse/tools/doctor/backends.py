@@ -1,4 +1,4 @@
-"""Which ways torch has to send messages, and which of them the group uses."""
+"""Backends: those that torch was built with, and the group's."""
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,7 @@ def findings(group: dist.ProcessGroup | None) -> list[Finding]:
     """Returns a line for gloo, one for NCCL and one for the group."""
     if not dist.is_available():
         return [Finding("torch.distributed", "missing", NOTE, "Install a torch built with it to use several ranks.")]
-    own = "no group: one process" if group is None else backend(group)
-    return [_gloo(), _nccl(), Finding("group", own)]
+    return [_gloo(), _nccl(), Finding("group", "no group: one process" if group is None else backend(group))]
 
 
 def _gloo() -> Finding:

@@ -1,4 +1,4 @@
-"""Whether Triton can compile kernels here: its import, a GPU to run on, and a C compiler for its launch stubs."""
+"""The parts that compile kernels: Triton, a GPU to run on, and a C compiler for launch stubs."""
 
 import shutil
 
@@ -24,8 +24,8 @@ def _triton(gpu: bool) -> Finding:
 
 
 def _compiler(gpu: bool) -> Finding:
-    found = next((name for name in COMPILERS if shutil.which(name)), None)
-    if found:
-        return Finding("C compiler", found)
+    compiler = next(filter(shutil.which, COMPILERS), None)
+    if compiler:
+        return Finding("C compiler", compiler)
     advice = f"Install one of {', '.join(COMPILERS)}: Triton compiles the stub that launches a kernel with it."
     return Finding("C compiler", "none", FAULT if gpu and AVAILABLE else NOTE, advice)

@@ -1,4 +1,4 @@
-"""What there is to compute with: cores, memory, GPUs, and the disk under a folder."""
+"""The hardware: CPU, memory, GPUs, and the disk under a folder."""
 
 import platform
 import shutil
@@ -38,9 +38,9 @@ def _threads() -> Finding:
 
 def _memory() -> Finding:
     free, allowed = limits.memory()
-    words = [] if free is None else [f"{quantity(free, 'B')} free"]
-    words += [] if allowed is None else [f"{quantity(allowed, 'B')} left of the control group's limit"]
-    return Finding("memory", ", ".join(words) or "unknown")
+    sizes = [] if free is None else [f"{quantity(free, 'B')} free"]
+    sizes += [] if allowed is None else [f"{quantity(allowed, 'B')} left of the control group's limit"]
+    return Finding("memory", ", ".join(sizes) or "unknown")
 
 
 def _gpus() -> list[Finding]:
@@ -48,8 +48,8 @@ def _gpus() -> list[Finding]:
         return [Finding("GPUs", "none that torch can use")]
     toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-    known = f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver and not torch.version.hip else ""
-    return [Finding("GPU toolkit", toolkit + known), *map(_gpu, range(torch.cuda.device_count()))]
+    version = f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver and not torch.version.hip else ""
+    return [Finding("GPU toolkit", toolkit + version), *map(_gpu, range(torch.cuda.device_count()))]
 
 
 def _gpu(i: int) -> Finding:

@@ -1,4 +1,4 @@
-"""Whether a folder can be written to, and whether all ranks see the same one."""
+"""Tests of a folder: writing to it, and the same one on all ranks."""
 
 import tempfile
 import time
@@ -28,15 +28,15 @@ def shared(folder: Path, group: dist.ProcessGroup) -> Finding:
     """Rank 0 writes a token that nobody can guess, and the others look for it.  Each rank calls it."""
     token = uuid.uuid4().hex
     advice = "Give every rank the same folder of a shared file system: checkpoints are written by several ranks."
-    made = folder / f".tpfuse-doctor-{token[:12]}" if group.rank() == 0 else None
+    path = folder / f".tpfuse-doctor-{token[:12]}" if group.rank() == 0 else None
     try:
-        (name, word), *_ = gather_results(lambda: _write(made, token), group)
+        (name, word), *_ = gather_results(lambda: _write(path, token), group)
         see = gather_results(lambda: _sees(folder / name, word), group)
     except OSError as error:
         return Finding("folder", f"cannot be looked at: {error}", FAULT, advice)
     finally:
-        if made is not None:
-            made.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
     blind = [str(rank) for rank, sees in enumerate(see) if not sees]
     if not blind:
         return Finding("folder", "all ranks see the same one")

@@ -1,5 +1,6 @@
-"""What a group's ranks have in common, and what lies between them."""
+"""Differences between a group's ranks, and the links between them."""
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ..ledger.text import duration, quantity
 from . import folder as folders
 from . import limits
 from .connections import connections, device_of
-from .links import Clock, Link, clocks, links
+from .links import ClockOffset, LinkSpeed, clocks, links
 from .report import FAULT, NOTE, Finding
 from .versions import TESTED, installed
 
@@ -22,7 +23,7 @@ APART = 1.0  # seconds that clocks may be apart
 
 
 class Rank(NamedTuple):
-    """What one rank says of itself."""
+    """A rank's host, versions and devices."""
 
     host: tuple[str, int]
     versions: dict[str, str | None]
@@ -35,13 +36,13 @@ def findings(folder: Path, group: dist.ProcessGroup | None) -> list[Finding]:
     """Returns the group's lines, the same on every rank.  Each rank calls it."""
     if group is None or group.size() == 1:
         return [Finding("ranks", "1")]
-    with connections(group) as own:
+    with connections(group) as connected:
         device = device_of(group)
-        ranks = gather_results(myself, own)
-        known = [link for found in gather(links(own, device), own) for link in found]
-        offsets, *_ = gather(clocks(own, device), own)
-        same = folders.shared(folder, own)
-    return [_hosts(ranks), _versions(ranks), _gpus(ranks), _threads(ranks), *_links(known), _clocks(offsets), same]
+        ranks = gather_results(myself, connected)
+        measured = list(itertools.chain.from_iterable(gather(links(connected, device), connected)))
+        offsets, *_ = gather(clocks(connected, device), connected)
+        same = folders.shared(folder, connected)
+    return [_hosts(ranks), _versions(ranks), _gpus(ranks), _threads(ranks), *_links(measured), _clocks(offsets), same]
 
 
 def myself() -> Rank:
@@ -50,11 +51,11 @@ def myself() -> Rank:
 
 
 def _hosts(ranks: list[Rank]) -> Finding:
-    hosts = {rank.host: [str(i) for i, other in enumerate(ranks) if other.host == rank.host] for rank in ranks}
+    hosts = {rank.host: [str(i) for i, r in enumerate(ranks) if r.host == rank.host] for rank in ranks}
     if len(hosts) == 1:
         return Finding("ranks", f"{len(ranks)} on one host")
-    where = "; ".join(f"{name}: {', '.join(members)}" for (name, _), members in hosts.items())
-    return Finding("ranks", f"{len(ranks)} on {len(hosts)} hosts: {where}")
+    members = "; ".join(f"{name}: {', '.join(numbers)}" for (name, _), numbers in hosts.items())
+    return Finding("ranks", f"{len(ranks)} on {len(hosts)} hosts: {members}")
 
 
 def _differing(values: list[object]) -> str:
@@ -88,22 +89,22 @@ def _threads(ranks: list[Rank]) -> Finding:
     return Finding("threads", value, NOTE, "Call torch.set_num_threads with fewer: threads wait for cores.")
 
 
-def _links(known: list[Link]) -> list[Finding]:
-    slow, narrow = max(known, key=lambda link: link.delay), min(known, key=lambda link: link.bandwidth)
-    delays, widths = [link.delay for link in known], [link.bandwidth for link in known]
+def _links(measured: list[LinkSpeed]) -> list[Finding]:
+    slow, narrow = max(measured, key=lambda link: link.delay), min(measured, key=lambda link: link.bandwidth)
+    delays, widths = [link.delay for link in measured], [link.bandwidth for link in measured]
     delay = f"{duration(min(delays))} at least, {duration(statistics.median(delays))} median, {duration(slow.delay)}"
     rate = lambda width: quantity(width, "B/s")
     width = f"{rate(max(widths))} at most, {rate(statistics.median(widths))} median, {rate(narrow.bandwidth)}"
-    between = lambda link: "between ranks {} and {}".format(*link.pair)
-    if len(known) == 1:
+    ends = lambda link: "between ranks {} and {}".format(*link.pair)
+    if len(measured) == 1:
         delay, width = duration(slow.delay), rate(narrow.bandwidth)
     return [
-        Finding("one-way delay", f"{delay} {between(slow)}"),
-        Finding("bandwidth", f"{width} {between(narrow)}"),
+        Finding("one-way delay", f"{delay} {ends(slow)}"),
+        Finding("bandwidth", f"{width} {ends(narrow)}"),
     ]
 
 
-def _clocks(offsets: list[Clock]) -> Finding:
+def _clocks(offsets: list[ClockOffset]) -> Finding:
     worst = max(offsets, key=lambda clock: abs(clock.ahead))
     far = duration(abs(worst.ahead))
     if abs(worst.ahead) - worst.within <= APART:

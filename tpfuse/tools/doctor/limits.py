@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores by affinity and quota, memory by the control group."""
+"""The share of the machine that this process may use: cores by affinity and quota, memory by the control group."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,9 @@ CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 def cores() -> float:
     """Returns how many cores this process may use: those of its affinity, or its control group's quota if less."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
-    return own if quota is None else min(own, quota)
+    return cores if quota is None else min(cores, quota)
 
 
 def memory() -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""How fast messages travel between pairs of ranks, one pair at a time, and how far apart the ranks' clocks are."""
+"""Delay and bandwidth of messages between pairs of ranks, one pair at a time, and offsets of the ranks' clocks."""
 
 import itertools
 import time
@@ -13,13 +13,13 @@ PINGS, SENDS = 8, 3
 BYTES = 1 << 22
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     pair: tuple[int, int]
     delay: float  # seconds one way, the least of PINGS
     bandwidth: float  # bytes a second, the most of SENDS
 
 
-class Clock(NamedTuple):
+class ClockOffset(NamedTuple):
     rank: int
     ahead: float  # seconds that its clock is ahead of rank 0's
     within: float  # what the estimate may be off by, half of the ping
@@ -36,38 +36,38 @@ def pairs(size: int) -> list[tuple[int, int]]:
     return [(i, (i + 1) % size) for i in range(size)]
 
 
-def links(group: dist.ProcessGroup, device: torch.device) -> list[Link]:
+def links(group: dist.ProcessGroup, device: torch.device) -> list[LinkSpeed]:
     """Returns the links that this rank has measured, the first of each of its pairs; every rank calls it."""
     word, data = torch.zeros(1, dtype=torch.float64, device=device), torch.zeros(BYTES // 8, device=device).double()
-    found = []
+    measured = []
     for pair in pairs(group.size()):
         dist.barrier(group=group)
         if group.rank() == pair[0]:
             delay = min(_ask(word, word, pair[1], group) for _ in range(PINGS + 1)) / 2
             seconds = min(_ask(data, word, pair[1], group) for _ in range(SENDS))
-            found.append(Link(pair, delay, BYTES / max(seconds - delay, 1e-9)))
+            measured.append(LinkSpeed(pair, delay, BYTES / max(seconds - delay, 1e-9)))
         elif group.rank() == pair[1]:
             for question in (*[word] * (PINGS + 1), *[data] * SENDS):
                 _answer(question, pair[0], group)
-    return found
+    return measured
 
 
-def clocks(group: dist.ProcessGroup, device: torch.device) -> list[Clock]:
+def clocks(group: dist.ProcessGroup, device: torch.device) -> list[ClockOffset]:
     """Returns on rank 0 every other rank's clock, by the quickest of PINGS; every rank calls it."""
-    word, found = torch.zeros(1, dtype=torch.float64, device=device), []
+    word, offsets = torch.zeros(1, dtype=torch.float64, device=device), []
     for rank in range(1, group.size()):
         if group.rank() == 0:
-            found.append(min((_compare(word, rank, group) for _ in range(PINGS)), key=lambda clock: clock.within))
+            offsets.append(min((_compare(word, rank, group) for _ in range(PINGS)), key=lambda clock: clock.within))
         elif group.rank() == rank:
             for _ in range(PINGS):
                 _answer(word, 0, group)
-    return found
+    return offsets
 
 
-def _compare(word: Tensor, rank: int, group: dist.ProcessGroup) -> Clock:
-    asked = now()
+def _compare(word: Tensor, rank: int, group: dist.ProcessGroup) -> ClockOffset:
+    start = now()
     seconds = _ask(word, word, rank, group)
-    return Clock(rank, word.item() - (asked + seconds / 2), seconds / 2)
+    return ClockOffset(rank, word.item() - (start + seconds / 2), seconds / 2)
 
 
 def _ask(question: Tensor, answer: Tensor, peer: int, group: dist.ProcessGroup) -> float:

@@ -1,4 +1,4 @@
-"""What each op runs on here: as :class:`~tpfuse.kernels.runtime.op.Op` picks by device."""
+"""The implementation that each op runs on, as :class:`~tpfuse.kernels.runtime.op.Op` picks it by device."""
 
 import torch
 
@@ -20,7 +20,7 @@ def findings(device: torch.device) -> list[Finding]:
     groups: dict[str, list[str]] = {}
     for name, op in OPS.items():
         groups.setdefault(implementation(op, device), []).append(name)
-    return [Finding(what, ", ".join(names)) for what, names in groups.items()]
+    return [Finding(kind, ", ".join(names)) for kind, names in groups.items()]
 
 
 def implementation(op: Op, device: torch.device) -> str:
@@ -35,7 +35,7 @@ def implementation(op: Op, device: torch.device) -> str:
         return "torch on the GPU"
     if op.name == "attention_fwd" and has_flash(device):
         return "Triton, or torch's flash attention"
-    if op.name.startswith("linear_") and op.reference.__module__.endswith("linear.op"):
+    if op.name.startswith("linear_") and op.reference.__module__.endswith("gemm.op"):
         return _gemm(op.name, device)
     return "Triton"
 

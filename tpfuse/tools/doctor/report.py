@@ -1,4 +1,4 @@
-"""What the doctor finds: one record, printed as text or handed on as JSON."""
+"""The doctor's findings, as text and as JSON."""
 
 import textwrap
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Finding(NamedTuple):
 
 
 class Report:
-    """What was found, by section.  ``ok``: there is no fault; ``text`` is for people, :meth:`json` for programs."""
+    """Findings by section.  ``ok``: there is no fault; ``text`` is for people, :meth:`json` for programs."""
 
     def __init__(self, sections: dict[str, list[Finding]]):
         self.sections = sections
@@ -29,29 +29,29 @@ class Report:
 
     @property
     def text(self) -> str:
-        sections = (_section(title, found) for title, found in self.sections.items() if found)
+        sections = (_section(title, findings) for title, findings in self.sections.items() if findings)
         return "\n\n".join([self._summary(), *sections])
 
     def json(self) -> dict[str, Any]:
         """Returns {"ok": bool, "sections": {title: [{"name", "value", "status", "advice"}, ..]}}."""
-        sections = {title: [f._asdict() for f in found] for title, found in self.sections.items()}
+        sections = {title: [f._asdict() for f in findings] for title, findings in self.sections.items()}
         return dict(ok=self.ok, sections=sections)
 
     def __repr__(self) -> str:
         return self.text
 
     def _count(self, status: str) -> int:
-        return sum(f.status == status for found in self.sections.values() for f in found)
+        return sum(f.status == status for findings in self.sections.values() for f in findings)
 
     def _summary(self) -> str:
         counts = [(self._count(FAULT), "fault"), (self._count(NOTE), "note")]
-        words = [f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n]
-        return f"tpfuse doctor: {', '.join(words) or 'all is well'}"
+        numbers = [f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n]
+        return f"tpfuse doctor: {', '.join(numbers) or 'all is well'}"
 
 
-def _section(title: str, found: list[Finding]) -> str:
-    width = min(max(len(f.name) for f in found), 28)
-    return "\n".join([title, *(line for f in found for line in _lines(f, width))])
+def _section(title: str, findings: list[Finding]) -> str:
+    width = min(max(len(f.name) for f in findings), 28)
+    return "\n".join([title, *(line for f in findings for line in _lines(f, width))])
 
 
 def _lines(f: Finding, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The doctor itself: its sections in order, what went wrong in one of them, one report of all ranks."""
+"""The doctor itself: its sections in order, exceptions as faults, one report of all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...ranks.messages import channel, gather
 from . import backends, compiler, devices, ops, versions
-from . import group as between
+from . import group as group_section
 from .connections import device_of
 from .report import FAULT, OK, Finding, Report
 from .selftest import block, kernels
@@ -21,20 +21,20 @@ Section = Callable[[], list[Finding]]
 def examine(folder: str | Path, group: dist.ProcessGroup | None) -> Report:
     """Returns the report, the same on every rank.  Each rank of ``group`` calls it."""
     path, device = Path(folder), device_of(group)
-    meeting, many = met(group)
+    meeting, ranks = met(group)
     sections: dict[str, Section] = {
         "versions": versions.findings,
         "compiler": compiler.findings,
         "devices": lambda: devices.findings(path),
         "backends": lambda: backends.findings(group),
-        "group": lambda: [*meeting, *between.findings(path, many)],
+        "group": lambda: [*meeting, *group_section.findings(path, ranks)],
         f"ops on {device.type}": lambda: ops.findings(device),
         f"self-test on {device.type}": lambda: [*kernels.results(device), *block.alone(device)],
-        "self-test over the group": lambda: block.over(many),
+        "self-test over the group": lambda: block.over(ranks),
     }
     with undisturbed():
-        found = {title: guarded(section) for title, section in sections.items()}
-    return Report(found if many is None else merged(found, many))
+        results = {title: guarded(section) for title, section in sections.items()}
+    return Report(results if ranks is None else merged(results, ranks))
 
 
 @contextlib.contextmanager
@@ -64,24 +64,24 @@ def met(group: dist.ProcessGroup | None) -> tuple[list[Finding], dist.ProcessGro
 
 
 def guarded(section: Section) -> list[Finding]:
-    """Returns what a section found; an exception is a fault of it, and stops no other."""
+    """Returns a section's findings; an exception is a fault of it, and stops no other."""
     try:
         return section()
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        return [Finding("not finished", words, FAULT, "Mend what this message says, then run the doctor again.")]
+        message = f"{type(error).__name__}: {error}"
+        return [Finding("not finished", message, FAULT, "Mend what this message says, then run the doctor again.")]
 
 
-def merged(found: dict[str, list[Finding]], group: dist.ProcessGroup) -> dict[str, list[Finding]]:
+def merged(results: dict[str, list[Finding]], group: dist.ProcessGroup) -> dict[str, list[Finding]]:
     """Returns rank 0's findings, and those of the other ranks that are not ok and that rank 0 does not have."""
 
     def merge() -> list[Finding]:
-        first, *others = gather(found, channel(group))
-        for rank, theirs in enumerate(others, 1):
-            for title, mine in first.items():
-                new = [f for f in theirs[title] if f.status != OK and f not in mine]
-                mine += [f._replace(name=f"rank {rank}: {f.name}") for f in new]
-        found.update(first)
+        merged, *peers = gather(results, channel(group))
+        for rank, peer in enumerate(peers, 1):
+            for title, lines in merged.items():
+                new = [f for f in peer[title] if f.status != OK and f not in lines]
+                lines += [f._replace(name=f"rank {rank}: {f.name}") for f in new]
+        results.update(merged)
         return []
 
-    return found | {"report": guarded(merge)}
+    return results | {"report": guarded(merge)}

@@ -1,4 +1,4 @@
-"""Which versions are installed, and whether tpfuse has been tested with them."""
+"""Installed versions, against those that tpfuse has been tested with."""
 
 import importlib.metadata
 import platform
@@ -44,8 +44,8 @@ def release(version: str) -> tuple[int, ...]:
 
 def findings() -> list[Finding]:
     """Returns a line for each package; one that is missing or older than the least is a fault."""
-    found = [judged(name, installed(name), tested) for name, tested in TESTED.items()]
-    return [Finding("tpfuse", __version__), *found]
+    packages = [judged(name, installed(name), tested) for name, tested in TESTED.items()]
+    return [Finding("tpfuse", __version__), *packages]
 
 
 def judged(name: str, version: str | None, tested: Range) -> Finding:

@@ -1,27 +1,27 @@
-"""Which op a wrong result comes from."""
+"""The op that a wrong result comes from."""
 
 import torch
 
 from ....kernels.runtime.op import OPS, tensors
-from .compare import error, limit
-from .references import Call, cast
+from ...accuracy import largest_error, op_limit
+from .references import OpCall, cast
 
 
-def blamed(calls: list[Call], device: torch.device, others: tuple[str, ...] = ()) -> str:
-    """Returns in words which ops differ from their definitions on the very inputs they had, in fp32.
+def blamed(calls: list[OpCall], device: torch.device, senders: tuple[str, ...] = ()) -> str:
+    """Names the ops that differ from their definitions on the very inputs they had, in fp32: ", op a or b".
 
-    Where none does, these are the ``others``, which the definition does not call, or without such all that it calls.
+    Where none does, these are the ``senders``, which the definition does not call, or without such all that it calls.
     """
     wrong = [call.name for call in calls if not _same(call, device)]
-    names = dict.fromkeys(wrong or others or [call.name for call in calls])
+    names = dict.fromkeys(wrong or senders or [call.name for call in calls])
     return f", op {' or '.join(names)}" if names else ""
 
 
-def _same(call: Call, device: torch.device) -> bool:
+def _same(call: OpCall, device: torch.device) -> bool:
     try:
         with torch.no_grad():
             ours = OPS[call.name](*cast(call.args, device, torch.float32))
     except Exception:
         return False
     pairs = zip(tensors((ours,)), call.outputs, strict=True)
-    return all(error(a, b) <= limit(torch.float32) for a, b in pairs)
+    return all(largest_error(a, b) <= op_limit(torch.float32) for a, b in pairs)

@@ -15,16 +15,17 @@ from ....parallel import TensorParallel
 from ..connections import connections, device_of
 from ..report import FAULT, NOTE, Finding
 from .blame import blamed
-from .compare import ADVICE, CHAIN, checked, findings
+from .compare import ADVICE, findings, tensor_errors
 from .references import References
 
 WIDTH, HEAD, BATCH, SEQ = 20, 6, 3, 7
 MOST = 64  # ranks that the block is made for
+OPS = 4  # a block's results are those of a chain of ops
 SHARED = dict(q="weight", kv="weight", q_bias="bias", kv_bias="bias")  # layers.attention.CopiedKV's, of one weight
 
 
-class Split(NamedTuple):
-    """One way to split a block; together the ways run every op that sends messages."""
+class BlockSplit(NamedTuple):
+    """A way to split a block; together they run every op that sends messages."""
 
     name: str
     group: dict[str, Any]  # how TensorParallel splits it
@@ -33,45 +34,47 @@ class Split(NamedTuple):
 
 
 def both(*names: str) -> tuple[str, ...]:
-    return tuple(f"{name}_{way}" for name in names for way in ("fwd", "bwd"))
+    return tuple(f"{name}_{phase}" for name in names for phase in ("fwd", "bwd"))
 
 
 ALONE = (
-    Split("block on one rank", {}, {}),
-    Split("block that recomputes", {}, dict(saving="smallest")),
+    BlockSplit("block on one rank", {}, {}),
+    BlockSplit("block that recomputes", {}, dict(saving="smallest")),
 )
 SPLIT = (
-    Split(
+    BlockSplit(
         "block, sequence parallel",
         dict(sequence_parallel=True, overlap="off"),
         dict(saving="smallest", num_kv_heads=1),
         ("all_gather", "all_to_all", "all_gather_copies", "reduce_parts"),
     ),
-    Split(
+    BlockSplit(
         "block, overlapped",
         dict(sequence_parallel=True, overlap="pairwise"),
         {},
         both("gather_attention_exchange", "gather_mlp_exchange"),
     ),
-    Split(
+    BlockSplit(
         "block, normalised q and k",
         dict(sequence_parallel=True, overlap="pairwise"),
         dict(qk_norm=True),
         both("gather_linear", "linear_exchange", "gather_mlp_exchange"),
     ),
-    Split("block, replicated rows", dict(overlap="pairwise"), {}, ("linear_reduce_bwd", "all_gather", "reduce_parts")),
+    BlockSplit(
+        "block, replicated rows", dict(overlap="pairwise"), {}, ("linear_reduce_bwd", "all_gather", "reduce_parts")
+    ),
 )
 
 
 def alone(device: torch.device) -> list[Finding]:
     """Returns the lines of the blocks on one rank."""
-    found = []
+    lines = []
     for split in ALONE:
         try:
-            found += compared(split, TensorParallel(), device)
+            lines += compared(split, TensorParallel(), device)
         except Exception as error:
-            found.append(Finding(split.name, f"{type(error).__name__}: {error}", FAULT, ADVICE))
-    return found
+            lines.append(Finding(split.name, f"{type(error).__name__}: {error}", FAULT, ADVICE))
+    return lines
 
 
 def over(group: dist.ProcessGroup | None) -> list[Finding]:
@@ -81,29 +84,29 @@ def over(group: dist.ProcessGroup | None) -> list[Finding]:
     if group.size() > MOST:
         advice = f"Run the doctor on {MOST} ranks or fewer to have blocks compared: one rank computes them whole."
         return [Finding("blocks", f"not run on more than {MOST} ranks", NOTE, advice)]
-    with connections(group) as own:
+    with connections(group) as connected:
         device = device_of(group)
-        return [f for split in SPLIT for f in compared(split, TensorParallel(own, **split.group), device)]
+        return [f for split in SPLIT for f in compared(split, TensorParallel(connected, **split.group), device)]
 
 
-def compared(split: Split, tp: TensorParallel, device: torch.device) -> list[Finding]:
+def compared(split: BlockSplit, tp: TensorParallel, device: torch.device) -> list[Finding]:
     """Returns the lines of one block: its output, and the gradients of its input and of every parameter."""
     ours = make(split, tp, torch.float32, device)
-    whole = make(split, TensorParallel(), torch.float64, torch.device("cpu"), ranks=tp.size)
-    values = {name: random(p.shape, i) for i, (name, p) in enumerate(whole.named_parameters())}
+    reference = make(split, TensorParallel(), torch.float64, torch.device("cpu"), ranks=tp.size)
+    values = {name: random(p.shape, i) for i, (name, p) in enumerate(reference.named_parameters())}
     values = {name: 1 + 0.1 * t if t.dim() == 1 else t / WIDTH**0.5 for name, t in values.items()}
-    for block in ours, whole:
+    for block in ours, reference:
         fill(block, {name: t.float() for name, t in values.items()})
-    made = step(ours, tp.size)
+    tensors = step(ours, tp.size)
     with References() as references:
-        exact = step(whole, tp.size)
-    results = checked(made, {name: part(exact, name) for name in made}, torch.float32, CHAIN)
+        exact = step(reference, tp.size)
+    results = tensor_errors(tensors, {name: part(exact, name) for name in tensors}, torch.float32, OPS)
     wrong = not all(result.ok for result in results)
     return findings(split.name, results, blamed(references.calls, device, split.ops) if wrong else "")
 
 
 def make(
-    split: Split, tp: TensorParallel, dtype: torch.dtype, device: torch.device, *, ranks: int | None = None
+    split: BlockSplit, tp: TensorParallel, dtype: torch.dtype, device: torch.device, *, ranks: int | None = None
 ) -> TransformerBlock:
     """Returns the block of a group of so many ``ranks``, those of ``tp`` unless given."""
     heads = 2 * (ranks or tp.size)
@@ -122,10 +125,10 @@ def part(values: dict[str, Tensor], name: str) -> Tensor:
     """Returns the value of a name on one rank, or the part of it that has a name of its own where ranks share the only
     kv head."""
     stem, _, leaf = name.rpartition(".")
-    whole = SHARED.get(leaf)
-    if whole is None:
+    shared = SHARED.get(leaf)
+    if shared is None:
         return values[name]
-    value = values[f"{stem}.{whole}"]  # [1, H + 2, ..]
+    value = values[f"{stem}.{shared}"]  # [1, H + 2, ..]
     return value[:, -2:] if leaf.startswith("kv") else value[0, :-2]
 
 
@@ -139,11 +142,11 @@ def step(block: TransformerBlock, ranks: int) -> dict[str, Tensor]:
     y = block(x, batch=BATCH, rng=make_rng(7, 3, device=p.device))
     y.backward(mine(dy))
     assert x.grad is not None
-    made = {"output": rows(y, tp), "gradient of the input": rows(x.grad, tp)}
+    tensors = {"output": rows(y, tp), "gradient of the input": rows(x.grad, tp)}
     for (name, spec, _), p in zip(named_specs(block), block.parameters(), strict=True):
         assert p.grad is not None
-        made[f"gradient of {name}"] = full_tensor(p.grad, spec, tp)
-    return made
+        tensors[f"gradient of {name}"] = full_tensor(p.grad, spec, tp)
+    return tensors
 
 
 def rows(shard: Tensor, tp: TensorParallel) -> Tensor:

@@ -19,7 +19,7 @@ from ....kernels.runtime.philox import make_rng
 M, D, V = 21, 40, 37  # rows, columns, tokens
 
 
-class Case(NamedTuple):
+class SelfTest(NamedTuple):
     """``function(**tensors, **fixed)``; the tensors are fp64 here, and differentiated unless ``backward`` is False."""
 
     name: str
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     backward: bool = True
 
 
-def cases() -> list[Case]:
+def cases() -> list[SelfTest]:
     """Returns the cases, the same ones on every rank and in every run."""
     generator = torch.Generator().manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
@@ -40,46 +40,46 @@ def cases() -> list[Case]:
     labels[3] = -100
     return [
         *_linears(random),
-        Case("layer_norm", kernels.layer_norm, dict(x=random(M, D)) | vectors(D, "weight", "bias")),
-        Case("rms_norm", kernels.rms_norm, dict(x=random(M, D)) | vectors(D, "weight")),
-        Case("dropout", kernels.dropout, dict(x=random(M, D)), drop),
-        Case(
+        SelfTest("layer_norm", kernels.layer_norm, dict(x=random(M, D)) | vectors(D, "weight", "bias")),
+        SelfTest("rms_norm", kernels.rms_norm, dict(x=random(M, D)) | vectors(D, "weight")),
+        SelfTest("dropout", kernels.dropout, dict(x=random(M, D)), drop),
+        SelfTest(
             "reduce_bias_dropout_add_norm",
             _first_two(kernels.reduce_bias_dropout_add_norm),
             dict(parts=random(3, M, D), residual=random(M, D)) | vectors(D, "bias", "weight", "norm_bias"),
             drop | dict(batch=3),
         ),
-        Case(
+        SelfTest(
             "embed_finish",
             _first_two(kernels.embed_finish),
             dict(parts=random(2, M, D), position_weight=random(9, D)) | vectors(D, "weight", "norm_bias"),
             drop | dict(batch=3, positions=numbers(9, M)),
         ),
         *_attentions(random, drop),
-        Case("swiglu", kernels.swiglu, dict(gate_up=random(M, D, 2))),
-        Case("cross_entropy", kernels.cross_entropy, dict(logits=random(M, V)), dict(labels=labels)),
-        Case(
+        SelfTest("swiglu", kernels.swiglu, dict(gate_up=random(M, D, 2))),
+        SelfTest("cross_entropy", kernels.cross_entropy, dict(logits=random(M, V)), dict(labels=labels)),
+        SelfTest(
             "linear_cross_entropy",
             kernels.linear_cross_entropy,
             dict(x=random(M, D), weight=random(V, D), bias=random(V)),
             dict(labels=labels, label_smoothing=0.1),
         ),
-        Case(
+        SelfTest(
             "linear_cross_entropy, added",
             _loss_added,
             dict(x=random(M, D), weight=random(V, D), bias=random(V), total=random(V, D)),
             dict(labels=labels),
             backward=False,
         ),
-        Case("embedding", kernels.embedding, dict(weight=random(V, D)), dict(ids=numbers(V, M))),
-        Case(
+        SelfTest("embedding", kernels.embedding, dict(weight=random(V, D)), dict(ids=numbers(V, M))),
+        SelfTest(
             "select_large",
             kernels.select_large,
             dict(x=random(M * D)),
             dict(threshold=2.0, most=M * D // 30),
             backward=False,
         ),
-        Case("rope", kernels.rope, dict(x=random(M, 3, 10)), rotation(10)),
+        SelfTest("rope", kernels.rope, dict(x=random(M, 3, 10)), rotation(10)),
     ]
 
 
@@ -88,38 +88,38 @@ def rotation(width: int) -> dict[str, Tensor]:
     return dict(cos=cos, sin=sin)
 
 
-def _linears(random: Callable[..., Tensor]) -> list[Case]:
+def _linears(random: Callable[..., Tensor]) -> list[SelfTest]:
     x, weight, bias = random(M, D), random(34, D) / 6, random(34)
     activations = "none", "gelu_tanh", "swiglu"
     tensors = dict(x=x, weight=weight, bias=bias)
     added = dict(dy=random(M, 34), x=x, total=random(34, D))
-    plain = [Case(f"linear, {a}", kernels.linear, tensors, dict(activation=a)) for a in activations]
-    return [*plain, Case("linear, added", _wgrad_added, added, backward=False)]
+    plain = [SelfTest(f"linear, {a}", kernels.linear, tensors, dict(activation=a)) for a in activations]
+    return [*plain, SelfTest("linear, added", _wgrad_added, added, backward=False)]
 
 
 def _wgrad_added(dy: Tensor, x: Tensor, total: Tensor) -> tuple[Tensor, ...]:
     """A weight's gradient added to a sum in fp32, and the bias's, as MainGrad has them."""
-    out = total.to(acc_dtype(total), copy=True)
-    return linear_wgrad_add(dy, x, out, out.dtype), out
+    total = total.to(acc_dtype(total), copy=True)
+    return linear_wgrad_add(dy, x, total, total.dtype), total
 
 
 def _loss_added(x: Tensor, weight: Tensor, bias: Tensor, total: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    out = total.to(acc_dtype(total), copy=True)
-    logits = torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias.to(out.dtype))
+    total = total.to(acc_dtype(total), copy=True)
+    logits = torch.nn.functional.linear(x.to(total.dtype), weight.to(total.dtype), bias.to(total.dtype))
     rows = Rows(labels, logits.logsumexp(-1), logits.new_full((len(x),), 1 / len(x)))
-    dx, db = linear_cross_entropy_bwd_add(Linear(x, weight, bias), rows, Loss(len(weight)), out)
-    return dx, db, out
+    dx, db = linear_cross_entropy_bwd_add(Linear(x, weight, bias), rows, Loss(len(weight)), total)
+    return dx, db, total
 
 
-def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[Case]:
+def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[SelfTest]:
     qkv = dict(qkv=random(M, 2, 4, 16))
     options = DecodeOptions(None, lengths=None, window=None, scale=0.25, softcap=None)
     decoded = dict(q=random(2, 2, 3, 16), k=random(2, 9, 2, 16), v=random(2, 9, 2, 16))
     decode = functools.partial(_decode, options=options)
     return [
-        Case("attention", kernels.attention, qkv, dict(batch=1, causal=True)),
-        Case("attention, dropout", kernels.attention, qkv, drop | dict(batch=3, causal=False) | rotation(16)),
-        Case("attention, one new token", decode, decoded, backward=False),
+        SelfTest("attention", kernels.attention, qkv, dict(batch=1, causal=True)),
+        SelfTest("attention, dropout", kernels.attention, qkv, drop | dict(batch=3, causal=False) | rotation(16)),
+        SelfTest("attention, one new token", decode, decoded, backward=False),
     ]
 
 
@@ -129,4 +129,4 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
 
 def _first_two(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
     """Returns a function without the third output, which is no tensor."""
-    return lambda **given: tuple(t.contiguous() for t in function(**given)[:2])
+    return lambda **inputs: tuple(t.contiguous() for t in function(**inputs)[:2])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ....kernels.runtime.op import NAMESPACE, OPS, tensors
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     name: str
     args: tuple[Any, ...]  # the reference's, records packed
     outputs: list[Tensor]
@@ -21,7 +21,7 @@ class References(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -31,9 +31,9 @@ class References(TorchDispatchMode):
         op = OPS[func.__name__.split(".")[0]]
         packed = op.pack(args)
         with self:  # a reference calls ops too
-            out = op.reference(*packed, **(kwargs or {}))
-        self.calls.append(Call(op.name, packed, list(tensors((out,)))))
-        return out
+            outputs = op.reference(*packed, **(kwargs or {}))
+        self.calls.append(OpCall(op.name, packed, list(tensors((outputs,)))))
+        return outputs
 
 
 def cast(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
