@@ -6,9 +6,9 @@ from .interop.adapter import load_adapter, save_adapter
 from .interop.parallelize import parallelize
 from .interop.trainer import TrainerMixin
 from .kernels.runtime.philox import make_rng
-from .layers import reparametrized as _reparametrized
 from .layers.initial import init_weights
 from .layers.lora import add_lora, merge_lora, unmerge_lora
+from .layers.module import ON_SPLIT as _ON_SPLIT
 from .layers.plain import replicated
 from .parallel import TensorParallel
 from .ranks.agreement import checking
@@ -16,19 +16,17 @@ from .tools.doctor import doctor
 from .tools.explain import explain
 from .tools.parity import check_parity
 from .tools.watch import watch
-from .training import state_dict as _state_dict
 from .training.checkpoint import load_checkpoint, save_checkpoint
 from .training.data_parallel import data_parallel
 from .training.dtensor import as_dtensor
-from .training.foreign import install as _install
+from .training.foreign.table import guard_torch
+from .training.foreign.table import install as _install
 from .training.main_grad import MainGrad
 from .training.matrices import WholeMatrices
 from .training.ok_topk import OkTopk, ok_topk_hook
 from .training.optim import clip_grad_norm_, param_groups
 
-_install()
-_reparametrized.install()
-_state_dict.install()
+_ON_SPLIT.append(_install)
 
 __all__ = [
     "AcceleratorMixin",
@@ -46,6 +44,7 @@ __all__ = [
     "data_parallel",
     "doctor",
     "explain",
+    "guard_torch",
     "init_weights",
     "load_adapter",
     "load_checkpoint",

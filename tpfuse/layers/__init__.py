@@ -17,7 +17,6 @@ one_node           a block on one rank as one autograd node
 parallel_residual  a block with attention and MLP side by side
 partial            partial gradients are found and named
 plain              replicated: plain torch modules on row shards
-reparametrized     weight_norm and its like, refused on split weights
 sites              the number of each dropout mask of a model
 spec               a parameter as a whole, of which a rank holds a slice
 state              a shard in a state dictionary: a DTensor that knows the whole, and back

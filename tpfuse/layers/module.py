@@ -1,7 +1,7 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
@@ -29,6 +29,7 @@ REPLICATED = "_tensor_parallel"  # of a plain module: the ranks that have the sa
 # What torch's wrappers put into the names of the parameters below them.
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
+ON_SPLIT: list[Callable[[], None]] = []  # called when a parameter of which ranks hold slices is made or unpickled
 
 
 class ParallelModule(nn.Module):
@@ -91,6 +92,16 @@ class ParallelModule(nn.Module):
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
         self.register_parameter(name, nn.Parameter(values))
+        self._announce([spec])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._announce(self.specs.values())
+
+    def _announce(self, specs: Iterable[Spec]) -> None:
+        if any(is_split(spec, self.tp) for spec in specs):
+            for call in ON_SPLIT:
+                call()
 
     def extra_repr(self) -> str:
         words = [f"{name}={getattr(self, name)!r}" for name in self.shown]

@@ -9,6 +9,5 @@ matrices       whole weight matrices, for Muon and its like
 ok_topk/       gradients over slow links: the sum of what is large, the rest kept
 optim          param_groups, clip_grad_norm_
 packing        documents packed into rows, balanced over replicas
-state_dict     torch's optimizers in state dictionaries: whole where a parameter is split
 totals         what a MainGrad holds: sums of gradients and fp32 weights, in buffers
 """

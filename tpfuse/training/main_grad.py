@@ -32,6 +32,7 @@ from ..layers.module import ParallelModule, Spec, named_specs
 from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
+from .foreign.table import install
 from .totals import Buffer, Held, Place, State
 
 _STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its Place
@@ -88,6 +89,7 @@ class MainGrad:
             PLACES[p].module = modules.setdefault(tp, _Weights(tp))
             PLACES[p].module.hold(spec, PLACES[p].main)
         _watch_optimizers()
+        install()
 
     def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> Buffer:
         buffer = Buffer([p for _, p, _ in members], dtype)

@@ -320,7 +320,7 @@ KILLS = {  # where the process is when it dies -> the step that is loaded then
     "before anything": ("tpfuse.training.checkpoint.save.check_shared", 1),
     "while shards are written": ("tpfuse.training.checkpoint.shards.os.fsync", 1),
     "before publishing": ("tpfuse.training.checkpoint.save._publish", 1),
-    "before meta.json": ("tpfuse.training.checkpoint.folder._write", 1),
+    "before meta.json": ("tpfuse.training.checkpoint.folder.write_whole", 1),
     "before latest": ("tpfuse.training.checkpoint.folder.fsync", 1),  # of the folder with its meta.json
     "before cleaning": ("tpfuse.training.checkpoint.save.tidy", 2),
 }

@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp import GradScaler
 from torch.distributed._composable import replicate as replicate_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parametrize
+from torch.nn.utils import parametrize
 
 from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, batch, whole
@@ -26,7 +24,7 @@ from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_
 from tpfuse.layers import ColumnParallelLinear, LayerNorm, ParallelAttention
 from tpfuse.layers.module import Whole
 from tpfuse.models import GPT
-from tpfuse.training.foreign import behind, groups
+from tpfuse.training.foreign import groups
 
 CONFIG = replace(GPT_CONFIG, num_layers=1)  # 97 words: ranks have slices of two shapes
 EQUAL = replace(CONFIG, vocab_size=96)
@@ -277,23 +275,6 @@ def test_classes_keep_their_faces():
     for function in fully_shard, replicate_ddp, replicate_fsdp:
         assert pickle.loads(pickle.dumps(function)) is function and "module" in inspect.signature(function).parameters
     assert "Args" in fully_shard.__doc__
-
-
-def test_what_torch_no_longer_has_is_said():
-    with pytest.warns(UserWarning, match="Linear.no_such of torch .* is not what tpfuse knows"):
-        behind.stand_behind_method(nn.Linear, "no_such", default_group)
-    with pytest.warns(UserWarning, match="default_group of torch"):
-        behind.stand_behind_function(default_group, default_group)
-
-
-def test_torch_has_every_name():
-    """Said here first where a new torch has moved one."""
-    scalers = [(owner, "_unscale_grads_") for owner in (GradScaler, ShardedGradScaler)]
-    for owner, name in [(owner, name) for owner, name, _ in groups.METHODS] + scalers:
-        found = vars(owner)[name]
-        assert getattr(found, "__func__", found).__wrapped__, f"{owner.__name__}.{name}"
-    for function in [function for function, _ in groups.FUNCTIONS] + [get_total_norm, clip_grads_with_norm_]:
-        assert behind.Behind in [type(cell.cell_contents) for cell in function.__closure__], function.__name__
 
 
 def accelerated(world):

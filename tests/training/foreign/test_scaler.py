@@ -122,5 +122,5 @@ def test_nothing_waits_for_a_gpu():
         found = {torch.device("meta"): torch.empty(())}
         optimizer = torch.optim.SGD(model.parameters())
         with no_sync() as watch:
-            assert scaler._unscale(lambda *args: found, GradScaler("cpu"), optimizer) is found
+            assert scaler.unscale(lambda *args: found, GradScaler("cpu"), optimizer) is found
     assert watch.started["all_gather"] == 1

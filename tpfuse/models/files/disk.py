@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all: written in a directory beside, moved under their names when all are there.
+"""Files that appear whole or not at all: written beside, moved under their names when all is there.
 
-The directory beside is a new one by a random name: nothing that was there before is used or followed, be it what a
-killed save left or somebody's link.  A link under a final name is replaced.
+Several files are written in a directory, which is a new one by a random name: nothing that was there before is used or
+followed, be it what a killed save left or somebody's link.  A link under a final name is replaced.
 """
 
 import contextlib
@@ -75,6 +75,24 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     except SafetensorError as error:
         raise OSError(f"{file.name} cannot be written: {error}") from error
     file.chmod(mode)
+
+
+def write_whole(path: Path, data: bytes, *, suffix: str = ".new", durable: bool = True) -> None:
+    """Writes one file whole or not at all, by way of a file beside whose name ends in ``suffix``.
+
+    ``durable``: it is on disk before it has its name.  The name itself is once the directory's :func:`fsync` is done.
+    """
+    new = path.with_name(path.name + suffix)
+    try:
+        with open(new, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def fsync(path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from ...models.files.disk import fsync
+from ...models.files.disk import fsync, write_whole
 from ...parallel import host
 from .errors import at
 from .job import is_alive, is_here, read_job, this_job, write_job
@@ -86,10 +86,12 @@ def check_shared(path: Path, saving: bytes) -> None:
 
 def publish(path: Path, meta: bytes) -> None:
     """Writes meta.json, then makes the checkpoint the latest; all of it is on disk when this returns."""
-    _write(path / META, meta)
+    with at(path / META):
+        write_whole(path / META, meta)
     with at(path):
         fsync(path)
-    _write(path.parent / LATEST, f"{path.name}\n".encode())
+    with at(path.parent / LATEST):
+        write_whole(path.parent / LATEST, f"{path.name}\n".encode())
     with at(path):
         (path / SAVING).unlink()
         fsync(path.parent)
@@ -137,18 +139,3 @@ def _step(folder: Path) -> int:
     name = _NAME.fullmatch(folder.name)
     assert name is not None
     return int(name[1])
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with at(path):
-            with open(new, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise

@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...models.files.disk import write_whole
 from ...parallel import host
 from .errors import at
 from .meta import read_text
@@ -61,15 +62,9 @@ def check_held(directory: Path, job: Job) -> None:
 
 
 def write_job(path: Path, job: Job) -> None:
-    """Writes a file whole or not at all."""
-    new = path.with_name(f"{path.name}.{job.token}")
-    try:
-        with at(path):
-            new.write_text(json.dumps(job._asdict()))
-            os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    """Writes a file whole or not at all; two jobs may write it at once."""
+    with at(path):
+        write_whole(path, json.dumps(job._asdict()).encode(), suffix=f".{job.token}", durable=False)
 
 
 def read_job(path: Path) -> Job | None:

@@ -3,27 +3,14 @@
 They are given parameters, not layers, and know nothing of ranks that hold other slices.  What they are given is looked
 up among the living parallel layers; a process without split parameters gets torch's own code and its bits.
 
-accelerate  accelerate's Accelerator without the mix-in
-behind      standing behind a function or method of torch's
-clip        torch.nn.utils' clipping by norm
-groups      which tools send parameters over which group: DDP, FSDP, replicate, distribute_tensor
-known       what a tensor that a tool is given is a slice of
-norm        the norm of a whole model's gradients
-scaler      torch.amp.GradScaler
+accelerate       accelerate's Accelerator without the mix-in
+behind           how a function or method is replaced, and put back
+clip             torch.nn.utils' clipping by norm
+groups           which tools send parameters over which group: DDP, FSDP, replicate, distribute_tensor
+known            what a tensor that a tool is given is a slice of
+norm             the norm of a whole model's gradients
+optimizer_state  torch's optimizers in state dictionaries: whole where a parameter is split
+reparametrized   weight_norm and its like, refused on split weights
+scaler           torch.amp.GradScaler
+table            all that is replaced, from the first split parameter on
 """
-
-from . import accelerate, clip, groups, scaler
-
-__all__ = ["install"]
-
-
-def install() -> None:
-    """Stands behind torch's tools, once a process.
-
-    The package does so at its import: a layer may come to life as a copy or from a pickle, in whatever order modules
-    are imported.
-    """
-    accelerate.install()
-    clip.install()
-    groups.install()
-    scaler.install()

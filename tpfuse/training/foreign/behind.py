@@ -1,18 +1,51 @@
-"""Standing behind a function of torch's, so that everybody who has imported it already calls what stands there.
+"""Functions and methods of other libraries, replaced so that everybody who has imported one calls the replacement.
 
-A method is replaced on its class.  A function that torch decorates keeps the function it decorates in a cell, and
-that is replaced: the decorated object stays, with its signature, its docstring and its pickles.
+A method is replaced on its class.  A function that torch decorates keeps the function it decorates in a cell, and that
+is replaced: the decorated object stays, with its signature, its docstring and its pickles.  Any other function is
+replaced in its module.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-Around = Callable[..., Any]  # (the original, *args, **kwargs) -> what a call returns
-_CELL = "func"  # the name that torch's decorators give to what they decorate
+Around = Callable[..., Any]  # (the original, *args, **kwargs) -> the result of a call
+Undo = Callable[[], None]
+_CELL = "func"  # the variable in which torch's decorators keep the decorated function
+
+
+class Replacement(NamedTuple):
+    """``around(original, ...)`` in place of ``owner.name``, and the reason.
+
+    ``owner`` is a class, a module, or the address "module:Class" of a class in a package that need not be installed:
+    that is replaced when somebody imports it.
+    """
+
+    owner: type | ModuleType | str
+    name: str
+    around: Around
+    why: str
+
+    def __str__(self) -> str:
+        if isinstance(self.owner, str):
+            return f"{self.owner.replace(':', '.')}.{self.name}"
+        package = f"{self.owner.__module__}." if isinstance(self.owner, type) else ""
+        return f"{package}{self.owner.__name__}.{self.name}"
+
+    def put(self) -> Undo:
+        """Replaces the function; returns a function that puts the original back.  A warning where there is none."""
+        if isinstance(self.owner, str):
+            module, _, owner = self.owner.partition(":")
+            return _when_imported(module, lambda imported: replace(getattr(imported, owner), self.name, self.around))
+        return replace(self.owner, self.name, self.around)
 
 
 class Behind:
@@ -32,32 +65,78 @@ class Behind:
         return hash(self.original)
 
 
-def stand_behind_method(owner: type, name: str, around: Around) -> None:
-    """Replaces a method by one that calls ``around(original, self, ...)``; a warning where torch has none."""
-    found = owner.__dict__.get(name)
-    original = found.__func__ if isinstance(found, classmethod) else found
+def replace(owner: type | ModuleType, name: str, around: Around) -> Undo:
+    """Replaces ``owner.name`` by a call of ``around(original, ...)``; see :meth:`Replacement.put`."""
+    raw = vars(owner).get(name)
+    original: Any = raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
     if not callable(original):
-        return _absent(f"{owner.__qualname__}.{name}")
+        warnings.warn(
+            f"tpfuse: {owner.__name__}.{name} of torch {torch.__version__} is not what tpfuse knows; given parameters"
+            " that are split over tensor-parallel ranks, it may compute something else in silence",
+            stacklevel=2,
+        )
+        return lambda: None
+    if isinstance(owner, ModuleType) and _CELL in original.__code__.co_freevars:
+        return _replace_cell(original.__closure__[original.__code__.co_freevars.index(_CELL)], around)
 
     @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, classmethod(method) if isinstance(found, classmethod) else method)
+    new = type(raw)(replacement) if isinstance(raw, classmethod | staticmethod) else replacement
+    setattr(owner, name, new)
+
+    def undo() -> None:
+        if vars(owner).get(name) is new:  # or somebody has replaced it since
+            setattr(owner, name, raw)
+
+    return undo
 
 
-def stand_behind_function(decorated: Any, around: Around) -> None:
-    """Replaces what ``decorated`` decorates by a call of ``around(original, *args, **kwargs)``; else a warning."""
-    names: tuple[str, ...] = getattr(getattr(decorated, "__code__", None), "co_freevars", ())
-    if _CELL not in names:
-        return _absent(getattr(decorated, "__qualname__", repr(decorated)))
-    cell = decorated.__closure__[names.index(_CELL)]
-    cell.cell_contents = Behind(cell.cell_contents, around)
+def _replace_cell(cell: Any, around: Around) -> Undo:
+    original = cell.cell_contents
+    new = cell.cell_contents = Behind(original, around)
+
+    def undo() -> None:
+        if cell.cell_contents is new:
+            cell.cell_contents = original
+
+    return undo
 
 
-def _absent(what: str) -> None:
-    warnings.warn(
-        f"tpfuse: {what} of torch {torch.__version__} is not what tpfuse knows; given parameters that are split over"
-        " tensor-parallel ranks, it may compute something else in silence",
-        stacklevel=2,
-    )
+def _when_imported(module: str, put: Callable[[ModuleType], Undo]) -> Undo:
+    """Calls ``put`` with a module, which is not imported for this: now, or when somebody imports it."""
+    if module in sys.modules:
+        return put(sys.modules[module])
+    finder = _Finder(module, put)
+    sys.meta_path.insert(0, finder)
+    return finder.undo
+
+
+class _Finder(MetaPathFinder):
+    """Waits for the import of one module."""
+
+    def __init__(self, module: str, put: Callable[[ModuleType], Undo]):
+        self.module, self.put = module, put
+        self.undone: Undo | None = None
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_put(module: ModuleType) -> None:
+                execute(module)
+                self.undone = self.put(module)
+
+            spec.loader.exec_module = execute_and_put  # type: ignore[method-assign]
+        return spec
+
+    def undo(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self.undone is not None:
+            self.undone()

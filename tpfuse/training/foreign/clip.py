@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ...kernels.runtime.main_grad import PLACES
 from ...layers.module import Whole, local
 from ...ranks.agreement import agreement_of, names
-from .behind import stand_behind_function
 from .known import any_split, wholes_of
 from .norm import part_of, scale_, total_norm
 
@@ -21,26 +19,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 _eager: Callable[[F], F] = torch.compiler.disable  # a compiled graph ends here, and goes on behind
 
 
-def install() -> None:
-    stand_behind_function(get_total_norm, _total_norm)
-    stand_behind_function(clip_grads_with_norm_, _clip_grads)
-
-
 def _listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _total_norm(
+def get_total_norm(
     original: Callable[..., Tensor],
     tensors: Tensors,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    every = _listed(tensors)
-    total = _whole_norm(every, float(norm_type)) if any_split() else None
+    """Stands in the place of torch.nn.utils.get_total_norm."""
+    tensors = _listed(tensors)
+    total = _whole_norm(tensors, float(norm_type)) if any_split() else None
     if total is None:
-        return original(every, norm_type, error_if_nonfinite, foreach)
+        return original(tensors, norm_type, error_if_nonfinite, foreach)
     if error_if_nonfinite and not total.isfinite():
         original([total], norm_type, True, foreach)  # raises torch's own error
     return total
@@ -71,21 +65,22 @@ def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:
         agreement_of(group, "torch.nn.utils.get_total_norm", each_call=True)(group, call, {})
 
 
-def _clip_grads(
+def clip_grads_with_norm_(
     original: Callable[..., None],
     parameters: Tensors,
     max_norm: float,
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    every = _listed(parameters)
-    if not torch.compiler.is_compiling() and PLACES and any(p in PLACES for p in every):
+    """Stands in the place of torch.nn.utils.clip_grads_with_norm_."""
+    parameters = _listed(parameters)
+    if not torch.compiler.is_compiling() and PLACES and any(p in PLACES for p in parameters):
         raise ValueError(
             "torch.nn.utils.clip_grad_norm_: the gradients of these parameters are in their main_grad; clip"
             " main.parameters(), or call tpfuse.clip_grad_norm_(model)"
         )
-    if not (any_split() and _scaled(every, float(max_norm), total_norm)):
-        original(every, max_norm, total_norm, foreach)
+    if not (any_split() and _scaled(parameters, float(max_norm), total_norm)):
+        original(parameters, max_norm, total_norm, foreach)
 
 
 @_eager

@@ -5,24 +5,21 @@ A table says what each tool is given and which ranks it would use; the rule is o
 ranks of a group see the same.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable import replicate as replicate_ddp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
 from ...kernels.runtime.rules import some
 from ...layers.module import Whole
-from .behind import stand_behind_function, stand_behind_method
 from .known import any_split, keep, wholes_of
 
 Arguments = Mapping[str, Any]
@@ -39,42 +36,28 @@ class Tool(NamedTuple):
     cure: str
     first: str = ""  # the cure of parameters that are no DTensors yet
     main_grad: str = ""  # the error of parameters whose gradients a MainGrad holds
+    composable: bool = False  # torch notes the call on the modules before it makes it
 
 
-def install() -> None:
-    for owner, method, tool in METHODS:
-        signature = inspect.signature(getattr(owner.__dict__[method], "__func__", owner.__dict__[method]))
-        stand_behind_method(owner, method, _refusing(tool, signature))
-    for function, tool in FUNCTIONS:
-        stand_behind_function(function, _refusing(tool, inspect.signature(function), _unfiled))
+_signature = functools.cache(inspect.signature)
 
 
-def _unfiled(original: Callable[..., Any], given: Arguments) -> None:
-    """Removes what torch has noted on the modules of a composable tool before the tool itself is called."""
-    for module in _modules(given):
-        vars(module).get(STATE_KEY, {}).pop(original, None)
-        vars(module).get(REGISTRY_KEY, {}).pop(original.__name__, None)
-
-
-def _refusing(
-    tool: Tool,
-    signature: inspect.Signature,
-    undo: Callable[[Callable[..., Any], Arguments], None] = lambda original, given: None,
-) -> Callable[..., Any]:
-    """Returns what stands before a tool of this signature; ``undo`` runs before an error."""
+def refusing(tool: Tool) -> Callable[..., Any]:
+    """Returns the replacement of a tool: a ValueError where :func:`error_of` has one, else the tool."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not any_split() and not (tool.main_grad and PLACES):
             return original(*args, **kwargs)
         try:
-            bound = signature.bind(*args, **kwargs)
+            bound = _signature(original).bind(*args, **kwargs)
         except TypeError:
             return original(*args, **kwargs)  # which raises its own
         bound.arguments.update({k: list(v) for k, v in bound.arguments.items() if isinstance(v, Iterator)})
-        given = bound.arguments | bound.arguments.get("kwargs", {})
-        error = error_of(tool, given)
+        arguments = bound.arguments | bound.arguments.get("kwargs", {})
+        error = error_of(tool, arguments)
         if error is not None:
-            undo(original, given)
+            if tool.composable:
+                _unmark(original, arguments)
             raise ValueError(error)
         result = original(*bound.args, **bound.kwargs)
         keep()
@@ -83,9 +66,16 @@ def _refusing(
     return around
 
 
-def error_of(tool: Tool, given: Arguments) -> str | None:
+def _unmark(original: Callable[..., Any], arguments: Arguments) -> None:
+    """Removes what torch has noted on the modules of a composable tool before the tool itself is called."""
+    for module in _modules(arguments):
+        vars(module).get(STATE_KEY, {}).pop(original, None)
+        vars(module).get(REGISTRY_KEY, {}).pop(original.__name__, None)
+
+
+def error_of(tool: Tool, arguments: Arguments) -> str | None:
     """Returns what is wrong with a tool's arguments; None where nothing is."""
-    every = list(tool.parameters(given))
+    every = list(tool.parameters(arguments))
     if tool.main_grad and PLACES and any(p in PLACES for _, p in every):
         return tool.main_grad
     wholes = wholes_of([p for _, p in every])
@@ -96,7 +86,7 @@ def error_of(tool: Tool, given: Arguments) -> str | None:
     ]
     if not held:
         return None
-    ranks = tool.ranks(given)
+    ranks = tool.ranks(arguments)
     wrong = [(name, p) for name, p, whole in held if ranks is None or _differ(whole, ranks)]
     if not wrong:
         return None
@@ -119,47 +109,47 @@ def _differ(whole: Whole, ranks: list[int]) -> bool:
 # ---- what the tools are given ----
 
 
-def _modules(given: Arguments) -> list[nn.Module]:
-    module = given["module"]
+def _modules(arguments: Arguments) -> list[nn.Module]:
+    module = arguments["module"]
     return [module] if isinstance(module, nn.Module) else list(module)
 
 
-def _ddp_parameters(given: Arguments) -> Named:
+def _ddp_parameters(arguments: Arguments) -> Named:
     """DDP broadcasts frozen parameters too, and averages those that it delays by itself."""
-    module = given["module"]
+    module = arguments["module"]
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     yield from ((name, p) for name, p in module.named_parameters() if name not in ignored)
-    yield from given.get("delay_all_reduce_named_params") or ()
+    yield from arguments.get("delay_all_reduce_named_params") or ()
 
 
-def _unmanaged(given: Arguments) -> Named:
+def _unmanaged(arguments: Arguments) -> Named:
     """Parameters that no FSDP2 module inside has taken, without those to be ignored."""
-    ignored, taken = set(given.get("ignored_modules") or ()), set(given.get("ignored_params") or ())
-    for module in (inner for outer in _modules(given) for inner in outer.modules()):
+    ignored, taken = set(arguments.get("ignored_modules") or ()), set(arguments.get("ignored_params") or ())
+    for module in (inner for outer in _modules(arguments) for inner in outer.modules()):
         if module in ignored or isinstance(module, FSDPModule):
             taken.update(module.parameters())
-    yield from ((n, p) for module in _modules(given) for n, p in module.named_parameters() if p not in taken)
+    yield from ((n, p) for module in _modules(arguments) for n, p in module.named_parameters() if p not in taken)
 
 
-def _flattened(given: Arguments) -> Named:
-    states = list(given.get("ignored_states") or ())
-    modules = [*(given.get("ignored_modules") or ()), *(x for x in states if isinstance(x, nn.Module))]
+def _flattened(arguments: Arguments) -> Named:
+    states = list(arguments.get("ignored_states") or ())
+    modules = [*(arguments.get("ignored_modules") or ()), *(x for x in states if isinstance(x, nn.Module))]
     ignored = {p for m in modules for p in m.parameters()} | {x for x in states if isinstance(x, Tensor)}
-    yield from ((name, p) for name, p in given["module"].named_parameters() if p not in ignored)
+    yield from ((name, p) for name, p in arguments["module"].named_parameters() if p not in ignored)
 
 
-def _tensor(given: Arguments) -> Named:
-    yield "", given["tensor"]
+def _tensor(arguments: Arguments) -> Named:
+    yield "", arguments["tensor"]
 
 
-def _group_ranks(given: Arguments) -> list[int]:
-    mesh = given.get("device_mesh")
-    return dist.get_process_group_ranks(given.get("process_group")) if mesh is None else _mesh_ranks(mesh)
+def _group_ranks(arguments: Arguments) -> list[int]:
+    mesh = arguments.get("device_mesh")
+    return dist.get_process_group_ranks(arguments.get("process_group")) if mesh is None else _mesh_ranks(mesh)
 
 
-def _sharded_ranks(given: Arguments) -> list[int]:
+def _sharded_ranks(arguments: Arguments) -> list[int]:
     """The ranks of FSDP2's mesh, or of those of its dimensions that ``dp_mesh_dims`` names."""
-    mesh, dims = given.get("mesh"), given.get("dp_mesh_dims")
+    mesh, dims = arguments.get("mesh"), arguments.get("dp_mesh_dims")
     if mesh is None:
         return dist.get_process_group_ranks(None)
     if dims is not None:
@@ -172,8 +162,8 @@ def _sharded_ranks(given: Arguments) -> list[int]:
     return _mesh_ranks(mesh)
 
 
-def _one_dim_ranks(given: Arguments) -> list[int]:
-    return dist.get_process_group_ranks(given["mesh"].get_group(given["mesh_dim"]))
+def _one_dim_ranks(arguments: Arguments) -> list[int]:
+    return dist.get_process_group_ranks(arguments["mesh"].get_group(arguments["mesh_dim"]))
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> list[int]:
@@ -181,35 +171,25 @@ def _mesh_ranks(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
-# ---- the table ----
+# ---- the tools ----
 
 _SAME = "the ranks that hold the same slices"
 _DDP = 'pass process_group=mesh["dp"].get_group(), ' + _SAME
 _REPLICATE = 'pass device_mesh=mesh["dp"], ' + _SAME
-_FSDP = Tool(
+_FLAT = (
+    "flattened, they would be slices of nothing that a norm or a checkpoint knows; use tpfuse.as_dtensor(model, mesh)"
+    ' and fully_shard(..., mesh=mesh["dp"]), or DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
+)
+WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
+FSDP1 = Tool("FullyShardedDataParallel", _flattened, lambda arguments: None, _FLAT)
+FSDP2 = Tool(
     "fully_shard",
     _unmanaged,
     _sharded_ranks,
     cure=f'pass mesh=mesh["dp"], {_SAME}',
     first="call tpfuse.as_dtensor(model, mesh) first, and ",
+    composable=True,
 )
-_FSDP1 = (
-    "flattened, they would be slices of nothing that a norm or a checkpoint knows; use tpfuse.as_dtensor(model, mesh)"
-    ' and fully_shard(..., mesh=mesh["dp"]), or DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
-)
-WRAPPED = Tool("DistributedDataParallel", _ddp_parameters, _group_ranks, _DDP, main_grad=DDP)
-_DISTRIBUTE = Tool(
-    "distribute_tensor", _tensor, _one_dim_ranks, "tpfuse.as_dtensor(model, mesh) makes DTensors of them"
-)
-
-METHODS: list[tuple[type, str, Tool]] = [
-    (DistributedDataParallel, "__init__", WRAPPED),
-    (FullyShardedDataParallel, "__init__", Tool("FullyShardedDataParallel", _flattened, lambda given: None, _FSDP1)),
-    (Shard, "_make_shard_tensor", _DISTRIBUTE),
-    (Replicate, "_make_replicate_tensor", _DISTRIBUTE),
-]
-FUNCTIONS: list[tuple[Any, Tool]] = [
-    (fully_shard, _FSDP),
-    (replicate_fsdp, _FSDP._replace(name="replicate")),
-    (replicate_ddp, Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP)),
-]
+REPLICATE = Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP, composable=True)
+REPLICATE_FSDP = FSDP2._replace(name="replicate")
+DISTRIBUTE = Tool("distribute_tensor", _tensor, _one_dim_ranks, "tpfuse.as_dtensor(model, mesh) makes DTensors of them")

@@ -1,0 +1,77 @@
+"""All that the library replaces in other libraries, in one table: from the first parameter that is split over ranks, or
+the first MainGrad, until :func:`guard_torch` puts the originals back.
+
+``import tpfuse`` and models on one rank replace nothing.  What is replaced calls the original where no parameter is
+split.
+"""
+
+import torch.distributed._composable as composable
+import torch.distributed._composable.replicate_with_fsdp as replicate_with_fsdp
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
+
+from . import accelerate, clip, groups, optimizer_state, reparametrized, scaler
+from .behind import Replacement, Undo
+
+_SLICES = "refuses a group whose ranks hold different slices of a parameter"
+_DISTRIBUTE = f"distribute_tensor {_SLICES}"
+_SCALES = "scales slices and DTensors of several meshes"
+_WHOLE = "is over the whole gradients, where a rank holds slices"
+_STATE = "a split parameter's state is that of the whole"
+_FINITE = "an infinity in one rank's slice is one on all its tensor-parallel ranks"
+_SHARD_NORM = "refuses a norm of the whole weight where a rank holds a slice"
+
+TABLE: tuple[Replacement, ...] = (
+    Replacement(DistributedDataParallel, "__init__", groups.refusing(groups.WRAPPED), _SLICES),
+    Replacement(FullyShardedDataParallel, "__init__", groups.refusing(groups.FSDP1), "refuses to flatten slices"),
+    Replacement(fsdp, "fully_shard", groups.refusing(groups.FSDP2), _SLICES),
+    Replacement(composable, "replicate", groups.refusing(groups.REPLICATE), _SLICES),
+    Replacement(replicate_with_fsdp, "replicate", groups.refusing(groups.REPLICATE_FSDP), _SLICES),
+    Replacement(Shard, "_make_shard_tensor", groups.refusing(groups.DISTRIBUTE), _DISTRIBUTE),
+    Replacement(Replicate, "_make_replicate_tensor", groups.refusing(groups.DISTRIBUTE), _DISTRIBUTE),
+    Replacement(nn.utils, "get_total_norm", clip.get_total_norm, f"the norm {_WHOLE}"),
+    Replacement(nn.utils, "clip_grads_with_norm_", clip.clip_grads_with_norm_, _SCALES),
+    Replacement(GradScaler, "_unscale_grads_", scaler.unscale, _FINITE),
+    Replacement(ShardedGradScaler, "_unscale_grads_", scaler.unscale, _FINITE),
+    Replacement(Optimizer, "state_dict", optimizer_state.state_dict, _STATE),
+    Replacement(Optimizer, "load_state_dict", optimizer_state.load_state_dict, _STATE),
+    Replacement(parametrize, "register_parametrization", reparametrized.register, _SHARD_NORM),
+    Replacement(WeightNorm, "apply", reparametrized.weight_norm, _SHARD_NORM),
+    Replacement(SpectralNorm, "apply", reparametrized.spectral_norm, _SHARD_NORM),
+    *(
+        Replacement(accelerate.CLASS, name, accelerate.refusing(name), "refuses split models without the mix-in")
+        for name in accelerate.METHODS
+    ),
+)
+
+_undo: list[Undo] = []  # of what is replaced now
+_off = False  # by guard_torch
+
+
+def install() -> None:
+    """Replaces all of :data:`TABLE`, unless that is done or :func:`guard_torch` has forbidden it."""
+    if not (_off or _undo):
+        _undo.extend(replacement.put() for replacement in TABLE)
+
+
+def guard_torch(on: bool = True) -> None:
+    """Switches off, or on again, what the library replaces in torch once a parameter is split over ranks.
+
+    ``guard_torch(False)`` puts torch's own functions back and leaves them so: DistributedDataParallel, FSDP, gradient
+    clipping, GradScaler and optimizers' state dictionaries then take a split parameter for a whole one, in silence.
+    ``guard_torch()`` replaces them at once.
+    """
+    global _off
+    _off = not on
+    install()
+    while _off and _undo:
+        _undo.pop()()
