@@ -55,8 +55,6 @@ LATE: dict[str, tuple[int, int, int]] = {
     "ranks": (43, 6, 3),
     "sequence_parallel": (74, 15, 5),
     "tools": (28, 7, 5),
-    "tools/bench": (38, 10, 1),
-    "tools/doctor": (56, 15, 1),
     "tools/ledger": (59, 16, 6),
     "tools/pipeline": (4, 0, 0),
     "tools/plan": (176, 42, 18),

@@ -1,5 +1,6 @@
 """Tools around the library: ledger, planner, doctor, benchmarks, explain, watch, parity.  Nothing else imports them.
 
+accuracy   errors that rounding explains
 bench/     kernels alone, at any shape: python -m tpfuse bench
 command    the command line of python -m tpfuse: what commands have in common
 doctor/    what an installation is, what runs where, whether it works: tpfuse.doctor()

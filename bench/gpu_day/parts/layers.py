@@ -128,7 +128,7 @@ def row_of(layer: Layer, provider: str, timing, card) -> dict:
     tflops, sheet = layer.flops / timing.p50 / 1e12, data_sheet(card.name)
     times = {f"p{q}_ms": getattr(timing, f"p{q}") * 1e3 for q in (20, 50, 80)}
     shares = dict(matrix_share=tflops / card.matrix_tflops["bf16"], mfu=sheet and tflops / sheet.matrix_tflops)
-    return dict(layer=layer.name, provider=provider, timed=timing.how, **times, tflops=tflops, **shares)
+    return dict(layer=layer.name, provider=provider, timed=timing.method, **times, tflops=tflops, **shares)
 
 
 def headline(rows: list[dict]) -> str:

@@ -3,7 +3,7 @@
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from tpfuse.tools.bench.roofline import Card
-from tpfuse.tools.bench.run import PEERS, Case, Setting, measure
+from tpfuse.tools.bench.run import PEERS, BenchCase, Setting, measure
 
 LOSSES = "cross_entropy", "linear_cross_entropy"  # whose forward may do the backward's work: whole steps are compared
 SECONDS = 0.3
@@ -26,7 +26,7 @@ def run(job: str, context: Context) -> None:
     mine = ["compile"] if compiled else [who for who in bench.names if who != "compile" and who not in PEERS]
     modes = ["fwd", "bwd", "step"] if bench.name in LOSSES else ["fwd", "bwd"]
     setting = Setting(card_of(context), context.device, 0.0 if context.tiny else SECONDS, keep=context.emit)
-    made, notes = measure(Case(bench, shape, "bf16", modes, mine), setting)
+    made, notes = measure(BenchCase(bench, shape, "bf16", modes, mine), setting)
     for note in notes:
         context.emit(dict(note=note))
     if not made:

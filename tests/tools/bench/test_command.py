@@ -1,7 +1,6 @@
 """``python -m tpfuse bench`` as a user meets it."""
 
 import csv
-import functools
 import json
 import sys
 
@@ -11,16 +10,11 @@ import tpfuse.tools.bench.command as program
 from tpfuse.__main__ import main as tpfuse_main
 from tpfuse.tools.bench import measure, run
 from tpfuse.tools.bench.definition import discover, load
-from tpfuse.tools.bench.roofline import Card, measure_card
+from tpfuse.tools.bench.roofline import Card
 
 
 def main(argv):
     return tpfuse_main(["bench", *argv])
-
-
-@pytest.fixture
-def small_card(monkeypatch):
-    monkeypatch.setattr(program, "measure_card", functools.partial(measure_card, copy_mib=1, side=16))
 
 
 def test_the_list(capsys):

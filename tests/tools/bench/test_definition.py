@@ -1,7 +1,6 @@
 """What an op's file must hold, and that a user's own file is timed as tpfuse's are."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
@@ -11,7 +10,6 @@ import pytest
 import tpfuse.tools.bench.command as program
 from tpfuse.__main__ import main
 from tpfuse.tools.bench.definition import Bench, discover, load, load_all
-from tpfuse.tools.bench.roofline import measure_card
 
 ROOT = pathlib.Path(__file__).parents[3]
 DOCUMENTED = next(
@@ -32,11 +30,6 @@ def my_op(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-@pytest.fixture
-def small_card(monkeypatch):
-    monkeypatch.setattr(program, "measure_card", functools.partial(measure_card, copy_mib=1, side=16))
 
 
 def test_the_documented_file_is_timed(my_op, capsys, small_card, tmp_path):

@@ -23,7 +23,7 @@ from . import output, plots
 from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
 from .roofline import Card, measure_card
-from .run import MODES, PEERS, Case, Found, Setting, available, measure
+from .run import MODES, PEERS, BenchCase, Results, Setting, available, measure
 
 STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
@@ -63,9 +63,9 @@ def register(commands: Commands) -> None:
     p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
     p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="time spent on a shape and mode, in seconds")
-    out = p.add_argument_group("output")
-    out.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
-    out.add_argument(
+    files = p.add_argument_group("output")
+    files.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
+    files.add_argument(
         "--json",
         type=json_file,
         nargs="?",
@@ -73,7 +73,7 @@ def register(commands: Commands) -> None:
         metavar="FILE",
         help="print JSON in place of tables; with FILE.json, print tables and write JSON there",
     )
-    out.add_argument(
+    files.add_argument(
         "--plot",
         type=Path,
         metavar="PNG|DIR",
@@ -100,18 +100,18 @@ def listing() -> str:
     lines = []
     for op in listed():
         lines += [f"{op['name']}  {'x'.join(op['axes'])}"]
-        lines += [f"    {where} {' '.join(map(written, op[key]))}" for where, key in STANDARD.items()]
+        lines += [f"    {device} {' '.join(map(written, op[key]))}" for device, key in STANDARD.items()]
         lines += [f"    {', '.join(op['providers'])}"]
     usage = "python -m tpfuse bench OP [OP ...], all, or a file of your own, NAME.py; --help says what else"
     return "\n".join([*lines, "", usage])
 
 
-def chosen(text: str, known: Collection[str], what: str) -> list[str]:
-    """Returns ["fwd", "bwd"] of "fwd,bwd"; ValueError for a name that is not known."""
-    names = list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"there is no {what} {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    return names
+def chosen(text: str, names: Collection[str], kind: str) -> list[str]:
+    """Returns ["fwd", "bwd"] of "fwd,bwd"; ValueError for a name that is not one of ``names``."""
+    parts = list(dict.fromkeys(text.split(",")))
+    if unknown := [part for part in parts if part not in names]:
+        raise ValueError(f"there is no {kind} {unknown[0]!r}; there are {', '.join(sorted(names))}")
+    return parts
 
 
 def shapes_of(bench: Bench, texts: Sequence[str], device: torch.device) -> list[Shape]:
@@ -145,34 +145,34 @@ def progress(line: str) -> None:
 # ---- what is to be measured ----
 
 
-class Plan(NamedTuple):
-    """What a command line asks for, every name and every path checked."""
+class Request(NamedTuple):
+    """A command line, every name and every path checked."""
 
-    cases: list[Case]
+    cases: list[BenchCase]
     dtypes: list[str]
     device: torch.device
     notes: list[str]
 
 
-def planned(args: Namespace) -> Plan:
-    """Returns the plan of a command line; ValueError or OSError for what cannot be had."""
+def requested(args: Namespace) -> Request:
+    """Returns the measurements to make; ValueError or OSError for what cannot be had."""
     device = device_of(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_number("--seconds", args.seconds, NOT_NEGATIVE)
     dtypes, modes = chosen(args.dtype, DTYPES, "dtype"), chosen(args.mode, MODES, "mode")
     benches = load_all(args.ops)
     if args.dropout is not None:
         benches = [bench if bench.p is None else dataclasses.replace(bench, p=args.dropout) for bench in benches]
-    texts = [text for given in args.shape or () for text in given.split(",")]
-    known = {name for bench in benches for name in bench.names} | set(PEERS)
-    wanted = args.providers and chosen(args.providers, known, "provider")
+    texts = [text for option in args.shape or () for text in option.split(",")]
+    names = {name for bench in benches for name in bench.names} | set(PEERS)
+    wanted = args.providers and chosen(args.providers, names, "provider")
     cases, notes = [], []
     for bench in benches:
         providers, lines = available(bench, wanted)
         notes += lines
         for shape in shapes_of(bench, texts, device):
-            cases += [Case(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
+            cases += [BenchCase(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
     _check_places(args)
-    return Plan(cases, dtypes, device, notes)
+    return Request(cases, dtypes, device, notes)
 
 
 def _check_places(args: Namespace) -> None:
@@ -197,53 +197,53 @@ def run(args: Namespace) -> int:
     if not args.ops:
         print(json.dumps(listed(), indent=1) if args.json else listing())
         return 0
-    plan = planned(args)
-    found, card, code = Found([], plan.notes), None, None
+    request = requested(args)
+    results, card, code = Results([], request.notes), None, None
     try:
         progress("measuring the card")
-        card = measure_card(plan.device, {dtype: DTYPES[dtype] for dtype in plan.dtypes})
-        for i, case in enumerate(plan.cases, 1):
-            say = _numbered(f"[{i}/{len(plan.cases)}]")
-            measure(case, Setting(card, plan.device, args.seconds, say), found)
+        card = measure_card(request.device, {dtype: DTYPES[dtype] for dtype in request.dtypes})
+        for i, case in enumerate(request.cases, 1):
+            say = _numbered(f"[{i}/{len(request.cases)}]")
+            measure(case, Setting(card, request.device, args.seconds, say), results)
     except KeyboardInterrupt:
-        found.notes.append("interrupted: these are the rows so far")
+        results.notes.append("interrupted: these are the rows so far")
         code = INTERRUPTED
     except BaseException:
-        if card and found.rows:
-            report(args, found, card, cache=cache_bytes(plan.device))
+        if card and results.rows:
+            report(args, results, card, cache=cache_bytes(request.device))
         raise
     if card:
-        report(args, found, card, cache=cache_bytes(plan.device))
-    return code or (0 if found.rows else 1)
+        report(args, results, card, cache=cache_bytes(request.device))
+    return code or (0 if results.rows else 1)
 
 
 def _numbered(number: str) -> Callable[[str], None]:
     return lambda line: progress(f"{number} {line}")
 
 
-def report(args: Namespace, found: Found, card: Card, *, cache: int) -> None:
+def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None:
     """Prints the rows and writes each file that is asked for, whatever becomes of the others.
 
     Raises the first error at the end.
     """
     if sys.stderr.isatty():
         progress("")
-    found.notes.extend(output.cached(found.rows, cache))
-    if args.plot and not any(row["bytes"] for row in found.rows):
-        found.notes.append(f"{args.plot} is not drawn: no row has rates")
-    everything = output.result(found, card)
+    results.notes.extend(output.cached(results.rows, cache))
+    if args.plot and not any(row["bytes"] for row in results.rows):
+        results.notes.append(f"{args.plot} is not drawn: no row has rates")
+    everything = output.result(results, card)
     if args.json and not _json_file(args):
         print(json.dumps(everything, indent=1))
     else:
         print(output.ceilings(card))
-        print(output.table(found.rows))
-    for line in dict.fromkeys(found.notes):
+        print(output.table(results.rows))
+    for line in dict.fromkeys(results.notes):
         print(line, file=sys.stderr)
     errors: list[OSError] = []
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (args.csv, lambda path: output.write_csv(found.rows, path)),
+        (args.csv, lambda path: output.write_csv(results.rows, path)),
         (_json_file(args), lambda path: output.write_json(everything, path)),
-        (args.plot, lambda path: plots.draw(found.rows, card, path)),
+        (args.plot, lambda path: plots.draw(results.rows, card, path)),
     ]
     for path, write in writers:
         try:

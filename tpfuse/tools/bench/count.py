@@ -1,5 +1,5 @@
-"""What a call of tpfuse moves, computes and launches: the declared costs of its ops, the least that any kernel would
-have to move in their place, and the kernels behind them."""
+"""The costs of a call of tpfuse: bytes and flops that its ops declare, the fewest bytes that any kernel would have to
+move in their place, and the kernels that were launched."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from ...kernels.runtime.op import NAMESPACE, OPS, Cost, least
 
 @dataclass
 class Kernel:
-    """What was launched."""
+    """A launched kernel."""
 
     name: str
     registers: int | None = None  # a thread; None under the interpreter
@@ -25,7 +25,7 @@ class Kernel:
 
 
 @dataclass
-class Call:
+class OpCount:
     """One call of an op."""
 
     op: str
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def path(self) -> str:
-        """Says which kernels it launched; without any, which torch implementation ran."""
+        """The names of the kernels that it launched; without any, of the torch implementation that ran."""
         if self.kernels:
             return " ".join(dict.fromkeys(kernel.name for kernel in self.kernels))
         faster = self.device == "cpu" and OPS[self.op].cpu is not OPS[self.op].reference
@@ -44,39 +44,39 @@ class Call:
 
 
 @dataclass
-class Counted:
-    """The calls of ops, in their order."""
+class CallCount:
+    """The ops of a call, in their order."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OpCount] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        """Counts as declared: what this implementation moves, second reads and partial sums included."""
+        """Declared bytes: what this implementation moves, second reads and partial sums included."""
         return sum(call.cost.read + call.cost.written for call in self.calls)
 
     @property
     def least(self) -> int:
-        """Counts what any implementation moves: a roofline of declared bytes would reward reading twice."""
+        """Bytes that any implementation moves: a roofline of declared bytes would reward reading twice."""
         return sum(call.cost.read + call.cost.written if call.least is None else call.least for call in self.calls)
 
     @property
     def flops(self) -> int:
-        """Counts as declared."""
+        """Declared flops."""
         return sum(call.cost.flops for call in self.calls)
 
     @property
     def path(self) -> str:
-        """Says what ran, each thing once."""
+        """The kernels and implementations that ran, each named once."""
         return ", ".join(dict.fromkeys(call.path for call in self.calls))
 
-    def largest(self, what: str) -> int | None:
+    def largest(self, field: str) -> int | None:
         """Returns "registers" or "spills" of the kernel that has most of them; None without any."""
-        found = [getattr(kernel, what) for call in self.calls for kernel in call.kernels]
-        return max((n for n in found if n is not None), default=None)
+        numbers = [getattr(kernel, field) for call in self.calls for kernel in call.kernels]
+        return max((n for n in numbers if n is not None), default=None)
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, counted: Counted, launched: list[Kernel]) -> None:
+    def __init__(self, counted: CallCount, launched: list[Kernel]) -> None:
         super().__init__()
         self.counted, self.launched = counted, launched
 
@@ -88,7 +88,7 @@ class _Mode(TorchDispatchMode):
         op = OPS[func._opname]
         device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
         cost = op.cost(op.pack(args), outputs)
-        call = Call(op.name, cost, list(self.launched), device, least=least_bytes(cost, args, outputs))
+        call = OpCount(op.name, cost, list(self.launched), device, least=least_bytes(cost, args, outputs))
         self.counted.calls.append(call)
         return outputs
 
@@ -116,11 +116,11 @@ class _Watched:
 
 
 @contextlib.contextmanager
-def count() -> Iterator[Counted]:
+def count() -> Iterator[CallCount]:
     """``with count() as counted: call()`` records every tpfuse op, backward ones included, with what it launches."""
-    counted, start = Counted(), _launch._start
+    counted, start = CallCount(), _launch._start
     launched: list[Kernel] = []
-    watched = lambda kernel, *rest, **call: start(_Watched(kernel, launched), *rest, **call)
+    watched = lambda kernel, *args, **call: start(_Watched(kernel, launched), *args, **call)
     launching = mock.patch.object(replay, "REPLAY", False)  # a tape starts kernels past ``_start``
     with launching, mock.patch.object(_launch, "_start", watched), _Mode(counted, launched):
         yield counted

@@ -48,7 +48,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Bench:
-    """What an op's file holds as ``BENCH``.
+    """A benchmark of an op, which its file holds as ``BENCH``.
 
     ``inputs(random, *shape)`` makes a tuple; a provider takes it, unpacked, and returns a tensor or a tuple of them.
     "tpfuse" is the provider whose bytes and flops are counted.  "torch" is plain PyTorch, from which "compile" is made
@@ -71,30 +71,30 @@ class Bench:
     yardsticks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        what, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"
+        subject, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"
         for name in NEEDED:
             if name not in self.providers:
-                raise ValueError(f"{what} needs a provider {name!r} in providers; it has {has}")
+                raise ValueError(f"{subject} needs a provider {name!r} in providers; it has {has}")
         if "compile" in self.providers:
-            raise ValueError(f"{what} has a provider 'compile', which is made of 'torch': give it another name")
+            raise ValueError(f"{subject} has a provider 'compile', which is made of 'torch': give it another name")
         for name, fn in dict(self.providers, inputs=self.inputs).items():
             if not callable(fn):
-                raise ValueError(f"{what}: {name} must be a function, got {brief(repr(fn))}")
+                raise ValueError(f"{subject}: {name} must be a function, got {brief(repr(fn))}")
         for name in self.yardsticks:
             if name not in self.providers:
-                raise ValueError(f"{what} has a yardstick {name!r} that is no provider; it has {has}")
+                raise ValueError(f"{subject} has a yardstick {name!r} that is no provider; it has {has}")
         if self.p is not None:
-            check_number(f"{what}: p", self.p, number(0, 1, "[)"))
-        self._check_shapes(what)
+            check_number(f"{subject}: p", self.p, number(0, 1, "[)"))
+        self._check_shapes(subject)
 
-    def _check_shapes(self, what: str) -> None:
+    def _check_shapes(self, subject: str) -> None:
         if not self.axes or not self.cpu_shapes:
-            raise ValueError(f"{what} needs at least one of axes and of cpu_shapes")
+            raise ValueError(f"{subject} needs at least one of axes and of cpu_shapes")
         for shape in (*self.shapes, *self.cpu_shapes):
-            whole = isinstance(shape, tuple) and all(isinstance(size, int) and size > 0 for size in shape)
-            if not whole or len(shape) != len(self.axes):
+            valid = isinstance(shape, tuple) and all(isinstance(size, int) and size > 0 for size in shape)
+            if not valid or len(shape) != len(self.axes):
                 raise ValueError(
-                    f"{what}: a shape is a tuple of {len(self.axes)} positive integers, {self.form}; got {shape!r}"
+                    f"{subject}: a shape is a tuple of {len(self.axes)} positive integers, {self.form}; got {shape!r}"
                 )
 
     @property
@@ -104,12 +104,12 @@ class Bench:
 
     @property
     def names(self) -> list[str]:
-        """Names tpfuse and torch, what torch.compile makes of torch, then the others."""
-        first = ["tpfuse", "torch", "compile"]
-        return first + [name for name in self.providers if name not in first]
+        """The providers: tpfuse, torch, "compile" (made of torch), then the others."""
+        common = ["tpfuse", "torch", "compile"]
+        return common + [name for name in self.providers if name not in common]
 
     def parse(self, text: str) -> Shape:
-        """Returns the shape that "8192x4096" says; ValueError where it is none of this op."""
+        """Returns the shape of "8192x4096"; ValueError where it is none of this op."""
         example = written(self.cpu_shapes[0])
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(self.axes):
             raise ValueError(
@@ -149,14 +149,14 @@ def load(name: str) -> Bench:
 
 def load_all(names: Sequence[str]) -> list[Bench]:
     """Returns each benchmark once, "all" standing for tpfuse's own; ValueError where two share a name."""
-    wanted = [each for name in names for each in (discover() if name == "all" else [name])]
-    found: dict[str, str] = {}
+    sources = [source for name in names for source in (discover() if name == "all" else [name])]
+    named: dict[str, str] = {}
     benches = []
-    for source in dict.fromkeys(wanted):
+    for source in dict.fromkeys(sources):
         bench = load(source)
-        if other := found.get(bench.name):
-            raise ValueError(f"{other} and {source} are both called {bench.name!r}: one BENCH needs another name")
-        found[bench.name] = source
+        if same := named.get(bench.name):
+            raise ValueError(f"{same} and {source} are both called {bench.name!r}: one BENCH needs another name")
+        named[bench.name] = source
         benches.append(bench)
     return benches
 

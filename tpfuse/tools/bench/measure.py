@@ -34,7 +34,7 @@ class Timing:
     p20: float
     p50: float
     p80: float
-    how: str  # "graph", "events" or "clock"
+    method: str  # "graph", "events" or "clock"
 
     @property
     def spread(self) -> float:
@@ -42,10 +42,10 @@ class Timing:
         return self.p80 - self.p20
 
 
-def quantiles(samples: list[float], how: str) -> Timing:
+def quantiles(samples: list[float], method: str) -> Timing:
     """Returns the Timing of samples in seconds."""
     fifths = statistics.quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else [samples[0]] * 4
-    return Timing(fifths[0], statistics.median(samples), fifths[3], how)
+    return Timing(fifths[0], statistics.median(samples), fifths[3], method)
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -77,7 +77,7 @@ def _posix_cache() -> int:
 
 
 def fills_cache(total: int, device: torch.device) -> bool:
-    """Whether calls that read so many bytes in turn find few of them in the cache."""
+    """Returns True where calls that read so many bytes in turn find few of them in the cache."""
     return total >= FILL * cache_bytes(device)
 
 
@@ -166,13 +166,13 @@ def interleaved(
     """Times every call for about ``seconds`` altogether; ``least`` to ``most`` samples of each.  A call of less than
     ``graph_below`` seconds goes into a graph."""
     gpu = device.type == "cuda"
-    samplers, how, cost = {}, {}, {}
+    samplers, methods, cost = {}, {}, {}
     for name, call in calls.items():
         make = _between_events if gpu else _clock
         for i in range(3 if gpu else 1):  # compiles, allocates, creates handles
             call(i % sets)
         once_each = [_read(make(call)(i % sets), device) for i in range(3)]
-        cost[name], samplers[name], how[name] = min(once_each), make(call), "events" if gpu else "clock"
+        cost[name], samplers[name], methods[name] = min(once_each), make(call), "events" if gpu else "clock"
         if gpu and cost[name] < graph_below:
             turns = max(sets, 10) if cost[name] < GRAPH_BELOW else sets
             try:
@@ -181,15 +181,15 @@ def interleaved(
                 torch.cuda.synchronize(device)
             else:
                 samplers[name] = _events(_replayed(graph), turns)
-                how[name], cost[name] = "graph", cost[name] * turns
-    each = sum(cost.values()) + (3e-4 * len(calls) if gpu else 0.0)
-    rounds = int(min(max(seconds / max(each, 1e-9), least), most))
+                methods[name], cost[name] = "graph", cost[name] * turns
+    turn = sum(cost.values()) + (3e-4 * len(calls) if gpu else 0.0)
+    rounds = int(min(max(seconds / max(turn, 1e-9), least), most))
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         pending = {name: sampler(i % sets) for name, sampler in samplers.items()}
         for name, read in pending.items():
             samples[name].append(_read(read, device))
-    return {name: quantiles(samples[name], how[name]) for name in calls}
+    return {name: quantiles(samples[name], methods[name]) for name in calls}
 
 
 def _read(sample: Callable[[], float], device: torch.device) -> float:
@@ -207,13 +207,13 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Returns the bytes that a call holds at its peak beyond those before it, its outputs included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         call()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    kept, events = _profiled(call)
-    del kept
+        return torch.cuda.max_memory_allocated(device) - allocated
+    result, events = _profiled(call)
+    del result
     held = peak = 0
     for event in events:
         if event.kind() == "memory_alloc":  # negative where memory is freed
@@ -223,17 +223,17 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _profiled(call: Callable[[], object]) -> tuple[object, list[Any]]:
-    """Returns what a call returns, and what happened meanwhile.
+    """Returns a call's result, and the events that PyTorch's older profiler recorded.
 
-    It is PyTorch's older profiler, because the newer one prints two lines about itself each time.
+    Its older one, because the newer one prints two lines about itself each time.
     """
-    own = torch._C._profiler
+    experimental = torch._C._profiler._ExperimentalConfig()
     config = autograd.ProfilerConfig(
-        autograd.ProfilerState.CPU, False, True, False, False, False, own._ExperimentalConfig()
+        autograd.ProfilerState.CPU, False, True, False, False, False, experimental
     )  # the second flag: memory
     autograd._enable_profiler_legacy(config)
     try:
-        kept = call()
+        result = call()
     finally:
         events = [event for thread in autograd._disable_profiler_legacy() for event in thread]
-    return kept, events
+    return result, events

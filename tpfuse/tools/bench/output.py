@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.runtime.triton import AVAILABLE, triton
 from .roofline import Card
-from .run import COLUMNS, Found, Row
+from .run import COLUMNS, Results, Row
 
 HEADS = dict(
     p20_us="p20 us",
@@ -64,14 +64,14 @@ def ceilings(card: Card) -> str:
     return f"{card.name}: {copy}, matrix product {rates} (measured now; the roofline of what follows)"
 
 
-def result(found: Found, card: Card) -> dict[str, Any]:
+def result(results: Results, card: Card) -> dict[str, Any]:
     """Returns everything, for programs."""
     return dict(
         card=asdict(card),
         torch=torch.__version__,
         triton=triton.__version__ if AVAILABLE else None,
-        rows=found.rows,
-        notes=found.notes,
+        rows=results.rows,
+        notes=results.notes,
     )
 
 

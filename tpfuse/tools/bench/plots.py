@@ -27,7 +27,7 @@ def check(path: pathlib.Path) -> None:
 
 
 def is_picture(path: pathlib.Path) -> bool:
-    """Whether one picture is wanted there, not a folder of them."""
+    """Returns True for the path of one picture, False for a folder of pictures."""
     return bool(path.suffix) and not path.is_dir()
 
 
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], card: Card, path: pathlib.Path) -> list[pathlib.Pa
         _roofline(parts[0], rows, card)
         _speed(parts[1], rows)
         return [_save(figure, path)]
-    made = []
+    paths = []
     pictures: dict[str, tuple[tuple[float, float], Callable[[Any], None]]] = {
         "roofline.png": ((9, 6), lambda figure: _roofline(figure, rows, card)),
         "speed.png": ((4 * _grid(rows)[1], high), lambda figure: _speed(figure, rows)),
@@ -56,8 +56,8 @@ def draw(rows: Sequence[Row], card: Card, path: pathlib.Path) -> list[pathlib.Pa
     for name, (size, onto) in pictures.items():
         figure = Figure(figsize=size, layout="constrained")
         onto(figure)
-        made.append(_save(figure, path / name))
-    return made
+        paths.append(_save(figure, path / name))
+    return paths
 
 
 def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
@@ -111,8 +111,8 @@ def _cases(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 def _grid(rows: Sequence[Row]) -> tuple[int, int]:
     """Returns how many panels lie above each other, and side by side."""
     cases = len(_cases(rows))
-    wide = min(4, cases)
-    return -(-cases // wide), wide
+    columns = min(4, cases)
+    return -(-cases // columns), columns
 
 
 def _speed(figure: Any, rows: Sequence[Row]) -> None:

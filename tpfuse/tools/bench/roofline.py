@@ -1,13 +1,11 @@
 """This card's two ceilings, copy bandwidth and matrix rate: measured in the run that they judge, and by data sheet."""
 
 import functools
-import pathlib
-import platform
-import re
 from dataclasses import dataclass
 
 import torch
 
+from ..doctor.devices import cpu
 from ..ledger.mfu import known_peak
 from .measure import FILL, cache_bytes, once, side_stream
 
@@ -20,7 +18,7 @@ MEMORY_GBS = {  # by what is in the device's name; NVIDIA's data sheets "H100 Te
 
 @dataclass(frozen=True)
 class Card:
-    """What was measured of a device."""
+    """A device's measured ceilings."""
 
     name: str
     copy_gbs: float  # GB read and written a second
@@ -37,7 +35,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What the maker says: MFU divides by its dense bf16 rate, which is 989 TFLOP/s of an H100 SXM and of an H200."""
+    """The maker's numbers: MFU divides by its dense bf16 rate, which is 989 TFLOP/s of an H100 SXM and of an H200."""
 
     matrix_tflops: float
     memory_gbs: float
@@ -50,12 +48,10 @@ def data_sheet(name: str) -> Sheet | None:
 
 
 def card_name(device: torch.device) -> str:
-    """Returns what the device calls itself."""
+    """Returns the device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return (found[1] if found else platform.processor() or "CPU") + f", {torch.get_num_threads()} threads"
+    return f"{cpu()}, {torch.get_num_threads()} threads"
 
 
 def measure_card(
@@ -73,6 +69,6 @@ def measure_card(
         rates = {}
         for name, dtype in dtypes.items():
             a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-            out = torch.empty_like(a)
-            rates[name] = 2 * side**3 / once(functools.partial(torch.mm, a, b, out=out), device) / 1e12
+            product = torch.empty_like(a)
+            rates[name] = 2 * side**3 / once(functools.partial(torch.mm, a, b, out=product), device) / 1e12
     return Card(card_name(device), 2 * source.nbytes / seconds / 1e9, rates)

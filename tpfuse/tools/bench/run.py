@@ -13,7 +13,7 @@ from torch._functorch import config as functorch
 
 from ...kernels.runtime.rules import shown
 from ..accuracy import kernel_limit, rms_errors
-from .count import Counted, count
+from .count import CallCount, count
 from .definition import DTYPES, Bench, Random, Shape, written
 from .measure import fills_cache, interleaved, peak_bytes, sets_needed, side_stream
 from .roofline import Card
@@ -30,8 +30,8 @@ Provider = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is measured: an op at one shape and dtype, in some modes, by some providers."""
+class BenchCase:
+    """A measurement to make: an op at one shape and dtype, in some modes, by some providers."""
 
     bench: Bench
     shape: Shape
@@ -44,10 +44,10 @@ class Case:
 
     def inputs(self, seed: int, device: torch.device) -> Inputs:
         """Returns one set of inputs, as ``seed`` has it."""
-        made = self.bench.inputs(Random(DTYPES[self.dtype], device, seed), *self.shape)
-        if not isinstance(made, tuple) or not all(isinstance(t, Tensor) for t in made):
-            raise ValueError(f"{self.bench.name}: inputs must return a tuple of tensors, got {shown(made)}")
-        return made
+        inputs = self.bench.inputs(Random(DTYPES[self.dtype], device, seed), *self.shape)
+        if not isinstance(inputs, tuple) or not all(isinstance(t, Tensor) for t in inputs):
+            raise ValueError(f"{self.bench.name}: inputs must return a tuple of tensors, got {shown(inputs)}")
+        return inputs
 
 
 def _nothing(_: Any) -> None: ...
@@ -55,7 +55,7 @@ def _nothing(_: Any) -> None: ...
 
 @dataclass(frozen=True)
 class Setting:
-    """Where, and for how many seconds a mode; ``say`` is given lines of progress, ``keep`` every row as it comes."""
+    """The device, and seconds for a mode; ``say`` gets lines of progress, ``keep`` every row as it comes."""
 
     card: Card
     device: torch.device
@@ -64,7 +64,7 @@ class Setting:
     keep: Callable[[Row], None] = _nothing
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """Rows with the keys COLUMNS, "bytes" and "flops", and a line for everything that could not be had."""
 
     rows: list[Row]
@@ -97,8 +97,8 @@ def provider(bench: Bench, name: str) -> Provider:
 
 def outputs_of(fn: Provider, inputs: Inputs, p: float | None) -> tuple[Tensor, ...]:
     """Returns those outputs of a call that have a gradient."""
-    made = fn(*inputs) if p is None else fn(*inputs, p=p)
-    return tuple(y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad)
+    result = fn(*inputs) if p is None else fn(*inputs, p=p)
+    return tuple(y for y in (result if isinstance(result, tuple) else (result,)) if y.requires_grad)
 
 
 def output_gradients(outputs: tuple[Tensor, ...], random: Random) -> list[Tensor]:
@@ -169,37 +169,36 @@ class Errors:
         """Returns {mode: (error, ratio)}; empty where there is nothing to compare."""
         if name in self.bench.yardsticks or self.bench.exact and name != "tpfuse":
             return {}
-        found = self.against_truth(fn)
-        ratio = lambda ours, theirs: 0.0 if ours == 0 else ours / max(theirs, 1e-300)
-        return {mode: (max(found[mode]), max(map(ratio, found[mode], self.torch[mode]))) for mode in MODES}
+        errors = self.against_truth(fn)
+        ratio = lambda error, peer: 0.0 if error == 0 else error / max(peer, 1e-300)
+        return {mode: (max(errors[mode]), max(map(ratio, errors[mode], self.torch[mode]))) for mode in MODES}
 
 
 # ---- rows ----
 
 
-def measure(case: Case, setting: Setting, found: Found | None = None) -> Found:
-    """Measures a case.  The rows are added to ``found`` as they come, which therefore holds them when it is broken
-    off."""
-    found = Found([], []) if found is None else found
+def measure(case: BenchCase, setting: Setting, results: Results | None = None) -> Results:
+    """Measures a case.  Rows are added to ``results`` as they come, so that an interrupt leaves them there."""
+    results = Results([], []) if results is None else results
     with side_stream(setting.device), functorch.patch(donated_buffer=False):  # so that a compiled graph can be kept
-        _Measurement(case, setting, found).run()
-    return found
+        _Measurement(case, setting, results).run()
+    return results
 
 
-class _Ready(NamedTuple):
+class _WarmCalls(NamedTuple):
     """The calls of one mode by provider, the bytes that each adds, and what tpfuse's counts as: None without it."""
 
     calls: dict[str, Callable[[int], object]]
     peaks: dict[str, int]
-    counted: Counted | None
+    counted: CallCount | None
 
 
 class _Measurement:
     """A case while it is being measured."""
 
-    def __init__(self, case: Case, setting: Setting, found: Found):
-        self.case, self.setting, self.found = case, setting, found
-        self.device, self.notes = setting.device, found.notes
+    def __init__(self, case: BenchCase, setting: Setting, results: Results):
+        self.case, self.setting, self.results = case, setting, results
+        self.device, self.notes = setting.device, results.notes
         self.fns = {name: provider(case.bench, name) for name in case.providers}
         self.sets: list[Inputs] = []
 
@@ -233,10 +232,10 @@ class _Measurement:
                     errors[name] = truth.of(name, fn)
         return errors
 
-    def warm(self, mode: str) -> _Ready:
+    def warm(self, mode: str) -> _WarmCalls:
         """Makes each call once.  tpfuse is counted even where it is not timed."""
         bench, counted = self.case.bench, None
-        ready = _Ready({}, {}, None)
+        ready = _WarmCalls({}, {}, None)
         for name, fn in {"tpfuse": bench.providers["tpfuse"], **self.fns}.items():
             timed = name in self.fns
             self.setting.say(f"{self.case} {mode}: {name} {'warms up' if timed else 'is counted'}")
@@ -251,8 +250,8 @@ class _Measurement:
                     ready.calls[name] = call
         return ready._replace(counted=counted)
 
-    def count(self, mode: str, call: Callable[[], object]) -> Counted | None:
-        """Returns what a call counts as; None, and a line, where nothing in it can be counted."""
+    def count(self, mode: str, call: Callable[[], object]) -> CallCount | None:
+        """Returns a call's costs; None, and a note, where it calls no op of tpfuse."""
         with count() as counted:
             call()
         if counted.calls:
@@ -260,21 +259,21 @@ class _Measurement:
         self.notes.append(f"{self.case} {mode}: no rates: the provider tpfuse calls no op of tpfuse to count bytes of")
         return None
 
-    def time(self, mode: str, ready: _Ready, errors: dict[str, dict[str, tuple[float, float]]]) -> None:
-        """Times the calls of a mode; a row of each is found."""
+    def time(self, mode: str, ready: _WarmCalls, errors: dict[str, dict[str, tuple[float, float]]]) -> None:
+        """Times the calls of a mode, and adds a row of each."""
         self.setting.say(f"{self.case} {mode}: {' '.join(ready.calls)}")
         with attempt(f"{self.case} {mode}: not timed", self.notes):
             for name, timing in interleaved(ready.calls, len(self.sets), self.device, self.setting.seconds).items():
                 row = self.rates(ready.counted, timing.p50) | dict(op=self.case.bench.name, provider=name, mode=mode)
-                row |= dict(shape=written(self.case.shape), dtype=self.case.dtype, timed=timing.how)
+                row |= dict(shape=written(self.case.shape), dtype=self.case.dtype, timed=timing.method)
                 row |= dict(p20_us=timing.p20 * 1e6, p50_us=timing.p50 * 1e6, p80_us=timing.p80 * 1e6)
                 row |= details(ready.counted if name == "tpfuse" else None, name)
                 row["error"], row["error_ratio"] = errors.get(name, {}).get(mode, (None, None))
                 row["peak_mib"] = ready.peaks[name] / 2**20
-                self.found.rows.append({key: row[key] for key in (*COLUMNS, "bytes", "flops")})
-                self.setting.keep(self.found.rows[-1])
+                self.results.rows.append({key: row[key] for key in (*COLUMNS, "bytes", "flops")})
+                self.setting.keep(self.results.rows[-1])
 
-    def rates(self, counted: Counted | None, seconds: float) -> Row:
+    def rates(self, counted: CallCount | None, seconds: float) -> Row:
         """Returns a row's rates, and what they are bound by."""
         rates = speed(counted, self.case.dtype, seconds, self.setting.card)
         read = self.one_set if counted is None else min(self.one_set, counted.least)  # of a table, a few rows
@@ -283,17 +282,17 @@ class _Measurement:
 
 
 @contextlib.contextmanager
-def attempt(what: str, notes: list[str], *, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def attempt(failure: str, notes: list[str], *, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Makes a failure a line: one provider that does not run must not cost the others.  ``but`` is let through."""
     try:
         yield
     except but:
         raise
     except Exception as error:
-        notes.append(f"{what}: {next(iter(str(error).splitlines()), type(error).__name__)}")
+        notes.append(f"{failure}: {next(iter(str(error).splitlines()), type(error).__name__)}")
 
 
-def speed(counted: Counted | None, dtype: str, seconds: float, card: Card) -> Row:
+def speed(counted: CallCount | None, dtype: str, seconds: float, card: Card) -> Row:
     """Returns every provider's rates, which count the useful work: the least bytes, and the flops that tpfuse
     declares."""
     if counted is None:
@@ -323,7 +322,7 @@ def bound(rates: Row, dtype: str, card: Card, *, cached: bool) -> str | None:
     return "cache" if cached or rates["roofline"] > 1 else "memory"
 
 
-def details(counted: Counted | None, name: str) -> Row:
+def details(counted: CallCount | None, name: str) -> Row:
     """Returns the registers, the spills and the path of a row."""
     if counted is None:
         return dict(registers=None, spills=None, path={"torch": "eager", "compile": "inductor"}.get(name, name))

@@ -1,4 +1,4 @@
-"""What follows the lookup in GPT: h = dropout(sum_r parts + position), n = LayerNorm(h)."""
+"""The steps after the lookup in GPT: h = dropout(sum_r parts + position), n = LayerNorm(h)."""
 
 import torch.nn.functional as F
 from torch import Tensor
