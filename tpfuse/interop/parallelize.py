@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import brief
 from ..models.config.model import ModelConfig
-from ..models.files.names import Origin
-from ..models.files.read import Tensors, load
+from ..models.files.names import FileOrigin
+from ..models.files.read import NamedTensors, load
 from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
@@ -66,7 +66,7 @@ def parallelize(
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
         config = kind.model.config_class.from_hf(hf_config)
-        Tensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
+        NamedTensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
         return kind, hf_config, config, kind.options(module) | dict(recompute=_recompute(module, recompute))
 
     kind, hf_config, config, options = together(examine, (tp.group,))
@@ -79,11 +79,11 @@ def parallelize(
     else:
         cause = "call torch.manual_seed before the module is made, or load the same files"
         tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
-        load(model.files, Tensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
+        load(model.files, NamedTensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
     together(lambda: _freeze(model, parameters), (tp.group,))
     name = Path(getattr(module, "name_or_path", "") or "")
     open_ends(model)
-    model.origin = Origin(name if name.is_dir() else None, hf_config)
+    model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
     for child in list(module._modules):
         delattr(module, child)
     module.parallel = model.train(module.training)
@@ -145,7 +145,7 @@ def _checksum(parameters: dict[str, nn.Parameter]) -> int:
 
 
 def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:
-    names = Tensors("parallelize", type(model).__name__, parameters).names(model.files.base_prefix)
+    names = NamedTensors("parallelize", type(model).__name__, parameters).names(model.files.base_prefix)
     sources = model.files.sources()
     for name, p in model.named_parameters():
         trained = {parameters[names[n]].requires_grad for n in sources[name].names}

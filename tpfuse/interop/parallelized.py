@@ -17,7 +17,7 @@ from ..layers.lora import adapted_layers, add_lora
 from ..models import GPT, Bert, Classifier, head_options
 from ..models.families import FAMILIES, Family
 from ..models.files.disk import NewFiles
-from ..models.files.read import Tensors, restore
+from ..models.files.read import NamedTensors, restore
 from ..models.files.write import save
 from ..models.model import Model
 from ..models.stack import FULL
@@ -119,7 +119,7 @@ class Parallelized(Vocabulary, nn.Module):
         if all(name.startswith("parallel.") for name in state_dict):
             plain: Any = super()
             return plain.load_state_dict(state_dict, strict=strict, assign=assign)
-        restore(self.parallel.files, Tensors("load_state_dict", "state_dict", state_dict))
+        restore(self.parallel.files, NamedTensors("load_state_dict", "state_dict", state_dict))
         return nn.Module().load_state_dict({})
 
     def _forward(self, arguments: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels.runtime.errors import check
-from ..models.files.read import Files, restore
+from ..models.files.read import ModelDirectory, restore
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from .accelerator import FOLDER, AcceleratorMixin, sizes_of
 from .parallelized import Parallelized, parallelized_in
@@ -88,7 +88,7 @@ class TrainerMixin:
         if (module := self._parallelized) is None:
             plain._load_from_checkpoint(resume_from_checkpoint, model)
         elif load_checkpoint(Path(resume_from_checkpoint) / FOLDER, module) is None:
-            restore(module.parallel.files, Files(resume_from_checkpoint))  # save_only_model
+            restore(module.parallel.files, ModelDirectory(resume_from_checkpoint))  # save_only_model
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

@@ -22,7 +22,7 @@ from ..kernels.runtime.rules import COUNT, check_number
 from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import ParallelModule, Spec, local
-from ..models.files.read import Tensors
+from ..models.files.read import NamedTensors
 from ..models.files.write import full_tensor
 from ..models.head import LMHead
 from ..models.model import Model
@@ -219,7 +219,7 @@ class Vocabulary:
             theirs.load_state_dict(stored, strict=False, assign=True)
             theirs.tie_weights()
             theirs.resize_token_embeddings(count, mean_resizing=mean_resizing)
-            found = Tensors("resize_token_embeddings", type(theirs).__name__, theirs.state_dict())
+            found = NamedTensors("resize_token_embeddings", type(theirs).__name__, theirs.state_dict())
             specs = {name: replace(spec, shape=(count, *spec.shape[1:])) for name, (spec, _) in tables.items()}
             read = lambda name: sources[name].read(
                 lambda key: found.tensor(model.files.hf_name(key)), specs[name], _ALONE

@@ -29,7 +29,7 @@ from .classify import Classifier, ClassifierHead, named_in
 from .config.bert import BertConfig
 from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
-from .files.read import Files
+from .files.read import ModelDirectory
 from .gpt import packed_positions
 from .head import Dense, LMHead, Table, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
@@ -323,7 +323,7 @@ class Bert(Model):
     # ---- files ----
 
     @classmethod
-    def _options_from(cls, files: Files) -> dict[str, Any]:
+    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         if (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)

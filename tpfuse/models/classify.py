@@ -2,7 +2,7 @@
 
     per token                  W dropout(n) + b on this rank's rows, collected -> [B, S, L]
     per sequence, a decoder    of W n on this rank's rows, collected, the row of each last token -> [B, L]
-    per sequence, an encoder   W dropout(pooled) + b -> [B, L], pooled as its family has it (families/family.py: Head)
+    per sequence, an encoder   W dropout(pooled) + b -> [B, L], pooled as its family has it (families/family.py)
 
 W [L, D] is replicated: L numbers a row travel in place of D, and logits, loss and gradients are whole on every rank.
 """

@@ -31,7 +31,7 @@ from .config.gpt import GPTConfig
 from .embed import Lookup, embed
 from .families import FAMILIES
 from .files.names import head_weights
-from .files.read import Files
+from .files.read import ModelDirectory
 from .generation.generate import generate
 from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
@@ -320,7 +320,7 @@ class GPT(Model):
     generate = generate
 
     @classmethod
-    def _options_from(cls, files: Files) -> dict[str, Any]:
+    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]
         headed = (

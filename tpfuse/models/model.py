@@ -21,15 +21,15 @@ from ..ranks.agreement import Agreement, Header, agree
 from ..ranks.messages import together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
-from .files.names import ModelFiles, Origin
-from .files.read import Files, load
+from .files.names import FileOrigin, ModelFiles
+from .files.read import ModelDirectory, load
 from .files.write import save
 from .groups import Groups
 from .head import LMHead
 from .inputs import Inputs, check_given, check_inputs, check_tokens
 from .rows import Rows
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
-from .stages import Batch, Stages
+from .stages import Batch, ModelStages
 
 M = TypeVar("M", bound="Model")
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
@@ -85,7 +85,7 @@ class Model(nn.Module):
     ):
         super().__init__()
         self.config, self.seed = config, seed
-        self.origin: Origin | None = None
+        self.origin: FileOrigin | None = None
         self.tp = TensorParallel() if tp is None else tp
         dp = dp.get_group() if dp is not None and not isinstance(dp, dist.ProcessGroup) else dp
         self.groups = Groups(self.tp, dp, staged=stage is not None)
@@ -98,7 +98,7 @@ class Model(nn.Module):
         shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
         agree(dp, Header(name, axis="data-parallel"), shared | options)
         self.saving, self._full = saving_of(name, saving, recompute), False
-        self.stages = Stages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
+        self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
@@ -251,8 +251,8 @@ class Model(nn.Module):
         """
         wanted, begins = torch_dtype if dtype is None else dtype, options.get("classifier") is not None
 
-        def examine() -> tuple[Files, ModelConfig, dict[str, Any], torch.dtype]:
-            files = Files(path)
+        def examine() -> tuple[ModelDirectory, ModelConfig, dict[str, Any], torch.dtype]:
+            files = ModelDirectory(path)
             same = torch_dtype is None or files.dtype(torch_dtype) == files.dtype(wanted)
             check(same, f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ")
             config = files.read_config(cls.config_class.from_hf)
@@ -264,7 +264,7 @@ class Model(nn.Module):
         model.tp.agree(cls.__name__, {"dtype": dtype})
         fresh = ("classifier", "pooler", "transform", "transform_norm") if begins else ()
         load(model.files, files, dtype, device, seed=seed, fresh=fresh)
-        model.origin = Origin(Path(path), files.config)
+        model.origin = FileOrigin(Path(path), files.config)
         return model.eval()
 
     @property
@@ -277,7 +277,7 @@ class Model(nn.Module):
         save(self.files, Path(path))
 
     @classmethod
-    def _options_from(cls, files: Files) -> dict[str, Any]:
+    def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
         """Returns the constructor arguments that the tensors in a directory decide."""
         return {}
 

@@ -69,7 +69,7 @@ class Border(nn.Module):
         self.norm_mlp = norm
 
 
-class Stages:
+class ModelStages:
     """The pipeline stages of a model that this rank holds: one, and all of it, for a model made without ``stage``.
 
     ``place``: this rank's place in the pipeline, None for a whole model.  ``chunks``: the stages here.  ``head``:

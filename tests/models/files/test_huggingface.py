@@ -289,8 +289,8 @@ class Spy:
 
 def spied(world, path, name):
     """-> elements read by name, elements of the parameters here, and the names that make sharded parameters"""
-    count, tensor = Counter(), hf_read.Files.tensor
-    with mock.patch.object(hf_read.Files, "tensor", lambda self, raw: Spy(tensor(self, raw), raw, count)):
+    count, tensor = Counter(), hf_read.ModelDirectory.tensor
+    with mock.patch.object(hf_read.ModelDirectory, "tensor", lambda self, raw: Spy(tensor(self, raw), raw, count)):
         model = OURS[name].from_pretrained(path, tp=make_tp(world))
     sharded = {
         model.files.hf_name(n)

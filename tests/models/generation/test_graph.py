@@ -44,7 +44,7 @@ def begun(model, ids, mask=None, new=NEW, **options):
 
 def stays(step):
     """Where a step's tensors lie."""
-    kept = [step.text, step.token, step.done, step.position, step.column, step.choose.scores.seen]
+    kept = [step.text, step.token, step.done, step.position, step.column, step.choose.scores.present]
     place = step.forward.place
     return [id(t) for t in (*kept, place.index, place.lengths, *(cache.kv for cache in step.forward.caches))]
 
@@ -64,7 +64,7 @@ def test_two_positions_ask_the_same(name, choice, R):
         with torch.no_grad(), no_sync() as watch:
             lengths, lies = [0], stays(step)
             for _ in range(4):
-                step.take(step.first) if len(lengths) == 1 else step()
+                step.take(step.prompt_logits) if len(lengths) == 1 else step()
                 lengths.append(len(watch.calls))
     _, second, third, fourth = (watch.calls[a:b] for a, b in zip(lengths, lengths[1:], strict=False))
     assert second == third == fourth and stays(step) == lies
@@ -89,7 +89,7 @@ def both(world, name, adapter):
                 patch.setattr(passes.Pass, "fix", lambda self: None)
             _, step = begun(model, *prompts((8, 5, 1)))
             assert (step.forward.place is not None) == fixes
-            logits = [step.first]
+            logits = [step.prompt_logits]
             for _ in range(NEW - 1):
                 step.take(logits[-1])
                 logits.append(step.logits())
@@ -111,7 +111,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, step):
         super().__init__()
         self.calls, self.replays = [], 0
-        held = [step.text, step.token, step.done, step.position, step.column, step.choose.scores.seen]
+        held = [step.text, step.token, step.done, step.position, step.column, step.choose.scores.present]
         held += [step.forward.place.index, step.forward.place.lengths, *(c.kv for c in step.forward.caches)]
         before = [t.clone() for t in held]
         with self:
@@ -168,7 +168,7 @@ def test_what_stands_against_a_graph(monkeypatch, options, captures):
     """As if the model were on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     model, made = GPT(GPT_CONFIG), []
-    monkeypatch.setattr(generate, "Replayed", lambda step: made.append(step) or step)
+    monkeypatch.setattr(generate, "GraphStep", lambda step: made.append(step) or step)
     ids, many = torch.ones(2, 3, dtype=torch.int64), dict(max_new_tokens=12, **options)
     model.generate(ids, **many)
     assert len(made) == captures
@@ -232,7 +232,7 @@ def test_a_step_compiles_once(padded_model):
     _, step = begun(model, ids, mask, new=12)
     compiled, many = torch.compile(step, backend=graphs), []
     with torch.no_grad():
-        step.take(step.first)
+        step.take(step.prompt_logits)
         for _ in range(11):
             compiled()
             many.append(len(graphs))

@@ -28,7 +28,7 @@ def read(world, name, own, piece):
                 patch.setattr(passes, "applies", lambda model, ids: False)
             _, step = begun(model, *prompts((8, 5, 1)))
             assert step.forward.pieces == (1 if rows > 24 else -(-24 // rows)) and step.forward.direct == own
-            logits = [step.first]
+            logits = [step.prompt_logits]
             for _ in range(4):
                 step.take(logits[-1])
                 logits.append(step.logits())

@@ -78,7 +78,7 @@ def larger(world):
     tp = TensorParallel(world.group)
     messages = exchange(tp, CPU)
     x = torch.full((ROOM // 4 + 1,), float(world.rank))
-    assert not messages.memory.takes(x)
+    assert not messages.memory.fits(x)
     assert torch.equal(messages.gather(x), all_gather(x, tp.size, tp.group_name))
     assert torch.equal(messages.sum(x), torch.ones_like(x))
 

@@ -31,7 +31,7 @@ from .family import (
     WINDOWED_LAYERS,
     Classes,
     Family,
-    Head,
+    HeadLayers,
 )  # fmt: skip
 from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
@@ -47,7 +47,7 @@ from .starcoder2 import STARCODER2
 
 __all__ = [
     "CAUSAL", "ENCODERS", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE", "TOKEN",
-    "WINDOWED_LAYERS", "Classes", "Family", "Head",
+    "WINDOWED_LAYERS", "Classes", "Family", "HeadLayers",
 ]  # fmt: skip
 
 FAMILIES = {

@@ -3,10 +3,10 @@
 from ..files.source import Source
 from .bert_like import OMITTED, PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family
-from .names import Sizes, flat, linear, norm
+from .names import NamingConfig, flat, linear, norm
 
 
-def bert_sources(config: Sizes) -> dict[str, Source]:
+def bert_sources(config: NamingConfig) -> dict[str, Source]:
     """BertForMaskedLM and BertModel: q, k and v apart, norms after the GEMM pairs."""
     modules = (
         body(config)

@@ -4,10 +4,10 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS
-from .names import Modules, Sizes, linear, norm, qkv, table
+from .names import Modules, NamingConfig, linear, norm, qkv, table
 
 
-def head(config: Sizes, name: str) -> Modules:
+def head(config: NamingConfig, name: str) -> Modules:
     """The head over the vocabulary."""
     if config.tie_embeddings:
         return {"head": {"bias": Source.one(f"{name}.bias", "v -> v")}}
@@ -16,7 +16,7 @@ def head(config: Sizes, name: str) -> Modules:
     return {"head": table(f"{name}.decoder") | {"bias": bias}}
 
 
-def body(config: Sizes) -> Modules:
+def body(config: NamingConfig) -> Modules:
     """The parameters below the head."""
     modules: Modules = {
         "embedding": table("embeddings.word_embeddings"),

@@ -4,11 +4,11 @@ import torch
 
 from ..files.source import Source
 from .bert_like import PLAIN
-from .family import KEYS, SEQUENCE, TOKEN, Family, Head
-from .names import Modules, Sizes, flat, linear, norm, qkv, table
+from .family import KEYS, SEQUENCE, TOKEN, Family, HeadLayers
+from .names import Modules, NamingConfig, flat, linear, norm, qkv, table
 
 
-def distilbert_sources(config: Sizes) -> dict[str, Source]:
+def distilbert_sources(config: NamingConfig) -> dict[str, Source]:
     """DistilBertForMaskedLM and DistilBertModel."""
     bias = {"bias": Source.one("vocab_projector.bias", "v -> v")}
     modules: Modules = {
@@ -50,8 +50,8 @@ DISTILBERT = Family(
     ignorable=(r"vocab_projector\.weight",),
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
     heads={
-        SEQUENCE: Head("pre_classifier", torch.relu, dropout_key="seq_classif_dropout", dropout=0.2),
-        TOKEN: Head(dropout_key=None),
+        SEQUENCE: HeadLayers("pre_classifier", torch.relu, dropout_key="seq_classif_dropout", dropout=0.2),
+        TOKEN: HeadLayers(dropout_key=None),
     },
     pooler=False,
     causal=False,

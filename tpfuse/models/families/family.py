@@ -56,7 +56,7 @@ class Classes(NamedTuple):
     module: str  # the head's name in it
 
 
-class Head(NamedTuple):
+class HeadLayers(NamedTuple):
     """The layers of an encoder's class that classifies, below the linear layer that scores.
 
     ``dense``: a linear layer of a head per sequence, on the row of the first token; "": the base model's pooler.
@@ -93,7 +93,7 @@ class Family(NamedTuple):
     not_built: dict[str, Any] = {}
     ignorable: tuple[str, ...] = ()  # patterns of tensors that are no parameters
     classifiers: dict[str, str] = {SEQUENCE: "score", TOKEN: "score"}  # the head of a class that classifies
-    heads: dict[str, Head] = {}  # of an encoder, where they are not BERT's
+    heads: dict[str, HeadLayers] = {}  # of an encoder, where they are not BERT's
     pooler: bool = True  # whether an encoder's class without a head may have one
     causal: bool = True
     rotary: bool = False
@@ -123,9 +123,9 @@ class Family(NamedTuple):
             for per, module in self.classifiers.items()
         }
 
-    def head(self, per: str) -> Head:
+    def head(self, per: str) -> HeadLayers:
         """Returns the layers that an encoder's class that classifies has below its scoring layer."""
-        return self.heads.get(per, Head())
+        return self.heads.get(per, HeadLayers())
 
     @property
     def _stem(self) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 from ..files.source import Source
 from .family import PATTERNED_LAYERS, SEQUENCE, Family
 from .llama_like import ATTENTION_BIAS, around, layer, llama_like
-from .names import Sizes, flat, norm
+from .names import NamingConfig, flat, norm
 
 
-def gemma_sources(config: Sizes) -> dict[str, Source]:
+def gemma_sources(config: NamingConfig) -> dict[str, Source]:
     """Gemma2ForCausalLM: each norm stands around what it is of."""
     modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
     final = config.num_layers - 1

@@ -2,10 +2,10 @@
 
 from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family
-from .names import Modules, Sizes, flat, linear, norm, table
+from .names import Modules, NamingConfig, flat, linear, norm, table
 
 
-def gpt2_sources(config: Sizes) -> dict[str, Source]:
+def gpt2_sources(config: NamingConfig) -> dict[str, Source]:
     """GPT2LMHeadModel: Conv1D holds its weights transposed, and q, k and v in one."""
     transposed = "i o -> o i"
     modules: Modules = {

@@ -3,10 +3,10 @@ side by side, LayerNorm, and rotary positions on a part of each head."""
 
 from ..files.source import Source
 from .family import KEYS, SEQUENCE, TOKEN, Family, RotaryKeys
-from .names import Modules, Sizes, flat, linear, norm, table
+from .names import Modules, NamingConfig, flat, linear, norm, table
 
 
-def gpt_neox_sources(config: Sizes) -> dict[str, Source]:
+def gpt_neox_sources(config: NamingConfig) -> dict[str, Source]:
     """GPTNeoXForCausalLM: q, k and v in one, head by head; a block's two norms read the same rows."""
     modules: Modules = {
         "embedding": table("embed_in"),

@@ -5,10 +5,10 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
-from .names import Modules, Sizes, flat, gate_up, linear, norm, qkv, table
+from .names import Modules, NamingConfig, flat, gate_up, linear, norm, qkv, table
 
 
-def llama_sources(config: Sizes) -> dict[str, Source]:
+def llama_sources(config: NamingConfig) -> dict[str, Source]:
     """LlamaForCausalLM: each norm stands before what it feeds."""
     modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
     final = config.num_layers - 1
@@ -25,7 +25,7 @@ def around() -> Modules:
     return {"embedding": table("embed_tokens"), "head": table("lm_head")}
 
 
-def layer(config: Sizes, i: int) -> Modules:
+def layer(config: NamingConfig, i: int) -> Modules:
     """A layer without its norms: q, k and v apart, gate and up apart.  Norms of query and key heads are named, and a
     model without them takes no notice."""
     ours, attention, mlp = f"blocks.{i}", f"layers.{i}.self_attn", f"layers.{i}.mlp"

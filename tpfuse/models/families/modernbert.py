@@ -2,11 +2,11 @@
 in most layers."""
 
 from ..files.source import Source
-from .family import KEYS, SEQUENCE, TOKEN, USUAL, Family, Head
-from .names import Modules, Sizes, flat, linear, norm, table
+from .family import KEYS, SEQUENCE, TOKEN, USUAL, Family, HeadLayers
+from .names import Modules, NamingConfig, flat, linear, norm, table
 
 
-def modernbert_sources(config: Sizes) -> dict[str, Source]:
+def modernbert_sources(config: NamingConfig) -> dict[str, Source]:
     """ModernBertForMaskedLM and ModernBertModel: q, k and v in one, and both maps of the gated MLP, of which the
     activation is the first's."""
     modules: Modules = {
@@ -52,7 +52,7 @@ MODERNBERT = Family(
     not_built=dict(attention_dropout=0.0, mlp_dropout=0.0, decoder_bias=True, sparse_prediction=False),
     ignorable=(r"decoder\.weight",),
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
-    heads=dict.fromkeys((SEQUENCE, TOKEN), Head(transform=True, dropout=0.0)),
+    heads=dict.fromkeys((SEQUENCE, TOKEN), HeadLayers(transform=True, dropout=0.0)),
     pooler=False, causal=False, rotary=True,
     rotary_keys=USUAL._replace(kinds=("default",)),
     scaled_residuals=True,

@@ -11,7 +11,7 @@ from ..files.source import RowBlocks, Source
 Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
 
 
-class Sizes(Protocol):
+class NamingConfig(Protocol):
     """The fields of a config that names depend on."""
 
     @property

@@ -4,10 +4,10 @@ given, and norms over all query heads together and over all key heads."""
 from ..files.source import Source
 from .family import SEQUENCE
 from .llama_like import ATTENTION_BIAS, around, layer, llama_like
-from .names import Sizes, flat, norm
+from .names import NamingConfig, flat, norm
 
 
-def olmo2_sources(config: Sizes) -> dict[str, Source]:
+def olmo2_sources(config: NamingConfig) -> dict[str, Source]:
     """Olmo2ForCausalLM: no norm enters a layer; the last block has the final one."""
     modules = around() | {f"blocks.{config.num_layers - 1}.norm_mlp": norm("norm")}
     for i in range(config.num_layers):

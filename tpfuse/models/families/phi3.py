@@ -4,10 +4,10 @@ and up in another, no biases, one sliding window, longrope, and rotary positions
 from ..files.source import Source
 from .family import ONE_WINDOW, RotaryKeys
 from .llama_like import llama_like, llama_sources
-from .names import Modules, Sizes, flat, joined_qkv
+from .names import Modules, NamingConfig, flat, joined_qkv
 
 
-def phi3_sources(config: Sizes) -> dict[str, Source]:
+def phi3_sources(config: NamingConfig) -> dict[str, Source]:
     """Phi3ForCausalLM: Llama's names, but for the two joined projections."""
     joined: Modules = {}
     for i in range(config.num_layers):

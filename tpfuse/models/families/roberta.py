@@ -7,11 +7,11 @@ from typing import Any
 
 from ..files.source import Source
 from .bert_like import OMITTED, PLAIN, SHARED, body, head
-from .family import SEQUENCE, TOKEN, Family, Head
-from .names import Sizes, flat, linear, norm
+from .family import SEQUENCE, TOKEN, Family, HeadLayers
+from .names import NamingConfig, flat, linear, norm
 
 
-def roberta_sources(config: Sizes) -> dict[str, Source]:
+def roberta_sources(config: NamingConfig) -> dict[str, Source]:
     """RobertaForMaskedLM and RobertaModel."""
     transform = {"transform": linear("lm_head.dense"), "transform_norm": norm("lm_head.layer_norm")}
     return flat(body(config) | head(config, "lm_head") | transform)
@@ -25,7 +25,7 @@ SAME: dict[str, Any] = SHARED | dict(
     fixed=PLAIN | dict(positions_skip_padding=True, head_activation="gelu"),
     ignorable=(r"embeddings\.position_ids", r"lm_head\.bias", r"lm_head\.decoder\.(weight|bias)"),
     classifiers={SEQUENCE: "classifier.out_proj", TOKEN: "classifier"},
-    heads={SEQUENCE: Head("classifier.dense", dropped=True)},
+    heads={SEQUENCE: HeadLayers("classifier.dense", dropped=True)},
 )
 ROBERTA = Family(architecture="RobertaForMaskedLM", **SAME)
 XLM_ROBERTA = Family(architecture="XLMRobertaForMaskedLM", **SAME)

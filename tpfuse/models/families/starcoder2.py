@@ -4,10 +4,10 @@ biases everywhere or nowhere, one sliding window, and dropout after the embeddin
 from ..files.source import Source
 from .family import ONE_WINDOW
 from .llama_like import llama_like, llama_sources
-from .names import Modules, Sizes, flat, linear
+from .names import Modules, NamingConfig, flat, linear
 
 
-def starcoder2_sources(config: Sizes) -> dict[str, Source]:
+def starcoder2_sources(config: NamingConfig) -> dict[str, Source]:
     """Starcoder2ForCausalLM: Llama's names, but for the MLP's."""
     mlps: Modules = {}
     for i in range(config.num_layers):

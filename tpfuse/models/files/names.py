@@ -14,13 +14,13 @@ from ..classify import ClassifierHead
 from ..config.model import ModelConfig
 from ..families import Family
 from ..groups import Groups
-from ..stages import Stages
+from ..stages import ModelStages
 from .source import Source
 
 _ABOVE = "pooler.", "transform.", "transform_norm.", "head."  # modules above an encoder's blocks
 
 
-class Origin(NamedTuple):
+class FileOrigin(NamedTuple):
     """The directory that a model's weights came from, if any, and the contents of its config.json."""
 
     path: Path | None
@@ -34,9 +34,9 @@ class ModelFiles:
     module: nn.Module
     config: ModelConfig
     groups: Groups
-    stages: Stages
+    stages: ModelStages
     classifier: ClassifierHead | None
-    origin: Origin | None
+    origin: FileOrigin | None
 
     @property
     def base_prefix(self) -> str:

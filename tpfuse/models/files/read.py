@@ -26,7 +26,7 @@ _Entry = tuple[str, Spec, TensorParallel, Source]
 T = TypeVar("T")
 
 
-class Tensors:
+class NamedTensors:
     """Tensors in memory, by their names in the base model (prefixes and old spellings undone).
 
     ``caller`` and ``holder`` (what holds them) are the words of an error.
@@ -78,7 +78,7 @@ class _InMemory:
         return _DTYPE_NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
 
 
-class Files(Tensors):
+class ModelDirectory(NamedTensors):
     """A directory: its config, and its tensors, read lazily.
 
     ValueError or OSError for a directory that is not as it should be, whatever it holds (see directory.py).
@@ -167,7 +167,7 @@ class Files(Tensors):
 
 def load(
     model: ModelFiles,
-    tensors: Tensors,
+    tensors: NamedTensors,
     dtype: torch.dtype,
     device: torch.device | str | None,
     *,
@@ -192,7 +192,7 @@ def load(
         initialize(module, seed, prefix=f"{path}.")
 
 
-def _lacking(model: ModelFiles, tensors: Tensors, fresh: tuple[str, ...]) -> tuple[str, ...]:
+def _lacking(model: ModelFiles, tensors: NamedTensors, fresh: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the modules, of those that need not be there, of which a file has no tensor."""
     names, sources = tensors.names(model.base_prefix), model.sources()
     needed = [(name.rpartition(".")[0], sources[name].names) for name, *_ in named_specs(model.module)]
@@ -200,7 +200,7 @@ def _lacking(model: ModelFiles, tensors: Tensors, fresh: tuple[str, ...]) -> tup
     return tuple(dict.fromkeys(path for path, _ in needed if path in fresh and path not in present))
 
 
-def restore(model: ModelFiles, tensors: Tensors) -> None:
+def restore(model: ModelFiles, tensors: NamedTensors) -> None:
     """Gives the parameters of a model new values in place, so that what holds them (an optimizer, DDP) holds them on.
 
     Each rank reads its own slices only, after everything has been checked by names and shapes alone.
@@ -210,7 +210,9 @@ def restore(model: ModelFiles, tensors: Tensors) -> None:
         _read(model, tensors, lambda name, value: local(parameters[name]).copy_(value))
 
 
-def _read(model: ModelFiles, tensors: Tensors, put: Callable[[str, Tensor], Any], fresh: tuple[str, ...] = ()) -> None:
+def _read(
+    model: ModelFiles, tensors: NamedTensors, put: Callable[[str, Tensor], Any], fresh: tuple[str, ...] = ()
+) -> None:
     sources, groups = model.sources(), model.groups.all()
     read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in fresh
     entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model.module) if read_here(name)]
@@ -237,7 +239,7 @@ def reading(place: str) -> Iterator[None]:
         raise OSError(f"{place} cannot be read: {brief(error)}") from error
 
 
-def _check(model: ModelFiles, tensors: Tensors, entries: list[_Entry]) -> dict[str, str]:
+def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> dict[str, str]:
     """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
     names = tensors.names(model.base_prefix)
     for name, filed in model.config.hf.filed.items():
@@ -259,7 +261,7 @@ def _check(model: ModelFiles, tensors: Tensors, entries: list[_Entry]) -> dict[s
     return names
 
 
-def _check_names(model: ModelFiles, tensors: Tensors, names: dict[str, str], needed: list[str]) -> None:
+def _check_names(model: ModelFiles, tensors: NamedTensors, names: dict[str, str], needed: list[str]) -> None:
     missing = [n for n in needed if n not in names]
     if missing:
         raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {some(missing)}")

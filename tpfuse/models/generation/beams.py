@@ -20,18 +20,17 @@ from torch import Tensor
 
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import COUNT, Rule, check_number, described, limited
-from .model import CausalModel
 from .passes import Pass
 from .request import Request
 from .sampling import Scores
-from .stopping import Stopping, among
+from .stopping import Stopping, is_end
 
 _NEVER = -1e9  # a score that is none
 _PENALTY: Rule = limited("lie in [-50, 50]", lambda v: -50 <= v <= 50)  # beyond, a length to this power may overflow
 
 
 class Beams(NamedTuple):
-    """How beams are searched; as in :func:`generate`."""
+    """The arguments of beam search; as in :func:`generate`."""
 
     num_beams: int = 1
     length_penalty: float = 1.0
@@ -46,7 +45,7 @@ class Beams(NamedTuple):
             raise ValueError(f"generate: early_stopping must be True, False or 'never', got {described(early)}")
 
 
-class _Kept(NamedTuple):
+class _Hypotheses(NamedTuple):
     """The best sequences of each prompt that have ended."""
 
     text: Tensor  # [B, n, S + new]
@@ -54,11 +53,11 @@ class _Kept(NamedTuple):
     ended: Tensor  # bool [B, n]; others are no sequences
     new: Tensor  # int64 [B, n]: tokens
 
-    def best(self, others: _Kept) -> _Kept:
-        """The n highest of both."""
-        joined = [torch.cat(pair, 1) for pair in zip(self, others, strict=True)]
+    def best(self, new: _Hypotheses) -> _Hypotheses:
+        """Returns the n highest of both."""
+        joined = [torch.cat(pair, 1) for pair in zip(self, new, strict=True)]
         top = joined[1].topk(self.scores.shape[1]).indices
-        return _Kept(_rows(joined[0], top), *(x.gather(1, top) for x in joined[1:]))
+        return _Hypotheses(_rows(joined[0], top), *(x.gather(1, top) for x in joined[1:]))
 
 
 class Search:
@@ -72,9 +71,9 @@ class Search:
         self.text = torch.cat([ids, ids.new_full((self.batch, self.new), self.fill)], 1).repeat_interleave(self.n, 0)
         self.running = torch.zeros(self.batch, self.n, dtype=torch.float64, device=ids.device)
         self.running[:, 1:] = _NEVER  # at first all beams are one
-        none = torch.zeros_like(self.running, dtype=torch.bool)
+        nothing = torch.zeros_like(self.running, dtype=torch.bool)
         text = self.text.view(self.batch, self.n, -1)
-        self.kept = _Kept(text, torch.full_like(self.running, _NEVER), ended=none, new=none.long())
+        self.hypotheses = _Hypotheses(text, torch.full_like(self.running, _NEVER), ended=nothing, new=nothing.long())
         self.open = torch.ones(self.batch, 1, dtype=torch.bool, device=ids.device)
         self.all_ended = torch.zeros((), dtype=torch.bool, device=ids.device)
 
@@ -89,78 +88,78 @@ class Search:
             hits = torch.ones_like(hits)
         go = (top + hits * _NEVER).topk(self.n).indices
         was_open, running = self.open, (top + hits * _NEVER).gather(1, go)
-        first = torch.arange(top.shape[1], device=top.device) < self.n
-        ended = hits & first
-        full = self.kept.ended.all(1, keepdim=True) & (self.beams.early_stopping is True)
+        leading = torch.arange(top.shape[1], device=top.device) < self.n
+        ended = hits & leading
+        full = self.hypotheses.ended.all(1, keepdim=True) & (self.beams.early_stopping is True)
         scores = top / float(count) ** self.beams.length_penalty
         scores = scores + _NEVER * full + _NEVER * ~was_open + _NEVER * ~ended
-        self.kept = self.kept.best(_Kept(text, scores, ended, new=torch.full_like(token, count)))
+        self.hypotheses = self.hypotheses.best(_Hypotheses(text, scores, ended, new=torch.full_like(token, count)))
         self.running, self.text = running, _rows(text, go).flatten(0, 1)
         self.open = was_open & self._improvable(count)
         self.all_ended = hits.all()
         rows = beam.gather(1, go) + self.n * torch.arange(self.batch, device=top.device)[:, None]
         tokens = token.gather(1, go).view(-1, 1)
-        self.scores.seen = self.scores.seen[rows.flatten()].scatter_(1, tokens, True)
+        self.scores.present = self.scores.present[rows.flatten()].scatter_(1, tokens, True)
         return tokens, rows.flatten()
 
     def over(self) -> bool:
-        """Whether no sequence can change any more; a GPU is waited for."""
-        enough = self.kept.ended.all() & (self.beams.early_stopping is True)
+        """Returns whether no sequence can change any more; a GPU is waited for."""
+        enough = self.hypotheses.ended.all() & (self.beams.early_stopping is True)
         return bool(~self.open.any() | enough | self.all_ended)
 
     def best(self, sequences: int) -> Tensor:
-        """The ``sequences`` best of each prompt [B x sequences, S + new], as long as the longest."""
-        length = self.prompt + int(self.kept.new[:, :sequences].max())
-        return self.kept.text[:, :sequences, :length].flatten(0, 1)
+        """Returns the ``sequences`` best of each prompt [B x sequences, S + new], as long as the longest."""
+        length = self.prompt + int(self.hypotheses.new[:, :sequences].max())
+        return self.hypotheses.text[:, :sequences, :length].flatten(0, 1)
 
     def _candidates(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the highest sums, falling, of which beam each goes on, and by which token: [B, candidates] each."""
-        scores = self.scores.whole(logits).log_softmax(-1)
+        scores = self.scores.gathered(logits).log_softmax(-1)
         scores = self.scores.processed(scores, ids, dtype=acc_dtype(logits))
         sums = (scores.view(self.batch, self.n, -1) + self.running[..., None]).flatten(1)
-        many = max(2, 1 + len(self.ends)) * self.n
-        top, index = sums.topk(min(many, sums.shape[1]))
+        count = max(2, 1 + len(self.ends)) * self.n
+        top, index = sums.topk(min(count, sums.shape[1]))
         top, index = self.scores.agreed(torch.stack([top, index.double()]))
         index = index.long()
         return top, index // scores.shape[-1], index % scores.shape[-1]
 
     def _hits(self, text: Tensor, token: Tensor, stopping: Stopping) -> Tensor:
-        """Which candidates have ended: bool [B, candidates]."""
-        hits = among(token, self.ends) if self.ends else torch.zeros_like(token, dtype=torch.bool)
-        return hits if stopping.none else hits | stopping(text.flatten(0, 1), self.scores.tp).view(token.shape)
+        """Returns bool [B, candidates]: the candidates that have ended."""
+        hits = is_end(token, self.ends) if self.ends else torch.zeros_like(token, dtype=torch.bool)
+        return hits if stopping.idle else hits | stopping(text.flatten(0, 1), self.scores.tp).view(token.shape)
 
     def _improvable(self, count: int) -> Tensor:
-        """Whether the best running beam may become better than one of the kept: bool [B, 1]."""
+        """Returns bool [B, 1]: whether the best running beam may become better than one of the hypotheses."""
         penalty = self.beams.length_penalty
         longest = self.new if self.beams.early_stopping == "never" and penalty > 0 else count
         bound = self.running[:, :1] / float(longest) ** penalty
-        worst = torch.where(self.kept.ended, self.kept.scores.amin(1, keepdim=True), _NEVER)
+        worst = torch.where(self.hypotheses.ended, self.hypotheses.scores.amin(1, keepdim=True), _NEVER)
         return (bound > worst).any(1, keepdim=True)
 
 
 def search(
-    model: CausalModel, request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, often: int
+    request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, interval: int
 ) -> Tensor:
-    """Returns the best sequences [B x sequences, S + new]; after every ``often`` tokens it is asked whether there can
-    be better ones."""
-    found, prompt = Search(request, beams, scores), request.ids.shape[1]
+    """Returns the best sequences [B x sequences, S + new]; every ``interval`` tokens the search ends if no better ones
+    can come."""
+    beam_search, prompt = Search(request, beams, scores), request.ids.shape[1]
     logits = forward.read(request, lambda *_: None).repeat_interleave(beams.num_beams, 0)
     forward.repeat(beams.num_beams)
     scores.repeat(beams.num_beams)
     position = request.positions[:, -1:].repeat_interleave(beams.num_beams, 0)
     for count in range(1, request.new + 1):
-        tokens, rows = found.take(logits, count, stopping)
+        tokens, rows = beam_search.take(logits, count, stopping)
         if count == request.new:
             break
-        if count % often == 0:
+        if count % interval == 0:
             scores.check()
-            if found.over():
+            if beam_search.over():
                 break
         forward.reorder(rows, prompt)
         position = position + 1
         logits = forward(tokens, position)
     scores.check()
-    return found.best(request.sequences)
+    return beam_search.best(request.sequences)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import described
 from ...layers.module import check_gathered
 from .beams import Beams, search
-from .graph import Replayed, may_capture
+from .graph import GraphStep, may_capture
 from .listening import Listener
 from .model import CausalModel
 from .passes import pass_of
 from .request import Request, checked
 from .sampling import Chooser, Processor, Sampling, Scores, callables
-from .step import Step
+from .step import TokenStep
 from .stopping import Stopping, until_all_ended
 
 
@@ -111,25 +111,25 @@ def generate(
         seed=seed,
     )
     check_gathered("generate", model.embedding)
-    given: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
-    asked = dict(given, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
-    asked |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
+    limits: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
+    arguments = dict(limits, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
+    arguments |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
     beams = Beams(num_beams, length_penalty, early_stopping)
-    asked |= dict(beams._asdict(), logits_processor=logits_processor, cuda_graph=cuda_graph)
-    model._compare("generate", dict(asked, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
-    given |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    arguments |= dict(beams._asdict(), logits_processor=logits_processor, cuda_graph=cuda_graph)
+    model._compare("generate", dict(arguments, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
+    limits |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     beams.check()
     check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
-    request = checked(model, (input_ids, attention_mask), sampling, num_beams, **given)
+    request = checked(model, (input_ids, attention_mask), sampling, num_beams, **limits)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
     listener = Listener(model.tp.group, streamer, on_token, on_prompt)
     check(
-        num_beams == 1 or listener.none,
+        num_beams == 1 or listener.idle,
         f"generate: streamer, on_token and on_prompt hear one sequence as it comes; num_beams={num_beams} are several",
     )
     check(
-        num_beams == 1 or stopping.none or request.pad is not None,
+        num_beams == 1 or stopping.idle or request.pad is not None,
         f"generate: with num_beams={num_beams}, stop_strings and stopping_criteria need pad_token_id or eos_token_id",
     )
 
@@ -139,9 +139,9 @@ def generate(
         if num_beams > 1:
             return _searched(model, request, beams, processors=processors, stopping=stopping)
         listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
-        step = _begun(model, request, processors, told=listener.read)
-        run = Replayed(step) if cuda_graph and may_capture(model, step, request.new) else step
-        return _continued(step, run, request, told=(stopping, listener))
+        step = _begun(model, request, processors, on_prompt=listener.read)
+        run = GraphStep(step) if cuda_graph and may_capture(model, step, request.new) else step
+        return _continued(step, run, request, listeners=(stopping, listener))
     finally:
         for module in training:
             module.training = True
@@ -151,44 +151,46 @@ def _begun(
     model: CausalModel,
     request: Request,
     processors: tuple[Processor, ...],
-    told: Callable[[int, int], None] = lambda *_: None,
-) -> Step:
+    on_prompt: Callable[[int, int], None] = lambda *_: None,
+) -> TokenStep:
     """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
     choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
     forward = pass_of(model, request)
-    logits, n = forward.read(request, told), request.sequences
+    logits, n = forward.read(request, on_prompt), request.sequences
     if n > 1:
         forward.repeat(n)
         choose.repeat(n)
     forward.fix()
-    return Step(request, forward, choose, logits.repeat_interleave(n, 0))
+    return TokenStep(request, forward, choose, logits.repeat_interleave(n, 0))
 
 
-def _continued(step: Step, run: Callable[[], None], request: Request, told: tuple[Stopping, Listener]) -> Tensor:
+def _continued(
+    step: TokenStep, run: Callable[[], None], request: Request, listeners: tuple[Stopping, Listener]
+) -> Tensor:
     """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
-    (stopping, listener), ids, scores = told, request.ids, step.choose.scores
-    often = 1 if not (listener.none and stopping.none) else _tokens_between(ids.device)
+    (stopping, listener), ids, scores = listeners, request.ids, step.choose.scores
+    interval = 1 if not (listener.idle and stopping.idle) else _tokens_between(ids.device)
     for count in range(1, request.new + 1):
         columns = ids.shape[1] + count
         if count == 1 or scores.processors:
-            step.take(step.first if count == 1 else step.logits(), step.text[:, : columns - 1])
+            step.take(step.prompt_logits if count == 1 else step.logits(), step.text[:, : columns - 1])
         else:
             run()
-        asks = count % often == 0
+        asks = count % interval == 0
         if asks and (request.ends or ids.is_cpu):  # a GPU is waited for below anyway
             scores.check()
         if listener.tokens(step.token[:, 0]):
             break
-        if not stopping.none:
+        if not stopping.idle:
             step.done |= stopping(step.text[:, :columns], scores.tp)
-        if asks and (request.ends or not stopping.none) and step.done.all():
+        if asks and (request.ends or not stopping.idle) and step.done.all():
             break
     listener.end()
     text = step.text[:, :columns]
     if not request.ends:
         return text
     scores.check()
-    return until_all_ended(text, request.ends, prompt=ids.shape[1]) if often > 1 else text
+    return until_all_ended(text, request.ends, prompt=ids.shape[1]) if interval > 1 else text
 
 
 def _searched(
@@ -197,9 +199,9 @@ def _searched(
     """Returns the prompts, and behind them the best sequences."""
     ids = request.ids
     scores = Scores(model, ids, request.mask, penalty=request.sampling.repetition_penalty, processors=processors)
-    often = _tokens_between(ids.device) if stopping.none else 1
+    interval = _tokens_between(ids.device) if stopping.idle else 1
     forward = pass_of(model, request)
-    return search(model, request, beams, scores=scores, forward=forward, stopping=stopping, often=often)
+    return search(request, beams, scores=scores, forward=forward, stopping=stopping, interval=interval)
 
 
 def _tokens_between(device: torch.device) -> int:

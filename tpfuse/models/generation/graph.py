@@ -16,14 +16,14 @@ from torch import nn
 
 from ...layers.hooks import served
 from .model import CausalModel
-from .step import Step
+from .step import TokenStep
 
 _FIRST = 2  # tokens before the capture
 _LEAST = 8  # tokens after it, fewer than which are not worth it
 
 
-def may_capture(model: CausalModel, step: Step, new: int) -> bool:
-    """Whether ``new`` tokens may be made by replaying one step.
+def may_capture(model: CausalModel, step: TokenStep, new: int) -> bool:
+    """Returns whether ``new`` tokens may be made by replaying one step.
 
     Hooks and processors are Python that a replay does not call; autocast keeps copies of weights that a graph must not;
     of messages NCCL's alone can be captured; and rotary positions that depend on the length are the host's choice.
@@ -41,10 +41,10 @@ def may_capture(model: CausalModel, step: Step, new: int) -> bool:
     )
 
 
-class Replayed:
+class GraphStep:
     """A step that is captured when it has run a few times."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: TokenStep):
         self.step, self.run, self.left = step, step.__call__, _FIRST
 
     def __call__(self) -> None:
@@ -54,7 +54,7 @@ class Replayed:
         self.run()
 
 
-def captured(step: Step) -> Callable[[], None]:
+def captured(step: TokenStep) -> Callable[[], None]:
     """Returns what starts the step's kernels once more; the step itself, and a warning, where it cannot be captured.
 
     The stream is one of the step's device: torch's own for captures is of the device of a process's first one.

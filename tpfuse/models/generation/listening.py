@@ -1,5 +1,4 @@
-"""What a caller hears while prompts are read and tokens come, and what stops these: a streamer, ``on_prompt`` and
-``on_token``."""
+"""A caller's streamer, ``on_prompt`` and ``on_token``, which hear prompts and tokens and may stop these."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,13 @@ from torch import Tensor
 from ...kernels.runtime.rules import described
 from ...ranks.messages import channel, raise_together
 
-_STOPS, _FAILED = 1, 2  # what a rank says of itself
+_STOPS, _FAILED = 1, 2  # status of a rank
 
 
 class Listener:
     """A rank's streamer and callables.  Every rank makes one; only some may have a streamer, or ``on_prompt``.
 
-    ``none``: no rank hears anything.  An error that one rank's raises is an error on every rank, and so is a streamer
+    ``idle``: no rank hears anything.  An error that one rank's raises is an error on every rank, and so is a streamer
     that is none.
     """
 
@@ -29,7 +28,7 @@ class Listener:
         on_prompt: Callable[[int, int], None] | None,
     ):
         self.group, self.streamer, self.on_token, self.on_prompt = group, streamer, on_token, on_prompt
-        self.none = not self._together(self._has_any)
+        self.idle = not self._together(self._has_any)
 
     def _has_any(self) -> bool:
         s = self.streamer
@@ -37,27 +36,27 @@ class Listener:
             raise ValueError(
                 f"generate: streamer must have put(tokens) and end(), as transformers' have, got {described(s)}"
             )
-        for name, given in (("on_token", self.on_token), ("on_prompt", self.on_prompt)):
-            if given is not None and not callable(given):
-                raise ValueError(f"generate: {name} must be callable, got {described(given)}")
+        for name, function in (("on_token", self.on_token), ("on_prompt", self.on_prompt)):
+            if function is not None and not callable(function):
+                raise ValueError(f"generate: {name} must be callable, got {described(function)}")
         return any(heard is not None for heard in (s, self.on_token, self.on_prompt))
 
     def prompt(self, ids: Tensor) -> None:
         """Hands the prompts [B, S] to the streamer."""
-        if not self.none:
+        if not self.idle:
             self._together(lambda: self._put(ids))
 
-    def read(self, done: int, columns: int) -> None:
+    def read(self, count: int, columns: int) -> None:
         """Says how many of the prompts' columns have been read."""
-        if not self.none:
-            self._together(lambda: self.on_prompt is not None and self.on_prompt(done, columns))
+        if not self.idle:
+            self._together(lambda: self.on_prompt is not None and self.on_prompt(count, columns))
 
     def tokens(self, token: Tensor) -> bool:
         """Hands the new tokens [B] on, and returns whether any rank stops."""
-        return not self.none and self._together(lambda: self._put(token) or self._asked(token))
+        return not self.idle and self._together(lambda: self._put(token) or self._stops(token))
 
     def end(self) -> None:
-        if not self.none:
+        if not self.idle:
             self._together(lambda: self.streamer is not None and self.streamer.end())
 
     def _put(self, ids: Tensor) -> bool:
@@ -65,20 +64,20 @@ class Listener:
             self.streamer.put(ids.to("cpu", copy=True))
         return False
 
-    def _asked(self, token: Tensor) -> bool:
+    def _stops(self, token: Tensor) -> bool:
         return self.on_token is not None and bool(self.on_token(token.clone()))
 
     def _together(self, action: Callable[[], Any]) -> bool:
-        """Whether ``action`` is true on any rank; what one raises, all raise."""
-        between = channel(self.group)
-        if between is None:
+        """Returns whether ``action`` is true on any rank; an error of one is raised on all."""
+        peers = channel(self.group)
+        if peers is None:
             return bool(action())
-        said, error = 0, None
+        status, error = 0, None
         try:
-            said = _STOPS * bool(action())
+            status = _STOPS * bool(action())
         except Exception as e:
-            said, error = _FAILED, e
-        every = between.exchange(torch.tensor([said], device="cpu"))
-        if (every == _FAILED).any():
+            status, error = _FAILED, e
+        statuses = peers.exchange(torch.tensor([status], device="cpu"))
+        if (statuses == _FAILED).any():
             raise_together(error, (self.group,))
-        return bool(every.any())
+        return bool(statuses.any())

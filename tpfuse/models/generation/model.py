@@ -1,4 +1,4 @@
-"""What generation needs of a model: GPT, which imports generation, has it."""
+"""The part of a model that generation uses, as a protocol: GPT has it, and imports generation."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from ..config.gpt import GPTConfig
 from ..head import LMHead, Table
 from ..inputs import Inputs
 from ..rows import Rows
-from ..stages import Stages
+from ..stages import ModelStages
 
 
 class CausalModel(Protocol):
@@ -22,7 +22,7 @@ class CausalModel(Protocol):
 
     tp: TensorParallel
     config: GPTConfig
-    stages: Stages
+    stages: ModelStages
     embedding: VocabParallelEmbedding
     positions: Table | None
     norm_in: Any

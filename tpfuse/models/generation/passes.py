@@ -38,20 +38,20 @@ class Pass:
             self.place.advance()
         return self.run(ids, positions)
 
-    def read(self, request: Request, told: Callable[[int, int], None]) -> Tensor:
-        """The prompts' logits [B, V/R]; ``told`` hears behind each piece how many of how many columns were read."""
-        ids, done = request.ids, 0
+    def read(self, request: Request, on_prompt: Callable[[int, int], None]) -> Tensor:
+        """Returns the prompts' logits [B, V/R]; calls ``on_prompt(columns read, columns)`` behind each piece."""
+        ids, count = request.ids, 0
         for piece, positions in zip(*(t.tensor_split(self.pieces, 1) for t in (ids, request.positions)), strict=True):
             logits = self(piece, positions)
-            done += piece.shape[1]
-            told(done, ids.shape[1])
+            count += piece.shape[1]
+            on_prompt(count, ids.shape[1])
         return logits
 
     def fix(self) -> None:
         """Behind the prompts: from now on every call has one token, and is the same to the host."""
         if not self.direct:
-            first = self.caches[0]
-            self.place = Place(len(first.mask), first.length, first.mask.device)
+            cache = self.caches[0]
+            self.place = Place(len(cache.mask), cache.length, cache.mask.device)
             for cache in self.caches:
                 cache.fix(self.place)
 
@@ -61,24 +61,24 @@ class Pass:
         for cache in self.caches:
             cache.repeat(n, mask)
 
-    def reorder(self, rows: Tensor, first: int) -> None:
-        """Lets row b go on from what row ``rows[b]`` was, from the position ``first`` on."""
+    def reorder(self, rows: Tensor, column: int) -> None:
+        """Lets row b go on from what row ``rows[b]`` was, from the position ``column`` on."""
         for cache in self.caches:
-            cache.reorder(rows, first)
+            cache.reorder(rows, column)
 
 
 class _Switching(Pass):
-    """The pass of a model whose rotary positions are others in calls of more than ``at`` positions.
+    """The pass of a model whose rotary positions are others in calls of more than ``limit`` positions.
 
-    The keys in a cache are rotated by the tables of their time, so what has been seen goes once more through the model,
+    The keys in a cache are rotated by the tables of their time, so all tokens go once more through the model,
     with a new cache, when the first sequence passes that length.
     """
 
     alike = False
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, at: int):
+    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, limit: int):
         super().__init__(self._go_on, [], pieces=1, direct=True)
-        self.make, self.at, self.seen = make, at, request.seen
+        self.make, self.limit, self.visible = make, limit, request.visible
         self.now: Pass | None = None
         self.switched, self.longest = False, 0
         self.ids = self.positions = request.ids[:, :0]
@@ -87,20 +87,21 @@ class _Switching(Pass):
         if self.now is not None and self.switched:
             return self.now(ids, positions)
         self.longest = int(positions.max()) + 1 if self.now is None else self.longest + 1
-        self.switched = self.longest > self.at
+        self.switched = self.longest > self.limit
         self.ids, self.positions = torch.cat([self.ids, ids], 1), torch.cat([self.positions, positions], 1)
         if self.now is None or self.switched:
-            self.now, ids, positions = self.make(self.seen, self.ids), self.ids, self.positions
+            self.now, ids, positions = self.make(self.visible, self.ids), self.ids, self.positions
         return self.now(ids, positions)
 
     def repeat(self, n: int) -> None:
         assert self.now is not None  # the prompts have been read
         self.now.repeat(n)
-        self.seen, self.ids, self.positions = (x.repeat_interleave(n, 0) for x in (self.seen, self.ids, self.positions))
+        repeated = (x.repeat_interleave(n, 0) for x in (self.visible, self.ids, self.positions))
+        self.visible, self.ids, self.positions = repeated
 
-    def reorder(self, rows: Tensor, first: int) -> None:
+    def reorder(self, rows: Tensor, column: int) -> None:
         assert self.now is not None
-        self.now.reorder(rows, first)
+        self.now.reorder(rows, column)
         self.ids, self.positions = self.ids[rows], self.positions[rows]
 
 
@@ -120,8 +121,8 @@ def pass_of(model: CausalModel, request: Request) -> Pass:
             lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False
         )
 
-    if switch is None or request.seen.shape[1] <= switch:
-        return make(request.seen, request.ids)
+    if switch is None or request.visible.shape[1] <= switch:
+        return make(request.visible, request.ids)
     return _Switching(make, request, switch)
 
 

@@ -1,4 +1,4 @@
-"""What ``generate`` is asked for, checked: prompts moved to end at one column, how tokens are chosen, when they end."""
+"""The arguments of ``generate``, checked: prompts moved to end at one column, how tokens are chosen, when they end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Request(NamedTuple):
         return (self.mask.cumsum(1) - 1).clamp(min=0)
 
     @property
-    def seen(self) -> Tensor:
+    def visible(self) -> Tensor:
         """[B, S + new]: the columns that may be seen."""
         return torch.cat([self.mask, self.mask.new_ones(len(self.mask), self.new)], 1)
 

@@ -24,7 +24,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # ids [B, S] and scores [B, V] -
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen; as in :func:`generate`."""
+    """The arguments of sampling; as in :func:`generate`."""
 
     do_sample: bool = False
     temperature: float = 1.0
@@ -44,15 +44,15 @@ class Scores:
         self.tp, self.vocab, self.processors = model.tp, model.config.vocab_size, processors
         self.gather = exchange(model.tp, ids.device).gather
         self.penalty = penalty
-        self.seen = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
-        self.seen.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
+        self.present = torch.zeros(len(ids), self.vocab, dtype=torch.bool, device=ids.device)
+        self.present.scatter_(1, torch.where(mask, ids, ids[:, -1:]), True)  # every prompt's last is a token of it
         self.nan = torch.zeros((), dtype=torch.bool, device=ids.device)
 
     def repeat(self, n: int) -> None:
         """Makes ``n`` rows of each."""
-        self.seen = self.seen.repeat_interleave(n, 0)
+        self.present = self.present.repeat_interleave(n, 0)
 
-    def whole(self, logits: Tensor) -> Tensor:
+    def gathered(self, logits: Tensor) -> Tensor:
         """[B, V/R] -> fp64 [B, V]"""
         if self.tp.size > 1:
             width = -(-self.vocab // self.tp.size)  # the last rank may have fewer
@@ -66,7 +66,7 @@ class Scores:
         """Scores [B, V] through the penalty, then the processors, which get ``ids`` and scores of ``dtype``."""
         penalty = self.penalty
         if penalty != 1:
-            scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+            scores = torch.where(self.present, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if not self.processors:
             return scores
         assert ids is not None
@@ -125,23 +125,23 @@ class Chooser:
         s = self.sampling
         if not s.do_sample and s.repetition_penalty == 1 and not self.scores.processors:
             return self._most_likely(logits)
-        scores = self.scores.processed(self.scores.whole(logits), ids, dtype=acc_dtype(logits))
+        scores = self.scores.processed(self.scores.gathered(logits), ids, dtype=acc_dtype(logits))
         if s.do_sample:
             scores = keep_likely(scores / s.temperature, s.top_k, s.top_p, s.min_p)
             drawn = uniform(self.rng, position, self.sample, self.scores.vocab, draw=self.draw)
             scores = scores - drawn.log_().neg_().log_()
         token = self.scores.agreed(scores.argmax(-1))  # the first of equals
-        self.scores.seen.scatter_(1, token[:, None], True)
+        self.scores.present.scatter_(1, token[:, None], True)
         return token
 
     def _most_likely(self, logits: Tensor) -> Tensor:
         """Returns the most likely token; two numbers per prompt travel."""
         value, index = logits.max(-1)  # the first of equals
         best = torch.stack([value.double(), (index + self.head.first).double()])
-        every = best[None] if self.scores.tp.size == 1 else self.scores.gather(best)
-        self.scores.nan |= every[:, 0].isnan().any()  # a maximum is NaN where any logit is
-        rank = every[:, 0].argmax(0)
-        return every[:, 1].gather(0, rank[None])[0].long()
+        candidates = best[None] if self.scores.tp.size == 1 else self.scores.gather(best)
+        self.scores.nan |= candidates[:, 0].isnan().any()  # a maximum is NaN where any logit is
+        rank = candidates[:, 0].argmax(0)
+        return candidates[:, 1].gather(0, rank[None])[0].long()
 
 
 def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float | None = None) -> Tensor:
@@ -156,24 +156,23 @@ def keep_likely(scores: Tensor, top_k: int | None, top_p: float | None, min_p: f
     if top_p is not None and top_p < 1:
         ordered = scores.sort(-1, descending=True).values
         probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs  # what is more likely
-        last = (before < top_p).sum(-1, keepdim=True) - 1
-        scores = scores.masked_fill(scores < ordered.gather(1, last), -torch.inf)
+        above = probs.cumsum(-1) - probs  # what is more likely
+        count = (above < top_p).sum(-1, keepdim=True) - 1
+        scores = scores.masked_fill(scores < ordered.gather(1, count), -torch.inf)
     if min_p is not None and min_p > 0:
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return scores
 
 
-def callables(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
+def callables(name: str, argument: Any) -> tuple[Callable[..., Any], ...]:
     """Returns what an argument of ``generate`` holds: callables, of which a list of transformers' is one too.
 
     ValueError, which names the argument, for anything else.
     """
-    many = given if isinstance(given, Iterable) else () if given is None else (given,)
-    found = tuple(many)
-    if not all(map(callable, found)):
+    functions = tuple(argument if isinstance(argument, Iterable) else () if argument is None else (argument,))
+    if not all(map(callable, functions)):
         raise ValueError(
-            f"generate: {name} must be callables (input_ids, scores), as transformers' are, got {described(given)}"
+            f"generate: {name} must be callables (input_ids, scores), as transformers' are, got {described(argument)}"
         )
-    return found
+    return functions

@@ -43,15 +43,15 @@ class Exchange(NamedTuple):
     memory: "SharedMemory | None"
 
     def gather(self, x: Tensor) -> Tensor:
-        """[...] of every rank -> [R, ...], to be used before the next but one."""
-        if self.memory is not None and self.memory.takes(x):
+        """All-gathers [...] -> [R, ...].  Of two buffers: the second call after this overwrites it."""
+        if self.memory is not None and self.memory.fits(x):
             return self.memory.gather(x)
-        every: Tensor = all_gather(x.contiguous(), self.tp.size, self.tp.group_name)
-        return every
+        parts: Tensor = all_gather(x.contiguous(), self.tp.size, self.tp.group_name)
+        return parts
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, in fp32 in rank order, rounded once."""
-        if self.memory is None or not self.memory.takes(x):
+        if self.memory is None or not self.memory.fits(x):
             return all_reduce(x, self.tp)
         parts = self.memory.gather(x)
         # Of two parts an addition is the sum in fp32, rounded: one call of torch in place of five.
@@ -71,23 +71,23 @@ def shared_memory(tp: TensorParallel) -> "SharedMemory | None":
     if group is None or not tp.one_machine:
         return None
     if group not in _made:
-        between = channel(group)
-        _made[group] = None if between is None else _make(group, between)
+        peers = channel(group)
+        _made[group] = None if peers is None else _make(group, peers)
     return _made[group]
 
 
-def _make(group: dist.ProcessGroup, between: Channel) -> "SharedMemory | None":
+def _make(group: dist.ProcessGroup, peers: Channel) -> "SharedMemory | None":
     """Each rank opens the first one's file, and says whether it can; the file has no name any more once all have."""
     able = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
-    path, size = "", SharedMemory.size_of(between.size)
-    if between.rank == 0 and able:
+    path, size = "", SharedMemory.size_of(peers.size)
+    if peers.rank == 0 and able:
         path = _new_file(size)
-    path, *_ = gather(path, between)
+    path, *_ = gather(path, peers)
     try:
         mapped = _mapped(path, size) if able and path else None
-        who = gather((mapped is not None, os.getpid(), _namespace()), between)
+        who = gather((mapped is not None, os.getpid(), _namespace()), peers)
     finally:
-        if between.rank == 0 and path:
+        if peers.rank == 0 and path:
             os.unlink(path)
     if mapped is None or not all(ok for ok, *_ in who) or len({namespace for *_, namespace in who}) > 1:
         return None
@@ -130,8 +130,8 @@ class SharedMemory:
     def __init__(self, mapped: mmap.mmap, group: dist.ProcessGroup, pids: list[int]):
         self.rank, self.ranks, self.timeout = group.rank(), group.size(), limit(group).total_seconds()
         self._pids, self._count = pids, 0
-        words = memoryview(mapped).cast("q")[: self.ranks * _LINE // 8]
-        self._counters, self._left = words[:: _LINE // 8], words[1 :: _LINE // 8]
+        integers = memoryview(mapped).cast("q")[: self.ranks * _LINE // 8]
+        self._counters, self._left = integers[:: _LINE // 8], integers[1 :: _LINE // 8]
         with torch.inference_mode(False):  # tensors that are made in it cannot be written outside
             places = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.ranks * _LINE)
             self._places = places.view(2, self.ranks, ROOM)
@@ -143,11 +143,11 @@ class SharedMemory:
         """Returns the bytes of it all."""
         return ranks * _LINE + 2 * ranks * ROOM
 
-    def takes(self, x: Tensor) -> bool:
+    def fits(self, x: Tensor) -> bool:
         return x.is_cpu and x.numel() * x.element_size() <= ROOM
 
     def gather(self, x: Tensor) -> Tensor:
-        """[...] of every rank -> [R, ...], which the call after the next writes over.
+        """All-gathers [...] -> [R, ...], one of two buffers: the second call after this overwrites it.
 
         RuntimeError where a rank has ended, has left the group, or has come to no such call within the group's limit.
         """
@@ -155,19 +155,19 @@ class SharedMemory:
         views = self._views.get((x.shape, x.dtype))
         if views is None:
             views = self._views[x.shape, x.dtype] = self._views_of(x)
-        every = views[self._count % 2]
-        every[self.rank].copy_(x)
+        parts = views[self._count % 2]
+        parts[self.rank].copy_(x)
         self._counters[self.rank] = self._count
         for rank in range(self.ranks):
             if self._counters[rank] < self._count:
                 self._wait(rank)
-        return every
+        return parts
 
     @torch.inference_mode(False)  # as above
     def _views_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         count = x.numel() * x.element_size()
-        first, second = (places[:, :count].view(x.dtype).view(self.ranks, *x.shape) for places in self._places)
-        return first, second
+        even, odd = (places[:, :count].view(x.dtype).view(self.ranks, *x.shape) for places in self._places)
+        return even, odd
 
     def _wait(self, rank: int) -> None:
         counters, count = self._counters, self._count
@@ -187,7 +187,7 @@ class SharedMemory:
                 time.sleep(_GLANCE)
 
     def _gone(self, rank: int, waited: float) -> str:
-        """Says why a rank will not come; "" where it may."""
+        """Returns why a rank will not come; "" where it may."""
         if self._left[rank]:
             return "has left the group"
         if _ended(self._pids[rank]):
@@ -201,7 +201,7 @@ def _leave(left: memoryview, rank: int, pid: int) -> None:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process is no more, or is only waiting for its parent to notice."""
+    """Returns whether a process is no more, or is only waiting for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

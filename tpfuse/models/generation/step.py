@@ -8,18 +8,18 @@ from torch import Tensor
 from .passes import Pass
 from .request import Request
 from .sampling import Chooser
-from .stopping import among
+from .stopping import is_end
 
 
-class Step:
+class TokenStep:
     """Goes on by one token; nothing of the host's changes from call to call, where the cache is fixed.
 
     ``text`` [B, S + new] holds the prompts and what has come, ``done`` [B] says whose sequences have ended, and
-    ``token`` [B, 1] is the last one's.  ``first`` [B, V/R] are the logits that the prompts give.
+    ``token`` [B, 1] is the last one's.  ``prompt_logits`` [B, V/R] are the logits that the prompts give.
     """
 
-    def __init__(self, request: Request, forward: Pass, choose: Chooser, first: Tensor):
-        self.first, self.forward, self.choose = first, forward, choose
+    def __init__(self, request: Request, forward: Pass, choose: Chooser, prompt_logits: Tensor):
+        self.prompt_logits, self.forward, self.choose = prompt_logits, forward, choose
         self.pad, self.ends = request.pad, request.ends
         ids, n = request.ids.repeat_interleave(request.sequences, 0), request.sequences
         rows, prompt = ids.shape
@@ -46,4 +46,4 @@ class Step:
         self.text.index_copy_(1, self.column, self.token)
         self.column += 1
         if self.ends:
-            self.done |= among(token, self.ends)
+            self.done |= is_end(token, self.ends)

@@ -1,4 +1,4 @@
-"""Whether the last token of a sequence completes one of some strings, as transformers' StopStringCriteria decides.
+"""Ends a sequence whose last token completes one of some strings, as transformers' StopStringCriteria decides.
 
 A string counts where it occurs in the joined text of the last tokens and ends inside the last one, however tokens cut
 it: "stop" ends "st" + "op" and "s" + "topper", not "stop" + "s".  As many tokens are joined as the longest string has
@@ -32,30 +32,30 @@ class StopStrings:
         self.most = max(map(len, self.strings))
         self.pieces: dict[int, Text | None] = {}
         ids = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
-        self.before = [tokenizer.convert_ids_to_tokens(i) for i in ids]
+        self.context = [tokenizer.convert_ids_to_tokens(i) for i in ids]
 
     def __call__(self, ids: Tensor) -> list[bool]:
         return [self._ends(row) for row in ids[:, -self.most :].tolist()]
 
     def _ends(self, ids: list[int]) -> bool:
-        *before, last = self._last_pieces(ids) or [""]
-        if not last:
+        *earlier, final = self._last_pieces(ids) or [""]
+        if not final:
             return False
-        text: Any = type(last)().join(before)  # type: ignore[arg-type]
-        start, text = len(text), text + last
+        text: Any = type(final)().join(earlier)  # type: ignore[arg-type]
+        start, text = len(text), text + final
         return any(text.find(s, max(0, start - len(s) + 1)) >= 0 for s in self.strings)
 
     def _last_pieces(self, ids: list[int]) -> list[Text]:
         """Returns what the last tokens add to a text, back to one that is none of the tokenizer's."""
-        found: list[Text] = []
+        pieces: list[Text] = []
         for i in reversed(ids):
             if i not in self.pieces:
                 self.pieces[i] = self._piece(i)
             piece = self.pieces[i]
             if piece is None:
                 break
-            found.insert(0, piece)
-        return found
+            pieces.insert(0, piece)
+        return pieces
 
     def _piece(self, i: int) -> Text | None:
         token = self.tokenizer.convert_ids_to_tokens(i) if 0 <= i < len(self.tokenizer) else None
@@ -66,8 +66,8 @@ class StopStrings:
         if self.kind == "ByteFallback" and _is_byte(token):
             return bytes([int(token[3:5], 16)])
         text_of = self.tokenizer.convert_tokens_to_string
-        _, found, piece = text_of([*self.before, token]).partition(_BEFORE)
-        piece = piece if found else text_of([token])  # a vocabulary without these letters
+        _, match, piece = text_of([*self.context, token]).partition(_BEFORE)
+        piece = piece if match else text_of([token])  # a vocabulary without these letters
         return piece.encode() if self.kind else piece
 
 
@@ -101,8 +101,8 @@ def _byte_characters() -> dict[str, int]:
     """Returns the character that stands for each byte in a byte-level vocabulary: itself where it is printable, else
     the next character from 256 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+    unprintable = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(unprintable)}
 
 
 _BYTES = _byte_characters()

@@ -20,40 +20,44 @@ from .stop_strings import StopStrings
 _FAILED = 2  # where a criterion of a rank has raised an error
 
 
-def end_tokens(given: int | Iterable[int] | None) -> list[int]:
+def end_tokens(ids: int | Iterable[int] | None) -> list[int]:
     """Returns the ids that end a sequence, of which one beyond the vocabulary never comes; ValueError for no ids."""
-    many = isinstance(given, Iterable) and not isinstance(given, Tensor)
-    ends: list[Any] = list(given) if many else [] if given is None else [given]  # type: ignore[arg-type]
+    several = isinstance(ids, Iterable) and not isinstance(ids, Tensor)
+    ends: list[Any] = list(ids) if several else [] if ids is None else [ids]  # type: ignore[arg-type]
     for end in ends:
         check_number("generate: eos_token_id", end, WHOLE)
     return ends
 
 
-def among(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Returns which tokens are one of ``ends``, at least one; numbers, so that nothing is copied to a GPU."""
+def is_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """Returns bool: the tokens that are one of ``ends``, at least one; numbers, so that nothing is copied to a GPU."""
     return functools.reduce(torch.logical_or, (tokens == end for end in ends))
 
 
 def until_all_ended(tokens: Tensor, ends: Sequence[int], prompt: int) -> Tensor:
     """Returns tokens [B, prompt + new] without the columns that follow those in which the last sequence ended."""
-    ended = among(tokens[:, prompt:], ends).cumsum(1) > 0
+    ended = is_end(tokens[:, prompt:], ends).cumsum(1) > 0
     return tokens[:, : prompt + int((~ended.all(0)).sum()) + 1]
 
 
 class Stopping:
     """Called with ids [B, S], returns [B]: whether a stop string or a criterion ends each, on any rank.
 
-    ``none``: there is neither.  A criterion may say it of all sequences by one bool.
+    ``idle``: there is neither.  A criterion may say it of all sequences by one bool.
     """
 
     def __init__(self, criteria: Any, stop_strings: Any, tokenizer: Any):
         self.criteria: tuple[Callable[..., Any], ...] = callables("stopping_criteria", criteria)
         self.strings: StopStrings | None = None
         if stop_strings is not None:
-            many = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-            right = isinstance(many, list | tuple) and all(isinstance(s, str) and s for s in many) and len(many) > 0
+            strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+            valid = (
+                isinstance(strings, list | tuple)
+                and all(isinstance(s, str) and s for s in strings)
+                and len(strings) > 0
+            )
             check(
-                right,
+                valid,
                 "generate: stop_strings must be a string or a list of strings, none of them empty, got"
                 f" {shown(stop_strings)}",
             )
@@ -62,10 +66,10 @@ class Stopping:
                 "generate: stop_strings needs tokenizer=, the one of transformers that the prompt was made by, got"
                 f" {described(tokenizer)}",
             )
-            self.strings = StopStrings(tokenizer, list(many))
+            self.strings = StopStrings(tokenizer, list(strings))
 
     @property
-    def none(self) -> bool:
+    def idle(self) -> bool:
         return self.strings is None and not self.criteria
 
     def __call__(self, ids: Tensor, tp: TensorParallel) -> Tensor:
@@ -75,21 +79,21 @@ class Stopping:
             mine, error = self._ended(ids).to(torch.uint8), None
         except Exception as e:
             mine, error = torch.full((len(ids),), _FAILED, dtype=torch.uint8, device=ids.device), e
-        every = exchange(tp, ids.device).gather(mine)  # a clock, or a tokenizer, may differ
-        if (every == _FAILED).any():
+        flags = exchange(tp, ids.device).gather(mine)  # a clock, or a tokenizer, may differ
+        if (flags == _FAILED).any():
             raise_together(error, (tp.group,))
-        return (every != 0).any(0)
+        return (flags != 0).any(0)
 
     def _ended(self, ids: Tensor) -> Tensor:
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if self.strings is not None:
             ended |= torch.tensor(self.strings(ids), device=ids.device)
         for criterion in self.criteria:
-            said = criterion(ids, None)
-            if not (isinstance(said, bool) or (isinstance(said, Tensor) and said.shape in ((), ended.shape))):
+            answer = criterion(ids, None)
+            if not (isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.shape in ((), ended.shape))):
                 raise ValueError(
-                    f"generate: stopping_criteria must return a bool, or bools [{len(ids)}], got {described(said)} from"
-                    f" a {type(criterion).__name__}"
+                    f"generate: stopping_criteria must return a bool, or bools [{len(ids)}], got {described(answer)}"
+                    f" from a {type(criterion).__name__}"
                 )
-            ended |= said.to(ended.device).bool() if isinstance(said, Tensor) else said
+            ended |= answer.to(ended.device).bool() if isinstance(answer, Tensor) else answer
         return ended
