@@ -10,8 +10,8 @@ generation/  generation with a cache, by sampling or beam search
 gpt          GPT-2, Llama and its relatives
 groups       a model's process groups
 head         the head over a split vocabulary
-inputs       the arguments of a call, and what is refused of them
-model        what GPT and Bert share: rng, agreement of the ranks, files
+inputs       the arguments of a call, checked
+model        the base of GPT and Bert: rng, agreement of the ranks, files
 rows         rows out of a batch, and back
 stack        the blocks one after another, kept or recomputed
 stages       the pipeline stages of a model that are on this rank

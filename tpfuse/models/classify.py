@@ -112,10 +112,10 @@ class Classifier:
             values["pad_token_id"] = config.get("pad_token_id")
         return cls(**values)
 
-    def to_hf(self, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what config.json says of the head; the names of labels are those of ``before``, where it has them."""
+    def to_hf(self, family: Family, previous: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the head's part of config.json; the names of labels are those of ``previous``, where it has them."""
         config: dict[str, Any] = {"architectures": [family.classes[self.per].architecture]}
-        if len(before.get("id2label") or ()) != self.num_labels:
+        if len(previous.get("id2label") or ()) != self.num_labels:
             names = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             config |= dict(id2label=names, label2id={name: int(i) for i, name in names.items()})
         key = family.head(self.per).dropout_key
@@ -123,8 +123,8 @@ class Classifier:
             raise ValueError(
                 f"Classifier: {config['architectures'][0]} has no dropout of its own, got dropout={self.dropout}"
             )
-        own = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": self.dropout}
-        return config | {key: value for key, value in own.items() if value is not None}
+        fields = dict(problem_type=self.problem_type, pad_token_id=self.pad_token_id) | {key or "": self.dropout}
+        return config | {key: value for key, value in fields.items() if value is not None}
 
 
 class ClassifierHead(Dense):
@@ -137,8 +137,8 @@ class ClassifierHead(Dense):
         if classifier.per not in config.hf.classes:
             who = f"a {config.family} model of transformers"
             raise ValueError(f"{name}: {who} has no class that classifies per {classifier.per}")
-        drops, given = not (sequences and causal), classifier.dropout
-        check(drops or given is None, f"{name}: a decoder's Classifier(per='sequence') has no dropout, got {given}")
+        drops, p = not (sequences and causal), classifier.dropout
+        check(drops or p is None, f"{name}: a decoder's Classifier(per='sequence') has no dropout, got {p}")
         pads = sequences and causal
         check(
             pads or classifier.pad_token_id is None,
@@ -149,7 +149,7 @@ class ClassifierHead(Dense):
         self.name, self.family, self.classifier = name, config.hf, classifier
         self.below = config.hf.head(classifier.per)
         default = config.dropout if self.below.dropout is None else self.below.dropout
-        self.p = (0.1 if causal else default) * drops if given is None else given
+        self.p = (0.1 if causal else default) * drops if p is None else p
 
     def forward(self, x: Tensor, rng: Tensor | None = None, first_row: int = 0, batch: int = 1) -> Tensor:
         """x [m, D] -> [m, L]"""
@@ -190,9 +190,9 @@ class ClassifierHead(Dense):
         fits = isinstance(labels, Tensor) and tuple(labels.shape) in shapes and labels.device == device
         kind = "int64" if problem == SINGLE else "numbers"
         if not fits or (problem == SINGLE and labels.dtype != torch.int64) or labels.is_complex():
-            where = f" on {device}" * (device.type != "cpu")
+            place = f" on {device}" * (device.type != "cpu")
             raise ValueError(
-                f"{self.name}: labels of {problem} must be {kind} {' or '.join(map(str, shapes))}{where}, got"
+                f"{self.name}: labels of {problem} must be {kind} {' or '.join(map(str, shapes))}{place}, got"
                 f" {described(labels)}"
             )
         if problem == SINGLE:
@@ -250,9 +250,9 @@ class ClassifierHead(Dense):
         patterns = dict(weight="o i -> o i", bias="o -> o")
         modules = dict(classifier=self.hf_module) | (dict(pooler=self.below.dense) if self.below.dense else {})
         return {
-            f"{ours}.{leaf}": Source.one(f"{theirs}.{leaf}", patterns[leaf])
-            for ours, theirs in modules.items()
-            for leaf in (self.specs if ours == "classifier" else patterns)
+            f"{name}.{leaf}": Source.one(f"{hf_name}.{leaf}", patterns[leaf])
+            for name, hf_name in modules.items()
+            for leaf in (self.specs if name == "classifier" else patterns)
         }
 
     @property
@@ -275,7 +275,7 @@ def last_tokens(inputs: Inputs, pad: int | None) -> Tensor:
 
 def named_in(config: Mapping[str, Any], family: Family) -> Classifier | None:
     """Returns the head of the class that a config.json names; None where that class does not classify."""
-    for per, made in family.classes.items():
-        if config.get("architectures") == [made.architecture]:
+    for per, entry in family.classes.items():
+        if config.get("architectures") == [entry.architecture]:
             return Classifier.from_hf(config, family, per)
     return None

@@ -1,4 +1,4 @@
-"""What lies below a model's blocks: rows of tokens, positions and token types, their dropout and their norm.
+"""The parts below a model's blocks: rows of tokens, positions and token types, their dropout and their norm.
 
 One kernel behind the lookup's exchange; where a hook of torch waits for one of the modules, each of them by its call.
 """

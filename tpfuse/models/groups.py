@@ -50,5 +50,5 @@ class Groups:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the files of its stages: the first of its tensor-parallel ranks and replicas."""
+        """True where this rank writes the files of its stages: the first of its tensor-parallel ranks and replicas."""
         return self.tp.rank == 0 and not self.dp_rank

@@ -1,4 +1,4 @@
-"""What the models put below and above their blocks: tables of replicated rows, replicated linear layers, and the head
+"""The parts of models below and above their blocks: tables of replicated rows, replicated linear layers, and the head
 over a split vocabulary."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The arguments of a model's forward, and what is refused of them, before anything is changed.
+"""The arguments of a model's forward, checked before anything is changed.
 
 A value is read where that costs nothing: on a CPU, and not by a compiler.  A GPU would have to be waited for.
 """
@@ -37,10 +37,10 @@ class Inputs(NamedTuple):
 
     @property
     def tokens(self) -> Tensor:
-        """What has a row for every token: input_ids [B, S], or inputs_embeds [B, S, D]."""
-        given = self.input_ids if self.inputs_embeds is None else self.inputs_embeds
-        assert given is not None  # checked
-        return given
+        """The tensor that has a row for every token: input_ids [B, S], or inputs_embeds [B, S, D]."""
+        tokens = self.input_ids if self.inputs_embeds is None else self.inputs_embeds
+        assert tokens is not None  # checked
+        return tokens
 
     @property
     def shape(self) -> torch.Size:
@@ -60,10 +60,10 @@ class Inputs(NamedTuple):
 
 
 class Aligned(NamedTuple):
-    """What a tensor that has a value for every token must be."""
+    """The requirement on a tensor that has a value for every token."""
 
-    takes: Callable[[torch.dtype], bool]
-    words: str
+    accepts: Callable[[torch.dtype], bool]
+    description: str
     reason: str = ""
 
 
@@ -78,7 +78,7 @@ _NUMBERS = {"loss_normalizer": POSITIVE, "step": STEP, "first_sample": SAMPLE}
 
 
 def readable() -> bool:
-    """Whether a tensor's value may decide what is done: not in a graph that serves other values too."""
+    """Returns whether the program may depend on a tensor's value: not in a graph that serves other values too."""
     return not torch.compiler.is_compiling()
 
 
@@ -108,32 +108,34 @@ def check_tokens(name: str, ids: Any) -> None:
 
 def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
     """Raises the ValueError of ``name``, unless it is ``headed``, for what a model without a head cannot give."""
-    asked = inputs.labels is not None or inputs.return_logits
-    check(headed or not asked, f"{name}: labels and return_logits need {cure}")
+    wanted = inputs.labels is not None or inputs.return_logits
+    check(headed or not wanted, f"{name}: labels and return_logits need {cure}")
 
 
 def check_inputs(
-    name: str, inputs: Inputs, *, most: int, first: int, longest: int | None, device: torch.device
+    name: str, inputs: Inputs, *, most: int, start: int, longest: int | None, device: torch.device
 ) -> None:
     """Raises the ValueError of ``name`` for arguments that no model takes.
 
-    ``most`` positions are the model's, of which sequences begin at ``first``; ``longest`` is the length of the longest
+    ``most`` positions are the model's, of which sequences begin at ``start``; ``longest`` is the length of the longest
     packed document (None: there are none), ``device`` where the weights are.
     """
-    what, given = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds", inputs.tokens
-    if given.device != device:
-        raise ValueError(f"{name}: {what} must be on {device}, where the model is, got {given.device}")
+    source = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds"
+    if inputs.tokens.device != device:
+        raise ValueError(f"{name}: {source} must be on {device}, where the model is, got {inputs.tokens.device}")
     (batch, seq), length = inputs.shape, inputs.shape[1] if longest is None else longest
     if batch < 1 or seq < 1:
-        raise ValueError(f"{name}: {what} must have at least one token, got {described(given)}")
-    begins = f" from {first} on" * bool(first)
-    check(length + first <= most, f"{name}: {length} positions{begins} are more than the model's max_positions={most}")
+        raise ValueError(f"{name}: {source} must have at least one token, got {described(inputs.tokens)}")
+    begins = f" from {start} on" * bool(start)
+    check(length + start <= most, f"{name}: {length} positions{begins} are more than the model's max_positions={most}")
     for key, rule in ALIGNED.items():
         x = getattr(inputs, key)
         if x is not None and not (
-            isinstance(x, Tensor) and x.shape == inputs.shape and rule.takes(x.dtype) and x.device == device
+            isinstance(x, Tensor) and x.shape == inputs.shape and rule.accepts(x.dtype) and x.device == device
         ):
-            kind = f"{rule.words} {tuple(inputs.shape)} as {what}" + (f" on {device}" if device.type != "cpu" else "")
+            kind = f"{rule.description} {tuple(inputs.shape)} as {source}" + (
+                f" on {device}" if device.type != "cpu" else ""
+            )
             raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {described(x)}")
     for key, number in _NUMBERS.items():
         value = getattr(inputs, key)
@@ -148,11 +150,12 @@ def check_inputs(
             raise ValueError(f"{name}: {key} must be True, False or None, got {described(flag)}")
 
 
-def _check_last_sample(name: str, first: int | Tensor | None, batch: int) -> None:
-    """Masks count samples in 32 bits: beyond them two samples would share theirs."""
-    known = isinstance(first, int) or (isinstance(first, Tensor) and first.device.type == "cpu" and readable())
-    if first is not None and known and int(first) + batch > 1 << 32:
-        raise ValueError(f"{name}: first_sample + batch must be at most 2**32, got {int(first)} + {batch}")
+def _check_last_sample(name: str, first_sample: int | Tensor | None, batch: int) -> None:
+    """Raises ValueError beyond 2**32 samples: masks count them in 32 bits, and two would share theirs."""
+    if isinstance(first_sample, Tensor) and not (first_sample.device.type == "cpu" and readable()):
+        return
+    if first_sample is not None and int(first_sample) + batch > 1 << 32:
+        raise ValueError(f"{name}: first_sample + batch must be at most 2**32, got {int(first_sample)} + {batch}")
 
 
 def check_packed(name: str, inputs: Inputs) -> int | None:

@@ -1,4 +1,4 @@
-"""What GPT and Bert share: their groups and stages, the rng of a call, agreement of the ranks, files."""
+"""The base of GPT and Bert: their groups and stages, the rng of a call, agreement of the ranks, files."""
 
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -36,7 +36,7 @@ _CAUSE = "the usual cause is a sampler over the whole world instead of over the 
 
 
 class Output(NamedTuple):
-    """What a model returns; what was not asked for is None.
+    """The results of a model's call; None for one that was not requested.
 
     ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary.
     The same on every rank: a classifier's ``logits`` [B, L] or [B, S, L]; ``last_hidden_state`` [B, S, D],
@@ -119,7 +119,7 @@ class Model(nn.Module):
 
     @property
     def recompute(self) -> str | None:
-        """What backward computes again: "full", "selective" (which is saving="smallest") or None."""
+        """The part that backward computes again: "full", "selective" (which is saving="smallest") or None."""
         return FULL if self._full else SELECTIVE if self.saving == "smallest" else None
 
     def gradient_checkpointing_enable(self) -> None:
@@ -185,13 +185,13 @@ class Model(nn.Module):
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
         checked = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
-        limits: dict[str, Any] = dict(most=self.config.max_positions, first=self.config.first_position, longest=longest)
+        limits: dict[str, Any] = dict(most=self.config.max_positions, start=self.config.first_position, longest=longest)
         check_inputs(type(self).__name__, checked, **limits, device=next(self.parameters()).device)
         if self.classifier is not None:
             self.classifier.check_call(inputs)
 
     def _drops(self) -> bool:
-        """Whether a call drops anything."""
+        """Returns whether a call drops anything."""
         c = self.config
         classifier = 0.0 if self.classifier is None else self.classifier.p
         return self.training and max(c.dropout, c.attention_dropout, c.embedding_dropout, classifier) > 0

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class StagedModel(Protocol):
-    """What a step over a pipeline needs of a model."""
+    """The part of a model that a step over a pipeline uses."""
 
     tp: TensorParallel
     groups: Groups
@@ -62,7 +62,7 @@ class StagedModel(Protocol):
 
 
 class Border(nn.Module):
-    """What a stage has of the block in front of its first: the norm of what it is sent."""
+    """The part that a stage has of the block in front of its first: the norm of what it is sent."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -127,11 +127,11 @@ class ModelStages:
                 block = Border(norm())
             blocks.register_module(str(layer), block)
         for chunk in self.chunks if norm is not None else ():
-            last: Any = blocks[chunk.layers[-1]]
+            last_block: Any = blocks[chunk.layers[-1]]
             if not chunk.last:
-                last.norm_after = False
+                last_block.norm_after = False
                 if chunk.layers[-1] not in borders:
-                    last.norm_mlp = None
+                    last_block.norm_mlp = None
         return blocks
 
     def absent_tensors(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class ModelStages:
             check(
                 isinstance(x, Tensor) and len(x) == batch, f"{name}: {key} must have {batch} rows, got {described(x)}"
             )
-        step, first = model._counters(inputs, batch)
+        step, sample = model._counters(inputs, batch)
         micro = []
         for m in range(count):
             part = {
@@ -220,7 +220,7 @@ class ModelStages:
             }
             longest = inputs.max_seqlen[m] if isinstance(inputs.max_seqlen, list | tuple) else inputs.max_seqlen
             part |= dict(cu_seqlens=None if packed is None else packed[m], max_seqlen=longest)
-            part |= dict(step=step, first_sample=None if first is None else first + m * size)
+            part |= dict(step=step, first_sample=None if sample is None else sample + m * size)
             micro.append(inputs._replace(**part))
         if inputs.reduction == "mean" and inputs.loss_normalizer is None:
             total = torch.stack([model._count_labels(part) for part in micro]).sum()
