@@ -133,9 +133,8 @@ def check_inputs(
         if x is not None and not (
             isinstance(x, Tensor) and x.shape == inputs.shape and rule.accepts(x.dtype) and x.device == device
         ):
-            kind = f"{rule.description} {tuple(inputs.shape)} as {source}" + (
-                f" on {device}" if device.type != "cpu" else ""
-            )
+            place = f" on {device}" * (device.type != "cpu")
+            kind = f"{rule.description} {tuple(inputs.shape)} as {source}{place}"
             raise ValueError(f"{name}: {key} must be {kind}{rule.reason}, got {described(x)}")
     for key, number in _NUMBERS.items():
         value = getattr(inputs, key)
