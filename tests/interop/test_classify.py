@@ -7,7 +7,7 @@ import transformers
 from tests.common import assert_equal, make_tp
 from tests.interop.launched import LENGTH, VOCAB, launched, weights
 from tests.interop.test_trainer import Trainer, arguments
-from tests.models import encoders
+from tests.models.families import encoders
 from tests.models.test_classify import F64, batch, close, make, want
 from tests.models.test_classify import step as of_module
 from tpfuse import TensorParallel, load_adapter, load_checkpoint, parallelize, save_adapter, save_checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
-from tests.models.test_llama import LATER
+from tests.models.families.test_llama_like import LATER
 from tests.models.theirs import NAMES, loss_of, make
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather

@@ -13,7 +13,7 @@ from tests.common import Recorder, assert_close, assert_equal, error, make_tp
 from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
 from tests.models.common import GPT_CONFIG, batch, default_dtype
 from tests.models.common import whole as parameters
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tpfuse import (
     TensorParallel,
     add_lora,

@@ -1,27 +1,15 @@
-"""What is BERT's own: token types, padding, pooler and head."""
+"""Bert: its shapes, token types, padding, pooler and head."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.common import assert_close, assert_equal, make_tp
-from tests.models.common import BERT_CONFIG, MORE_SHAPES, batch, default_dtype, run
+from tests.models.common import BERT_CONFIG, MORE_SHAPES, SHAPES, batch, default_dtype, narrow, run
 from tpfuse.models import Bert
 
 F64 = torch.float64
-
-
-def small(**changes):
-    return replace(BERT_CONFIG, max_positions=128, hidden_size=16, num_heads=4, num_layers=1, ffn_size=20, **changes)
-
-
-# vocabulary, batch, sequence, tied.  Rows: 1, 21 and 127 leave ranks of four with padding only, or some of it.
-SHAPES = [
-    (997, 1, 1, True),
-    (997, 3, 7, False),
-]
 
 
 @pytest.mark.parametrize("masked_lm", [True, False])
@@ -29,7 +17,7 @@ SHAPES = [
     "vocab, size, seq, tied", SHAPES + [pytest.param(*s, marks=pytest.mark.slow) for s in MORE_SHAPES]
 )
 def test_sizes_that_do_not_divide(ranks, vocab, size, seq, tied, masked_lm):
-    config = small(vocab_size=vocab, tie_embeddings=tied, type_vocab_size=3)
+    config = narrow(BERT_CONFIG, vocab_size=vocab, tie_embeddings=tied, type_vocab_size=3)
     call = batch(config, size, seq) | dict(token_type_ids=(torch.arange(size * seq).view(size, seq) + 1) % 3)
     call["labels"][0, -1] = 5
     options = dict(masked_lm=masked_lm)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import transformers
 
 from tests.common import assert_equal, error, make_tp
-from tests.models import test_base, theirs
+from tests.models import test_gpt, theirs
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
-from tests.models.test_llama import their_config
+from tests.models.families.test_llama_like import their_config
 from tpfuse.kernels.runtime.op import GEMM
 from tpfuse.models import GPT, Bert, Classifier
 from tpfuse.models.files.source import written
@@ -109,7 +109,7 @@ def without_padding(found, call):
 NO_TOKENS = "gemma3", "olmo2"  # of which transformers has no class that classifies tokens
 KINDS = [
     pytest.param(name, per, marks=[] if name in NAMES else [pytest.mark.slow])
-    for name in (*NAMES, *test_base.MORE)
+    for name in (*NAMES, *test_gpt.MORE)
     for per in (PERS[:1] if name in NO_TOKENS else PERS)
 ]
 

@@ -1,4 +1,7 @@
-"""One curve: the same losses, step for step, however a training run is laid out over ranks and micro-batches."""
+"""One curve: the same losses, step for step, however a training run is laid out over ranks and micro-batches.
+
+Spans: models/, training/: whole training runs.
+"""
 
 import functools
 

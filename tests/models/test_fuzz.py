@@ -2,6 +2,8 @@
 wrong number or a hang.
 
 Every refusal is foretold by ``reason``, so that what could be built and is refused fails too.
+
+Spans: models/: whole models, of every decoder family.
 """
 
 import re
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from tests.common import make_tp
 from tests.models.exact import EXACT
-from tests.models.test_llama import LLAMA3, ROPE, YARN, oracle, ours
+from tests.models.families.test_llama_like import LLAMA3, ROPE, YARN, oracle, ours
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.training.packing import packed_batch
 

@@ -1,6 +1,8 @@
 """A training step and a decoded token neither wait for the GPU nor copy to it, so both can be captured in a CUDA graph.
 
 The first step may: it moves the counter of steps, makes tables and compares the ranks' inputs.
+
+Spans: models/, layers/ and kernels/: whole training steps.
 """
 
 import sys
@@ -12,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG, batch
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tests.no_sync import GPU, Waits, no_sync
 from tpfuse import TensorParallel, clip_grad_norm_, param_groups
 from tpfuse.models import GPT, Bert

@@ -1,4 +1,7 @@
-"""Documents packed into one row train as they would one by one: no attention, position or label crosses a bound."""
+"""Documents packed into one row train as they would one by one: no attention, position or label crosses a bound.
+
+Spans: models/gpt.py, models/inputs.py and attention below: packed rows through a whole model.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +10,7 @@ import torch
 
 from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, default_dtype, scramble, whole, whole_logits
-from tests.models.test_llama import config_of, fused
+from tests.models.families.test_llama_like import config_of, fused
 from tpfuse.models import GPT
 from tpfuse.models.gpt import _shifted, packed_positions
 

@@ -1,5 +1,8 @@
 """A training step of a whole model, replayed, starts what its launchers start: the same kernels with the same numbers,
-and CUDA's driver would take them (bench/idle)."""
+and CUDA's driver would take them (bench/idle).
+
+Spans: models/, layers/ and kernels/replay/: whole training steps.
+"""
 
 from dataclasses import replace
 from unittest import mock
@@ -10,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tpfuse import clip_grad_norm_
 from tpfuse.kernels.replay import replay
 from tpfuse.models import GPT, Bert

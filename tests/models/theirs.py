@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tests.models.exact import make_exact
-from tests.models.test_llama import FAMILIES, their_config
+from tests.models.families.test_llama_like import FAMILIES, their_config
 
 SIZES = dict(
     vocab_size=97, initializer_range=0.2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.common import GPT_CONFIG
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tpfuse.models import GPT
 from tpfuse.training.packing import balance, document_cost, pack, packed_batch
 

@@ -9,7 +9,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config
 
 from tests.common import error, make_tp
 from tests.models.common import batch
-from tests.models.test_llama import LLAMA3, LONG, ROPE, SIZES, oracle, their_config
+from tests.models.families.test_llama_like import LLAMA3, LONG, ROPE, SIZES, oracle, their_config
 from tpfuse.models import GPT, GPTConfig
 
 F64, TRAINED = torch.float64, 5

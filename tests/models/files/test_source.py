@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.common import fake_tp
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tpfuse import TensorParallel
 from tpfuse.layers.spec import Spec
 from tpfuse.models.families.phi3 import phi3_sources

@@ -7,8 +7,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, NoRepeatNGramLogitsProcess
 
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG
+from tests.models.families.test_llama_like import oracle, their_config
 from tests.models.generation.test_generate import prompts
-from tests.models.test_llama import oracle, their_config
 from tpfuse.models import GPT
 
 transformers.utils.logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpfuse
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG
-from tests.models.test_llama import config_of
+from tests.models.families.test_llama_like import config_of
 from tpfuse.kernels.gemm import prepared
 from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
-from tests.models.test_llama import FAMILIES, config_of, oracle, their_config
+from tests.models.families.test_llama_like import FAMILIES, config_of, oracle, their_config
 from tpfuse.models import GPT, GPTConfig
 
 transformers.utils.logging.disable_progress_bar()

@@ -15,8 +15,8 @@ from transformers import (
 
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG, default_dtype
+from tests.models.families.test_llama_like import config_of
 from tests.models.generation.test_generate import prompts
-from tests.models.test_llama import config_of
 from tpfuse.kernels.runtime.philox import make_rng, philox_numpy, uniform
 from tpfuse.models import GPT
 from tpfuse.models.generation.sampling import Chooser, Sampling, keep_likely

@@ -12,8 +12,8 @@ from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config
 
 from tests.common import assert_equal, error, make_tp
 from tests.models import test_classify
+from tests.models.families.test_llama_like import LOCAL, SIZES, config_of, their_config
 from tests.models.generation.test_direct import GEMMA
-from tests.models.test_llama import LOCAL, SIZES, config_of, their_config
 from tpfuse import parallelize
 from tpfuse.models import GPT, Classifier, GPTConfig
 from tpfuse.models.families import FAMILIES

@@ -1,4 +1,7 @@
-"""BERT's relatives against transformers' own classes: values, gradients, padding and files, at every split."""
+"""BERT's relatives against transformers' own classes: values, gradients, padding and files, at every split.
+
+Spans: models/families/ of BERT's relatives, and models/bert.py: one table of models for all of them.
+"""
 
 import functools
 from dataclasses import replace
@@ -9,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.common import assert_equal, make_tp
 from tests.models.common import whole
-from tests.models.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, step, want
+from tests.models.families.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, step, want
 from tpfuse import add_lora, as_dtensor, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.models import Bert, BertConfig, Classifier, with_head
 from tpfuse.models.files.write import full_tensor
