@@ -109,10 +109,7 @@ def continued_in_fp64(world, path, ids, mask, sp):
     return model.generate(ids, attention_mask=mask, max_new_tokens=NEW)[:, -NEW:]
 
 
-@pytest.mark.parametrize(
-    "R, sp", [(1, False), (4, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(2, True), (4, False)])]
-)
-def test_the_tokens_of_the_llama_family(ranks, llama, reached, R, sp):
+def test_the_tokens_of_the_llama_family(ranks, llama, reached):
     """Each prompt alone and without a cache there, as one batch here; kv heads more than ranks, as many, and fewer."""
     model, path = llama
     ids, mask = prompts((8, 5, 1))
@@ -122,9 +119,10 @@ def test_the_tokens_of_the_llama_family(ranks, llama, reached, R, sp):
     ]
     want = torch.stack(alone)
     assert len(want.unique()) > 3
-    for got in ranks(R, continued_in_fp64, path, ids, mask, sp):
-        assert torch.equal(got, want)
-    reached(GPTConfig.from_hf(model.config.to_dict()), R, {"generated tokens": 0.0})
+    for R, sp in ((1, False), (2, False), (4, True)):
+        for got in ranks(R, continued_in_fp64, path, ids, mask, sp):
+            assert torch.equal(got, want)
+        reached(GPTConfig.from_hf(model.config.to_dict()), R, {"generated tokens": 0.0})
 
 
 def test_prompts_padded_on_the_right_give_the_same(ranks, theirs):

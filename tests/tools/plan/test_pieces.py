@@ -46,7 +46,8 @@ def ran(job, split, layers):
         model = build(job.config, tp=TensorParallel(mesh["tp"], sequence_parallel=True), **options)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        return [(chunk, run_stage(model, chunk, plan, split=split.schedule == "zbv")) for chunk in model.chunks]
+        chunks = model.stages.chunks
+        return [(chunk, run_stage(model, chunk, plan, split=split.schedule == "zbv")) for chunk in chunks]
 
 
 def summed(job, split, layers):
