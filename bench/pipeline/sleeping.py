@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.pipeline import SCHEDULES, Chunk, Order, WeightGradients, order, simulate
-from tpfuse.pipeline.runtime import ChunkStage, Runtime
+from tpfuse.pipeline.runtime import ChunkStage, Runtime, Shapes
 
 ROWS = torch.empty(64, 64, device="meta").requires_grad_()  # what is sent
 
@@ -56,7 +56,7 @@ def runtime(made: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) ->
     def run(chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         x = torch.zeros(ROWS.shape).requires_grad_() if x is None else x
         y: Tensor = _Sleep.apply(x, seconds[chunk.stage], store)
-        return y.sum() if chunk.last else y
+        return y.sum() if chunk.is_last else y
 
     chunks = [
         Chunk(i, made.stages, range(0), c)
@@ -64,11 +64,10 @@ def runtime(made: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) ->
         for i, rank in enumerate(ranks)
         if rank == group.rank()
     ]
-    given: dict[str, Any] = dict(
-        device=torch.device("cpu"), group=group, rows=ROWS, build=None if store is None else store.take
-    )
-    given |= dict(tokens=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
-    return Runtime([ChunkStage(c, run, **given) for c in chunks], made, backward=True)
+    shapes = Shapes(ROWS, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+    device, build = torch.device("cpu"), None if store is None else store.take
+    stages = [ChunkStage(c, run, shapes, device=device, group=group, build=build) for c in chunks]
+    return Runtime(stages, made, backward=True)
 
 
 def alike(made: Order, seconds: float) -> list[Passes]:

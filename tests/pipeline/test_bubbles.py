@@ -59,8 +59,8 @@ def check(t, work, filled):
             assert work[p.number].rank == r
             assert p.end - p.start == pytest.approx(work[p.number].seconds)
             events = t.events[r]
-            assert p.start >= (events[p.before - 1].end if p.before else 0)
-            assert p.end <= (events[p.before].start if p.before < len(events) else period)
+            assert p.start >= (events[p.place - 1].end if p.place else 0)
+            assert p.end <= (events[p.place].start if p.place < len(events) else period)
             assert all(p.step * period + p.start >= ends[a] - 1e-6 for a in work[p.number].after)
         spans = [(p.step * period + p.start, p.step * period + p.end) for p in row]
         assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))

@@ -75,7 +75,7 @@ def trained(world, name, how, steps=4):
             grads = [p.grad.clone() for p in model.parameters()]
             optimizer.step()
             model.zero_grad()
-        planned = [(p.number - rank * counts[0], p.step, p.before) for p in filling.placed[rank]]
+        planned = [(p.number - rank * counts[0], p.step, p.place) for p in filling.placed[rank]]
         return losses, [p.detach() for p in model.parameters()] + grads, planned, log, filling.steps
 
 

@@ -121,7 +121,7 @@ def rounded(world, name, autocast):
             if main is not None:
                 main.reduce()
             gradients = {key: p.main_grad if with_main else p.grad.float() for key, p in model.named_parameters()}
-            last = [f"blocks.{layer}." for chunk in model.stages.chunks if chunk.last for layer in chunk.layers]
+            last = [f"blocks.{layer}." for chunk in model.stages.chunks if chunk.is_last for layer in chunk.layers]
             weights = [key for key in gradients if key.startswith((*last, "head.")) and gradients[key].dim() == 2]
             assert all(gradients[key].dtype == torch.float32 for key in weights)
             found.append(sum(torch.equal(gradients[key], exact[key]) for key in weights))

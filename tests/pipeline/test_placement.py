@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpfuse.pipeline.placement import Costs, Stage, balanced, chunks_of, stage_of
+from tpfuse.pipeline.placement import PartCosts, Stage, balanced, chunks_of, stage_of
 
 
 def costliest(costs, sizes):
@@ -19,7 +19,7 @@ def costliest(costs, sizes):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 20), st.integers(0, 20), st.integers(1, 4))
 def test_no_cut_is_cheaper(blocks, embedding, head, count):
-    costs, n = Costs(embedding, blocks, head), len(blocks)
+    costs, n = PartCosts(embedding, blocks, head), len(blocks)
     count = min(count, n)
     sizes = balanced(costs, count)
     assert len(sizes) == count and sum(sizes) == n and min(sizes) > 0
@@ -29,17 +29,17 @@ def test_no_cut_is_cheaper(blocks, embedding, head, count):
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage():
-    assert balanced(Costs(0, [1.0] * 8, 3.0), 2) == [5, 3]
+    assert balanced(PartCosts(0, [1.0] * 8, 3.0), 2) == [5, 3]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "chimera"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_layer_has_a_place(schedule, ranks):
-    costs = Costs(0, [1.0] * 8, 0)
+    costs = PartCosts(0, [1.0] * 8, 0)
     held = [chunks_of("GPT", Stage(r, ranks, schedule), costs) for r in range(ranks)]
     copies = 2 if schedule == "chimera" else 1
     assert sorted(layer for chunks in held for c in chunks for layer in c.layers) == sorted(list(range(8)) * copies)
-    assert all((c.layers[0] == 0) == c.first and (c.layers[-1] == 7) == c.last for chunks in held for c in chunks)
+    assert all((c.layers[0] == 0) == c.is_first and (c.layers[-1] == 7) == c.is_last for chunks in held for c in chunks)
 
 
 @pytest.mark.parametrize("given", [(0,), (0, 0), (-1, 2), (2, 2), (0, 2, "x"), (0, 2, "zbv", 3), [0, 2], 1, ("0", 2)])

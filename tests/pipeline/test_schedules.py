@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from torch.distributed.pipelining import schedules
 
-from tpfuse.pipeline import SCHEDULES, Action, order, simulate, theirs
+from tpfuse.pipeline import SCHEDULES, Action, order, simulate, torch_lists
 
 NUMBERS = (1, 1), (1, 4), (2, 2), (2, 4), (3, 6), (4, 4), (4, 8), (4, 16), (8, 16), (6, 12)
 
@@ -58,7 +58,7 @@ def test_what_is_read_of_torch_exists():
         "ScheduleZBVZeroBubble",
         "ScheduleDualPipeV",
     ):
-        assert theirs.actions(name, 2, 4, 2), name
+        assert torch_lists.actions(name, 2, 4, 2), name
         assert "pipeline_order" in inspect.getsource(getattr(schedules, name))
     kinds = {kind.value for kind in schedules._ComputationType}
     assert {"F", "B", "I", "W"} <= kinds

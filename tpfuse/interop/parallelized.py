@@ -23,7 +23,7 @@ from ..models.model import Model
 from ..models.stack import FULL
 from ..ranks.messages import together
 from .adapter import load_adapter, save_adapter
-from .peft import lora_arguments
+from .lora_config import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits
 
 

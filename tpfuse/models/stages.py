@@ -19,7 +19,7 @@ from ..layers.block import Normed
 from ..layers.hooks import served
 from ..layers.module import replicated
 from ..parallel import TensorParallel
-from ..pipeline.placement import Chunk, Costs, Stage, chunks_of, held_by, stage_of
+from ..pipeline.placement import Chunk, PartCosts, Stage, chunks_of, held_by, stage_of
 from ..pipeline.schedules import placement
 from ..sequence_parallel.crossings import expanded
 from .config.model import ModelConfig
@@ -92,12 +92,12 @@ class ModelStages:
     @property
     def first(self) -> bool:
         """Whether the stage with the embedding is here."""
-        return any(chunk.first for chunk in self.chunks)
+        return any(chunk.is_first for chunk in self.chunks)
 
     @property
     def last(self) -> bool:
         """Whether the stage with the head is here."""
-        return any(chunk.last for chunk in self.chunks)
+        return any(chunk.is_last for chunk in self.chunks)
 
     @property
     def embedding(self) -> bool:
@@ -119,7 +119,7 @@ class ModelStages:
         ``make(layer)`` makes a block, ``norm()`` the norm between two; None where there is none to cross a border.
         """
         layers = {layer for chunk in self.chunks for layer in chunk.layers}
-        borders = {chunk.layers[0] - 1 for chunk in self.chunks if not chunk.first} if norm is not None else set[int]()
+        borders = {chunk.layers[0] - 1 for chunk in self.chunks if not chunk.is_first} if norm is not None else set[int]()
         blocks = nn.ModuleList()
         for layer in range(self.config.num_layers):
             block = make(layer) if layer in layers else None
@@ -128,7 +128,7 @@ class ModelStages:
             blocks.register_module(str(layer), block)
         for chunk in self.chunks if norm is not None else ():
             last_block: Any = blocks[chunk.layers[-1]]
-            if not chunk.last:
+            if not chunk.is_last:
                 last_block.norm_after = False
                 if chunk.layers[-1] not in borders:
                     last_block.norm_mlp = None
@@ -156,10 +156,10 @@ class ModelStages:
         """Runs one stage: this rank's h [m, D] of the stage before (the first takes none) -> h [m, D]; of the last, the
         loss.
         """
-        h, normed = model._embedded(batch) if chunk.first else self._received(model, chunk, x)
+        h, normed = model._embedded(batch) if chunk.is_first else self._received(model, chunk, x)
         blocks = [model.blocks[layer] for layer in chunk.layers]
         h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, **batch.blocks)
-        if not chunk.last:
+        if not chunk.is_last:
             return h
         loss: Tensor | None = model._finish(h, normed, batch, None).loss
         assert loss is not None  # labels have been asked for
@@ -243,8 +243,8 @@ def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def costs(c: ModelConfig, head: bool) -> Costs:
+def costs(c: ModelConfig, head: bool) -> PartCosts:
     """Returns the multiply-adds a token of each part of a model: those of its GEMMs; an embedding is a lookup."""
     heads = c.head_size * (2 * c.num_heads + 2 * c.kv_heads)
     block = c.hidden_size * (heads + c.ffn_width * (3 if c.gated else 2))
-    return Costs(c.hidden_size, (float(block),) * c.num_layers, c.hidden_size * c.vocab_size * head)
+    return PartCosts(c.hidden_size, (float(block),) * c.num_layers, c.hidden_size * c.vocab_size * head)

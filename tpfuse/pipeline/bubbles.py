@@ -1,5 +1,5 @@
-"""Other work in a pipeline's bubbles (PipeFisher, Osawa et al. 2022, arXiv:2211.14133): what runs where, and after how
-many steps all of it is done.
+"""Other work in a pipeline's bubbles (PipeFisher, Osawa et al. 2022, arXiv:2211.14133): where it runs, and how many
+steps all of it takes.
 
 Second-order optimizers have such work: curvature after a pass that gives its inputs, inverses after all curvature.  It
 may take more than one step's bubbles, and is then refreshed once in as many steps.
@@ -20,8 +20,8 @@ _SECONDS = number(0, 1e9, "(]")
 class Work(NamedTuple):
     """A piece of work for ``rank`` that cannot be cut, and takes ``seconds``.
 
-    ``after``: actions of the first step, and places of other work in the list, that must be over before.  ``run`` does
-    it.
+    ``after``: actions of the first step, and indices of other work in the list, that must end before it starts.
+    ``run`` does the work.
     """
 
     rank: int
@@ -31,12 +31,12 @@ class Work(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work number ``number`` runs from ``start`` to ``end``, in seconds from the beginning of step ``step``; ``before``
-    is the place in its rank's actions of that step before which it runs."""
+    """Work number ``number`` runs from ``start`` to ``end``, in seconds from the beginning of step ``step``, before the
+    action at index ``place`` of its rank."""
 
     number: int
     step: int
-    before: int
+    place: int
     start: float
     end: float
 
@@ -51,27 +51,27 @@ class Filling(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is still waited, over all steps, in [0, 1]."""
+        """The share of all ranks' time that is idle after filling, over all steps, in [0, 1]."""
         worked = sum(p.end - p.start for placed in self.placed for p in placed)
         total = self.steps * self.timeline.seconds * len(self.placed)
         return 1 - (self.steps * sum(self.timeline.busy) + worked) / total
 
 
 def demand(timeline: Timeline, work: Sequence[Work]) -> float:
-    """Returns the seconds of ``work`` over those of a step's bubbles, of the rank where that is largest: no filling
-    takes fewer steps."""
-    every: list[float] = [0.0] * len(timeline.events)
+    """Returns the largest ratio, over ranks, of the seconds of ``work`` to those of a step's bubbles: a lower bound of
+    a filling's steps."""
+    seconds: list[float] = [0.0] * len(timeline.events)
     for piece in work:
-        every[piece.rank] += piece.seconds
+        seconds[piece.rank] += piece.seconds
     waits = (timeline.seconds - busy for busy in timeline.busy)
-    return max(0.0 if not x else x / wait if wait else float("inf") for x, wait in zip(every, waits, strict=True))
+    return max(0.0 if not x else x / wait if wait else float("inf") for x, wait in zip(seconds, waits, strict=True))
 
 
 def fill(timeline: Timeline, work: Sequence[Work]) -> Filling:
     """Places every piece of ``work`` into the first bubble of its rank that is long enough, in the order of the list.
 
-    No action of the pipeline moves.  ValueError for work of a rank that does not exist, that is longer than each
-    bubble of its rank, or that comes before work which it needs.
+    No action of the pipeline moves.  ValueError for work of a rank that does not exist, that is longer than every
+    bubble of its rank, or that comes before work it needs.
     """
     ranks = [_Rank(_gaps(timeline, r), timeline.seconds) for r in range(len(timeline.events))]
     ends: dict[Action | int, float] = {e.action: e.end for events in timeline.events for e in events}
@@ -89,52 +89,49 @@ class Filler:
         """ValueError for work of the rank that needs what happens on another: no rank waits for another's work."""
         self.filling, self.step = filling, 0
         self._runs: dict[tuple[int, int], list[Callable[[], Any]]] = {}
-        own = {e.action for e in filling.timeline.events[rank]}
+        actions = {e.action for e in filling.timeline.events[rank]}
         for placed in filling.placed[rank]:
             piece = filling.work[placed.number]
             for a in piece.after:
-                here = a in own if isinstance(a, Action) else filling.work[a].rank == rank
+                on_rank = a in actions if isinstance(a, Action) else filling.work[a].rank == rank
                 check(
-                    here,
-                    f"fill: work {placed.number} of rank {rank} cannot be run: it needs {_said(a)}, of another rank",
+                    on_rank,
+                    f"fill: work {placed.number} of rank {rank} cannot be run: it needs {_label(a)}, of another rank",
                 )
             if piece.run is not None:
-                self._runs.setdefault((placed.step, placed.before), []).append(piece.run)
+                self._runs.setdefault((placed.step, placed.place), []).append(piece.run)
 
-    def before(self, place: int) -> None:
-        """Runs what this step has in the bubble before the action at ``place``."""
+    def run_before(self, place: int) -> None:
+        """Runs this step's work in the bubble before the action at ``place``."""
         for run in self._runs.get((self.step, place), ()):
             run()
 
     def end(self) -> None:
-        """Goes on to the next step."""
+        """Moves to the next step."""
         self.step = (self.step + 1) % self.filling.steps
 
 
-def _said(a: Action | int) -> str:
+def _label(a: Action | int) -> str:
     return f"action {a}" if isinstance(a, Action) else f"work {a}"
 
 
 class _Gap(NamedTuple):
-    """A bubble of every step, before the action at place ``before``."""
+    """A bubble of every step, before the action at index ``place``."""
 
-    before: int
+    place: int
     start: float
     end: float
 
 
 def _gaps(timeline: Timeline, rank: int) -> list[_Gap]:
-    """Bubbles of a rank; the last lasts to the end of the step."""
-    gaps, at = [], 0.0
-    for i, event in enumerate(timeline.events[rank]):
-        gaps.append(_Gap(i, at, event.start))
-        at = event.end
-    gaps.append(_Gap(len(timeline.events[rank]), at, timeline.seconds))
-    return [gap for gap in gaps if gap.end > gap.start]
+    """Returns the bubbles of a rank; the final one lasts to the end of the step."""
+    events = timeline.events[rank]
+    starts, ends = (0.0, *(e.end for e in events)), (*(e.start for e in events), timeline.seconds)
+    return [_Gap(i, start, end) for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
 
 
 class _Rank:
-    """The bubbles of a rank in every step of ``period`` seconds, and what stands in them."""
+    """The bubbles of a rank in every step of ``period`` seconds, and the work placed in them."""
 
     def __init__(self, gaps: Sequence[_Gap], period: float):
         self.gaps, self.period, self.placed = gaps, period, list[Placed]()
@@ -144,18 +141,18 @@ class _Rank:
         return max((gap.end - gap.start for gap in self.gaps), default=0.0)
 
     def place(self, number: int, seconds: float, ready: float) -> float:
-        """Takes the first room after ``ready``, and returns when it ends; both in seconds from step 0."""
+        """Places work in the first free room after ``ready``; returns when it ends.  Both in seconds from step 0."""
         step = int(ready // self.period)
         while True:
             for gap in self.gaps:
-                at = max(gap.start, ready - step * self.period)
-                for other in (p for p in self.placed if p.step == step and p.before == gap.before):
-                    if other.start < at + seconds and other.end > at:
-                        at = other.end
-                if at + seconds <= gap.end:
-                    made = Placed(number, step, gap.before, start=at, end=at + seconds)
-                    bisect.insort(self.placed, made, key=lambda p: (p.step, p.start))
-                    return step * self.period + made.end
+                start = max(gap.start, ready - step * self.period)
+                for neighbour in (p for p in self.placed if p.step == step and p.place == gap.place):
+                    if neighbour.start < start + seconds and neighbour.end > start:
+                        start = neighbour.end
+                if start + seconds <= gap.end:
+                    placed = Placed(number, step, gap.place, start=start, end=start + seconds)
+                    bisect.insort(self.placed, placed, key=lambda p: (p.step, p.start))
+                    return step * self.period + placed.end
             step += 1
 
 

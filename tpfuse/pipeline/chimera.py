@@ -19,28 +19,28 @@ def actions(ranks: int, micro_batches: int, *, backward: float) -> list[list[Act
     free, now, left = [0.0] * ranks, 0.0, 4 * half * ranks
 
     def over(chain: int, stage: int, kind: str, number: int) -> bool:
-        done = ends[chain, stage, kind]
-        return number < len(done) and done[number] <= now
+        finished = ends[chain, stage, kind]
+        return number < len(finished) and finished[number] <= now
 
     def ready(chain: int, stage: int, kind: str) -> bool:
-        """Whether what the next pass of a kind needs is there."""
+        """Returns True if the next pass of this kind has its input."""
         count = len(ends[chain, stage, kind])
         if count == half:
             return False
         if kind == BACKWARD:
             deeper = stage == ranks - 1 or over(chain, stage + 1, BACKWARD, count)
             return deeper and over(chain, stage, FORWARD, count)
-        before = count - (ranks - stage)  # whose backward pass, of those before it too, frees a place
-        given = stage == 0 or over(chain, stage - 1, FORWARD, count)
-        return given and (before < 0 or over(chain, stage, BACKWARD, before))
+        oldest = count - (ranks - stage)  # whose backward pass, of those before it too, frees a place
+        arrived = stage == 0 or over(chain, stage - 1, FORWARD, count)
+        return arrived and (oldest < 0 or over(chain, stage, BACKWARD, oldest))
 
     while left:
         for r in (r for r in range(ranks) if free[r] <= now):
             places = (0, r), (1, ranks - 1 - r)
-            found = [(kind, i, c) for c, i in places for kind in (BACKWARD, FORWARD) if ready(c, i, kind)]
-            if found:
+            choices = [(kind, i, c) for c, i in places for kind in (BACKWARD, FORWARD) if ready(c, i, kind)]
+            if choices:
                 micro_batch = lambda kind, i, c: c * half + len(ends[c, i, kind])
-                kind, i, c = max(found, key=lambda x: (x[0] == BACKWARD, x[1], -micro_batch(*x), x[2]))
+                kind, i, c = max(choices, key=lambda x: (x[0] == BACKWARD, x[1], -micro_batch(*x), x[2]))
                 lists[r].append(Action(i, kind, micro_batch(kind, i, c), c))
                 free[r] = now + (backward if kind == BACKWARD else 1.0)
                 ends[c, i, kind].append(free[r])

@@ -1,4 +1,4 @@
-"""Which stages of a model a rank of a pipeline holds, and which layers a stage has."""
+"""The stages of a model that a rank of a pipeline holds, and the layers of a stage."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from .schedules import SCHEDULES, placement
 class Chunk(NamedTuple):
     """Stage number ``stage`` of the ``stages`` that a model is cut into: the blocks ``layers``.
 
-    The first has the embedding too, the last the head and the loss.  ``chain`` tells copies of the model apart, of
+    The first stage has the embedding too, the final one the head and the loss.  ``chain``: the copy of the model, of
     which a schedule may train two.
     """
 
@@ -21,19 +21,19 @@ class Chunk(NamedTuple):
     chain: int = 0
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.stage == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
 
 class Stage(NamedTuple):
-    """A rank's place in a pipeline: ``rank`` of ``ranks``, and the ``schedule`` that says which stages are its own.
+    """A rank's position in a pipeline: ``rank`` of ``ranks``; the ``schedule`` assigns its stages.
 
-    ``chunks``: the stages that it holds, where the schedule leaves that open.  ``layers``: the number of blocks of each
-    stage of the whole pipeline; None: balanced by their cost.
+    ``chunks``: the number of stages it holds, if the schedule leaves that open.  ``layers``: the number of blocks of
+    each stage of the whole pipeline; None: balanced by cost.
     """
 
     rank: int
@@ -46,16 +46,16 @@ class Stage(NamedTuple):
 _NUMBERS = dict(rank=whole(0), ranks=whole(), chunks=optional(whole()))
 
 
-def stage_of(name: str, given: "Stage | tuple[int | str, ...]") -> Stage:
-    """Returns a checked Stage for one, or for a tuple of its fields.  ValueError of ``name`` for another."""
+def stage_of(name: str, value: "Stage | tuple[int | str, ...]") -> Stage:
+    """Returns a checked Stage, made of one or of a tuple of its fields.  ValueError, in the name of ``name``, else."""
     check(
-        isinstance(given, tuple) and 2 <= len(given) <= len(Stage._fields),
+        isinstance(value, tuple) and 2 <= len(value) <= len(Stage._fields),
         f"{name}: stage must be a tpfuse.pipeline.Stage or (rank, ranks) or (rank, ranks, schedule), got"
-        f" {shown(given)}",
+        f" {shown(value)}",
     )
-    stage = Stage(*given)
-    known = one_of(SCHEDULES)(stage.schedule)
-    check(known is None, f"{name}: stage's schedule must be one of {', '.join(SCHEDULES)}, got {shown(stage.schedule)}")
+    stage = Stage(*value)
+    error = one_of(SCHEDULES)(stage.schedule)
+    check(error is None, f"{name}: stage's schedule must be one of {', '.join(SCHEDULES)}, got {shown(stage.schedule)}")
     check_numbers(f"{name}: stage", stage._asdict(), _NUMBERS)
     check(stage.rank < stage.ranks, f"{name}: stage's rank must be below its ranks={stage.ranks}, got {stage.rank}")
     held = SCHEDULES[stage.schedule].chunks
@@ -66,10 +66,10 @@ def stage_of(name: str, given: "Stage | tuple[int | str, ...]") -> Stage:
     return stage
 
 
-def chunks_of(name: str, stage: Stage, costs: "Costs") -> tuple[Chunk, ...]:
+def chunks_of(name: str, stage: Stage, costs: "PartCosts") -> tuple[Chunk, ...]:
     """Returns the stages that a rank holds, chain by chain, of a model whose parts cost ``costs``.
 
-    ValueError of ``name`` where there are fewer layers than stages, or ``layers`` does not say each stage's.
+    ValueError, in the name of ``name``, for fewer layers than stages, or ``layers`` that do not fit the stages.
     """
     chains = placement(stage.schedule, stage.ranks, held_by(stage))
     count, layers = len(chains[0]), len(costs.blocks)
@@ -102,18 +102,18 @@ def held_by(stage: Stage) -> int:
     return SCHEDULES[stage.schedule].chunks[0] if stage.chunks is None else stage.chunks
 
 
-class Costs(NamedTuple):
-    """What a token costs each part of a model, in any unit of work; the embedding and the head stand at the ends."""
+class PartCosts(NamedTuple):
+    """The cost of a token in each part of a model, in any unit of work: the embedding, each block, the head."""
 
     embedding: float
     blocks: Sequence[float]
     head: float
 
 
-def balanced(costs: Costs, count: int) -> list[int]:
-    """Returns how many blocks each of ``count`` stages has: contiguous, none empty, the costliest as cheap as can be.
+def balanced(costs: PartCosts, count: int) -> list[int]:
+    """Returns the blocks of each of ``count`` stages: contiguous, none empty, the costliest stage as cheap as possible.
 
-    Of cuts that are equal in that, the one whose earlier stages are shorter: they keep more micro-batches.
+    Among equal cuts it takes the one whose earlier stages are shorter: these keep more micro-batches in flight.
     """
     prefix = [0.0]
     for cost in costs.blocks:

@@ -1,14 +1,15 @@
 """torch.distributed.pipelining's runtime over any order of actions, and its stages over a model's chunks.
 
-The runtime that takes a list of actions is private in torch (2.11 to 2.15): beside theirs.py, which reads its lists,
-this is the one file that knows it.
+The runtime that takes a list of actions is private in torch (2.11 to 2.15); only this file and torch_lists.py, which
+reads its lists, know it.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,17 @@ from .placement import Chunk
 from .schedules import Order
 
 _OF = {kind.value: kind for kind in schedules._ComputationType}
-# the message behind a pass, the one that takes it, and which stage that is of
+# by kind of pass: the send after it, the receive it matches, and the offset of the receiving stage
 _SENT = {FORWARD: ("SEND_F", "RECV_F", 1), BACKWARD: ("SEND_B", "RECV_B", -1), INPUT: ("SEND_B", "RECV_B", -1)}
 
 Passes = list[tuple[Chunk, str, float]]  # a stage's pass of a kind, and the seconds that it took
+
+
+class Shapes(NamedTuple):
+    """Tensors on the meta device: one sent between stages, and the input of the first."""
+
+    rows: Tensor
+    tokens: Tensor
 
 
 class ChunkStage(PipelineStage):
@@ -43,17 +51,14 @@ class ChunkStage(PipelineStage):
         self,
         chunk: Chunk,
         run: Callable[..., Tensor],
+        shapes: Shapes,
         *,
         device: torch.device,
         group: dist.ProcessGroup,
-        rows: Tensor,
-        tokens: Tensor,
         build: Callable[[], Callable[[], None]] | None,
     ):
-        """``rows`` and ``tokens``: what is sent between stages, and what enters the first, on the meta device.
-
-        ``build`` returns what makes the gradients of weights that the last backward pass has handed over.
-        """
+        """``build`` returns a function that makes the weight gradients deferred by the latest backward pass."""
+        rows = shapes.rows
         self.chunk, self.run, self.rows = chunk, run, rows
         self.passes: Passes | None = None
         self._sent: dict[int, list[dist.Work]] = {}  # outputs, by micro-batch
@@ -61,23 +66,23 @@ class ChunkStage(PipelineStage):
         loss = torch.promote_types(rows.dtype, torch.float32)  # torch 2.11 compares the dtype
         ends = torch.empty((), dtype=loss, device="meta", requires_grad=True)
         super().__init__(
-            nn.Module(),  # run() is the stage; the runtime is to look for no tool on it
+            nn.Module(),  # run() is the stage; the runtime looks for DDP and FSDP on this module
             number(chunk),
             2 * chunk.stages + 1,
             device,
-            input_args=(tokens,) if chunk.first else (rows,),
-            output_args=(ends,) if chunk.last else (rows,),
+            input_args=(shapes.tokens,) if chunk.is_first else (rows,),
+            output_args=(ends,) if chunk.is_last else (rows,),
             group=group,
             dw_builder=build,
         )
 
     @property
     def is_first(self) -> bool:
-        return self.chunk.first
+        return self.chunk.is_first
 
     @property
     def is_last(self) -> bool:
-        return self.chunk.last
+        return self.chunk.is_last
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leaves out messages of torch 2.11 from this rank to itself, where two neighbours are: gloo has none."""
@@ -86,15 +91,15 @@ class ChunkStage(PipelineStage):
     # ---- messages ----
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_forward_infra(*args, **kwargs)
+        inputs = super()._prepare_forward_infra(*args, **kwargs)
         if not self.is_first:
             self._place(self.args_recv_info.values(), None)
-        return made
+        return inputs
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_backward_infra(*args, **kwargs)
+        gradients = super()._prepare_backward_infra(*args, **kwargs)
         self._place(self.grad_recv_info.values(), None)
-        return made
+        return gradients
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._place([self.args_recv_info[fwd_chunk_id]], self.rows)
@@ -104,10 +109,12 @@ class ChunkStage(PipelineStage):
         self._place([self.grad_recv_info[bwd_chunk_id]], self.rows)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _place(self, messages: Iterable[Any], like: Tensor | None) -> None:
-        """Gives each message a tensor to be received into, or with None takes it away."""
-        for message in (message for each in messages for message in each):
-            message.buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
+    def _place(self, messages: Iterable[Any], template: Tensor | None) -> None:
+        """Gives each message a tensor to be received into; with None, frees it."""
+        for message in itertools.chain.from_iterable(messages):
+            message.buffer = (
+                None if template is None else torch.empty_like(template, device=self.device, requires_grad=False)
+            )
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
         message: Any
@@ -121,12 +128,12 @@ class ChunkStage(PipelineStage):
         return (gradient,)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends, and leaves the runtime nothing to send or to keep."""
+        """Sends at once, and returns no op for the runtime to send or to keep."""
         self._sent[fwd_chunk_id] = schedules._batch_p2p(super().get_fwd_send_ops(fwd_chunk_id))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As :meth:`get_fwd_send_ops`."""
+        """Sends the gradient of a stage's input, like :meth:`get_fwd_send_ops`."""
         self._sent_back += schedules._batch_p2p(super().get_bwd_send_ops(bwd_chunk_id))
         return []
 
@@ -140,13 +147,13 @@ class ChunkStage(PipelineStage):
     # ---- passes ----
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        made = self.run(self.chunk, None if self.chunk.first else args[0], kwargs["call"].call)
+        output = self.run(self.chunk, None if self.chunk.is_first else args[0], kwargs["call"].call)
         check(
-            self.chunk.last or (made.shape, made.dtype) == (self.rows.shape, self.rows.dtype),
+            self.chunk.is_last or (output.shape, output.dtype) == (self.rows.shape, self.rows.dtype),
             f"pipeline: stages send {self.rows.dtype} {tuple(self.rows.shape)}, and a layer or a hook of stage"
-            f" {self.chunk.stage} made {described(made)}",
+            f" {self.chunk.stage} made {described(output)}",
         )
-        return made
+        return output
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._clocked(FORWARD):
@@ -180,7 +187,7 @@ def number(chunk: Chunk) -> int:
 
 
 class _Opaque:
-    """A call, in a form in which torch looks for no tensors."""
+    """Wraps a call so that torch looks for no tensors in it."""
 
     def __init__(self, call: Any):
         self.call = call
@@ -208,23 +215,23 @@ class Runtime(schedules._PipelineScheduleRuntime):
         self._actions = self.pipeline_order_with_comms[self.rank]
         self.losses: dict[int, Tensor] = {}
 
-    def run(self, calls: Sequence[Any], before: Callable[[int], None], passes: Passes | None) -> dict[int, Tensor]:
-        """Runs a step, a call of the model's a micro-batch -> the losses that are made on this rank, by micro-batch.
+    def run(self, calls: Sequence[Any], announce: Callable[[int], None], passes: Passes | None) -> dict[int, Tensor]:
+        """Runs a step, one call of the model a micro-batch; returns the losses made on this rank, by micro-batch.
 
-        ``before(place)`` is called before the pass at each place, and behind the last.  ``passes`` collects their
-        seconds.
+        ``announce(place)`` is called before the pass at each index, and after the final one.  ``passes`` collects
+        their seconds.
         """
         for stage in self._stages:
             stage.passes = passes  # type: ignore[attr-defined]
-        self.pipeline_order_with_comms[self.rank] = _Announced(self._actions, before)
+        self.pipeline_order_with_comms[self.rank] = _Announced(self._actions, announce)
         tokens, kwargs = [(call.inputs.tokens,) for call in calls], [dict(call=_Opaque(call)) for call in calls]
         self._step_microbatches(tokens, kwargs, [None] * len(calls), return_outputs=False)
         for stage in self._stages:
             stage.clear_runtime_states()
-        made, self.losses = self.losses, {}
-        return {m: loss.detach() for m, loss in made.items()}
+        losses, self.losses = self.losses, {}
+        return {m: loss.detach() for m, loss in losses.items()}
 
-    def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: Any, *rest: Any) -> None:
+    def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: Any, *target_args: Any) -> None:
         if stage.is_last:
             self.losses[mb_index] = output
 
@@ -236,60 +243,60 @@ class Runtime(schedules._PipelineScheduleRuntime):
 
 
 class _Announced(list[Any]):
-    """Actions of which each pass is announced by its place when the one before has been made and its messages are on
-    their way; once, for torch reads the list again to report an error."""
+    """Actions that call ``announce`` with the index of each pass, once the previous pass has run and its messages are
+    on their way; only in the first iteration, as torch reads the list again to report an error."""
 
-    def __init__(self, actions: Sequence[Any], before: Callable[[int], None]):
+    def __init__(self, actions: Sequence[Any], announce: Callable[[int], None]):
         super().__init__(actions)
-        self.before: Callable[[int], None] | None = before
+        self.announce: Callable[[int], None] | None = announce
 
     def __iter__(self) -> Iterator[Any]:
-        before, self.before, place = self.before, None, 0
+        announce, self.announce, place = self.announce, None, 0
         for action in super().__iter__():
-            if before is not None and action.computation_type.value in KINDS:
-                before(place)
+            if announce is not None and action.computation_type.value in KINDS:
+                announce(place)
                 place += 1
             yield action
-        if before is not None:
-            before(place)
+        if announce is not None:
+            announce(place)
 
 
 def _with_messages(order: Order, passes: Sequence[Sequence[Action]], offset: int) -> dict[int, list[Any]]:
-    """Returns each rank's passes with the messages between ranks: a receive stands where its sender has sent."""
+    """Returns each rank's passes with the messages between ranks: a receive is placed when its sender has sent."""
     todo = [list(reversed(actions)) for actions in passes]
-    made: dict[int, list[Any]] = {r: [] for r in range(len(todo))}
-    done: set[Action] = set()
+    lists: dict[int, list[Any]] = {r: [] for r in range(len(todo))}
+    finished: set[Action] = set()
     while any(todo):
         moved = False
         for r, actions in enumerate(todo):
-            while actions and _ready(order, actions[-1], done):
+            while actions and _ready(order, actions[-1], finished):
                 action = actions.pop()
-                done.add(action)
+                finished.add(action)
                 moved = True
                 stage, kind, m, chain = action
-                made[r].append(_theirs(chain * offset + stage, kind, m))
+                lists[r].append(_torch_action(chain * offset + stage, kind, m))
                 if kind in _SENT:
-                    send, receive, way = _SENT[kind]
-                    other = stage + way
-                    if 0 <= other < order.stages and (peer := order.ranks[chain][other]) != r:
-                        made[r].append(_theirs(chain * offset + stage, send, m))
-                        made[peer].append(_theirs(chain * offset + other, receive, m))
+                    send, receive, step = _SENT[kind]
+                    neighbour = stage + step
+                    if 0 <= neighbour < order.stages and (peer := order.ranks[chain][neighbour]) != r:
+                        lists[r].append(_torch_action(chain * offset + stage, send, m))
+                        lists[peer].append(_torch_action(chain * offset + neighbour, receive, m))
         if not moved:
             raise ValueError(f"pipeline: the order of {order.schedule} ends in a deadlock")
-    return made
+    return lists
 
 
-def _ready(order: Order, action: Action, done: set[Action]) -> bool:
+def _ready(order: Order, action: Action, finished: set[Action]) -> bool:
     stage, kind, m, chain = action
     if kind == FORWARD:
-        return stage == 0 or Action(stage - 1, FORWARD, m, chain) in done
+        return stage == 0 or Action(stage - 1, FORWARD, m, chain) in finished
     if kind in (BACKWARD, INPUT):
-        above = (Action(stage + 1, way, m, chain) for way in (BACKWARD, INPUT))
-        return stage == order.stages - 1 or any(a in done for a in above)
+        above = (Action(stage + 1, backward, m, chain) for backward in (BACKWARD, INPUT))
+        return stage == order.stages - 1 or any(a in finished for a in above)
     return True
 
 
-def _theirs(stage: int, kind: str, micro_batch: int) -> Any:
+def _torch_action(stage: int, kind: str, micro_batch: int) -> Any:
     return schedules._Action(stage, _OF[kind], micro_batch)
 
 
@@ -297,12 +304,12 @@ def _theirs(stage: int, kind: str, micro_batch: int) -> Any:
 
 
 def initialize(root: Any) -> None:
-    """Makes an FSDP2 module the root of those inside before one of them is called, which would then be one itself."""
+    """Makes an FSDP2 module the root of those inside, before one of them is called and would become a root itself."""
     root._get_fsdp_state()._lazy_init()
 
 
 def end_backward(root: Any) -> None:
-    """Does what FSDP2 does behind a backward pass, for gradients that have come outside one."""
+    """Runs what FSDP2 runs after a backward pass, for gradients made outside one."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -312,5 +319,5 @@ def sum_into_shards(root: Any) -> None:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether FSDP2 replicates a module's parameters, and shards none."""
+    """Returns True if FSDP2 replicates a module's parameters and shards none."""
     return isinstance(module, ReplicateModule)

@@ -1,11 +1,11 @@
-"""What each rank of a pipeline does, one action after another, under every schedule."""
+"""The actions of each rank of a pipeline, in order, under every schedule."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_numbers, number, one_of, optional, shown, whole
-from . import chimera, theirs
+from . import chimera, torch_lists
 from .action import BACKWARD, FORWARD, Action
 
 
@@ -31,8 +31,8 @@ class Order(NamedTuple):
 Actions = Sequence[Sequence[Action]]
 
 
-class Asked(NamedTuple):
-    """What :func:`order` is asked for, of a schedule."""
+class OrderRequest(NamedTuple):
+    """The arguments of :func:`order`, checked, with the default of ``chunks``."""
 
     ranks: int
     micro_batches: int
@@ -41,14 +41,14 @@ class Asked(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """``make(asked)`` returns each rank's actions.
+    """``make(request)`` returns each rank's actions.
 
-    ``chunks``: how many stages a rank may hold; the first is the default.  ``v``: stages go from the first rank to the
-    last and back.  ``split``: a backward pass is two actions, the second of which makes weight gradients.  ``chains``:
-    copies of the model, of which each trains on its share of the micro-batches.
+    ``chunks``: the allowed numbers of stages a rank, the first is the default.  ``v``: stages go from rank 0 to the
+    last rank and back.  ``split``: a backward pass is two actions, the second makes weight gradients.  ``chains``:
+    copies of the model, each trained on its share of the micro-batches.
     """
 
-    make: Callable[[Asked], Actions]
+    make: Callable[[OrderRequest], Actions]
     chunks: range
     v: bool = False
     split: bool = False
@@ -60,24 +60,24 @@ _SEVERAL = range(2, 65)
 _ONE, _TWO = range(1, 2), range(2, 3)
 
 
-def _gpipe(asked: Asked) -> Actions:
+def _gpipe(request: OrderRequest) -> Actions:
     """All forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)."""
-    every = range(asked.micro_batches)
-    return [[Action(r, kind, m) for kind in (FORWARD, BACKWARD) for m in every] for r in range(asked.ranks)]
+    micro_batches = range(request.micro_batches)
+    return [[Action(r, kind, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for r in range(request.ranks)]
 
 
-def _torch(name: str) -> Callable[[Asked], Actions]:
+def _torch(name: str) -> Callable[[OrderRequest], Actions]:
     """The actions of one of torch's schedules."""
-    return lambda asked: theirs.actions(name, asked.ranks, asked.micro_batches, asked.chunks)
+    return lambda request: torch_lists.actions(name, request.ranks, request.micro_batches, request.chunks)
 
 
-def _chimera(asked: Asked) -> Actions:
-    return chimera.actions(asked.ranks, asked.micro_batches, backward=asked.backward)
+def _chimera(request: OrderRequest) -> Actions:
+    return chimera.actions(request.ranks, request.micro_batches, backward=request.backward)
 
 
-def _one_f_one_b(asked: Asked) -> Actions:
+def _one_f_one_b(request: OrderRequest) -> Actions:
     """Forward and backward in turn, with ranks - r micro-batches in flight (Narayanan et al. 2019, PipeDream)."""
-    (ranks, micro_batches, _, _), lists = asked, []
+    (ranks, micro_batches, _, _), lists = request, []
     for r in range(ranks):
         warm = min(ranks - 1 - r, micro_batches)
         actions = [Action(r, FORWARD, m) for m in range(warm)]
@@ -103,22 +103,21 @@ SCHEDULES = {
 def order(schedule: str, ranks: int, micro_batches: int, *, chunks: int | None = None, backward: float = 2.0) -> Order:
     """Returns the actions of ``schedule``, one of ``SCHEDULES``, over ``ranks`` ranks.
 
-    ``chunks``: stages that each rank holds, which only "interleaved" and "zero-bubble" leave open (default 2).
-    ``backward``: how many forward passes a backward pass takes as long as, by which "chimera" chooses its order.
-    ValueError for an unknown schedule, and for numbers that it cannot do: "interleaved" and "zero-bubble" need
-    micro-batches that fill their rounds of about ``ranks`` each, "dualpipev" as many as stages, "chimera" even numbers
-    of both.
+    ``chunks``: stages a rank, which only "interleaved" and "zero-bubble" leave open (default 2).  ``backward``: the
+    time of a backward pass over that of a forward pass, by which "chimera" chooses its order.  ValueError for an
+    unknown schedule, and for numbers that it cannot run: "interleaved" and "zero-bubble" need micro-batches that fill
+    their rounds of about ``ranks`` each, "dualpipev" as many as stages, "chimera" even numbers of both.
     """
-    known = one_of(SCHEDULES)(schedule)
-    check(known is None, f"pipeline: schedule must be one of {', '.join(SCHEDULES)}, got {shown(schedule)}")
-    given = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, backward=backward)
-    check_numbers("pipeline", given, _NUMBERS)
+    error = one_of(SCHEDULES)(schedule)
+    check(error is None, f"pipeline: schedule must be one of {', '.join(SCHEDULES)}, got {shown(schedule)}")
+    numbers = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, backward=backward)
+    check_numbers("pipeline", numbers, _NUMBERS)
     kind = SCHEDULES[schedule]
     held = kind.chunks[0] if chunks is None else chunks
     choices = f"{kind.chunks[0]}" if len(kind.chunks) == 1 else f"{kind.chunks[0]} to {kind.chunks[-1]}"
     check(held in kind.chunks, f"pipeline: {schedule} has {choices} stages a rank, got {held}")
     possible(schedule, ranks, micro_batches, held)
-    actions = tuple(map(tuple, kind.make(Asked(ranks, micro_batches, held, backward))))
+    actions = tuple(map(tuple, kind.make(OrderRequest(ranks, micro_batches, held, backward))))
     return Order(schedule, micro_batches, actions, placement(schedule, ranks, held))
 
 
@@ -131,7 +130,7 @@ def placement(schedule: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], 
 
 
 def possible(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """ValueError where a known schedule cannot do these numbers."""
+    """Raises ValueError if a known schedule cannot run with these numbers."""
     if schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, micro_batches // ranks)
         check(

@@ -1,9 +1,9 @@
 """FSDP2 over the replicas of a pipeline's stages.
 
-Parameters are gathered once a step, before its first micro-batch, and are whole until its last: forward and backward
-passes of a stage alternate, and a gather between them is a message that the other stages wait for.  Gradients are added
-up unsharded, those that a split backward pass makes later too, and are summed into the shards once, at the end of the
-step: the sum, not FSDP2's mean, for the loss is one over all replicas.
+Parameters are gathered once a step, before its first micro-batch, and stay gathered until its last: forward and
+backward passes of a stage alternate, and the other stages would wait for a gather between them.  Gradients accumulate
+unsharded, those of a split backward pass too, and are summed into the shards once, at the end of the step: the sum, not
+FSDP2's mean, as the loss is one over all replicas.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Shards:
         self.roots = [m for m in self.modules if id(m) not in inner]
 
     @contextlib.contextmanager
-    def whole(self, *, backward: bool) -> Iterator[None]:
-        """In it, all parameters are whole; behind it sharded, and with ``backward`` the gradients are in the shards."""
+    def gathered(self, *, backward: bool) -> Iterator[None]:
+        """Gathers all parameters; on exit shards them, and with ``backward`` sums the gradients into the shards."""
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -55,13 +55,13 @@ class Shards:
                 module.reshard()
 
     def add_up(self) -> None:
-        """Adds what weights' own actions have made to the sum in ``reduce_dtype``, as FSDP2 does behind a backward."""
+        """Adds gradients of separate weight actions to the sum in ``reduce_dtype``, as FSDP2 does after backward."""
         for root in self.roots:
             end_backward(root)
 
 
 def _forget(root: Any) -> None:
-    """Drops what a step that has failed left in whole parameters."""
+    """Drops the gradients that a failed step left in unsharded parameters."""
     for p in root.parameters():
         p.grad = None
     if hasattr(root, "reset_iter_state"):  # newer versions of torch
@@ -69,7 +69,7 @@ def _forget(root: Any) -> None:
 
 
 def check_sharded(model: Any) -> None:
-    """ValueError where FSDP2 shards a model's stages over other ranks than the replicas that its loss is over."""
+    """Raises ValueError if FSDP2 shards a model's stages over other ranks than its data-parallel replicas."""
     check(
         not any(is_replicated(m) for m in model.modules()),
         "pipeline: replicate over pipeline stages is not built; give the model dp=mesh['dp'], and step sums its"
@@ -78,16 +78,16 @@ def check_sharded(model: Any) -> None:
     group: dist.ProcessGroup | None = model.groups.dp
     for name, p in model.named_parameters():
         meshes = [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim)] if isinstance(p, DTensor) else []
-        others = [g for g in meshes if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]
+        foreign = [g for g in meshes if g.size() > 1 and g.group_name not in (model.tp.group_name, _name(group))]
         check(
-            not others,
+            not foreign,
             f"pipeline: {name} is sharded over ranks that are not the model's replicas; give the model dp=mesh['dp'],"
             " and fully_shard the same mesh",
         )
 
 
 def is_shard(p: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a parameter is this rank's shard of one over the replicas."""
+    """Returns True if ``p`` is a DTensor sharded over the replicas of ``group``."""
     if not isinstance(p, DTensor):
         return False
     return any(p.device_mesh.get_group(i).group_name == group.group_name for i in range(p.device_mesh.ndim))

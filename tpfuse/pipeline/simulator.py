@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes, and what each rank holds: its true action lists, run by a clock."""
+"""The time of a pipeline's step, and the activations each rank holds: its true action lists, run by a clock."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -40,16 +40,16 @@ class Timeline(NamedTuple):
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they wait, in [0, 1]."""
-        whole = len(self.events) * self.seconds
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        total = len(self.events) * self.seconds
+        return 1 - sum(self.busy) / total if total else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The most passes of each rank whose activations are kept at a time: from the start of F to the end of B, or of
-        W where it is split."""
+        """The largest number of passes whose activations each rank holds at a time: from the start of F to the end of
+        B, or of W if backward is split."""
         split = any(e.action.kind == WEIGHT for events in self.events for e in events)
-        last = WEIGHT if split else BACKWARD
-        return tuple(_peak(events, last) for events in self.events)
+        frees = WEIGHT if split else BACKWARD
+        return tuple(_peak(events, frees) for events in self.events)
 
 
 def simulate(
@@ -57,10 +57,10 @@ def simulate(
 ) -> Timeline:
     """Runs the actions of ``order`` by a clock: each as soon as its rank is free and its input has arrived.
 
-    F, I and W: the seconds of a forward pass, of the gradient of a stage's input and of its weights, of one number or
-    one a stage; an action B takes I + W.  ``communication``: the seconds from a rank to another, which cost neither of
-    them time.  ``overhead``: what every action takes beside.  ValueError for times that are not finite numbers of at
-    least 0, another number of them than stages, and an order in which ranks wait for each other for ever.
+    F, I and W: the seconds of a forward pass, of the gradient of a stage's input and of its weights; one number, or
+    one a stage.  An action B takes I + W.  ``communication``: the seconds of a message between ranks, which occupies
+    neither.  ``overhead``: seconds added to every action.  ValueError for times that are not finite numbers of at least
+    0, a list that has not one time a stage, and an order that deadlocks.
     """
     times = _times(order, dict(F=F, I=I, W=W))
     for name, value in dict(communication=communication, overhead=overhead).items():
@@ -70,30 +70,30 @@ def simulate(
     return Timeline(order, tuple(events))
 
 
-def _times(order: Order, given: Mapping[str, Seconds]) -> dict[str, list[float]]:
-    """Returns the seconds of every kind of action, of each stage."""
+def _times(order: Order, seconds_of: Mapping[str, Seconds]) -> dict[str, list[float]]:
+    """Returns the seconds of each stage by kind of action."""
     times: dict[str, list[float]] = {}
-    for kind, seconds in given.items():
-        each = list(seconds) if isinstance(seconds, Sequence) else [seconds] * order.stages
+    for kind, seconds in seconds_of.items():
+        per_stage = list(seconds) if isinstance(seconds, Sequence) else [seconds] * order.stages
         check(
-            len(each) == order.stages,
-            f"simulate: {kind} must be a number, or one for each of {order.stages} stages, got {len(each)}",
+            len(per_stage) == order.stages,
+            f"simulate: {kind} must be a number, or one for each of {order.stages} stages, got {len(per_stage)}",
         )
-        for value in each:
+        for value in per_stage:
             check_number(f"simulate: {kind}", value, _TIME)
-        times[kind] = each
+        times[kind] = per_stage
     times[BACKWARD] = [i + w for i, w in zip(times[INPUT], times[WEIGHT], strict=True)]
     return times
 
 
-def _peak(events: Sequence[Event], last: str) -> int:
-    """The most passes whose activations are kept at a time."""
-    kept = most = 0
+def _peak(events: Sequence[Event], frees: str) -> int:
+    """Returns the largest number of passes whose activations are held at a time."""
+    held = most = 0
     for event in events:
         # A pass that splits nothing of its own (the last stage of some schedules runs B whole) frees at its B.
         if event.action.kind == FORWARD:
-            kept += 1
-        elif event.action.kind in (last, BACKWARD):
-            kept -= 1
-        most = max(most, kept)
+            held += 1
+        elif event.action.kind in (frees, BACKWARD):
+            held -= 1
+        most = max(most, held)
     return most

@@ -3,7 +3,7 @@ one loss on every rank."""
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, whole
 from ..ranks.agreement import Agreement, Header
-from . import lost
+from . import failures
 from .action import KINDS
 from .bubbles import Filler, Filling
 from .copies import copied, sum_copies
 from .placement import Chunk, Stage, held_by
-from .runtime import ChunkStage, Passes, Runtime
+from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import SCHEDULES, Order, order
 from .sharded import Shards, check_sharded, is_shard, local
 from .simulator import Timeline, simulate
@@ -32,57 +32,57 @@ from .simulator import Timeline, simulate
 class Pipeline:
     """Runs steps of a staged model; made by :func:`schedule`."""
 
-    def __init__(self, model: Any, group: dist.ProcessGroup, made: Order):
-        self.model, self.group, self.order = model, group, made
-        self.splits = SCHEDULES[made.schedule].split
+    def __init__(self, model: Any, group: dist.ProcessGroup, order: Order):
+        self.model, self.group, self.order = model, group, order
+        self.splits = SCHEDULES[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
         self._filler: Filler | None = None
-        self._agreement = Agreement(Header(f"pipeline {made.schedule}", axis="pipeline"), each_call=True)
+        self._agreement = Agreement(Header(f"pipeline {order.schedule}", axis="pipeline"), each_call=True)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
-        """Forward and backward over a batch; each rank gives the same arguments, those of the model's own call.
+        """Runs forward and backward over a batch; each rank passes the same arguments, those of the model's forward.
 
         Samples are cut into micro-batches along the first dimension; packed documents are one micro-batch a row, with a
-        list of ``cu_seqlens``, one of each.  Afterwards ``.grad`` holds the gradient of the mean loss over the whole
-        batch, of all data-parallel replicas where the model was given ``dp``, added to what was there: dropout's masks
-        and the loss are those of one process.  Returns that loss, a scalar, the same on every rank.
+        list of ``cu_seqlens``, one of each.  Adds to ``.grad`` the gradient of the mean loss over the whole batch (of
+        all data-parallel replicas if the model was given ``dp``); dropout masks and the loss are those of one process.
+        Returns that loss, a scalar, the same on every rank.
 
-        Of a model with a MainGrad the gradients are added to ``.main_grad``, and nothing is summed over ranks before
-        its ``reduce()``.
+        If the model has a MainGrad, gradients are added to ``.main_grad``, and nothing is summed over ranks before its
+        ``reduce()``.
 
         ValueError on every rank, before anything is sent, for arguments that the model does not take, a batch that
         cannot be cut evenly, and labels that are missing.
         """
-        with lost.named(self.order, self.group, self._dp):
+        with failures.naming_lost_ranks(self.order, self.group, self._dp):
             return self._run(dict(arguments, input_ids=input_ids), backward=True)
 
     @torch.no_grad()
     def evaluate(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Returns the loss of a batch, the same on every rank; nothing is kept for backward."""
-        with lost.named(self.order, self.group, self._dp):
+        with failures.naming_lost_ranks(self.order, self.group, self._dp):
             return self._run(dict(arguments, input_ids=input_ids), backward=False)
 
     def measure(self, input_ids: Tensor | None = None, **arguments: Any) -> Timeline:
-        """Runs a step, and returns the timeline that its passes make without work in its bubbles, for :func:`fill`.
+        """Runs a step without work in its bubbles, and returns the timeline of its passes, for :func:`fill`.
 
-        A stage's pass takes the median over its micro-batches, and the mean over replicas, tensor-parallel ranks and
-        chains: the timeline, and what is placed in it, is the same on every rank.  What a first step compiles would
-        count too: take a second.  Gradients are made as by ``step``.
+        The time of a stage's pass is the median over micro-batches and the mean over replicas, tensor-parallel ranks
+        and chains, so every rank gets the same timeline.  Compilation in a first step would count: measure a second.
+        Gradients are made as by ``step``.
         """
         passes: Passes = []
-        with lost.named(self.order, self.group, self._dp):
+        with failures.naming_lost_ranks(self.order, self.group, self._dp):
             self._run(dict(arguments, input_ids=input_ids), backward=True, passes=passes)
         return simulate(self.order, *self._seconds(passes))
 
     def fill(self, filling: Filling | None) -> None:
-        """Runs the work of a filling in the bubbles of every ``step`` from now on, all of it once in ``filling.steps``
-        steps; None: no more.
+        """Runs the work of a filling in the bubbles of every later ``step``, all of it once in ``filling.steps`` steps.
+        None ends this.
 
-        A piece is run right before the pass behind its bubble, whose input is on its way by then.  No pass moves: a
-        piece that takes longer than was said makes the step longer.  Every rank runs its own pieces, which send nothing
-        and leave parameters and gradients alone.  ValueError for a filling of another order, and for work that needs
-        what happens on another rank.
+        A piece runs right before the pass after its bubble, whose input is on its way by then.  Passes keep their
+        order: a piece that takes longer than its ``seconds`` lengthens the step.  Every rank runs its own pieces, which
+        must send nothing and leave parameters and gradients alone.  ValueError for a filling of another order, and for
+        work that depends on another rank.
         """
         check(
             filling is None or filling.timeline.order == self.order,
@@ -91,7 +91,7 @@ class Pipeline:
         )
         self._filler = None if filling is None else Filler(filling, self.group.rank())
 
-    def _run(self, arguments: dict[str, Any], *, backward: bool, passes: Passes | None = None) -> Tensor:
+    def _run(self, arguments: Mapping[str, Any], *, backward: bool, passes: Passes | None = None) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
         check(
             not backward or torch.is_grad_enabled(),
@@ -99,50 +99,52 @@ class Pipeline:
         )
         mains = main_grads(model.parameters()) if backward else []
         reduced = [main for main in mains if main.reduced]
-        how = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
-        self._agreement(self.group, arguments, how)
+        mode = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
+        self._agreement(self.group, arguments, mode)
         for main in reduced[:1]:
             main.check_open()
         calls = model.stages.micro_batches(model, self.order.micro_batches, arguments)
         if backward:
             compiled = self.splits and any(m._compiled_call_impl is not None for m in model.modules())
             check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
-        own = backward and not mains  # whether the gradients are summed here, and not by MainGrad
-        before = self._set_aside() if own else {}
+        sums = backward and not mains  # MainGrad sums gradients itself
+        earlier = self._set_aside() if sums else {}
         filler = self._filler if backward and passes is None else None
         try:
-            with self.shards.whole(backward=backward):
+            with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
-                losses = runtime.run(calls, _nothing if filler is None else filler.before, passes)
-        except BaseException:  # what is left half done is of no use to another step
+                losses = runtime.run(calls, _no_work if filler is None else filler.run_before, passes)
+        except BaseException:  # a half-done step is of no use to another
             self._runtimes.clear()
             self.store.take()
-            for p, grad in before.items():
+            for p, grad in earlier.items():
                 p.grad = grad
             raise
-        if own:
-            self._complete(before)
+        if sums:
+            self._complete(earlier)
         if filler is not None:
             filler.end()
         model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
-        """Returns the runtime of calls of these shapes: what is sent is alike in all of them."""
+        """Returns the runtime for calls of these shapes; messages have the same shape in all of them."""
         (batch, seq), tokens, model = call.inputs.shape, call.inputs.tokens, self.model
-        (like,) = autocast(torch.empty(0, dtype=next(model.parameters()).dtype, device=tokens.device))
-        key = batch, seq, tokens.device, like.dtype, backward
+        (prototype,) = autocast(torch.empty(0, dtype=next(model.parameters()).dtype, device=tokens.device))
+        key = batch, seq, tokens.device, prototype.dtype, backward
         if key not in self._runtimes:
-            sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=like.dtype, device="meta")
-            given: dict[str, Any] = dict(device=tokens.device, group=self.group)
-            given |= dict(rows=sent.requires_grad_(), tokens=torch.empty_like(tokens, device="meta"))
-            given |= dict(build=self._take if self.splits else None)
-            stages = [ChunkStage(chunk, self._chunk, **given) for chunk in model.stages.chunks]
+            sent = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=prototype.dtype, device="meta")
+            meta = Shapes(sent.requires_grad_(), torch.empty_like(tokens, device="meta"))
+            build = self._take if self.splits else None
+            stages = [
+                ChunkStage(chunk, self._chunk, meta, device=tokens.device, group=self.group, build=build)
+                for chunk in model.stages.chunks
+            ]
             self._runtimes[key] = Runtime(stages, self.order, backward=backward)
         return self._runtimes[key]
 
     def _take(self) -> Callable[[], None]:
-        """Returns what makes the gradients of weights that the last backward pass has handed over."""
+        """Returns a function that makes the weight gradients deferred by the latest backward pass."""
         make = self.store.take()
 
         def run() -> None:
@@ -153,27 +155,27 @@ class Pipeline:
 
     def _chunk(self, chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         with self.store.deferring() if self.splits else contextlib.nullcontext():
-            made: Tensor = self.model.stages.run(self.model, chunk, x, call)
-        return made
+            output: Tensor = self.model.stages.run(self.model, chunk, x, call)
+        return output
 
     # ---- gradients that more than one rank holds ----
 
     def _set_aside(self) -> dict[nn.Parameter, Tensor]:
-        """Takes the gradients of earlier steps, which are complete, away from those that are summed over ranks."""
+        """Removes and returns the gradients of earlier steps, which are complete and must not be summed again."""
         summed = copied(self.model) if self._dp is None else self.model.parameters()
-        before = {p: p.grad for p in summed if p.grad is not None}
-        for p in before:
+        earlier = {p: p.grad for p in summed if p.grad is not None}
+        for p in earlier:
             p.grad = None
-        return before
+        return earlier
 
-    def _complete(self, before: dict[nn.Parameter, Tensor]) -> None:
-        """Sums the gradients of copies, and over the replicas; then adds those of ``before``."""
+    def _complete(self, earlier: dict[nn.Parameter, Tensor]) -> None:
+        """Sums the gradients of copies, and over the replicas; then adds those of ``earlier``."""
         sum_copies([_gradient(p) for p in copied(self.model) if p.requires_grad], self.group)
         if (dp := self._dp) is not None:
-            every = [_gradient(p) for p in self.model.parameters() if p.requires_grad and not is_shard(p, dp)]
-            for message in [dist.all_reduce(grad, group=dp, async_op=True) for grad in every]:
+            gradients = [_gradient(p) for p in self.model.parameters() if p.requires_grad and not is_shard(p, dp)]
+            for message in [dist.all_reduce(grad, group=dp, async_op=True) for grad in gradients]:
                 message.wait()
-        for p, grad in before.items():
+        for p, grad in earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     @property
@@ -185,40 +187,36 @@ class Pipeline:
     def _seconds(self, passes: Passes) -> tuple[list[float], list[float], list[float]]:
         """Returns the seconds of F, I and W of each stage, the same on every rank."""
         parameter = next(self.model.parameters())
-        found = torch.zeros(2, self.order.stages, len(KINDS), dtype=torch.float64, device=parameter.device)
+        sums = torch.zeros(2, self.order.stages, len(KINDS), dtype=torch.float64, device=parameter.device)
         for chunk, kind in {(chunk, kind) for chunk, kind, _ in passes}:
-            median = statistics.median(seconds for *which, seconds in passes if which == [chunk, kind])
-            found[:, chunk.stage, KINDS.index(kind)] += found.new_tensor([median, 1.0])
+            median = statistics.median(seconds for *key, seconds in passes if key == [chunk, kind])
+            sums[:, chunk.stage, KINDS.index(kind)] += sums.new_tensor([median, 1.0])
         for group in (self.group, self._dp, self.model.tp.group if self.model.tp.size > 1 else None):
             if group is not None:
-                dist.all_reduce(found, group=group)
-        times = (found[0] / found[1].clamp(min=1)).tolist()  # F, B, I, W; a B makes as much as an I and a W
-        return (
-            [t[0] for t in times],
-            [t[2] or t[1] / 2 for t in times],
-            [t[3] or t[1] / 2 for t in times],
-        )
+                dist.all_reduce(sums, group=group)
+        times = (sums[0] / sums[1].clamp(min=1)).tolist()  # F, B, I, W; a B makes as much as an I and a W
+        return [t[0] for t in times], [t[2] or t[1] / 2 for t in times], [t[3] or t[1] / 2 for t in times]
 
     def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
         """Returns the sum of all micro-batches' losses in their order, over the replicas too."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        every = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
+        by_micro_batch = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
         for m, loss in losses.items():
-            every[m] = loss
+            by_micro_batch[m] = loss
         for group in (self.group, self._dp):
             if group is not None:
-                dist.all_reduce(every, group=group)
-        return every.sum()
+                dist.all_reduce(by_micro_batch, group=group)
+        return by_micro_batch.sum()
 
 
 def schedule(
     model: Any, mesh: DeviceMesh | dist.ProcessGroup, name: str, micro_batches: int, *, backward: float = 2.0
 ) -> Pipeline:
-    """Returns what trains a staged model over the ranks of ``mesh`` in ``micro_batches``; each rank of it calls this.
+    """Returns a :class:`Pipeline` that trains a staged model over ``mesh`` in ``micro_batches``; every rank calls this.
 
-    ``name``: one of ``SCHEDULES``, that of the model's stage or another whose stages are placed alike.  ``backward``:
-    as in :func:`order`.  ValueError for a model without stages, one under DistributedDataParallel, stages that are not
-    those of the schedule or of this rank, and numbers that the schedule cannot do.
+    ``name``: one of ``SCHEDULES``, that of the model's stage or another with the same placement.  ``backward``: as in
+    :func:`order`.  ValueError for a model without stages, one under DistributedDataParallel, stages that are not those
+    of the schedule or of this rank, and numbers that the schedule cannot run.
     """
     check(
         not isinstance(model, DistributedDataParallel),
@@ -235,21 +233,21 @@ def schedule(
     check_sharded(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
     check_number("pipeline: micro_batches", micro_batches, whole())
-    here = group.rank(), group.size()
+    rank, ranks = group.rank(), group.size()
     check(
-        here == (stage.rank, stage.ranks),
-        f"pipeline: the model was made for rank {stage.rank} of {stage.ranks}, and this is rank {here[0]} of {here[1]}",
+        (rank, ranks) == (stage.rank, stage.ranks),
+        f"pipeline: the model was made for rank {stage.rank} of {stage.ranks}, and this is rank {rank} of {ranks}",
     )
-    made = order(name, group.size(), micro_batches, chunks=_chunks(name, stage), backward=backward)
-    own = {(c, i) for c, ranks in enumerate(made.ranks) for i, rank in enumerate(ranks) if rank == group.rank()}
+    actions = order(name, ranks, micro_batches, chunks=_chunks(name, stage), backward=backward)
+    stages = {(c, i) for c, chain in enumerate(actions.ranks) for i, holder in enumerate(chain) if holder == rank}
     held = {(chunk.chain, chunk.stage) for chunk in model.stages.chunks}
     check(
-        own == held and made.stages == model.stages.chunks[0].stages,
+        stages == held and actions.stages == model.stages.chunks[0].stages,
         f"pipeline: {name} needs other stages on a rank than {stage.schedule}; make the model with stage=({stage.rank},"
         f" {stage.ranks}, {name!r})",
     )
     model.groups.pp_name = group.group_name
-    return Pipeline(model, group, made)
+    return Pipeline(model, group, actions)
 
 
 def _chunks(name: str, stage: Stage) -> int | None:
@@ -257,8 +255,8 @@ def _chunks(name: str, stage: Stage) -> int | None:
     return held if name in SCHEDULES and held in SCHEDULES[name].chunks else None
 
 
-def _nothing(place: int) -> None:
-    """What a step does in its bubbles without a filling."""
+def _no_work(place: int) -> None:
+    """Does nothing: a step's bubbles without a filling."""
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

@@ -191,7 +191,7 @@ def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
     (call,) = model.stages.micro_batches(model, 1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
     given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
     like = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
-    x = None if chunk.first else torch.empty_like(like, requires_grad=True)
+    x = None if chunk.is_first else torch.empty_like(like, requires_grad=True)
     ends, beside = [0], dict[str, int]()
 
     def end(kind: str, alive: int) -> None:
@@ -205,7 +205,7 @@ def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
             made = model.stages.run(model, chunk, x, call)
         end(FORWARD, saved())
         begun = ledger.live
-        made.backward(None if chunk.last else like)
+        made.backward(None if chunk.is_last else like)
         end(INPUT, begun)
         begun = ledger.live
         own = {p.untyped_storage()._cdata for p in (*model.parameters(), *given)}

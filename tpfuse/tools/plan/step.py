@@ -19,7 +19,7 @@ import numpy as np
 
 from ...kernels.runtime.errors import check
 from ...pipeline.action import BACKWARD, FORWARD, KINDS
-from ...pipeline.clock import Clock
+from ...pipeline.clock import OrderArrays
 from ...pipeline.schedules import SCHEDULES, placement
 from ...pipeline.simulator import Timeline, simulate
 from .costs import CostModel
@@ -166,6 +166,6 @@ class Load:
 
 
 @lru_cache(maxsize=32)
-def clock_of(schedule: str, ranks: int, count: int, chunks: int) -> Clock:
+def clock_of(schedule: str, ranks: int, count: int, chunks: int) -> OrderArrays:
     """Returns the clock of an order, cached: an order takes longer to build than to run."""
-    return Clock.of(ordered(schedule, ranks, count, chunks))
+    return OrderArrays.of(ordered(schedule, ranks, count, chunks))

@@ -1,10 +1,10 @@
-"""The error of a step that has lost a rank names it and its stages; tests/examples/test_train_gpt_pipeline.py kills
+"""The error of a step that has failures a rank names it and its stages; tests/examples/test_train_gpt_pipeline.py kills
 one."""
 
 import pytest
 import torch.distributed as dist
 
-from tpfuse.pipeline import lost, order
+from tpfuse.pipeline import failures, order
 
 
 def of_a_step(world, broken):
@@ -18,7 +18,7 @@ def of_a_step(world, broken):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
         patch.setattr(dist, "isend", isend)
-        with lost.named(made, mesh["pp"].get_group(), mesh["dp"].get_group()):
+        with failures.naming_lost_ranks(made, mesh["pp"].get_group(), mesh["dp"].get_group()):
             raise first
     return f"{caught.value}", caught.value is first
 
