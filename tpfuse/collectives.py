@@ -44,59 +44,58 @@ from .ranks.failure import explained
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Contiguous x [n, ...] of every rank to out [R, n, ...]; both are to be left alone until the handles have been
-    waited on.
+def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Starts to gather contiguous x [n, ...] of every rank into ``result`` [R, n, ...].  Neither may be touched before
+    the returned handles are waited for.
 
     On a CPU by sends and receives: gloo's own gather copies all it has gathered once more (an attention layer's step,
     fp32, over a link of 1 Gbit/s: 417 ms, so 383).
     """
     if not x.is_cpu:
-        return [_all_gather_single(out.view(-1), x.view(-1), group=group, async_op=True)]
+        return [_all_gather_single(result.view(-1), x.view(-1), group=group, async_op=True)]
     rank, size = group.rank(), group.size()
-    out[rank] = x
+    result[rank] = x
     shifts = range(1, size)
-    receives = [gloo.receive(out[(rank - s) % size], group, (rank - s) % size) for s in shifts]
+    receives = [gloo.receive(result[(rank - s) % size], group, (rank - s) % size) for s in shifts]
     return receives + [gloo.send(x, group, (rank + s) % size) for s in shifts]
 
 
 def all_gather_ref(x: Tensor, size: int, group_name: str) -> Tensor:
     """[n, ...] -> [R, n, ...]: every rank's tensor."""
-    out, group = x.new_empty(size, *x.shape), resolve(group_name)
+    result, group = x.new_empty(size, *x.shape), resolve(group_name)
     with named("all_gather", group):
-        for handle in start_all_gather(out, x.contiguous(), group):
+        for handle in start_all_gather(result, x.contiguous(), group):
             handle.wait()
-    return out
+    return result
 
 
 def all_to_all_ref(x: Tensor, group_name: str) -> Tensor:
     """[R, n, ...] -> [R, n, ...]: part r goes to rank r, and part r comes from rank r."""
-    out, group = x.new_empty(x.shape), resolve(group_name)
+    result, group = x.new_empty(x.shape), resolve(group_name)
     with named("all_to_all", group):
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-    return out
+        dist.all_to_all_single(result, x.contiguous(), group=group)
+    return result
 
 
 def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) -> Tensor:
-    """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` ranks in a row that hold what this rank holds; others
-    get nothing."""
+    """[n, ...] -> [copies, n, ...]: the tensors of the ``copies`` consecutive ranks that hold this rank's value."""
     group = resolve(group_name)
-    first = group.rank() // copies * copies
-    counts = [x.numel() if first <= r < first + copies else 0 for r in range(size)]
-    out = x.new_empty(copies, *x.shape)
+    start = group.rank() // copies * copies
+    counts = [x.numel() if start <= r < start + copies else 0 for r in range(size)]
+    result = x.new_empty(copies, *x.shape)
     with named("all_gather_copies", group):
-        dist.all_to_all_single(out.view(-1), x.reshape(-1).repeat(copies), counts, counts, group=group)
-    return out
+        dist.all_to_all_single(result.view(-1), x.reshape(-1).repeat(copies), counts, counts, group=group)
+    return result
 
 
 @contextlib.contextmanager
-def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Raises the error of a peer that died or did not come in time as one that says what was waited for, and on which
-    rank; and why the peer died, where it has said so."""
+def named(label: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Raises the error of a peer that died or timed out as one that starts with ``label`` and this rank, and ends with
+    the peer's own error if it reported one."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{what}, rank {group.rank()} of {group.size()}: {explained(error)}") from error
+        raise RuntimeError(f"{label}, rank {group.rank()} of {group.size()}: {explained(error)}") from error
 
 
 all_gather = op(all_gather_ref, kind=COMMUNICATION, fake=lambda x, size, group_name: x.new_empty(size, *x.shape))
@@ -131,8 +130,8 @@ _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum over ranks, in fp32 in rank order, rounded once: by one gather where x is small, else by an exchange of
-    1/R pieces."""
+    """Returns the sum over ranks, in fp32 in rank order, rounded once: by one gather if x is small, else by an exchange
+    of 1/R pieces."""
     if tp.size == 1:
         return x.view_as(x)
     if x.numel() <= _ONE_MESSAGE:
@@ -158,7 +157,7 @@ def _slice(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 Move = Callable[[Tensor, TensorParallel, int], Tensor]
 
 
-class _Linear(Function):
+class _LinearMap(Function):
     """y = forward(x); dx = adjoint(dy)."""
 
     @staticmethod
@@ -177,17 +176,17 @@ _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]]" = weakref.
 
 
 def _collective(forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
-    """One call; the first of each kind is compared over the ranks, since messages of two lengths would end in gloo's
-    abort."""
+    """Runs a collective; compares the first call of each kind over the ranks, as gloo aborts on messages of two
+    lengths."""
     if tp.size > 1 and tp.group_name is not None and not torch.compiler.is_compiling():
         group = resolve(tp.group_name)
         key = forward, adjoint, x.dtype, x.shape, x.requires_grad, dim
-        known = _known.setdefault(group, set())
-        if key not in known:
+        agreed = _known.setdefault(group, set())
+        if key not in agreed:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
             agreement_of(group, name, each_call=False)(group, dict(x=x, dim=dim), {})
-            known.add(key)
-    return _Linear.apply(x, forward, adjoint, tp, dim)
+            agreed.add(key)
+    return _LinearMap.apply(x, forward, adjoint, tp, dim)
 
 
 def copy(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -210,7 +209,7 @@ class _CopyWithin(Function):
 
 
 def copy_within(x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
-    """f over a part of the group: identity forward, backward the sum over the ``copies`` ranks in a row that hold the
+    """f over a part of the group: identity forward, backward the sum over the ``copies`` consecutive ranks with the
     same x."""
     return _CopyWithin.apply(x, tp, copies)
 

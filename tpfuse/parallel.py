@@ -19,16 +19,16 @@ OVERLAP = "auto", "pairwise", "off"
 
 @dataclass(frozen=True, init=False)
 class TensorParallel:
-    """One tensor-parallel group as its members see it.
+    """One tensor-parallel group, seen from this rank.
 
     ``group``: a one-dimensional DeviceMesh, a ProcessGroup, or nothing (size 1, no process group needed).
     ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198);
-    else all of them. ``overlap``: how messages hide behind GEMMs, never what is computed.  "off": they do not;
-    "pairwise": tiles travel piece by piece while others are multiplied (gloo and NCCL groups; a ValueError
-    elsewhere); "auto": pairwise where it was measured to win.
+    else all of them.  ``overlap``: hides messages behind GEMMs, and never changes the result.  "off": not; "pairwise":
+    tiles travel piece by piece while others are multiplied (gloo and NCCL groups; a ValueError elsewhere); "auto":
+    pairwise where it was measured to win.
 
-    ``one_machine``: all ranks of a gloo group are on one machine, where a message is a copy made by the cores that
-    multiply, so that "auto" hides none.
+    ``one_machine``: all ranks of a gloo group are on one machine, where the cores that multiply also copy messages, so
+    that "auto" hides none.
 
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
@@ -64,8 +64,8 @@ class TensorParallel:
                 f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'"
             )
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
-        links = channel(group)
-        if links is not None:
+        messages = channel(group)
+        if messages is not None:
             shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
             agree(group, Header("TensorParallel"), shared)
         gloo = overlap == "auto" and "gloo" in backend
@@ -75,7 +75,7 @@ class TensorParallel:
             group_name=name,
             sequence_parallel=sequence_parallel,
             overlap=overlap,
-            one_machine=gloo and links is not None and len(set(gather(host(), links))) == 1,
+            one_machine=gloo and messages is not None and len(set(gather(host(), messages))) == 1,
         )
 
     @property
@@ -84,36 +84,36 @@ class TensorParallel:
 
     @property
     def row_shards(self) -> int:
-        """How many shards the rows between GEMMs are in: R under sequence parallelism, else 1."""
+        """The number of shards of the rows between GEMMs: R under sequence parallelism, else 1."""
         return self.size if self.sequence_parallel else 1
 
     @property
     def row_rank(self) -> int:
-        """The number of the shard that is here."""
+        """The index of this rank's shard of rows."""
         return self.rank if self.sequence_parallel else 0
 
-    def divide(self, n: int, what: str) -> int:
-        """n / size, or an error that says which sizes work."""
+    def divide(self, n: int, name: str) -> int:
+        """Returns n / size; ValueError, with the sizes that work, if n is not divisible."""
         if n % self.size:
             works = [d for d in range(1, min(n, 4 * self.size) + 1) if n % d == 0]
-            raise ValueError(f"{what}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
+            raise ValueError(f"{name}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
         return n // self.size
 
-    def chunk(self, n: int, what: str = "size", copies: int = 1) -> tuple[int, int]:
-        """Returns (start, stop) of this rank's slice, split as torch.chunk does.  ValueError if a rank gets nothing.
+    def chunk(self, n: int, name: str = "size", copies: int = 1) -> tuple[int, int]:
+        """Returns (start, stop) of this rank's slice, split as by torch.chunk.  ValueError if a rank gets nothing.
 
-        ``copies`` ranks in a row have the same slice.
+        ``copies`` consecutive ranks have the same slice.
         """
         size, rank = self.size // copies, self.rank // copies
         step = -(-n // size)
         if step * (size - 1) >= n:
             raise ValueError(
-                f"{what}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size"
+                f"{name}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size"
             )
         return rank * step, min(n, (rank + 1) * step)
 
     def agree(self, name: str, values: Mapping[str, Any]) -> None:
-        """Compares ``values`` over the ranks: the same ValueError on every rank where they differ, with all values.
+        """Compares ``values`` over the ranks; if they differ, raises one ValueError with all values on every rank.
 
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
@@ -126,17 +126,17 @@ def resolve(group_name: str) -> dist.ProcessGroup:
 
 
 def versions() -> str:
-    """What has to be the same for ranks to compute the same."""
+    """Returns the versions that must agree for ranks to compute the same."""
     return f"tpfuse {__version__}, torch {torch.__version__}"
 
 
 def host() -> tuple[str, int]:
-    """Identifies the machine that this process is on: its name, and on Linux its network, which another container does
-    not share."""
+    """Returns an identity of this machine: its name, and on Linux its network namespace, which a container has of its
+    own."""
     namespace = "/proc/self/ns/net"
     return socket.gethostname(), os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
 def _either(values: list[int]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
+    *most, final = map(str, values)
+    return f"{', '.join(most)} or {final}" if most else final

@@ -112,7 +112,7 @@ def test_without_its_sizes_it_is_refused(ranks):
     for message in ranks(2, refused, (1, 2), {}):
         assert message == "accelerate: give parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1), got None"
     for message in ranks(2, refused, (1, 2), dict(dp_shard_size=2)):
-        assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got {'tp_size': 1, 'dp_shard_size': 2}" in message
+        assert "ParallelismConfig(tp_size=2, dp_shard_size=1), got tp_size=1, dp_shard_size=2" in message
 
 
 def outside(world, folder):

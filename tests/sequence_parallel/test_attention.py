@@ -95,9 +95,9 @@ def _blocks(positions):
 
 
 @restoring
-def _forms(world, form, data, least=2, block=BLOCK):
-    with _blocks(block):
-        return [_run(overlapping(world, True, how, least), form, *data) for how in ("off", "pairwise", "pairwise")]
+def _forms(world, form, data):
+    with _blocks(BLOCK):
+        return [_run(overlapping(world, True, overlap), form, *data) for overlap in ("off", "pairwise", "pairwise")]
 
 
 EVERY = [(R, case) for R in (1, 2, 3, 4) for case in CASES]
@@ -142,14 +142,23 @@ def test_is_the_three_ops(ranks):
         assert all(error(one[name], three[name]) <= 1e-13 for name in three)
 
 
+@restoring
+def _aligned(world, data):
+    """The three ops, their GEMMs in pieces, and the one op twice."""
+    with _blocks(16):
+        with overlap.multiplying_in_pieces(world, halved=False):
+            off = _run(overlapping(world, True, "off", 16), "plain", *data)
+        return off, *(_run(overlapping(world, True, "pairwise", 16), "plain", *data) for _ in range(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("R", [2, 4])
 def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, dtype):
-    """Forward, in tiles of 64 rows: 32 positions, two blocks of 16.  Of the gradients only k's and v's are added in
-    another order."""
+    """Forward, in tiles of 64 rows: 32 positions, two blocks of 16, against the plain form in the same pieces.  Of the
+    gradients only k's and v's are added in another order."""
     for name, value in dict(D=32, E=16, G=R * 4, S=32 * R).items():
         monkeypatch.setattr(f"{__name__}.{name}", value)
-    for off, on, again in ranks(R, _forms, "plain", _data("causal", dtype), 16, 16):
+    for off, on, again in ranks(R, _aligned, _data("causal", dtype)):
         assert_equal(on, again)
         assert torch.equal(on["y"], off["y"])
         assert torch.equal(on["dw_out"], off["dw_out"])

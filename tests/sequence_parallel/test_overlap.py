@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import TOLERANCE, assert_equal, error, fake_tp, my_rows
+from tests.planted import planted
 from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
 from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
@@ -112,20 +113,56 @@ def test_equal_to_plain(ranks, R, sp, op, form):
             assert not wrong, wrong
 
 
+def in_pieces(world, halved, multiply, x, w, *args):
+    """A GEMM and the rest of its op, of as many rows at a time as in the overlapped form: a peer's tile in ``pieces``,
+    this rank's own as one, or ``halved`` as that of an MLP."""
+    m, rows = len(x) // world.size, []
+    for tile in range(world.size):
+        cut = pieces(m)
+        if tile == world.rank:
+            cut = [cut[0], slice(cut[0].stop, m)] if halved else [slice(m)]
+        rows += [range(tile * m, (tile + 1) * m)[piece] for piece in cut]
+    z = args and isinstance(args[0], torch.Tensor) and args[0].dim() == 2  # has its rows too
+    results = []
+    for r in (slice(r.start, r.stop) for r in rows):
+        results.append(multiply(x[r], w, *((args[0][r], *args[1:]) if z else args)))
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results)
+    joined = [torch.cat(parts) for parts in zip(*results)]
+    if z:
+        joined[1] = multiply(x, w, *args)[1]  # the bias gradient, a sum over all rows
+    return tuple(joined)
+
+
+@contextlib.contextmanager
+def multiplying_in_pieces(world, halved):
+    """Every GEMM over rows of the plain form, in the pieces of the overlapped one."""
+    with contextlib.ExitStack() as stack:
+        for name in "linear_fwd", "linear_dgrad", "linear_dgrad_act":
+            stack.enter_context(planted(name, functools.partial(in_pieces, world, halved)))
+        yield
+
+
 @restoring
-def _aligned(world, op, dtype, data):
-    return _forms(world, True, op, "plain", data, 16)[:2]
+def _aligned(world, op, data):
+    """One op by the plain form in pieces, and by the overlapped form."""
+    plain.make_tp = lambda world, sp: overlapping(world, sp, "off", 16)
+    with multiplying_in_pieces(world, "mlp" in op):
+        off = plain._sharded(world, True, op, "plain", *data)
+    plain.make_tp = lambda world, sp: overlapping(world, sp, "pairwise", 16)
+    return off, plain._sharded(world, True, op, "plain", *data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("R", [2, 4])
 def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
-    """Tiles of 64 rows in pieces of 32, 16 and 16, columns in multiples of 16.  The MLP's bias gradient alone is added
-    in pieces."""
+    """Tiles of 64 rows in pieces of 32, 16 and 16, columns in multiples of 16, against the plain form in the same
+    pieces: whether a GEMM gives a row the same bits among fewer rows is up to the processor.  The MLP's bias gradient
+    alone is added in pieces."""
     for name, value in dict(M=64 * R, D=32, N=64 * R).items():
         monkeypatch.setattr(plain, name, value)
-    for off, on in ranks(R, _aligned, op, dtype, plain._data(op, dtype)):
+    for off, on in ranks(R, _aligned, op, plain._data(op, dtype)):
         if "mlp" in op:
             assert error(on.pop("db"), off.pop("db")) <= 1e-5
         assert_equal(on, off)
@@ -171,7 +208,7 @@ def _gathered_in_pairs(world):
     dist.batch_isend_irecv = lambda ops: (posted.append(len(ops)), post(ops))[1]
     x = torch.arange(8.0)[None, :, None] + 100 * world.rank
     into, cut = torch.full((world.size, 8, 1), -1.0), pieces(8)
-    flying = flight.Flight("test", x.expand(world.size, 8, 1), into, world.group.group_name, cut, own=True)
+    flying = flight.Flight("test", x.expand(world.size, 8, 1), into, world.group.group_name, cut, copy_own=True)
     flying.post_all()
     for rows in cut:
         for source in reversed(flying.before):

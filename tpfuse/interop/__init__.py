@@ -1,13 +1,10 @@
-"""Where tpfuse meets other libraries: Hugging Face files and names, PEFT adapters, models of transformers.
-
-``names`` and ``huggingface`` stand below ``models``, which reads files with them; ``adapter`` and ``parallelize``
-stand above.
+"""Interfaces to other libraries: PEFT adapters, models of transformers, accelerate.
 
 accelerator   accelerate's Accelerator on a split model
 adapter       adapters in PEFT's format
+lora_config   a LoraConfig of PEFT as the arguments of add_lora
 parallelize   one line for a model of transformers
-parallelized  what the module becomes: its forward, generate, files
-peft          what a LoraConfig of PEFT asks for
+parallelized  the class of the parallelized module: its forward, generate, files
 trainer       transformers' Trainer on a split model
-vocabulary    its embedding and head to callers of transformers, and another number of rows
+vocabulary    the embedding and head with transformers' interface, and their resizing
 """

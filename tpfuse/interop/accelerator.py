@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,10 +29,20 @@ def model_of(model: nn.Module) -> Model | None:
     return next((m for m in model.modules() if isinstance(m, Model)), None)
 
 
-def sizes_of(model: Model) -> dict[str, int]:
-    """Returns the arguments of accelerate's ParallelismConfig: the tensor-parallel size and the rest of the world.
+class MeshSizes(NamedTuple):
+    """The arguments of accelerate's ParallelismConfig: the tensor-parallel size and the number of replicas."""
 
-    ValueError, on every rank, where the world's ranks are not in the order that accelerate's data loaders suppose.
+    tp_size: int
+    dp_shard_size: int
+
+    def __str__(self) -> str:
+        return f"tp_size={self.tp_size}, dp_shard_size={self.dp_shard_size}"
+
+
+def sizes_of(model: Model) -> MeshSizes:
+    """Returns the sizes of a model over the whole world.
+
+    ValueError, on every rank, if the world's ranks are not in the order that accelerate's data loaders suppose.
     """
     tp, world, rank = model.tp, dist.get_world_size(), dist.get_rank()
     dp = world // tp.size
@@ -50,7 +60,7 @@ def sizes_of(model: Model) -> dict[str, int]:
         )
 
     together(examine, model.groups.all())
-    return dict(tp_size=tp.size, dp_shard_size=dp)
+    return MeshSizes(tp.size, dp)
 
 
 class AcceleratorMixin:
@@ -93,7 +103,7 @@ class AcceleratorMixin:
     ) -> nn.Module:
         """Prepares a model as accelerate does, with DDP over the replicas alone.
 
-        ValueError where the ParallelismConfig is not the model's.
+        ValueError if the ParallelismConfig is not the model's.
         """
         plain: Any = super()
         split = model_of(model)
@@ -101,13 +111,12 @@ class AcceleratorMixin:
         if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
             return plain.prepare_model(model, device_placement, evaluation_mode)
         sizes, config = sizes_of(split), self.parallelism_config
-        asked = None if config is None else dict(tp_size=config.tp_size, dp_shard_size=config.dp_shard_size)
-        if split.tp.size == 1 and asked is None:
+        configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
+        if split.tp.size == 1 and configured is None:
             return plain.prepare_model(model, device_placement, evaluation_mode)
-        wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        check(asked == sizes, f"accelerate: give parallelism_config=ParallelismConfig({wanted}), got {asked}")
+        check(configured == sizes, f"accelerate: give parallelism_config=ParallelismConfig({sizes}), got {configured}")
         prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
-        if evaluation_mode or sizes["dp_shard_size"] == 1:
+        if evaluation_mode or sizes.dp_shard_size == 1:
             return prepared
         assert split.groups.dp is not None
         handler: Any = getattr(self, "ddp_handler", None)
@@ -154,13 +163,13 @@ class AcceleratorMixin:
         return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips by the norm over all shards; ValueError where ``parameters`` are not those of a prepared model."""
+        """Clips by the norm over all shards; ValueError if ``parameters`` are not those of a prepared model."""
         plain: Any = super()
         if self._tp == 1:
             return plain.clip_grad_norm_(parameters, max_norm, norm_type)
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        whole = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= given)
-        model = next(whole, None)
+        identities = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        covered = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= identities)
+        model = next(covered, None)
         check(model is not None and norm_type == 2, "clip_grad_norm_: give model.parameters(), and norm_type=2")
         getattr(self, "unscale_gradients")()  # noqa: B009
         return clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
@@ -170,8 +179,8 @@ class AcceleratorMixin:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns whole tensors by Hugging Face's names on every rank; every rank calls it."""
         plain: Any = super()
-        own = model_of(model)
-        return plain.get_state_dict(model, unwrap) if own is None else dict(whole_tensors(own.files))
+        split = model_of(model)
+        return plain.get_state_dict(model, unwrap) if split is None else dict(whole_tensors(split.files))
 
     def save_state(self, output_dir: str | None = None, **options: Any) -> Any:
         """Saves as accelerate does; the model and its optimizer by :func:`save_checkpoint`, in a folder of it."""
@@ -185,39 +194,39 @@ class AcceleratorMixin:
     def load_state(self, input_dir: str | None = None, **options: Any) -> None:
         """Loads what :meth:`save_state` wrote, at any tensor-parallel size.
 
-        ValueError where there is no such state.
+        ValueError if there is no such state.
         """
         plain: Any = super()
         with self._apart() as (model, optimizer):
             if model is not None:
                 check(input_dir is not None, "load_state: input_dir must be given")
-                found = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
-                check(found is not None, f"load_state: {input_dir} has no folder {FOLDER!r}, which save_state writes")
+                step = load_checkpoint(Path(str(input_dir)) / FOLDER, model, optimizer)
+                check(step is not None, f"load_state: {input_dir} has no folder {FOLDER!r}, which save_state writes")
             plain.load_state(input_dir, **options)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[tuple[Any, Any]]:
-        """Takes a model of tpfuse and its optimizer from accelerate's lists for a while."""
+        """Takes a model of tpfuse and its optimizer out of accelerate's lists while the context is open."""
         if not any(map(model_of, self._models)):
             yield None, None
             return
-        kept = self._models, self._optimizers
-        sizes = tuple(map(len, kept))
+        lists = self._models, self._optimizers
+        sizes = tuple(map(len, lists))
         check(sizes == (1, 1), f"save_state: prepare one model of tpfuse with one optimizer, got {sizes}")
         self._models, self._optimizers = [], []
         try:
-            yield kept[0][0], kept[1][0].optimizer
+            yield lists[0][0], lists[1][0].optimizer
         finally:
-            self._models, self._optimizers = kept
+            self._models, self._optimizers = lists
 
 
-def _apply(function: Callable[[Any], Any], values: Any, **options: Any) -> Any:
+def _apply(function: Callable[[Any], Any], values: Any, error_on_other_type: bool = False) -> Any:
     recursively_apply: Any = import_module("accelerate.utils").recursively_apply
-    return recursively_apply(function, values, **options)
+    return recursively_apply(function, values, error_on_other_type=error_on_other_type)
 
 
 def _tensors(values: Any) -> bool:
-    """Says whether accelerate gathers ``values`` as tensors."""
+    """Returns True if accelerate gathers ``values`` as tensors."""
     try:
         _apply(lambda x: x, values, error_on_other_type=True)
     except TypeError:

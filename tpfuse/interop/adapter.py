@@ -33,7 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_[AB]\.weight")
 # PEFT's options, of which other values are errors; and those that must be empty.
-BUILT: dict[str, Any] = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
+BUILT = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
 EMPTY = (
     "rank_pattern",
     "alpha_pattern",
@@ -62,8 +62,8 @@ class _Entry(NamedTuple):
 def save_adapter(model: nn.Module, path: str | Path) -> None:
     """Writes the adapters of ``model`` as a directory that PEFT loads, whole or not at all.
 
-    Every rank calls it; one writes, who gets the adapters of other pipeline stages.  OSError, on every rank and before
-    any tensor is gathered, where ``path`` cannot be written.
+    Every rank calls it; one writes, and gets the adapters of other pipeline stages.  OSError, on every rank and before
+    any tensor is gathered, if ``path`` cannot be written.
     """
     base, caller = _base(model, "save_adapter"), "save_adapter"
     adapted = _adapted(base, caller)
@@ -72,13 +72,13 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
     new = together(lambda: NewFiles(Path(path), caller) if leads else None, base.groups.all())
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
-    entries = *_entries(base), *_beside(base).values()
+    entries = *_entries(base), *_head_entries(base).values()
     for name, tensor in written((e.source, full_tensor(e.p, e.spec, e.tp)) for e in entries):
         if base.groups.writes:
             tensors[name] = tensor.cpu()
     with nullcontext() if new is None else new:
-        for stage in gather(tensors, stages, to_first=True):
-            tensors = stage | tensors
+        for tensors_of_stage in gather(tensors, stages, to_first=True):
+            tensors = tensors_of_stage | tensors
         if new is not None:
             try:
                 config = json.dumps(_config(base, adapted), indent=2, sort_keys=True)
@@ -93,23 +93,25 @@ def save_adapter(model: nn.Module, path: str | Path) -> None:
 def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False) -> nn.Module:
     """Adds the adapters of a directory that PEFT or :func:`save_adapter` wrote to ``model``, and freezes the rest.
 
-    Returns the model.  Each rank reads its own slices only.  Adapters, and a classification head that the directory may
-    hold beside them, are frozen too unless ``trainable``.  ValueError,
-    on every rank and before anything changes, for an option that is not built, a value out of its range, a module that
-    the model does not have, or a tensor that is missing or has another shape; OSError where the tensors cannot be read.
+    Returns the model.  Each rank reads its own slices only.  Adapters, and a classification head in the directory, are
+    frozen too unless ``trainable``.  ValueError, on every rank and before anything changes, for an option that is not
+    built, a value out of its range, a module that the model does not have, or a tensor that is missing or has another
+    shape; OSError if the tensors cannot be read.
     """
     base, path = _base(model, "load_adapter"), Path(path)
-    own, here = _beside(base), hf_layers(base)
-    layers = {name: sizes for stage in base.groups.over_stages("load_adapter", here) for name, sizes in stage.items()}
+    head, layers_here = _head_entries(base), hf_layers(base)
+    layers = {
+        name: sizes for stage in base.groups.over_stages("load_adapter", layers_here) for name, sizes in stage.items()
+    }
 
-    def examine() -> tuple[dict[str, Any], Any, list[str], dict[str, _Entry]]:
+    def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
         config, handle = _read(path)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
         if trainable and config.get("lora_dropout"):
             raise ValueError(
                 f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
             )
-        heads = {} if own.keys().isdisjoint(handle.keys()) else own
+        heads = {} if head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
         names = set(handle.keys()) - heads.keys()
@@ -119,7 +121,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     rank = config["r"]
     alpha = config["lora_alpha"] * (rank**0.5 if config.get("use_rslora") else 1)
     flags = [p.requires_grad for p in model.parameters()]
-    modules = [name for name in modules if name in here]
+    modules = [name for name in modules if name in layers_here]
     if modules:
         add_lora(model, rank=rank, alpha=alpha, targets=modules)
     else:  # other stages have them
@@ -143,7 +145,7 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     with torch.no_grad():
         for p, value in values:
             local(p).copy_(value)
-    for p in (*(entry.p for entry in _entries(base)), *(entry.p for entry in own.values())):
+    for p in (*(entry.p for entry in _entries(base)), *(entry.p for entry in head.values())):
         p.requires_grad_(trainable)
     return model
 
@@ -156,21 +158,21 @@ def _base(model: nn.Module, caller: str) -> Model:
 
 
 class _Adapted(NamedTuple):
-    """What is adapted over all stages of a model, and other modules that hold parameters, by Hugging Face's names."""
+    """The adapted modules of all stages of a model, and all other modules with parameters, by Hugging Face's names."""
 
     modules: set[str]
-    others: set[str]
+    unadapted: set[str]
     rank: int
     alpha: float
 
 
 def _adapted(base: Model, caller: str) -> _Adapted:
-    """ValueError where nothing is adapted, or stages have adapters of other ranks or scales."""
+    """Returns the adapted modules; ValueError if there are none, or stages have adapters of other ranks or scales."""
     loras = [lora for *_, lora in adapted_layers(base)]
     names = (base.files.hf_name(name) for source in base.files.sources().values() for name in source.names)
     mine = {module for lora in loras for module in lora.adapted}, {name.rpartition(".")[0] for name in names}
-    every = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
-    modules, holders, sizes = (set().union(*each) for each in zip(*every, strict=True))
+    stages = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
+    modules, holders, sizes = (set().union(*column) for column in zip(*stages, strict=True))
     check(bool(modules), f"{caller}: the model has no adapters")
     check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {shown(sorted(sizes))}")
     ((rank, alpha),) = sizes
@@ -186,23 +188,25 @@ def _entries(base: Model) -> list[_Entry]:
         pattern = "r d -> r 1 d" if isinstance(lora, ColumnLoRA) else "r d -> r d"
         entries.append(_Entry(*specs[f"{path}.lora.A"], Source.several(named("A", lora.adapted), pattern)))
         for leaf, parts in lora.parts.items():
-            own = sources[f"{path}.{leaf}"]
-            adapted = [(n, m, place) for (n, m), (_, place) in zip(parts, own.parts, strict=True) if m in lora.adapted]
+            weight = sources[f"{path}.{leaf}"]
+            adapted = [
+                (n, m, place) for (n, m), (_, place) in zip(parts, weight.parts, strict=True) if m in lora.adapted
+            ]
             if adapted:
                 widths, modules, places = zip(*adapted, strict=True)
                 name = "B" if leaf == "weight" else f"B_{leaf}"
-                source = Source.several(named("B", modules), _pattern(own), widths).within(*places)
+                source = Source.several(named("B", modules), _pattern(weight), widths).within(*places)
                 entries.append(_Entry(*specs[f"{path}.lora.{name}"], source))
     return entries
 
 
-def _beside(base: Model) -> dict[str, _Entry]:
+def _head_entries(base: Model) -> dict[str, _Entry]:
     """Returns the parameters of a classification head, by their names in a file."""
     sources, entries = base.files.sources(), {}
     for name, p, spec, tp in base.files.stored_parameters():
-        own = sources[name].names[0]
-        if own.rpartition(".")[0] in beside(base):
-            full = _PREFIX + base.files.hf_name(own)
+        hf_name = sources[name].names[0]
+        if hf_name.rpartition(".")[0] in beside(base):
+            full = _PREFIX + base.files.hf_name(hf_name)
             entries[full] = _Entry(p, spec, tp, Source.one(full, sources[name].pattern))
     return entries
 
@@ -210,8 +214,8 @@ def _beside(base: Model) -> dict[str, _Entry]:
 def _pattern(source: Source) -> str:
     """Returns the pattern of B, from its weight's: "d (t h e) -> h t e d" -> "(t h e) r -> h t e r"."""
     *ours, width = source.letters
-    theirs = [f"({' '.join(group)})" for group in source.file_letters if group != [width]]
-    return f"{' '.join(theirs)} r -> {' '.join(ours)} r"
+    groups = [f"({' '.join(group)})" for group in source.file_letters if group != [width]]
+    return f"{' '.join(groups)} r -> {' '.join(ours)} r"
 
 
 # ---- the config ----
@@ -240,45 +244,45 @@ def _task(base: Any) -> str | None:
     return "CAUSAL_LM" if hasattr(base, "generate") else None
 
 
-def check_saved(stands: str, names: Any, base: Model) -> None:
+def check_saved(place: str, names: Any, base: Model) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
     heads = _HEADS | set(_saved(base)) if beside(base) else set()
     if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
-        raise ValueError(f"{stands}: modules_to_save={shown(names)} is not built")
+        raise ValueError(f"{place}: modules_to_save={shown(names)} is not built")
 
 
 def _saved(base: Model) -> list[str]:
-    """Returns the modules_to_save of PEFT: of a head in several layers, the module that holds them."""
+    """Returns the modules_to_save of PEFT; for a head of several layers the module that holds them."""
     return list(dict.fromkeys(name.partition(".")[0] for name in beside(base)))
 
 
 def _targets(adapted: _Adapted) -> list[str]:
-    """Returns the shortest endings that name the adapted modules and no other."""
+    """Returns the shortest endings that name the adapted modules and no others."""
     targets = set()
     for module in adapted.modules:
         parts = module.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        alone = lambda end: not any(f".{other}".endswith(f".{end}") for other in adapted.others)
+        alone = lambda end: not any(f".{name}".endswith(f".{end}") for name in adapted.unadapted)
         targets.add(next(filter(alone, endings)))
     return sorted(targets)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Any]:
+def _read(path: Path) -> tuple[Any, Any]:
     try:
         config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
-    stands = f"load_adapter: {path / CONFIG}"
+    place = f"load_adapter: {path / CONFIG}"
     for key, built in BUILT.items():
         if config.get(key, built) not in (built, None):
-            raise ValueError(f"{stands}: {key}={shown(config[key])} is not built; only {built!r} is")
+            raise ValueError(f"{place}: {key}={shown(config[key])} is not built; only {built!r} is")
     for key in EMPTY:
         if config.get(key):
-            raise ValueError(f"{stands}: {key}={shown(config[key])} is not built")
+            raise ValueError(f"{place}: {key}={shown(config[key])} is not built")
     for key in ("r", "lora_alpha"):
         if key not in config:
-            raise ValueError(f"{stands} has no {key}")
-    check_rules(stands, config, _RULES)
+            raise ValueError(f"{place} has no {key}")
+    check_rules(place, config, _RULES)
     return config, handle
 
 
@@ -289,14 +293,14 @@ def hf_layers(base: Model) -> dict[str, tuple[int, int]]:
     for name, spec, _ in named_specs(base):
         path, _, leaf = name.rpartition(".")
         if name in sources and "bias" not in leaf and isinstance(modules[path], Adaptable):
-            for n, (first, second) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
-                sizes = (second, first) if base.config.hf.transposed else (first, second)
+            for n, (rows, columns) in zip(sources[name].names, sources[name].file_shapes(spec.shape), strict=True):
+                sizes = (columns, rows) if base.config.hf.transposed else (rows, columns)
                 layers[base.files.hf_name(n).removesuffix(".weight")] = sizes
     return layers
 
 
 def _check(file: Path, handle: Any, stored: set[str], rank: int, *, layers: dict[str, tuple[int, int]]) -> list[str]:
-    """Returns the modules that a file adapts; ValueError where ``stored`` are not adapters of ``layers``."""
+    """Returns the modules that a file adapts; ValueError if ``stored`` are not adapters of ``layers``."""
     matches = {name: _TENSOR.fullmatch(name) for name in stored}
     for name in sorted(name for name, match in matches.items() if match is None):
         raise ValueError(f"load_adapter: {file} holds {brief(name)}, which is not an adapter of a linear layer")

@@ -1,6 +1,7 @@
 """One line for a model of transformers: its blocks become ours, its forward and outputs stay its own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..models.model import Model
 from ..models.stack import FULL
 from ..parallel import TensorParallel
 from ..ranks.messages import together
-from .parallelized import KINDS, Kind, Parallelized, class_of
+from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
 from .vocabulary import open_ends
 
 
@@ -59,20 +60,20 @@ def parallelize(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
-    def examine() -> tuple[Kind, dict[str, Any], ModelConfig, dict[str, Any]]:
-        kind, hf_config = _kind(module), _config_of(module)
+    def examine() -> tuple[Callable[..., Model], Any, ModelConfig, str | None]:
+        counterpart, hf_config = _counterpart(module), _config_of(module)
         check(
             len(kinds) == 1,
             f"parallelize: parameters must have one dtype and one device, got {', '.join(map(str, kinds))}",
         )
-        config = kind.model.config_class.from_hf(hf_config)
+        config = counterpart.model.config_class.from_hf(hf_config)
         NamedTensors("parallelize", type(module).__name__, parameters).check_layers(config.num_layers)
-        return kind, hf_config, config, kind.options(module) | dict(recompute=_recompute(module, recompute))
+        return counterpart.constructor(module), hf_config, config, _recompute(module, recompute)
 
-    kind, hf_config, config, options = together(examine, (tp.group,))
+    constructor, hf_config, config, recompute = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
-        model = kind.model(config, tp=tp, dp=dp, seed=seed, saving=saving, **options)
+        model = constructor(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
     tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)
@@ -92,12 +93,12 @@ def parallelize(
     return module
 
 
-def _kind(module: Any) -> Kind:
+def _counterpart(module: Any) -> Counterpart:
     cls = type(module)
     check(not isinstance(module, Parallelized), f"parallelize: {cls.__name__} is parallelized already")
-    known = cls.__module__.startswith("transformers.") and cls.__name__ in KINDS
     check(
-        known, f"parallelize: module must be transformers' own {', '.join(KINDS)}, got {cls.__module__}.{cls.__name__}"
+        cls.__module__.startswith("transformers.") and cls.__name__ in COUNTERPARTS,
+        f"parallelize: module must be transformers' own {', '.join(COUNTERPARTS)}, got {cls.__module__}.{cls.__name__}",
     )
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     if ends[1] is not None:
@@ -107,36 +108,38 @@ def _kind(module: Any) -> Kind:
             f"parallelize: config.tie_word_embeddings={declared}, and the module's embeddings are"
             f"{' not' * (not tied)} tied",
         )
-    return KINDS[cls.__name__]
+    return COUNTERPARTS[cls.__name__]
 
 
-def _recompute(module: nn.Module, asked: str | None) -> str | None:
-    """Returns what the model is to recompute: what is asked for, or what transformers' checkpointing does so far."""
+def _recompute(module: nn.Module, recompute: str | None) -> str | None:
+    """Returns the model's ``recompute``: the argument, or FULL if transformers' checkpointing is enabled."""
     layers = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
     enabled = [m for m in layers if m.gradient_checkpointing]
     if not enabled:
-        return asked
+        return recompute
     plain = all(getattr(m._gradient_checkpointing_func, "func", None) is checkpoint for m in enabled)
     if len(enabled) < len(layers) or not plain:
         raise NotImplementedError(
             "parallelize: gradient checkpointing of some layers only, or with offload, is not built; call"
             " gradient_checkpointing_disable() first, or gradient_checkpointing_enable() without these"
         )
-    check(asked in (None, FULL), f"parallelize: gradient checkpointing is enabled, got recompute={asked!r} beside it")
+    check(
+        recompute in (None, FULL),
+        f"parallelize: gradient checkpointing is enabled, got recompute={recompute!r} beside it",
+    )
     return FULL
 
 
-def _config_of(module: Any) -> dict[str, Any]:
-    """Returns what config.json would hold; ValueError for a config that cannot be written."""
+def _config_of(module: Any) -> Any:
+    """Returns the contents of config.json, a dict; ValueError for a config that cannot be written."""
     try:
-        values: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+        return json.loads(module.config.to_json_string(use_diff=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"parallelize: the config of {type(module).__name__} is no JSON: {brief(error)}") from None
-    return values
 
 
 def _checksum(parameters: dict[str, nn.Parameter]) -> int:
-    """Returns a sum of the bits, in which the order of addition does not matter."""
+    """Returns a sum of all bits, independent of the order of addition."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
     for i, p in enumerate(parameters.values(), 1):

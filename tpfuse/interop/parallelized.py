@@ -1,10 +1,11 @@
-"""What a module of transformers becomes: its class with tpfuse's forward, generate and files."""
+"""The class that a module of transformers gets: its own, with tpfuse's forward, generate and files."""
 
 import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,27 +28,31 @@ from .lora_config import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits
 
 
-class Kind(NamedTuple):
+class Counterpart(NamedTuple):
+    """The model of a class of transformers, the class of its outputs, and the model's constructor for a module."""
+
     model: type[Model]
-    output: str  # transformers' class
-    options: Callable[[nn.Module], dict[str, Any]]  # of the model's constructor
+    output: str
+    constructor: Callable[[Any], Callable[..., Model]]
 
 
-def _kind_of(family: Family) -> Kind:
+def _with_head(family: Family) -> Counterpart:
     model = GPT if family.causal else Bert
-    return Kind(model, family.output, lambda module: head_options(family))
+    return Counterpart(model, family.output, lambda module: partial(model, **head_options(family)))
 
 
-def _classifier_of(family: Family, per: str, module: Any) -> dict[str, Any]:
-    return dict(classifier=Classifier.from_hf(module.config.to_dict(), family, per))
+def _classifier(family: Family, per: str, output: str) -> Counterpart:
+    model = GPT if family.causal else Bert
+    classifier = lambda module: Classifier.from_hf(module.config.to_dict(), family, per)
+    return Counterpart(model, output, lambda module: partial(model, classifier=classifier(module)))
 
 
-def _base_of(family: Family) -> Kind:
-    """Returns the kind of the family's class without a head."""
+def _without_head(family: Family) -> Counterpart:
     if not family.causal:
         output = _BASE_OUTPUTS[family.output] if family.pooler else "BaseModelOutput"
-        return Kind(Bert, output, lambda module: dict(pooler=getattr(module, "pooler", None) is not None))
-    return Kind(GPT, _BASE_OUTPUTS[family.output], lambda module: dict(lm_head=False))
+        pooler = lambda module: getattr(module, "pooler", None) is not None
+        return Counterpart(Bert, output, lambda module: partial(Bert, pooler=pooler(module)))
+    return Counterpart(GPT, _BASE_OUTPUTS[family.output], lambda module: partial(GPT, lm_head=False))
 
 
 _BASE_OUTPUTS = {  # what a class with a head returns -> what its class without one does
@@ -55,12 +60,12 @@ _BASE_OUTPUTS = {  # what a class with a head returns -> what its class without 
     "CausalLMOutputWithCrossAttentions": "BaseModelOutputWithPastAndCrossAttentions",
     "MaskedLMOutput": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
-KINDS = {family.architecture: _kind_of(family) for family in FAMILIES.values()}
-KINDS |= {family.base_architecture: _base_of(family) for family in FAMILIES.values()}
-KINDS |= {
-    made.architecture: Kind(_kind_of(family).model, made.output, functools.partial(_classifier_of, family, per))
+COUNTERPARTS = {family.architecture: _with_head(family) for family in FAMILIES.values()}
+COUNTERPARTS |= {family.base_architecture: _without_head(family) for family in FAMILIES.values()}
+COUNTERPARTS |= {
+    head.architecture: _classifier(family, per, head.output)
     for family in FAMILIES.values()
-    for per, made in family.classes.items()
+    for per, head in family.classes.items()
 }
 _CALL = (
     "input_ids",
@@ -84,12 +89,12 @@ _GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_
 
 
 class Parallelized(Vocabulary, nn.Module):
-    """Stands before the class of transformers in the module's new class; ``parallel`` is the tpfuse model."""
+    """First base of the module's new class, before transformers' own; ``parallel`` is the tpfuse model."""
 
     parallel: Model
     tpfuse_original: type
-    tpfuse_adapter = False  # whether add_adapter or load_adapter gave it one, which save_pretrained then writes
-    tpfuse_driver = False  # whether a TrainerMixin has it, which knows how it is split
+    tpfuse_adapter = False  # True after add_adapter or load_adapter: save_pretrained writes the adapter
+    tpfuse_driver = False  # True in a TrainerMixin, which knows the split
     config: Any
     generation_config: Any
     can_generate: Callable[[], bool]
@@ -100,10 +105,10 @@ class Parallelized(Vocabulary, nn.Module):
 
     @property
     def tp_size(self) -> None:
-        """None: transformers has not split it.  transformers' Trainer and accelerate ask first of all.
+        """None: transformers has not split it.  transformers' Trainer and accelerate read this first.
 
-        ValueError where they ask of a module that is split, or has replicas, and are not told so: they would take each
-        rank for a replica of their own.
+        ValueError if they read it of a module that is split or has replicas, unless TrainerMixin drives it: they would
+        take each rank for a replica of their own.
         """
         check(
             self.tpfuse_driver or all(group.size() == 1 for group in self.parallel.groups.all()),
@@ -112,9 +117,9 @@ class Parallelized(Vocabulary, nn.Module):
         )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Takes the module's own shards, or whole tensors by transformers' names; of these each rank keeps its slices.
+        """Loads the module's own shards, or whole tensors by transformers' names, of which each rank keeps its slices.
 
-        ValueError where one of the whole tensors is missing, extra or mis-shaped.
+        ValueError if one of the whole tensors is missing, extra or mis-shaped.
         """
         if all(name.startswith("parallel.") for name in state_dict):
             plain: Any = super()
@@ -122,67 +127,68 @@ class Parallelized(Vocabulary, nn.Module):
         restore(self.parallel.files, NamedTensors("load_state_dict", "state_dict", state_dict))
         return nn.Module().load_state_dict({})
 
-    def _forward(self, arguments: dict[str, Any]) -> Any:
-        name, kind = self.tpfuse_original.__name__, KINDS[self.tpfuse_original.__name__]
+    def _forward(self, arguments: MutableMapping[str, Any]) -> Any:
+        name = self.tpfuse_original.__name__
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
         head = self.parallel.head is not None
-        known = _CALL + _LOSS * (head or self.parallel.classifier is not None)
-        call = {key: arguments.pop(key) for key in known if key in arguments}
-        call["output_hidden_states"] = self._wants_states(arguments)
+        names = _CALL + _LOSS * (head or self.parallel.classifier is not None)
+        call = {key: arguments.pop(key) for key in names if key in arguments}
+        call |= dict(output_hidden_states=self._wants_states(arguments), loss_normalizer=normalizer)
         arguments.setdefault("output_attentions", getattr(self.config, "output_attentions", False))
-        rest = [key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
-        if rest:
-            raise NotImplementedError(f"{name}, parallelized: {', '.join(rest)} is not built")
-        ids, first = call.get("input_ids"), self.parallel.embedding
-        if isinstance(ids, Tensor) and ids.dim() == 2 and served(first) and gathered(first):  # its hook gets [B, S, D]
+        unsupported = [
+            key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)
+        ]
+        if unsupported:
+            raise NotImplementedError(f"{name}, parallelized: {', '.join(unsupported)} is not built")
+        ids, embedding = call.get("input_ids"), self.parallel.embedding
+        # a hook on the embedding gets [B, S, D]
+        if isinstance(ids, Tensor) and ids.dim() == 2 and served(embedding) and gathered(embedding):
             check(call.get("inputs_embeds") is None, f"{name}: give input_ids or inputs_embeds, both came")
-            call |= dict(input_ids=None, inputs_embeds=first(ids))
-        out = self.parallel(
-            **{key: value for key, value in call.items() if value is not None},
-            **(dict(return_logits=True) if head else {}),
-            **(dict(loss_normalizer=normalizer) if normalizer is not None else {}),
-        )
-        outputs = out._asdict()
+            call |= dict(input_ids=None, inputs_embeds=embedding(ids))
         if head:
-            outputs["logits"] = whole_logits(out.logits, self.parallel.config.vocab_size, self.parallel.tp)
-        outputs = {key: value for key, value in outputs.items() if value is not None}
-        result = getattr(import_module("transformers.modeling_outputs"), kind.output)(**outputs)
+            call["return_logits"] = True
+        outputs = self.parallel(**{key: value for key, value in call.items() if value is not None})
+        if head:
+            logits = whole_logits(outputs.logits, self.parallel.config.vocab_size, self.parallel.tp)
+            outputs = outputs._replace(logits=logits)
+        output_class = getattr(import_module("transformers.modeling_outputs"), COUNTERPARTS[name].output)
+        result = output_class(**{key: value for key, value in outputs._asdict().items() if value is not None})
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
-    def _wants_states(self, arguments: dict[str, Any]) -> bool:
-        """Takes output_hidden_states out of the arguments; where they have none, the config says it."""
+    def _wants_states(self, arguments: MutableMapping[str, Any]) -> bool:
+        """Takes output_hidden_states out of the arguments; its default is the config's."""
         key = "output_hidden_states"
-        asked = arguments.pop(key) if key in arguments else getattr(self.config, key, False)
-        if asked is not None and not isinstance(asked, bool):
+        wanted = arguments.pop(key) if key in arguments else getattr(self.config, key, False)
+        if wanted is not None and not isinstance(wanted, bool):
             raise NotImplementedError(
-                f"{type(self).__name__}, parallelized: {key}={asked!r}, a choice of layers, is not built; give True and"
-                " index hidden_states"
+                f"{type(self).__name__}, parallelized: {key}={wanted!r}, a choice of layers, is not built; give True"
+                " and index hidden_states"
             )
-        if asked and getattr(self.config, "tie_last_hidden_states", None) is False:
+        if wanted and getattr(self.config, "tie_last_hidden_states", None) is False:
             raise NotImplementedError(
                 f"{type(self).__name__}, parallelized: tie_last_hidden_states=False is not built; the last of"
                 " hidden_states is behind the final norm"
             )
-        return bool(asked)
+        return bool(wanted)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
         """Generates as GPT does, with transformers' arguments.
 
         ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p``,
         ``num_return_sequences`` and beam search are transformers'; ``seed``, ``on_token`` and ``cuda_graph`` are GPT's.
-        What neither an argument nor ``generation_config`` says, the module's own generation config does; the number of
-        new tokens must be in one of them.  Without an ``attention_mask`` pad tokens of the prompts are padding, unless
-        the pad token is an end token too.  NotImplementedError, which names it, for an argument that is not built.
+        Defaults come from ``generation_config``, then from the module's own generation config; the number of new tokens
+        must be in one of them.  Without an ``attention_mask`` pad tokens of the prompts are padding, unless the pad
+        token is an end token too.  NotImplementedError, which names it, for an argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
-        given = {} if generation_config is None else generation_config.to_diff_dict()
-        said = self.generation_config.to_diff_dict() | given | options
-        values = {key: value for key, value in said.items() if value is not None}
-        known = _GENERATE + _GENERATE_IGNORED
-        unknown = [key for key, value in values.items() if key not in known and value is not False]
+        overrides = {} if generation_config is None else generation_config.to_diff_dict()
+        merged = self.generation_config.to_diff_dict() | overrides | options
+        values = {key: value for key, value in merged.items() if value is not None}
+        supported = _GENERATE + _GENERATE_IGNORED
+        unknown = [key for key, value in values.items() if key not in supported and value is not False]
         if unknown:
             raise NotImplementedError(
                 f"generate of a parallelized {type(self).__name__}: {', '.join(unknown)} is not built"
@@ -194,7 +200,7 @@ class Parallelized(Vocabulary, nn.Module):
             values["top_k"] = values.get("top_k", 50) or None  # transformers' default
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
-        return self.parallel.generate(ids, **{k: values[k] for k in _GENERATE if values.get(k) is not None}, **ours)
+        return self.parallel.generate(ids, **ours | {k: values[k] for k in _GENERATE if values.get(k) is not None})
 
     def save_pretrained(
         self,
@@ -210,10 +216,12 @@ class Parallelized(Vocabulary, nn.Module):
         Every rank calls it, and one writes, whatever ``is_main_process`` and ``state_dict`` are.  ``max_shard_size``:
         bytes, or "5GB".  NotImplementedError for a push to the hub, a variant, or another option that is not built.
         """
-        asked = [name for name, value in options.items() if value and name not in _SAVE_IGNORED]
-        asked += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
-        if asked:
-            raise NotImplementedError(f"save_pretrained of {type(self).__name__}: {', '.join(asked)} is not built")
+        unsupported = [name for name, value in options.items() if value and name not in _SAVE_IGNORED]
+        unsupported += ["safe_serialization=False"] if options.get("safe_serialization") is False else []
+        if unsupported:
+            raise NotImplementedError(
+                f"save_pretrained of {type(self).__name__}: {', '.join(unsupported)} is not built"
+            )
         if self.tpfuse_adapter and any(not lora.merged for *_, lora in adapted_layers(self)):
             if self.tpfuse_resized:
                 warnings.warn(
@@ -237,7 +245,7 @@ class Parallelized(Vocabulary, nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether blocks run again in backward; transformers' is_gradient_checkpointing reads it."""
+        """True if blocks run again in backward; transformers' is_gradient_checkpointing reads it."""
         return self.parallel.recompute == FULL
 
     def gradient_checkpointing_enable(
@@ -246,30 +254,31 @@ class Parallelized(Vocabulary, nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Switches to recompute="full": of each block the input is kept for backward, and the block runs again.
+        """Switches to recompute="full": only each block's input is saved for backward, and the block runs again.
 
         Gradients stay bitwise the same.  Every rank calls it.  ``use_reentrant`` and ``preserve_rng_state`` change
         nothing here; NotImplementedError for another option of torch's checkpoint, for some layers only, and for
         ``offload``.
         """
         options = gradient_checkpointing_kwargs or {}
-        asked = [key for key in options if key not in _CHECKPOINT_IGNORED]
-        asked += [f"every_n_layers={every_n_layers}"] * (every_n_layers != 1) + ["offload"] * bool(offload)
-        if asked:
+        unsupported = [key for key in options if key not in _CHECKPOINT_IGNORED]
+        unsupported += [f"every_n_layers={every_n_layers}"] * (every_n_layers != 1) + ["offload"] * bool(offload)
+        if unsupported:
             raise NotImplementedError(
-                f"gradient_checkpointing_enable of a parallelized {type(self).__name__}: {', '.join(asked)} is not"
-                " built; without it each block's input is kept, and tpfuse.parallelize(saving='smallest') keeps more"
+                f"gradient_checkpointing_enable of a parallelized {type(self).__name__}: {', '.join(unsupported)} is"
+                " not built; without it each block's input is kept, and tpfuse.parallelize(saving='smallest') keeps"
+                " more"
             )
         self.parallel.gradient_checkpointing_enable()
 
     def gradient_checkpointing_disable(self) -> None:
-        """Switches back to what ``saving`` of tpfuse.parallelize says.  Every rank calls it."""
+        """Switches back to ``saving`` of tpfuse.parallelize.  Every rank calls it."""
         self.parallel.gradient_checkpointing_disable()
 
     # ---- adapters, by transformers' own methods ----
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Adds what a LoraConfig of PEFT asks for, by :func:`tpfuse.add_lora`, before the optimizer is made.
+        """Adds the adapters of a LoraConfig of PEFT, by :func:`tpfuse.add_lora`; call it before making the optimizer.
 
         Everything else is frozen.  ValueError for an option that is not built, or a second adapter.
         """
@@ -277,7 +286,8 @@ class Parallelized(Vocabulary, nn.Module):
         arguments = together(
             lambda: lora_arguments(adapter_config, self.parallel, self.config.model_type), self.parallel.groups.all()
         )
-        add_lora(self, **arguments)
+        rank, alpha, dropout, targets = arguments
+        add_lora(self, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
         self.tpfuse_adapter = True
 
     def load_adapter(self, peft_model_id: str | Path, *, is_trainable: bool = False) -> None:
@@ -287,7 +297,7 @@ class Parallelized(Vocabulary, nn.Module):
 
     @property
     def peft_config(self) -> Any:
-        """PEFT asks for it before it changes anything.  ValueError: PEFT wraps layers by class, and not these."""
+        """Raises ValueError: PEFT reads it before it changes anything, and wraps layers by class, not these."""
         raise ValueError(
             f"{type(self).__name__} is parallelized, and PEFT cannot wrap its layers; in place of get_peft_model(model,"
             " config) write model.add_adapter(config), and in place of PeftModel.from_pretrained(model, path),"
@@ -295,21 +305,21 @@ class Parallelized(Vocabulary, nn.Module):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.tpfuse_original,), self.__dict__
+        return _new_module, (self.tpfuse_original,), self.__dict__
 
 
 def _bytes(size: int | str | None) -> int | None:
     """Returns the bytes of a size as transformers writes it: 1000, "5GB", "200MiB"."""
     if size is None or (isinstance(size, int) and size > 0):
         return size
-    found = re.fullmatch(r"(\d+)([KMG])(i?)B", str(size), re.IGNORECASE)
-    check(found is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
-    assert found is not None
-    return int(found[1]) * (1024 if found[3] else 1000) ** ("KMG".index(found[2].upper()) + 1)
+    match = re.fullmatch(r"(\d+)([KMG])(i?)B", str(size), re.IGNORECASE)
+    check(match is not None, f"save_pretrained: max_shard_size must be bytes or as '5GB', got {size!r}")
+    assert match is not None
+    return int(match[1]) * (1024 if match[3] else 1000) ** ("KMG".index(match[2].upper()) + 1)
 
 
 def _mask_of(ids: Any, pad: Any, ends: Any) -> Tensor | None:
-    """Returns the attention mask that transformers' generate makes of prompts; None where all of them is seen."""
+    """Returns the attention mask that transformers' generate makes of prompts; None if no token is padding."""
     if not isinstance(ids, Tensor) or not isinstance(pad, int) or pad in (ends if isinstance(ends, list) else [ends]):
         return None
     mask = ids != pad
@@ -320,25 +330,24 @@ def _mask_of(ids: Any, pad: Any, ends: Any) -> Tensor | None:
 def class_of(original: Any) -> Any:
     """Returns a subclass by the same name, whose forward has the same signature."""
     signature = inspect.signature(original.forward)
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    kwargs_name = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments[next(iter(signature.parameters))]
-        return self._forward(arguments | arguments.pop(rest, {}))
+        return self._forward(arguments | arguments.pop(kwargs_name, {}))
 
-    own = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
-    return type(original.__name__, (Parallelized, original), own)
+    members = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
+    return type(original.__name__, (Parallelized, original), members)
 
 
-def _again(original: type) -> nn.Module:
+def _new_module(original: type) -> nn.Module:
     cls = class_of(original)
-    module: nn.Module = cls.__new__(cls)
-    return module
+    return cls.__new__(cls)
 
 
 def parallelized_in(model: nn.Module | None) -> Parallelized | None:
-    """Returns the module that parallelize has changed in ``model``, which may be wrapped; None where there is none."""
+    """Returns the parallelized module in ``model``, which may be wrapped; None if there is none."""
     modules = () if model is None else model.modules()
     return next((m for m in modules if isinstance(m, Parallelized)), None)

@@ -39,7 +39,8 @@ class TrainerMixin:
         self.accelerator.__class__ = type(cls.__name__, (AcceleratorMixin, cls), {})
         if module is not None and module.parallel.tp.size > 1:
             config: Any = import_module("accelerate").ParallelismConfig
-            self.accelerator.tell(config(**sizes_of(module.parallel)))
+            tp, dp = sizes_of(module.parallel)
+            self.accelerator.tell(config(tp_size=tp, dp_shard_size=dp))
 
     @property
     def _parallelized(self) -> Parallelized | None:
@@ -75,12 +76,12 @@ class TrainerMixin:
         if checkpoint is None or (module := self._parallelized) is None:
             plain._load_optimizer_and_scheduler(checkpoint)
             return
-        found = load_checkpoint(Path(checkpoint) / FOLDER, module, self.optimizer.optimizer)
-        unsplit = found is None and (Path(checkpoint) / _OPTIMIZER).exists()
+        step = load_checkpoint(Path(checkpoint) / FOLDER, module, self.optimizer.optimizer)
+        unsplit = step is None and (Path(checkpoint) / _OPTIMIZER).exists()
         check(
             not unsplit, f"Trainer: {checkpoint} holds the optimizer of an unsplit model; resume without {_OPTIMIZER}"
         )
-        if found is not None:
+        if step is not None:
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

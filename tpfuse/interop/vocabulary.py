@@ -1,10 +1,11 @@
-"""Both ends of a parallelized model as callers of transformers know them: its embedding, its head, and their resizing.
+"""The embedding and the head of a parallelized model with transformers' interface, and their resizing.
 
 Each is the model's own layer, which holds this rank's rows of the table.  Called with whole tensors, [B, S] ids or
-[B, S, D] hidden states, it returns whole ones; the model's own calls are on this rank's rows.
+[B, S, D] hidden states, it returns whole ones; the model's own calls pass this rank's rows.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ _CAUSE = "call torch.manual_seed with one seed on every rank before"
 
 
 class InputEmbeddings(VocabParallelEmbedding):
-    """What get_input_embeddings returns: the model's split embedding, which takes a batch too.
+    """The result of get_input_embeddings: the model's split embedding, which also takes a batch.
 
     ``weight`` [V/R, D] is this rank's rows, ``num_embeddings`` is V.
     """
@@ -58,7 +59,7 @@ class InputEmbeddings(VocabParallelEmbedding):
 
 
 class OutputEmbeddings(LMHead):
-    """What get_output_embeddings returns: the model's split head, which takes whole hidden states too.
+    """The result of get_output_embeddings: the model's split head, which also takes whole hidden states.
 
     ``weight`` [V/R, D] is this rank's rows, the embedding's where they are tied.
     """
@@ -86,7 +87,7 @@ class OutputEmbeddings(LMHead):
 
 
 def gathered(layer: ParallelModule) -> bool:
-    """Whether this rank's rows are here, which fully_shard gathers for the forward of what it was given alone."""
+    """Returns True if this rank's rows are in memory: fully_shard gathers them only for the wrapped forward."""
     wholes = ((local(layer.get_parameter(leaf)), spec) for leaf, spec in layer.specs.items())
     return all(tuple(p.shape) == tuple(s.stop - s.start for s in spec.local(layer.tp)) for p, spec in wholes)
 
@@ -102,14 +103,14 @@ def _check_gathered(name: str, layer: ParallelModule) -> None:
 def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
     """[B, S, V/R], of which the last rank's may be narrower -> [B, S, V].
 
-    Every rank goes on to use them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather)
-    would count the loss R times.
+    Every rank then uses them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather) would
+    count the loss R times.
     """
     return collect(F.pad(logits, (0, -(-vocab_size // tp.size) - logits.shape[-1])), tp, dim=-1)[..., :vocab_size]
 
 
 def open_ends(model: Model) -> None:
-    """Makes the embedding and the head of a model those of this file."""
+    """Gives the embedding and the head of a model the classes of this file."""
     model.embedding.__class__ = InputEmbeddings
     model.embedding._agreement = Agreement(Header("get_input_embeddings()"), each_call=True)
     if isinstance(model.head, LMHead):
@@ -122,7 +123,7 @@ class Vocabulary:
 
     parallel: Model
     tpfuse_original: type
-    tpfuse_resized = False  # whether the vocabulary is another than that of the files that it came from
+    tpfuse_resized = False  # True if the vocabulary differs from that of the model's files
     config: Any
 
     def get_input_embeddings(self) -> nn.Module:
@@ -150,7 +151,7 @@ class Vocabulary:
             )
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing, since what is tied is one parameter.  ValueError where the config now says something else."""
+        """Does nothing: tied weights are one parameter.  ValueError if the config has changed since parallelize."""
         tied, declared = self.parallel.config.tie_embeddings, bool(self.config.tie_word_embeddings)
         check(
             tied == declared or self.parallel.head is None,
@@ -163,24 +164,26 @@ class Vocabulary:
     ) -> nn.Module:
         """Gives the table ``new_num_tokens`` rows, or the next multiple of ``pad_to_multiple_of``; returns the layer.
 
-        The rows are those that transformers gives, drawn from torch's generator, bitwise the same at every split; what
-        is kept does not change.  Every rank calls it, after the same torch.manual_seed; for the time of the call each
-        holds the whole table.  Parameters stay the same objects, without gradients: an optimizer that has stepped holds
-        a state of the old shape, so make it afterwards.
+        New rows are those of transformers, drawn from torch's generator, bitwise the same at every split; old rows do
+        not change.  Every rank calls it, after the same torch.manual_seed; during the call each holds the whole table.
+        Parameters stay the same objects, without gradients.  An optimizer that has stepped holds state of the old
+        shape, so make it afterwards.
 
         ValueError, before anything changes, for a number that leaves a rank without rows, for a model on the meta
-        device or under DistributedDataParallel, fully_shard or MainGrad, and where the ranks would draw different rows.
+        device or under DistributedDataParallel, fully_shard or MainGrad, and if the ranks would draw different rows.
         """
-        model, groups, before = self.parallel, self.parallel.groups.all(), self.parallel.config.vocab_size
-        asked: dict[str, Any] = dict(new_num_tokens=new_num_tokens, pad_to_multiple_of=pad_to_multiple_of)
-        _agree(groups, asked | dict(mean_resizing=mean_resizing))
-        count = together(lambda: _count(before, new_num_tokens, pad_to_multiple_of), groups)
-        if count == before:
+        model, groups, previous = self.parallel, self.parallel.groups.all(), self.parallel.config.vocab_size
+        _agree(
+            groups,
+            dict(new_num_tokens=new_num_tokens, pad_to_multiple_of=pad_to_multiple_of, mean_resizing=mean_resizing),
+        )
+        count = together(lambda: _count(previous, new_num_tokens, pad_to_multiple_of), groups)
+        if count == previous:
             return model.embedding
         config = together(lambda: self._resizable(count), groups)
         values = self._resized(count, mean_resizing)
-        if count > before:
-            _agree(groups, {f"{name} ({_CAUSE})": _bits(value[before:]) for name, (value, _) in values.items()})
+        if count > previous:
+            _agree(groups, {f"{name} ({_CAUSE})": _bits(value[previous:]) for name, (value, _) in values.items()})
         for name, (value, spec) in values.items():
             path, _, leaf = name.rpartition(".")
             layer: Any = model.get_submodule(path)
@@ -195,7 +198,7 @@ class Vocabulary:
         return model.embedding
 
     def _resizable(self, count: int) -> Any:
-        """Returns the config of the resized model; ValueError where it cannot be made of this one."""
+        """Returns the config of the resized model; ValueError if this model cannot be resized."""
         name, model = f"resize_token_embeddings of a parallelized {type(self).__name__}", self.parallel
         check(not under_ddp(model), f"{name}: it is under DistributedDataParallel; resize it before")
         for parameter, p, *_ in _tables(model):
@@ -213,32 +216,32 @@ class Vocabulary:
         tables = {name: (spec, full_tensor(p, spec, tp)) for name, p, spec, tp in _tables(model)}
         stored = {model.files.hf_name(key): x for name, (_, t) in tables.items() for key, x in sources[name].write(t)}
 
-        def made() -> dict[str, tuple[Tensor, Spec]]:
+        def resize() -> dict[str, tuple[Tensor, Spec]]:
             with torch.device("meta"):
-                theirs: Any = self.tpfuse_original(copy.deepcopy(self.config))
-            theirs.load_state_dict(stored, strict=False, assign=True)
-            theirs.tie_weights()
-            theirs.resize_token_embeddings(count, mean_resizing=mean_resizing)
-            found = NamedTensors("resize_token_embeddings", type(theirs).__name__, theirs.state_dict())
+                original: Any = self.tpfuse_original(copy.deepcopy(self.config))
+            original.load_state_dict(stored, strict=False, assign=True)
+            original.tie_weights()
+            original.resize_token_embeddings(count, mean_resizing=mean_resizing)
+            resized = NamedTensors("resize_token_embeddings", type(original).__name__, original.state_dict())
             specs = {name: replace(spec, shape=(count, *spec.shape[1:])) for name, (spec, _) in tables.items()}
             read = lambda name: sources[name].read(
-                lambda key: found.tensor(model.files.hf_name(key)), specs[name], _ALONE
+                lambda key: resized.tensor(model.files.hf_name(key)), specs[name], _ALONE
             )
             return {name: (read(name), specs[name]) for name in tables}
 
-        return together(made, model.groups.all())
+        return together(resize, model.groups.all())
 
 
 _ALONE = TensorParallel()
 
 
-def _agree(groups: list[dist.ProcessGroup], values: dict[str, Any]) -> None:
+def _agree(groups: list[dist.ProcessGroup], values: Mapping[str, Any]) -> None:
     for group in groups:
         agree(group, Header("resize_token_embeddings", axis="tensor- and data-parallel"), values)
 
 
 def _count(now: int, new: int | None, multiple: int | None) -> int:
-    """Returns how many rows transformers would make of ``now``."""
+    """Returns the number of rows that transformers would give a table of ``now``."""
     if multiple is not None:
         check_number("resize_token_embeddings: pad_to_multiple_of", multiple, COUNT)
     if new is not None:
@@ -247,7 +250,7 @@ def _count(now: int, new: int | None, multiple: int | None) -> int:
 
 
 def _tables(model: Model) -> list[tuple[str, nn.Parameter, Spec, TensorParallel]]:
-    """Returns (name, parameter, spec, tp) of what has a row for every word."""
+    """Returns (name, parameter, spec, tp) of every parameter with a row for each token."""
     ends: dict[str, ParallelModule] = {"embedding": model.embedding}
     if isinstance(model.head, LMHead):
         ends["head"] = model.head

@@ -119,7 +119,9 @@ class ModelStages:
         ``make(layer)`` makes a block, ``norm()`` the norm between two; None where there is none to cross a border.
         """
         layers = {layer for chunk in self.chunks for layer in chunk.layers}
-        borders = {chunk.layers[0] - 1 for chunk in self.chunks if not chunk.is_first} if norm is not None else set[int]()
+        borders = (
+            {chunk.layers[0] - 1 for chunk in self.chunks if not chunk.is_first} if norm is not None else set[int]()
+        )
         blocks = nn.ModuleList()
         for layer in range(self.config.num_layers):
             block = make(layer) if layer in layers else None

@@ -1,4 +1,4 @@
-"""Which form an op takes: a function of sizes and of what was measured, the same on every rank.
+"""The choice of an op's form: a function of sizes and of measured rates, the same on every rank.
 
     hidden = min(bytes / link, flops / rate)        cost = messages x message + flops / rate x 1 %
     messages overlap if hidden > cost
@@ -25,11 +25,11 @@ _PIECES = 0.01  # of the GEMMs' time; pieces make GEMMs up to 1.5 % slower on a 
 
 
 class Hidden(NamedTuple):
-    """What overlaps of one op, forward and backward: messages in pieces and whole, each of m D elements to each peer,
-    and GEMMs of M N K."""
+    """The overlap of one op, forward and backward: the number of messages in pieces (``cut``) and in one (``uncut``),
+    each of m D elements to each peer, and of GEMMs of M N K."""
 
     cut: int
-    whole: int
+    uncut: int
     gemms: int
 
 
@@ -54,8 +54,8 @@ class Measured(NamedTuple):
     message: float  # seconds each
 
 
-class Sizes(NamedTuple):
-    """One op's overlap on one rank, and the seconds of it if they were measured."""
+class OverlapSizes(NamedTuple):
+    """One op's overlap on one rank: bytes, messages and flops, and the measured rates if there are any."""
 
     bytes: int
     messages: int
@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
 
 
 def measured(device: torch.device, dtype: torch.dtype, ranks: int) -> Measured | None:
-    """Returns what was measured for these, or None if nothing was."""
+    """Returns the measured rates for these, or None if nothing was measured."""
     for most, numbers in _measured(device, dtype):
         if most // 2 < ranks <= most:
             return numbers
@@ -87,7 +87,7 @@ def measured(device: torch.device, dtype: torch.dtype, ranks: int) -> Measured |
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> list[tuple[int, Measured]]:
-    """Its arguments are never dynamic."""
+    """Returns (largest number of ranks, rates) of every measurement.  Its arguments are never dynamic."""
     arch = device.type if device.type != "cuda" else target(device).arch
     rows = ((ranks, tuned("overlap", arch, dtype, (ranks,), default={})) for ranks in _RANKS)
     return [
@@ -102,19 +102,20 @@ _measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hidden(op: str, tp: TensorParallel) -> Hidden:
+    """Returns the overlap of ``op``."""
     return (SEQUENCE if tp.sequence_parallel else REPLICATED)[op]
 
 
 def sizes(
     op: str, rows: int, weight: tuple[int, int], *, dtype: torch.dtype, device: torch.device, tp: TensorParallel
-) -> Sizes:
+) -> OverlapSizes:
     """Returns the sizes of ``op`` on M ``rows`` with this rank's ``weight`` [N, D] (linear_exchange: [D, N])."""
-    cut, whole, gemms = hidden(op, tp)
+    cut, uncut, gemms = hidden(op, tp)
     width = weight[0] if op == "linear_exchange" else weight[1]
     m = -(-rows // tp.size)
-    return Sizes(
-        bytes=(cut + whole) * (tp.size - 1) * m * width * dtype.itemsize,
-        messages=(tp.size - 1) * (cut * len(pieces(m)) + whole),
+    return OverlapSizes(
+        bytes=(cut + uncut) * (tp.size - 1) * m * width * dtype.itemsize,
+        messages=(tp.size - 1) * (cut * len(pieces(m)) + uncut),
         flops=gemms * 2 * rows * weight[0] * weight[1],
         measured=measured(device, dtype, tp.size),
         copied=tp.one_machine and device.type == "cpu",

@@ -36,11 +36,11 @@ class GatherLinear(Function):
         tp: TensorParallel,
         recompute: Recompute | None,
         form: Form,
-        after: Later | None,
+        deferral: Later | None,
     ) -> Tensor:
         y, z = form.gather_linear_fwd(n, Linear(w, b, activation), tp)
         save(ctx, (w, None if activation == "none" else z), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b), tp, form), mains(w, None), after
+        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b), tp, form), mains(w, None), deferral
         return y
 
     @staticmethod
@@ -88,8 +88,8 @@ def run_gather_linear(
 ) -> Tensor:
     """gather_linear of arguments that have been checked: x [R, m, D] with stride 0."""
     w, b, activation = linear
-    after = later(x, w, b)
-    if after is not None:
+    deferral = later(x, w, b)
+    if deferral is not None:
         w, b = w.detach(), detached(b)
-    y: Tensor = GatherLinear.apply(x, w, b, activation, tp, recompute, form, after)
+    y: Tensor = GatherLinear.apply(x, w, b, activation, tp, recompute, form, deferral)
     return y

@@ -1,4 +1,4 @@
-"""The two crossings between row shards and GEMMs, and the functions that are made of one alone.
+"""The two crossings between row shards and GEMMs, and the functions made of one alone.
 
 A reduce-scatter is an exchange plus a sum; an all-gather is a broadcast plus an exchange.  So there is one
 collective, ``exchange`` (an all-to-all of row tiles, its own adjoint); sum and broadcast belong to the kernels that
@@ -9,8 +9,8 @@ peers with stride 0, whose exchange is an all-gather.
     gather_rows   [R, m, D] --exchange--> [M, D]        [1, M, D] --view--> [M, D]                   scatter_rows
     scatter_rows  [M, D] --exchange--> [R, m, D]        [M, D] --all-reduce--> [1, M, D]             gather_rows
 
-The layout of the rows is decided here and nowhere else: what is written with the two crossings holds with and without
-sequence parallelism.
+Only this file decides the layout of the rows: code written with the two crossings works with and without sequence
+parallelism.
 """
 
 from typing import Any
@@ -50,8 +50,7 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class _Expand(Function):
-    """[m, D] -> [R, m, D] with stride 0.  The R gradients are added in fp32 in rank order; autograd's own sum would not
-    do so."""
+    """[m, D] -> [R, m, D] with stride 0.  Adds the R gradients in fp32 in rank order, which autograd's sum does not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:

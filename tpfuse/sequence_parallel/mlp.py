@@ -37,17 +37,17 @@ class GatherMLPExchange(Function):
         w1: Tensor,
         b1: Tensor | None,
         w2: Tensor,
-        how: tuple[str, bool, Later | None],
+        options: tuple[str, bool, Later | None],
         tp: TensorParallel,
         recompute: Recompute | None,
         form: Form,
     ) -> Tensor:
-        """``how``: the activation, whether what it gives is saved, and what is handed over."""
-        activation, keep, after = how
+        """``options``: the activation, True to save its output, and the deferral of weight gradients."""
+        activation, keep, deferral = options
         mlp = MLP(w1, b1, w2, activation)
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=keep, tp=tp)
         save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b1), tp, form), mains(w1, w2), after
+        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b1), tp, form), mains(w1, w2), deferral
         return parts
 
     @staticmethod
@@ -78,8 +78,8 @@ def gather_mlp_exchange(
 
     x as in gather_linear, fc1_weight [F, D], fc1_bias [F], fc2_weight [D, F], F this rank's -> parts [R, m, D].
     ``activation`` as in kernels.linear, but not "none"; with "swiglu", "geglu" or "geglu_tanh" fc1_weight is [2F, D],
-    a [F, 2, D] seen flat, and fc1_bias [2F]. With ``recompute`` neither x nor the activation is saved, only the
-    pre-activation; ``keep`` says of the activation alone whether it is.
+    an [F, 2, D] flattened, and fc1_bias [2F].  With ``recompute`` neither x nor the activation's output is saved, only
+    its input; ``keep`` overrides this for the output.
     """
     check_linear("gather_mlp_exchange", x, fc1_weight, fc1_bias, activation=activation)
     check(activation != "none", "gather_mlp_exchange: activation must not be none")
@@ -93,9 +93,9 @@ def gather_mlp_exchange(
     x, fc1_weight, fc1_bias, fc2_weight = autocast(x, fc1_weight, fc1_bias, fc2_weight)
     x = expanded("gather_mlp_exchange", x, tp)
     form = choose("gather_mlp_exchange", x, fc1_weight, tp=tp)
-    after = later(x, fc1_weight, fc1_bias, fc2_weight)
+    deferral = later(x, fc1_weight, fc1_bias, fc2_weight)
     weights = fc1_weight, fc1_bias, fc2_weight
-    if after is not None:
+    if deferral is not None:
         weights = fc1_weight.detach(), detached(fc1_bias), fc2_weight.detach()
-    how = activation, recompute is None if keep is None else keep, after
-    return GatherMLPExchange.apply(x, *weights, how, tp, recompute, form)
+    options = activation, recompute is None if keep is None else keep, deferral
+    return GatherMLPExchange.apply(x, *weights, options, tp, recompute, form)

@@ -190,9 +190,9 @@ class Needs(NamedTuple):
         """Whether gradients are wanted as tensors, and now, so that an opaque op may make them."""
         return self.run is run
 
-    def at(self, after: Later | None, mains: tuple[Main | None, ...] | None) -> "Needs":
+    def at(self, deferral: Later | None, mains: tuple[Main | None, ...] | None) -> "Needs":
         """Returns the needs of weights whose gradients are handed over, or which have these places."""
-        return self.added(mains) if after is None else self._replace(run=_handing_over(after))
+        return self.added(mains) if deferral is None else self._replace(run=_handing_over(deferral))
 
     def added(self, mains: tuple[Main | None, ...] | None) -> "Needs":
         """Returns the needs of weights with these places, of the weight and of the out_weight."""
@@ -206,19 +206,19 @@ class Needs(NamedTuple):
         )
 
 
-def _handing_over(after: Later) -> Run:
+def _handing_over(deferral: Later) -> Run:
     """Returns a ``run`` that leaves the work in a store."""
-    places = after.mains or (None, None)
+    places = deferral.mains or (None, None)
 
     def hand_over(name: str, work: Work) -> tuple[None, None]:
         main = places[0 if name == "weight" else 1]
 
         def make() -> None:
             dw, db = work.run() if main is None else (None, main.add(work.add_to))
-            after.give(name, dw)
-            after.give("bias", db)
+            deferral.give(name, dw)
+            deferral.give("bias", db)
 
-        after.store.add(make, work)
+        deferral.store.add(make, work)
         return None, None
 
     return hand_over

@@ -24,9 +24,9 @@ from .records import Needs
 
 class LinearExchange(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form, after: Later | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form, deferral: Later | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.args, ctx.mains, ctx.after = (tp, form), mains(None, w), after
+        ctx.args, ctx.mains, ctx.after = (tp, form), mains(None, w), deferral
         return form.linear_exchange_fwd(x, w, tp)
 
     @staticmethod
@@ -57,7 +57,7 @@ def linear_exchange(x: Tensor, weight: Tensor, *, tp: TensorParallel) -> Tensor:
 
 def run_linear_exchange(x: Tensor, weight: Tensor, tp: TensorParallel, form: Form) -> Tensor:
     """linear_exchange of arguments that have been checked."""
-    after = later(x, None, None, weight)
-    w = weight if after is None else weight.detach()
-    parts: Tensor = LinearExchange.apply(x, w, tp, form, after)
+    deferral = later(x, None, None, weight)
+    w = weight if deferral is None else weight.detach()
+    parts: Tensor = LinearExchange.apply(x, w, tp, form, deferral)
     return parts

@@ -14,7 +14,7 @@ from ..models.model import Model
 from ..parallel import TensorParallel
 from ..pipeline.placement import held_by
 from ..pipeline.schedules import placement
-from ..sequence_parallel.choice import Sizes, form_of, hidden, sizes
+from ..sequence_parallel.choice import OverlapSizes, form_of, hidden, sizes
 from ..sequence_parallel.forms import plain
 from ..training.data_parallel import bucket_count, limits, replica_of
 
@@ -171,7 +171,9 @@ def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:
     )
 
 
-def _reason(op: str, tp: TensorParallel, sent: Sizes | None, on: Callable[[int], Sizes]) -> tuple[str, int | None]:
+def _reason(
+    op: str, tp: TensorParallel, sent: OverlapSizes | None, on: Callable[[int], OverlapSizes]
+) -> tuple[str, int | None]:
     """Returns the reason and, if the path depends on rows that are not known, the least that overlap; ``sent`` are the
     sizes of a call, and ``on(rows)`` those of another."""
     if tp.size == 1:

@@ -1,19 +1,14 @@
-"""The forms of the ops between row shards and GEMMs: modules with the same functions, one of which an op's autograd
-Function is given.
-
-    plain        definition, path at R = 1, and fallback of the others; with and without sequence parallelism
-    replicated   without sequence parallelism: the sum of dx travels under the wgrads
-    overlapped   with sequence parallelism: messages travel under GEMMs, forward and backward
+"""The forms of the ops between row shards and GEMMs: modules with the same functions; an op's autograd Function is
+given one of them.
 
 All forms give the same values and send the same bytes; :mod:`..choice` decides between them.  A form whose messages
 travel under wgrads runs these itself: work that is to be done later (see :mod:`..records`) is the plain form's.
-Parts that come from experts are two functions more in each form, with their own record of weights.
 
 Shapes: n, dn, dp, parts [R, m, D], one of them expanded with stride 0 if it stands for one shard; x, y, dy [M, ...].
 Gradients of weights that ``needs`` does not ask for are None.
 
-overlapped  with it: messages travel while GEMMs run
-plain       a message, then its GEMM
+overlapped  with sequence parallelism: messages travel while GEMMs run, forward and backward
+plain       a message, then its GEMM: the definition, the path at R = 1, and the fallback of the others
 replicated  without sequence parallelism: the sum of dx travels under the wgrads
 """
 
@@ -26,7 +21,7 @@ from ..records import MLP, Linear, MLPSaved, Needs, Saved
 
 
 class Form(Protocol):
-    """What each of the modules has."""
+    """The functions of each module."""
 
     def gather_linear_fwd(self, n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
         """Returns y and z, its value before the activation (empty for "none")."""

@@ -1,7 +1,7 @@
-"""The form under sequence parallelism whose messages travel while GEMMs run: each function is one opaque op of
+"""The form under sequence parallelism: messages travel while GEMMs run.  Each function is one opaque op of
 :mod:`..overlap`, so that compiled graphs hold no handle.
 
-If a weight is frozen its backward is the plain form's: without a wgrad there is little to hide behind.
+If a weight is frozen its backward is the plain form's: without a wgrad little could be hidden.
 """
 
 from torch import Tensor
@@ -62,12 +62,12 @@ def gather_mlp_exchange_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     if not (needs.weight and needs.out_weight):
         return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
-    inputs = mlp_ops.Inputs(dp, saved.n.expanded(), saved.z, saved.a, bias=needs.bias)
+    inputs = mlp_ops.MLPBackward(dp, saved.n.expanded(), saved.z, saved.a, bias=needs.bias)
     if needs.at_once:
-        made = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
+        gradients = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
     else:
-        made = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, _name(tp))
-    dn, dw1, db1, dw2 = made
+        gradients = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, _name(tp))
+    dn, dw1, db1, dw2 = gradients
     return dn, dw1, None if needs.bias is None else db1, dw2
 
 
@@ -87,13 +87,13 @@ def gather_attention_exchange_bwd(
     """Returns dn, unsummed, dw, db and dw_out."""
     n, qkv, o, lse, options = saved
     if needs.weight and needs.out_weight:
-        inputs = attention_ops.Inputs(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
+        inputs = attention_ops.AttentionBackward(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
         if needs.at_once:
-            made = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
+            gradients = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
         else:
-            by = attention_ops.gather_attention_exchange_bwd_by
-            made = by(needs.run, inputs, weights, options, group_name=_name(tp))
-        dn, dw, db, dw_out = made
+            separate = attention_ops.gather_attention_exchange_bwd_by
+            gradients = separate(needs.run, inputs, weights, options, group_name=_name(tp))
+        dn, dw, db, dw_out = gradients
         return dn, dw, None if needs.bias is None else db, dw_out
     do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)
     dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)

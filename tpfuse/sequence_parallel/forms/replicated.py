@@ -1,7 +1,7 @@
-"""The form without sequence parallelism whose one hidden message is the sum of dx, which travels under the wgrads.
+"""The form without sequence parallelism: its one hidden message is the sum of dx, which travels under the wgrads.
 
-Every rank holds all rows, so nothing is gathered; the sum of a row-parallel layer's output has no GEMM beside it and is
-the plain form's.  If the first weight is frozen (of an MLP: either), there is little to hide behind.
+Every rank holds all rows, so nothing is gathered; the sum of a row-parallel layer's output has no GEMM to hide under
+and is the plain form's.  So is backward if the first weight is frozen (of an MLP: either): little could be hidden.
 """
 
 from torch import Tensor
@@ -48,6 +48,5 @@ def _backward(
     w: Tensor, work: WeightGrad, second: Second, needs: Needs, tp: TensorParallel
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     if needs.at_once:
-        made: tuple[Tensor, Tensor, Tensor, Tensor] = linear_reduce_bwd(w, work, second, Group.of(tp))
-        return made
+        return linear_reduce_bwd(w, work, second, Group.of(tp))
     return linear_reduce_bwd_by(needs.run, w, work, second, group=Group.of(tp))

@@ -5,10 +5,10 @@
     backward    dp lands under the out-projection's dgrad and attention's backward, and n behind it; dn leaves under
                 both wgrads
 
-On a CPU attention goes tile by tile if a tile holds whole positions (m divisible by the batch), a peer's as its rows
-land: the gradients of k and v are then added in that order, own rows first, and k and v of all samples are held as
-attention multiplies them.  Elsewhere attention takes all rows at once: a GPU's kernel needs them to be filled.
-Everything else is bitwise what the three plain ops give, if tiles agree as :mod:`..overlap` says.
+On a CPU attention goes tile by tile if a tile holds whole positions (m divisible by the batch), a peer's tile as its
+rows land: the gradients of k and v are then added in that order, own rows first, and k and v of all samples are held in
+attention's layout.  Elsewhere attention takes all rows at once, which a GPU's kernel needs to be filled.  Everything
+else is bitwise equal to the three plain ops if tiles agree, see :mod:`..overlap`.
 """
 
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ from .steps import (
 )
 
 
-class Inputs(NamedTuple):
-    """What backward starts from: parts' gradient, n, attention's tensors, and the dtype that db is asked for in."""
+class AttentionBackward(NamedTuple):
+    """The tensors of backward: parts' gradient, n, attention's tensors; and the dtype of db, None without it."""
 
     dp: Tensor  # [R, m, D]
     n: Tensor  # [R, m, D]
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 class Tiles:
     """Attention of the tiles' positions one after another, in whole blocks; ``work`` is Forward or Backward of
-    kernels.attention.cpu."""
+    kernels.attn.cpu."""
 
     def __init__(self, work: Any, m: int):
         self.work, self.m, self.batch, self.seq = work, m, work.options.batch, work.options.seq
@@ -55,16 +55,16 @@ class Tiles:
         self._next: dict[int, int] = {}
 
     def attend(self, tile: int, row: int, ahead: bool) -> None:
-        """Goes on in ``tile`` to its ``row``: with ``ahead`` at least as far, without (what lies beyond has not landed)
-        at most."""
+        """Attends ``tile`` up to its ``row``: with ``ahead`` at least that far, else (later rows have not landed) at
+        most."""
         start, end = (min(t * self.m // self.batch, self.seq) for t in (tile, tile + 1))
         position = -(-row // self.batch) if ahead else row // self.batch
         blocks = -(-position // BLOCK) if ahead else position // BLOCK
-        first, last = self._next.get(tile, start), end if row == self.m else min(start + blocks * BLOCK, end)
-        if last > first:
+        begin, stop = self._next.get(tile, start), end if row == self.m else min(start + blocks * BLOCK, end)
+        if stop > begin:
             for sample in self.samples:
-                self.work.attend(sample, first, last)
-            self._next[tile] = last
+                self.work.attend(sample, begin, stop)
+            self._next[tile] = stop
 
 
 def _by_tiles(x: Tensor, m: int, batch: int) -> bool:
@@ -75,29 +75,29 @@ def gather_attention_exchange_fwd_ref(
     n: Tensor, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """n [R, m, D] -> parts [R, m, D], qkv [M, G, Q + 2, E], o [M, K], lse [B, H, S]."""
-    what, (R, m, D) = "gather_attention_exchange forward", n.shape
+    label, (R, m, D) = "gather_attention_exchange forward", n.shape
     linear, w_out = Linear(weights.w, weights.b, "none"), weights.w_out
-    qkv, _ = gather_and_multiply(f"{what} (n)", n, linear, group_name)
+    qkv, _ = gather_and_multiply(f"{label} (n)", n, linear, group_name)
     qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
     if not _by_tiles(qkv, m, options.batch):
         o, lse = attention_fwd(qkv, options)
-        leaving = outgoing(f"{what} (parts)", R * m, w_out, R, group_name=group_name)
+        leaving = outgoing(f"{label} (parts)", R * m, w_out, R, group_name=group_name)
         return multiply_and_send(leaving, o, w_out).finish(), qkv, o, lse
     work = Forward(qkv, options)
     tiles, rows_of_o = Tiles(work, m), work.o.view(R, m, -1)
-    flight = Flight(f"{what} (parts)", n.new_empty(R - 1, m, D), n.new_empty(n.shape), group_name, cut=pieces(m))
+    flight = Flight(f"{label} (parts)", n.new_empty(R - 1, m, D), n.new_empty(n.shape), group_name, cut=pieces(m))
     for rows in flight.cut:
         for to in flight.after:
             tiles.attend(to, rows.stop, ahead=True)
             gemm(rows_of_o[to, rows], w_out, None, flight.outgoing(to, rows))
             flight.post(to, rows)
     tiles.attend(flight.rank, m, ahead=True)
-    gemm(rows_of_o[flight.rank], w_out, None, flight.into[flight.rank])
+    gemm(rows_of_o[flight.rank], w_out, None, flight.received[flight.rank])
     return flight.finish(), qkv, work.o, work.lse
 
 
 def gather_attention_exchange_bwd_ref(
-    inputs: Inputs, weights: Projections, options: Options, group_name: str
+    inputs: AttentionBackward, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw, db (empty unless asked for), dw_out."""
     dn, dw, db, dw_out = gather_attention_exchange_bwd_by(run, inputs, weights, options, group_name=group_name)
@@ -105,15 +105,15 @@ def gather_attention_exchange_bwd_ref(
 
 
 def gather_attention_exchange_bwd_by(
-    run: Run, inputs: Inputs, weights: Projections, options: Options, group_name: str
+    run: Run, inputs: AttentionBackward, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As ``gather_attention_exchange_bwd``, with the gradients of the weights handed to ``run``."""
+    """Computes ``gather_attention_exchange_bwd``; the gradients of the weights are handed to ``run``."""
     dp, n, qkv, o, lse, bias = inputs
     w, w_out = weights.w, weights.w_out
-    what, (R, m, _) = "gather_attention_exchange backward", n.shape
+    label, (R, m, _) = "gather_attention_exchange backward", n.shape
     dy, do = dp.new_empty(dp.shape), dp.new_empty(R, m, w_out.shape[1])
-    flight = Flight(f"{what} (dp)", dp, dy, group_name, cut=pieces(m), own=True)
-    rows_of_n = gather_in_background(f"{what} (n)", n, group_name)
+    flight = Flight(f"{label} (dp)", dp, dy, group_name, cut=pieces(m), copy_own=True)
+    rows_of_n = gather_in_background(f"{label} (n)", n, group_name)
     flight.post_all()
     rows_of_n.post_all()
     work = Backward(do.flatten(0, 1), qkv, o, lse, options=options) if _by_tiles(qkv, m, options.batch) else None
@@ -136,7 +136,7 @@ def gather_attention_exchange_bwd_by(
             work.finish(sample)
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
-    leaving = multiply_and_send(outgoing(f"{what} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
+    leaving = multiply_and_send(outgoing(f"{label} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
     dw_out, _ = run("out_weight", WeightGrad(dy, o, w_out.dtype, None))
     dw, db = run("weight", WeightGrad(dqkv, rows_of_n.finish().flatten(0, 1), w.dtype, bias))
     return leaving.finish(), dw, db, dw_out
@@ -153,7 +153,7 @@ def _fwd_fake(
 
 
 def _bwd_fake(
-    inputs: Inputs, weights: Projections, options: Options, group_name: str
+    inputs: AttentionBackward, weights: Projections, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, w, w_out = inputs.n, weights.w, weights.w_out
     return n.new_empty(n.shape), w.new_empty(w.shape), new_vector(n, len(w), inputs.bias), w_out.new_empty(w_out.shape)
@@ -162,17 +162,17 @@ def _bwd_fake(
 def _fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """The GEMMs and attention's two products, 4 E flops a score."""
     (n, weights, options, _), (_, qkv, _, _) = args, outputs
-    seen, made = scores(qkv, options)
+    scored, computed = scores(qkv, options)
     cost = message_cost(args, outputs, tiles=n, messages=2, products=_products(qkv, weights))
-    return cost._replace(flops=cost.flops + 4 * qkv.shape[-1] * seen, scores=made)
+    return cost._replace(flops=cost.flops + 4 * qkv.shape[-1] * scored, scores=computed)
 
 
 def _bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """The GEMMs twice, and attention's five products, 10 E flops a score."""
     (_, n, qkv, *_), weights, options, _ = args
-    seen, made = scores(qkv, options)
+    scored, computed = scores(qkv, options)
     cost = message_cost(args, outputs, tiles=n, messages=3, products=2 * _products(qkv, weights))
-    return cost._replace(flops=cost.flops + 10 * qkv.shape[-1] * seen, scores=made)
+    return cost._replace(flops=cost.flops + 10 * qkv.shape[-1] * scored, scores=computed)
 
 
 def _products(qkv: Tensor, weights: Projections) -> int:

@@ -36,7 +36,7 @@ def gather_linear_bwd_ref(w: Tensor, work: WeightGrad, group_name: str) -> tuple
 def gather_linear_bwd_by(
     run: Run, w: Tensor, work: WeightGrad, group_name: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As ``gather_linear_bwd``, with the weight's gradient handed to ``run``."""
+    """Computes ``gather_linear_bwd``; the weight's gradient is handed to ``run``."""
     dy, n, _, bias = work
     rows_of_n = gather_in_background("gather_linear backward (n)", n, group_name)
     flight = outgoing("gather_linear backward (dn)", len(dy), w.t(), n.shape[0], group_name=group_name)
@@ -86,9 +86,9 @@ def linear_exchange_bwd_ref(dp: Tensor, x: Tensor, w: Tensor, group_name: str) -
 
 
 def linear_exchange_bwd_by(run: Run, dp: Tensor, x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor | None]:
-    """As ``linear_exchange_bwd``, with the weight's gradient handed to ``run``."""
+    """Computes ``linear_exchange_bwd``; the weight's gradient is handed to ``run``."""
     cut, dy, dx = pieces(dp.shape[1]), dp.new_empty(dp.shape), dp.new_empty(*dp.shape[:2], w.shape[1])
-    flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, own=True).post_all()
+    flight = Flight("linear_exchange backward", dp, dy, group_name, cut=cut, copy_own=True).post_all()
     torch.mm(dy[flight.rank], w, out=dx[flight.rank])
     for rows in cut:
         for source in flight.before:

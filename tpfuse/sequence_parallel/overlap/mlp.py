@@ -16,9 +16,9 @@ from ..records import MLP, Run, WeightGrad, run
 from .steps import gather_in_background, gemm, message_cost, present, row_count
 
 
-class Inputs(NamedTuple):
-    """What backward starts from: parts' gradient, n, z and act(z) of forward, and the dtype that db1 is asked for in;
-    without ``a`` the activation is made again."""
+class MLPBackward(NamedTuple):
+    """The tensors of backward: parts' gradient, n, z and act(z) of forward; and the dtype of db1, None without it.
+    Without ``a`` the activation is computed again."""
 
     dp: Tensor  # [R, m, D]
     n: Tensor  # [R, m, D]
@@ -28,15 +28,15 @@ class Inputs(NamedTuple):
 
 
 def _through(incoming: Flight, leaving: Flight, multiply: Callable[[Tensor, int, slice, Tensor], None]) -> None:
-    """Calls ``multiply(x, tile, rows, out)`` for every row, in a fixed order; peers' results leave as they are made."""
-    own, out, cut = incoming.rank, leaving.into[leaving.rank], incoming.cut
-    first, rest = (cut[0], slice(cut[0].stop, cut[-1].stop)) if cut else (slice(0), slice(0))
-    multiply(incoming.x[own, first], own, first, out[first])
+    """Calls ``multiply(x, tile, rows, result)`` for all rows in a fixed order; peers' results leave when computed."""
+    mine, results, cut = incoming.rank, leaving.received[leaving.rank], incoming.cut
+    head, tail = (cut[0], slice(cut[0].stop, cut[-1].stop)) if cut else (slice(0), slice(0))
+    multiply(incoming.x[mine, head], mine, head, results[head])
     for rows in cut:
         for source in incoming.before:
             multiply(incoming.arrived(source, rows), source, rows, leaving.outgoing(source, rows))
             leaving.post(source, rows)
-    multiply(incoming.x[own, rest], own, rest, out[rest])
+    multiply(incoming.x[mine, tail], mine, tail, results[tail])
 
 
 def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,36 +45,38 @@ def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w1))
     a = n.new_empty(*n.shape[:2], w2.shape[1]) if keep else n.new_empty(0)
     incoming = Flight("gather_mlp_exchange forward (n)", n, n.new_empty(n.shape), group_name, cut=cut)
-    parts = torch.empty_like(incoming.into)
+    parts = torch.empty_like(incoming.received)
     # results leave from where rows have landed
-    leaving = Flight("gather_mlp_exchange forward (parts)", incoming.into, parts, group_name, cut=cut)
+    leaving = Flight("gather_mlp_exchange forward (parts)", incoming.received, parts, group_name, cut=cut)
     incoming.post_all()
 
-    def multiply(x: Tensor, tile: int, rows: slice, out: Tensor) -> None:
+    def multiply(x: Tensor, tile: int, rows: slice, result: Tensor) -> None:
         gemm(x, w1, b1, z[tile, rows])
         places = (a[tile, rows] if keep else w2.new_empty(len(x), w2.shape[1]),)
-        gemm(activation_fwd.into(places, z[tile, rows], activation), w2, None, out)
+        gemm(activation_fwd.into(places, z[tile, rows], activation), w2, None, result)
 
     _through(incoming, leaving, multiply)
     incoming.finish()
     return leaving.finish(), z.flatten(0, 1), a.flatten(0, 1) if keep else a
 
 
-def gather_mlp_exchange_bwd_ref(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gather_mlp_exchange_bwd_ref(
+    inputs: MLPBackward, mlp: MLP, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> dn [R, m, D] unsummed, dw1, db1 (empty unless asked for), dw2."""
     dn, dw1, db1, dw2 = gather_mlp_exchange_bwd_by(run, inputs, mlp, group_name)
     return dn, present(dw1), db1, present(dw2)
 
 
 def gather_mlp_exchange_bwd_by(
-    run: Run, inputs: Inputs, mlp: MLP, group_name: str
+    run: Run, inputs: MLPBackward, mlp: MLP, group_name: str
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """As ``gather_mlp_exchange_bwd``, with the gradients of the weights handed to ``run``."""
+    """Computes ``gather_mlp_exchange_bwd``; the gradients of the weights are handed to ``run``."""
     (dp, n, z, a, bias), (w1, _, w2, activation) = inputs, mlp
-    cut, dy, dn, out = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
-    incoming = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut=cut, own=True)
+    cut, dy, dn, sent = pieces(dp.shape[1]), dp.new_empty(dp.shape), n.new_empty(n.shape), n.new_empty(n[1:].shape)
+    incoming = Flight("gather_mlp_exchange backward (dp)", dp, dy, group_name, cut=cut, copy_own=True)
     rows_of_n = gather_in_background("gather_mlp_exchange backward (n)", n, group_name)
-    leaving = Flight("gather_mlp_exchange backward (dn)", out, dn, group_name, cut=cut)
+    leaving = Flight("gather_mlp_exchange backward (dn)", sent, dn, group_name, cut=cut)
     incoming.post_all()
     rows_of_n.post_all()
     z = z.unflatten(0, n.shape[:2])
@@ -82,11 +84,12 @@ def gather_mlp_exchange_bwd_by(
     dz, db1 = torch.empty_like(z), new_vector(z, z.shape[-1], acc).zero_()
     act = z.new_empty(*n.shape[:2], w2.shape[1]) if a is None else a.unflatten(0, n.shape[:2])
 
-    def multiply(dy: Tensor, tile: int, rows: slice, out: Tensor) -> None:
+    def multiply(dy: Tensor, tile: int, rows: slice, result: Tensor) -> None:
         places = (dz[tile, rows], act[tile, rows]) if a is None else (dz[tile, rows],)
-        asked: dict[str, Any] = dict(activation=activation, rebuild=a is None, bias=acc)
-        db1.add_(linear_dgrad_act.into(places, dy, w2, z[tile, rows], **asked)[1])
-        torch.mm(dz[tile, rows], w1, out=out)
+        rows_of_z = z[tile, rows]
+        sums = linear_dgrad_act.into(places, dy, w2, rows_of_z, activation=activation, rebuild=a is None, bias=acc)
+        db1.add_(sums[1])
+        torch.mm(dz[tile, rows], w1, out=result)
 
     _through(incoming, leaving, multiply)
     dz = dz.flatten(0, 1)
@@ -100,7 +103,7 @@ def _fwd_fake(n: Tensor, mlp: MLP, keep: bool, group_name: str) -> tuple[Tensor,
     return n.new_empty(n.shape), z, n.new_empty(len(z), mlp.w2.shape[1]) if keep else n.new_empty(0)
 
 
-def _bwd_fake(inputs: Inputs, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bwd_fake(inputs: MLPBackward, mlp: MLP, group_name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, z, w1, w2 = inputs.n, inputs.z, mlp.w1, mlp.w2
     return n.new_empty(n.shape), w1.new_empty(w1.shape), new_vector(z, len(w1), inputs.bias), w2.new_empty(w2.shape)
 

@@ -16,7 +16,7 @@ from ..records import Run, WeightGrad
 
 
 class Second(NamedTuple):
-    """Another weight's gradient, dw2 = dy' x, to travel under; nothing if None."""
+    """The inputs of a second weight's gradient, dw2 = dy' x, to run under the messages; None without one."""
 
     dy: Tensor | None = None
     x: Tensor | None = None
@@ -40,54 +40,54 @@ def linear_reduce_bwd_ref(
     """
     dy, x, _, bias = work
     dw = dy.new_empty(dy.shape[1], x.shape[1])
-    half, made = 0 if second.dy is not None else dy.shape[1] // 2, []
+    half, results = 0 if second.dy is not None else dy.shape[1] // 2, []
 
-    def first() -> None:
+    def under_exchange() -> None:
         if second.dy is not None and second.x is not None:
-            made.append(linear_wgrad(second.dy, second.x, w.dtype, None)[0])
+            results.append(linear_wgrad(second.dy, second.x, w.dtype, None)[0])
         torch.mm(dy[:, :half].t(), x, out=dw[:half])
 
-    def last() -> None:
+    def under_gather() -> None:
         torch.mm(dy[:, half:].t(), x, out=dw[half:])
-        made.append(column_sum(dy, bias))
+        results.append(column_sum(dy, bias))
 
-    dx = _sum_under(linear_dgrad(dy, w), (first, last), _what(second), group)
-    return dx, dw.to(w.dtype), made[-1], dy.new_empty(0) if len(made) == 1 else made[0]
+    dx = _sum_under(linear_dgrad(dy, w), (under_exchange, under_gather), _label(second), group)
+    return dx, dw.to(w.dtype), results[-1], dy.new_empty(0) if len(results) == 1 else results[0]
 
 
 def linear_reduce_bwd_by(
     run: Run, w: Tensor, work: WeightGrad, second: Second, group: Group
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As ``linear_reduce_bwd``, with the gradients of the weights, each as one unit, handed to ``run``."""
-    made: list[tuple[Tensor | None, Tensor | None]] = []
-    units = [lambda: made.append(run("weight", work))]
+    """Computes ``linear_reduce_bwd``; the gradients of the weights, each as one unit, are handed to ``run``."""
+    results: list[tuple[Tensor | None, Tensor | None]] = []
+    units = [lambda: results.append(run("weight", work))]
     if second.dy is not None and second.x is not None:
-        other = WeightGrad(second.dy, second.x, w.dtype, None)
-        units.insert(0, lambda: made.append(run("out_weight", other)))
-    dx = _sum_under(linear_dgrad(work.dy, w), units, _what(second), group)
-    return dx, *made[-1], None if len(made) == 1 else made[0][0]
+        second_work = WeightGrad(second.dy, second.x, w.dtype, None)
+        units.insert(0, lambda: results.append(run("out_weight", second_work)))
+    dx = _sum_under(linear_dgrad(work.dy, w), units, _label(second), group)
+    return dx, *results[-1], None if len(results) == 1 else results[0][0]
 
 
-def _what(second: Second) -> str:
+def _label(second: Second) -> str:
     return f"{'gather_linear' if second.dy is None else 'gather_mlp_exchange'} backward (the sum of dx)"
 
 
-def _sum_under(dx: Tensor, work: Sequence[Callable[[], None]], what: str, group: Group) -> Tensor:
-    """Returns the sum of dx over the ranks; the first of ``work`` is done under its first message, the rest under the
-    second."""
+def _sum_under(dx: Tensor, work: Sequence[Callable[[], None]], label: str, group: Group) -> Tensor:
+    """Returns the sum of dx over the ranks; runs the first unit of ``work`` under the first message, all others under
+    the second."""
     ranks = resolve(group.name)
     flat = torch.nn.functional.pad(dx.view(-1), (0, -dx.numel() % group.size)).view(group.size, -1)
     parts, total = torch.empty_like(flat), torch.empty_like(flat)
-    with named(what, ranks):
+    with named(label, ranks):
         exchange = dist.all_to_all_single(parts, flat, group=ranks, async_op=True)
     work[0]()
-    with named(what, ranks):
+    with named(label, ranks):
         exchange.wait()
         mine = reduce_parts(parts)
         gather = start_all_gather(total, mine, ranks)
     for unit in work[1:]:
         unit()
-    with named(what, ranks):
+    with named(label, ranks):
         for handle in gather:
             handle.wait()
     return total.view(-1)[: dx.numel()].view(dx.shape)

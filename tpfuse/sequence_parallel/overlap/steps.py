@@ -1,5 +1,5 @@
-"""The steps that the overlapped ops are made of: a GEMM into its place, rows gathered or sent piece by piece beside
-one, and what such an op costs."""
+"""The steps of the overlapped ops: a GEMM into given memory, rows gathered or sent piece by piece under one, and the
+cost of such an op."""
 
 from typing import Any
 
@@ -13,23 +13,24 @@ from ..flight import Flight, pieces
 from ..records import Linear
 
 
-def gemm(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """Writes x w' + b into ``out``."""
+def gemm(x: Tensor, w: Tensor, b: Tensor | None, result: Tensor) -> None:
+    """Writes x w' + b into ``result``."""
     if b is None:
-        torch.mm(x, w.t(), out=out)
+        torch.mm(x, w.t(), out=result)
     else:
-        torch.addmm(b.to(x.dtype), x, w.t(), out=out)
+        torch.addmm(b.to(x.dtype), x, w.t(), out=result)
 
 
-def gather_in_background(what: str, n: Tensor, group_name: str) -> Flight:
+def gather_in_background(label: str, n: Tensor, group_name: str) -> Flight:
     """Returns a gather of all of n, not yet posted.  It is needed late, so each peer's rows come in one piece."""
-    return Flight(what, n, n.new_empty(n.shape), group_name, cut=[slice(0, n.shape[1])] if n.shape[1] else [], own=True)
+    cut = [slice(0, n.shape[1])] if n.shape[1] else []
+    return Flight(label, n, n.new_empty(n.shape), group_name, cut=cut, copy_own=True)
 
 
-def outgoing(what: str, rows: int, w: Tensor, size: int, group_name: str) -> Flight:
-    """Returns an exchange for the ``rows`` rows of x w', not yet posted; a rank's own rows are sent nowhere."""
-    out, parts = (w.new_empty(tiles, rows // size, len(w)) for tiles in (size - 1, size))
-    return Flight(what, out, parts, group_name, cut=pieces(rows // size)[::-1])
+def outgoing(label: str, rows: int, w: Tensor, size: int, group_name: str) -> Flight:
+    """Returns an exchange for the ``rows`` rows of x w', not yet posted; a rank's own rows are not sent."""
+    sent, parts = (w.new_empty(tiles, rows // size, len(w)) for tiles in (size - 1, size))
+    return Flight(label, sent, parts, group_name, cut=pieces(rows // size)[::-1])
 
 
 def multiply_and_send(flight: Flight, x: Tensor, w: Tensor) -> Flight:
@@ -39,16 +40,16 @@ def multiply_and_send(flight: Flight, x: Tensor, w: Tensor) -> Flight:
         for to in flight.after:
             gemm(x[to, rows], w, None, flight.outgoing(to, rows))
             flight.post(to, rows)
-    gemm(x[flight.rank], w, None, flight.into[flight.rank])
+    gemm(x[flight.rank], w, None, flight.received[flight.rank])
     return flight
 
 
-def gather_and_multiply(what: str, n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
-    """Returns y and z (empty for "none") of all rows, each peer's multiplied as they land."""
+def gather_and_multiply(label: str, n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+    """Returns y and z (empty for "none") of all rows; each peer's rows are multiplied as they land."""
     w, b, activation = linear
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
     y = z if activation == "none" else n.new_empty(*n.shape[:2], len(w) // width(activation))
-    flight = Flight(what, n, n.new_empty(n.shape), group_name, cut=cut).post_all()
+    flight = Flight(label, n, n.new_empty(n.shape), group_name, cut=cut).post_all()
 
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
         gemm(x, w, b, z[tile, rows])
@@ -63,12 +64,12 @@ def gather_and_multiply(what: str, n: Tensor, linear: Linear, group_name: str) -
     return y.flatten(0, 1), n.new_empty(0) if z is y else z.flatten(0, 1)
 
 
-def present(gradient: Tensor | None, like: Tensor | None = None) -> Tensor:
-    """Returns what an op gives for a gradient: an empty vector in the dtype of ``like``'s sums in place of None."""
+def present(gradient: Tensor | None, sums: Tensor | None = None) -> Tensor:
+    """Returns a gradient as an op returns it: for None an empty vector, in the accumulator dtype of ``sums``."""
     if gradient is not None:
         return gradient
-    assert like is not None  # a weight's gradient is there
-    return new_vector(like, 0, None)
+    assert sums is not None  # a weight's gradient is there
+    return new_vector(sums, 0, None)
 
 
 # ---- for fakes and costs ----
