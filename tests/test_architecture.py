@@ -323,10 +323,22 @@ def test_a_short_argument_list_is_not(source):
 # ---- arguments that belong together are records ----
 
 # "path:function" -> why its arguments are a dict, or spelled out by name (``**options``), where mypy sees neither
-LOOSE: dict[str, str] = {}
+LOOSE: dict[str, str] = dict.fromkeys(
+    (
+        f"tpfuse/pipeline/runtime.py:ChunkStage.{method}"
+        for method in (
+            "_prepare_forward_infra",
+            "_prepare_backward_infra",
+            "forward_one_chunk",
+            "backward_one_chunk",
+            "backward_weight_one_chunk",
+        )
+    ),
+    "hands on the arguments of a method of torch, whose signature differs between versions",
+)
 RECORDS = ["kernels", "ranks", "sequence_parallel", "layers", "pipeline", "parallel", "collectives"]
 # Of rooms that are not there yet, how many are left beside LOOSE; and of the whole library, at most
-LATE = {"kernels": 54, "layers": 111, "pipeline": 9, "sequence_parallel": 4}
+LATE = {"kernels": 54, "layers": 111, "sequence_parallel": 4}
 ALL = 458
 
 
