@@ -14,6 +14,7 @@ from tests.common import make_tp
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_, param_groups
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+from tpfuse.models.files.source import written
 from tpfuse.models.files.write import full_tensor
 
 # Vocabulary, batch, sequence and tied embeddings: 997 = 250 + 250 + 250 + 247 words on four ranks, and GPT-2's 50257,
@@ -104,6 +105,36 @@ def results(model, call: dict[str, Any]) -> dict[str, Tensor]:
         loss = body_loss(out.last_hidden_state, out.pooler_output, call.get("attention_mask"))
     loss.backward()
     return found | {f"d {name}": g for name, g in whole(model, grad=True).items()}
+
+
+def gradients(model) -> dict[str, Tensor]:
+    """Every gradient as a full tensor, by its name in a Hugging Face file."""
+    sources, grads = model.files.sources(), whole(model, grad=True)
+    return {model.files.hf_name(name): g for name, g in written((sources[key], g) for key, g in grads.items())}
+
+
+def of_files(world, path, cls, call: dict[str, Any], sp: bool = True) -> dict[str, Tensor]:
+    """``results`` of a directory's model in fp64, with gradients by its names."""
+    model = cls.from_pretrained(path, tp=None if world is None else make_tp(world, sp), dtype=torch.float64)
+    assert not model.training
+    found = {key: x for key, x in results(model, call).items() if not key.startswith("d ")}
+    return found | {f"d {name}": g for name, g in gradients(model).items()}
+
+
+def of_transformers(model, call: dict[str, Any], shift: bool = True) -> dict[str, Tensor]:
+    """What ``of_files`` gives, by transformers; the loss in fp64, since theirs is taken in fp32."""
+    model.zero_grad()
+    out = model(**{key: x for key, x in call.items() if key != "labels"})
+    if "logits" in out:
+        labels = torch.nn.functional.pad(call["labels"][:, 1:], (0, 1), value=-100) if shift else call["labels"]
+        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        found = dict(loss=loss, logits=out.logits)
+    else:
+        found = dict(last_hidden_state=out.last_hidden_state, pooler_output=out.pooler_output)
+        loss = body_loss(*found.values(), call.get("attention_mask"))
+    loss.backward()
+    grads = {f"d {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {key: x.detach() for key, x in found.items()} | grads
 
 
 def run(

@@ -12,11 +12,10 @@ import transformers
 
 from tests.common import assert_equal, error, make_tp
 from tests.models import test_gpt, theirs
-from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, whole
+from tests.models.common import BERT_CONFIG, GPT_CONFIG, default_dtype, gradients, whole
 from tests.models.families.test_llama_like import their_config
 from tpfuse.kernels.runtime.op import GEMM
 from tpfuse.models import GPT, Bert, Classifier
-from tpfuse.models.files.source import written
 from tpfuse.tools.ledger import Ledger, state_bytes
 
 F64, L = torch.float64, 3
@@ -61,9 +60,7 @@ def step(model, call):
     """Of a model of tpfuse: loss, logits, and whole gradients by the names of a file."""
     out = model(**call)
     out.loss.backward()
-    gradients, sources = whole(model, grad=True), model.files.sources()
-    named = {model.files.hf_name(n): g for n, g in written((sources[name], grad) for name, grad in gradients.items())}
-    return dict(loss=out.loss.detach(), logits=out.logits.detach()) | named
+    return dict(loss=out.loss.detach(), logits=out.logits.detach()) | gradients(model)
 
 
 def _split(world, folder, sp, call, **options):

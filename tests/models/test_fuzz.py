@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.common import make_tp
+from tests.models.common import of_files
 from tests.models.exact import EXACT
-from tests.models.families.test_llama_like import LLAMA3, ROPE, YARN, oracle, ours
+from tests.models.families.test_llama_like import LLAMA3, ROPE, YARN, oracle
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.training.packing import packed_batch
 
@@ -194,7 +195,7 @@ def of_transformers(model, texts: list[Tensor]) -> dict[str, Any]:
 
 
 def ours_with_tokens(world, path, call, sp, prompts):
-    found = ours(world, path, call, sp)
+    found = of_files(world, path, GPT, call, sp)
     model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
     found["tokens"] = model.generate(**prompts, max_new_tokens=NEW)[:, -NEW:]
     return found

@@ -11,7 +11,7 @@ from transformers.models.modernbert import modeling_modernbert
 
 from tests.common import error, make_tp
 from tests.models import theirs
-from tests.models.common import body_loss, whole, whole_logits
+from tests.models.common import body_loss, gradients, whole_logits
 from tpfuse.models import Bert
 
 F64, L, PAD, WORDS = torch.float64, 3, 1, 97
@@ -119,8 +119,7 @@ def step(model: Any, kind: str, call: dict[str, Any]) -> dict[str, torch.Tensor]
         found = dict(logits=logits, loss=out.loss)
     found["loss"].backward()
     found = {key: x.detach() for key, x in found.items() if x is not None}
-    gradients, sources = whole(model, grad=True), model.files.sources()
-    return found | {model.files.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
+    return found | gradients(model)
 
 
 def run(world: Any, folder: Any, kind: str, sp: bool, call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.common import assert_equal, make_tp
-from tests.models.common import whole
+from tests.models.common import gradients
 from tests.models.families.encoders import F64, FAMILIES, KINDS, PAD, SIZES, batch, close, make, run, step, want
 from tpfuse import add_lora, as_dtensor, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.models import Bert, BertConfig, Classifier, with_head
@@ -127,9 +127,7 @@ def documents(world, folder, sp):
     model = Bert.from_pretrained(folder, tp=None if world is None else make_tp(world, sp), dtype=F64)
     hidden = model(**dict(packed_batch(TEXTS)._asdict(), labels=None)).last_hidden_state[0]
     hidden.sin().sum().backward()
-    gradients, sources = whole(model, grad=True), model.files.sources()
-    named = {model.files.hf_name(n): g for name, grad in gradients.items() for n, g in sources[name].write(grad)}
-    return dict(hidden=hidden.detach()) | named
+    return dict(hidden=hidden.detach()) | gradients(model)
 
 
 def test_packed_documents(files, ranks, reached):

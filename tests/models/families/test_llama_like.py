@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import (
     Gemma2Config,
@@ -23,11 +22,10 @@ from transformers import (
 )
 
 from tests.common import assert_close, assert_equal, make_tp
-from tests.models.common import batch, default_dtype, results, run, whole
+from tests.models.common import batch, default_dtype, of_files, of_transformers, run, whole
 from tests.models.exact import EXACT, make_exact
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, GPTConfig
-from tpfuse.models.files.source import written
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
@@ -122,24 +120,6 @@ def theirs(tmp_path_factory):
     return make
 
 
-def their_results(model, call):
-    """The loss in fp64, since theirs is taken in fp32."""
-    model.zero_grad()
-    out = model(**{k: v for k, v in call.items() if k != "labels"})
-    loss = F.cross_entropy(out.logits.flatten(0, 1), F.pad(call["labels"][:, 1:], (0, 1), value=-100).flatten())
-    loss.backward()
-    return dict(loss=loss.detach(), logits=out.logits.detach()) | {
-        f"d {k}": p.grad for k, p in model.named_parameters()
-    }
-
-
-def ours(world, path, call, sp):
-    model = GPT.from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
-    found, sources = results(model, call), model.files.sources()
-    grads = [(sources[key[2:]], found.pop(key)) for key in [key for key in found if key.startswith("d ")]]
-    return found | {f"d {model.files.hf_name(name)}": grad for name, grad in written(grads)}
-
-
 def comparable(found, call):
     """Without what a row of padding attends to, and a key's bias, which no family but qwen3 (by its norm) notices."""
     found = dict(found)
@@ -175,8 +155,8 @@ MARKED = [
 def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, name, kv_heads, R, sp, pad):
     model, path = theirs(name, kv_heads)
     call = batch(model.config, pad=pad)
-    exact = comparable(their_results(model, call), call)
-    for got in ranks(R, ours, str(path), call, sp):
+    exact = comparable(of_transformers(model, call), call)
+    for got in ranks(R, of_files, str(path), GPT, call, sp):
         errors = assert_close(comparable(got, call), exact, F64)
         reached(GPTConfig.from_hf(model.config.to_dict()), R, errors, sp=sp)
 

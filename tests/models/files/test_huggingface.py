@@ -14,13 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tests.common import assert_close, assert_equal, make_tp
-from tests.models.common import MODELS, batch, body_loss, results, whole
+from tests.models.common import MODELS, batch, of_files, of_transformers, results, whole
 from tpfuse import TensorParallel
 from tpfuse.layers.module import named_specs
 from tpfuse.models import GPT, Bert
@@ -79,39 +78,6 @@ def theirs(tmp_path_factory):
     return make
 
 
-def their_results(model, call, body):
-    """What ``ours`` gives, by transformers; the loss in fp64, since theirs is taken in fp32."""
-    model.zero_grad()
-    inputs = {k: v for k, v in call.items() if k != "labels"}
-    out = model(**inputs)
-    if body:
-        found, loss = (
-            dict(last_hidden_state=out.last_hidden_state, pooler_output=out.pooler_output),
-            body_loss(out.last_hidden_state, out.pooler_output, call.get("attention_mask")),
-        )
-    else:
-        labels = (
-            F.pad(call["labels"][:, 1:], (0, 1), value=-100) if isinstance(model, GPT2LMHeadModel) else call["labels"]
-        )
-        loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
-        assert abs(loss - model(**call).loss) < 1e-5
-        found = dict(loss=loss, logits=out.logits)
-    loss.backward()
-    grads = {f"d {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {k: v.detach() for k, v in found.items()} | grads
-
-
-def ours(world, path, name, call, sp):
-    model = OURS[name].from_pretrained(path, tp=make_tp(world, sp), dtype=F64)
-    assert not model.training
-    found = results(model, call)
-    sources = model.files.sources()
-    for key in [key for key in found if key.startswith("d ")]:
-        for their_name, grad in sources[key[2:]].write(found.pop(key)):
-            found[f"d {model.files.hf_name(their_name)}"] = grad
-    return found
-
-
 CASES = [  # heads, ranks, sequence parallel, tied, padding
     (6, 1, False, True, "right"),
     (6, 2, True, False, "left"),
@@ -135,8 +101,8 @@ MORE = [  # with those above every pair of values comes at R = 1, 2 and 3
 def test_values_and_gradients_are_those_of_transformers(ranks, theirs, reached, name, heads, R, sp, tie, pad):
     model, path = theirs(name, heads, tie)
     call = batch(model.config, pad=pad)
-    exact = comparable(their_results(model, call, name == "bert"), call, name)
-    for got in ranks(R, ours, str(path), name, call, sp):
+    exact = comparable(of_transformers(model, call, name == "gpt"), call, name)
+    for got in ranks(R, of_files, str(path), OURS[name], call, sp):
         if not tie and name == "bert-mlm":
             got.pop("d cls.predictions.bias")  # transformers keeps it, idle, beside the decoder's
         errors = assert_close(comparable(got, call, name), exact, F64)
@@ -157,7 +123,7 @@ def comparable(found, call, name):
 def test_a_wrong_weight_would_show(theirs):
     model, path = theirs("gpt")
     call = batch(model.config)
-    exact = their_results(model, call, False)
+    exact = of_transformers(model, call)
     wrong = GPT.from_pretrained(path, dtype=F64)
     with torch.no_grad():
         wrong.blocks[1].norm_mlp.bias[3] += 1e-6
