@@ -262,15 +262,13 @@ class Bert(Model):
             ):
                 if x is not None:
                     check_ids(f"Bert: {name}", x, most)
-        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
-        drop |= dict(first_row=rows.first, batch=rows.batch)
-        tables: dict[str, Any] = {}
+        positions = types = None
         if self.positions is not None and position_ids is not None:
-            tables["positions"] = Lookup(self.positions, rows.local(position_ids, 0))
+            positions = Lookup(self.positions, rows.local(position_ids, 0))
         if self.types is not None and type_ids is not None:
-            tables["types"] = Lookup(self.types, rows.local(type_ids, 0))
-        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(inputs.tokens))
-        return embed(self.embedding, self.norm_in, post_norm=True, **given, **tables, **drop)
+            types = Lookup(self.types, rows.local(type_ids, 0))
+        x, drop = rows.share(inputs.tokens) if ids is None else rows.all(ids, -1), self._embedding_dropout(rows, rng)
+        return embed(self.embedding, self.norm_in, x, drop, positions=positions, types=types, post_norm=True)
 
     def _default_positions(self, inputs: Inputs) -> Tensor:
         """int64 [B, S]: 0, 1, ..., or with ``positions_skip_padding`` from ``first_position`` on."""
@@ -288,9 +286,11 @@ class Bert(Model):
             position_ids = packed_positions(inputs.cu_seqlens, rows.seq)[None]
         key = device, rows.seq if position_ids is None else c.max_positions
         if self._tables[0] != key:
-            own: dict[str, Any] = dict(max_position_embeddings=c.max_positions, device=device)
+            table = lambda rope: rope_table(
+                c.head_size, key[1], scaling=dict(rope), max_position_embeddings=c.max_positions, device=device
+            )
             with torch.inference_mode(False):  # the calls to come may need what backward can save
-                self._tables = key, [rope_table(c.head_size, key[1], scaling=dict(rope), **own) for rope in c.ropes]
+                self._tables = key, [table(rope) for rope in c.ropes]
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
         ropes = [Rope(*tables, positions) for tables in self._tables[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
@@ -301,8 +301,8 @@ class Bert(Model):
             return None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
         mask, x = inputs.key_mask, hidden[:, 0]
         if self.config.pooling == "mean":
-            seen = hidden.new_ones(inputs.shape) if mask is None else mask.to(hidden.dtype)
-            x = (hidden * seen[..., None]).sum(1) / seen.sum(1, keepdim=True)
+            weight = hidden.new_ones(inputs.shape) if mask is None else mask.to(hidden.dtype)
+            x = (hidden * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
         x = self.classifier.before_pooling(x, rng)
         if self.transform is not None and self.transform_norm is not None:
             return self.transform_norm(self.transform(x))
@@ -316,9 +316,9 @@ class Bert(Model):
         if served(self.transform_norm):
             return Normed(self.transform_norm(x))
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
-        how: dict[str, Any] = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
-        _, n, recompute = norm_in(x, gamma, beta, eps=self.config.eps, **how)
-        return Normed(n, recompute)
+        ranks, recompute = self.tp.row_shards, self.saving == "smallest"
+        _, n, recipe = norm_in(x, gamma, beta, eps=self.config.eps, ranks=ranks, recompute=recompute)
+        return Normed(n, recipe)
 
     # ---- files ----
 
@@ -328,5 +328,5 @@ class Bert(Model):
         if (classifier := named_in(files.config, family)) is not None:
             return dict(classifier=classifier)
         names, sources = files.names(family.base_prefix), family.sources(cls.config_class.from_hf(files.config))
-        holds = lambda ours: ours in sources and sources[ours].names[0] in names
-        return dict(pooler=None if holds("pooler.weight") else False, masked_lm=holds("transform.weight"))
+        stored = lambda name: name in sources and sources[name].names[0] in names
+        return dict(pooler=None if stored("pooler.weight") else False, masked_lm=stored("transform.weight"))

@@ -3,7 +3,7 @@
 One kernel behind the lookup's exchange; where a hook of torch waits for one of the modules, each of them by its call.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,51 +25,66 @@ class Lookup(NamedTuple):
     rows: Tensor
 
 
+class EmbeddingDropout(NamedTuple):
+    """Dropout on the embedding's rows: its probability, rng, and the place of this rank's rows."""
+
+    p: float
+    rng: Tensor | None
+    first_row: int
+    batch: int
+
+
 def embed(
     tokens: VocabParallelEmbedding,
     norm: LayerNorm | None,
+    x: Tensor,
+    drop: EmbeddingDropout,
     *,
-    ids: Tensor | None = None,
-    rows: Tensor | None = None,
     positions: Lookup | None = None,
     types: Lookup | None = None,
     post_norm: bool = False,
     recompute: bool = False,
-    **drop: Any,
 ) -> tuple[Tensor, Normed]:
-    """ids [M], or the ``rows`` [m, D] of tokens themselves -> h [m, D], and n of the first block: without a norm h.
+    """x: ids [M], or the rows [m, D] of tokens themselves -> h [m, D], and n of the first block: without a norm h.
 
-    ``recompute``: n comes with how to recompute it.  ``drop``: p, rng, first_row and batch of dropout.
+    ``recompute``: n comes with how to recompute it.
     """
-    lookups = {key: x for key, x in dict(position=positions, type=types).items() if x is not None}
-    if rows is not None:
-        rows = rows.to(tokens.weight.dtype)
-    parts_of = tokens, *(() if norm is None else (norm,)), *(x.table for x in lookups.values())
-    if any(map(served, parts_of)):
-        x, tables = tokens(ids) if rows is None else rows, list(lookups.values())
-        return _by_parts(x, norm, tables, tp=tokens.tp, post_norm=post_norm, **drop)
-    if rows is not None:
-        parts = rows[None]
-    else:
-        assert ids is not None  # one of them is given
-        parts = tokens.parts(ids)
-    given: dict[str, Any] = {}
-    for key, (table, index) in lookups.items():
-        given |= {f"{key}_weight": on_rows(local(table.weight), tokens.tp), f"{key}s": index}
+    tp, lookups = tokens.tp, [lookup for lookup in (positions, types) if lookup is not None]
+    modules = tokens, *(() if norm is None else (norm,)), *(lookup.table for lookup in lookups)
+    rows = x.to(tokens.weight.dtype) if x.dim() == 2 else None
+    if any(map(served, modules)):
+        return _by_parts(tokens(x) if rows is None else rows, norm, lookups, drop, tp=tp, post_norm=post_norm)
+    weight = bias = None
     if norm is not None:
-        weight, bias = replicated(tokens.tp, norm.weight, norm.bias)
-        given |= dict(weight=weight, norm_bias=bias, eps=norm.eps, norm=norm.kind)
-    given |= dict(post_norm=post_norm, ranks=tokens.tp.row_shards, recompute=recompute)
-    h, n, how = embed_finish(parts, **given, **drop)
-    return h, Normed(n, how)
+        weight, bias = replicated(tp, norm.weight, norm.bias)
+    h, n, recipe = embed_finish(
+        tokens.parts(x) if rows is None else rows[None],
+        position_weight=None if positions is None else on_rows(local(positions.table.weight), tp),
+        positions=None if positions is None else positions.rows,
+        type_weight=None if types is None else on_rows(local(types.table.weight), tp),
+        types=None if types is None else types.rows,
+        weight=weight,
+        norm_bias=bias,
+        eps=1e-5 if norm is None else norm.eps,
+        norm="layer" if norm is None else norm.kind,
+        p=drop.p,
+        rng=drop.rng,
+        first_row=drop.first_row,
+        batch=drop.batch,
+        post_norm=post_norm,
+        ranks=tp.row_shards,
+        recompute=recompute,
+    )
+    return h, Normed(n, recipe)
 
 
 def _by_parts(
-    x: Tensor, norm: LayerNorm | None, lookups: list[Lookup], *, tp: TensorParallel, post_norm: bool, **drop: Any
-) -> tuple[Tensor, Normed]:
+    x: Tensor, norm: LayerNorm | None, lookups: list[Lookup], drop: EmbeddingDropout, *, tp: TensorParallel,
+    post_norm: bool,
+) -> tuple[Tensor, Normed]:  # fmt: skip
     for table, rows in lookups:
         x = x + table(rows)
     x = norm(x) if norm is not None and post_norm else x
-    h = embed_finish(x[None], **drop)[0]
+    h = embed_finish(x[None], p=drop.p, rng=drop.rng, first_row=drop.first_row, batch=drop.batch)[0]
     n = h if norm is None or post_norm else norm(h)
     return h, Normed(expanded("embed", n, tp))

@@ -252,7 +252,7 @@ class GPT(Model):
     def _embed(
         self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
     ) -> tuple[Tensor, Normed]:
-        """tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
+        """Embeds tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
         c, ids = self.config, tokens if tokens.dim() == 2 else None
         if not torch.compiler.is_compiling():
             if ids is not None:
@@ -264,19 +264,16 @@ class GPT(Model):
             if position_ids is None:
                 position_ids = torch.arange(rows.seq, device=tokens.device).expand(rows.batch, -1)
             positions = Lookup(self.positions, rows.local(position_ids, 0))
-        drop: dict[str, Any] = dict(p=c.embedding_dropout if self.training else 0.0, rng=rng)
-        drop |= dict(first_row=rows.first, batch=rows.batch)
-        given: dict[str, Any] = dict(ids=rows.all(ids, -1)) if ids is not None else dict(rows=rows.share(tokens))
-        given["recompute"] = self.recompute is not None
-        return embed(self.embedding, self.norm_in, positions=positions, **given, **drop)
+        x, drop = rows.share(tokens) if ids is None else rows.all(ids, -1), self._embedding_dropout(rows, rng)
+        return embed(self.embedding, self.norm_in, x, drop, positions=positions, recompute=self.recompute is not None)
 
     def _rope(
         self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
     ) -> Rope | Ropes | None:
         """Returns the tables of rotary positions, and the row of theirs that each row has.
 
-        ``below``: what all position_ids are less than, where the caller knows.  On a CPU they are asked; a GPU would
-        have to be waited for, so its table then has all of max_positions.
+        ``below``: a bound of position_ids, where the caller knows one.  On a CPU it is their maximum; a GPU would have
+        to be waited for, so its table then has all of max_positions.
         """
         c = self.config
         if c.rope is None:
@@ -295,27 +292,27 @@ class GPT(Model):
             stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
         switch = None if position_ids is None else c.switches_at
         stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
-        # One is kept of each kind: of the length of all rows, and one that is long enough for the positions so far.
+        # Cached are one of the length of all rows, and one that is long enough for the positions so far.
         kind, key = position_ids is None, (device, stretch, length if position_ids is None else None)
-        kept = self._tables.get(kind)
-        if kept is None or kept[0] != key or len(kept[1][0][0]) < length * len(stretches):
+        cached = self._tables.get(kind)
+        if cached is None or cached[0] != key or len(cached[1][0][0]) < length * len(stretches):
             with torch.inference_mode(False):  # the calls to come may need what backward can save
-                made = [self._rotation(given, length, stretches, device) for given in c.rotations]
-            self._tables[kind] = kept = key, made
+                tables = [self._rotation(options, length, stretches, device) for options in c.rotations]
+            self._tables[kind] = cached = key, tables
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
         if positions is not None and position_ids is not None and switch is not None:
-            # found on the device, so that the host need not wait for the longest position
-            positions = positions + len(kept[1][0][0]) // 2 * (position_ids.max() >= switch)
-        ropes = [Rope(*tables, positions) for tables in kept[1]]
+            # on the device, so that the host need not wait for the longest position
+            positions = positions + len(cached[1][0][0]) // 2 * (position_ids.max() >= switch)
+        ropes = [Rope(*table, positions) for table in cached[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 
     def _rotation(
-        self, given: dict[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
+        self, options: dict[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of ``length`` positions, for calls of each of ``stretches`` one below another."""
-        own = [rope_table(self.config.head_size, length, **given, seq_len=n, device=device) for n in stretches]
-        cos, sin = zip(*own, strict=True)
-        return (cos[0], sin[0]) if len(own) == 1 else (torch.cat(cos), torch.cat(sin))
+        tables = [rope_table(self.config.head_size, length, **options, seq_len=n, device=device) for n in stretches]
+        cos, sin = zip(*tables, strict=True)
+        return (cos[0], sin[0]) if len(tables) == 1 else (torch.cat(cos), torch.cat(sin))
 
     generate = generate
 
@@ -337,9 +334,9 @@ def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return shifted
     seq = labels.shape[1]
     bounds = cu_seqlens.long().clamp(max=seq)
-    after = torch.arange(1, seq + 1, device=labels.device)
+    following = torch.arange(1, seq + 1, device=labels.device)
     bound = torch.zeros(seq + 1, dtype=torch.bool, device=labels.device).index_fill_(0, bounds[1:], True)
-    return shifted.masked_fill(bound[1:] | (after > bounds[-1]), IGNORE)
+    return shifted.masked_fill(bound[1:] | (following > bounds[-1]), IGNORE)
 
 
 def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:

@@ -21,6 +21,7 @@ from ..ranks.agreement import Agreement, Header, agree
 from ..ranks.messages import together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
+from .embed import EmbeddingDropout
 from .files.names import FileOrigin, ModelFiles
 from .files.read import ModelDirectory, load
 from .files.write import save
@@ -201,6 +202,9 @@ class Model(nn.Module):
         if not self._drops():
             return None
         return make_rng(self.seed, *self._counters(inputs, len(inputs.tokens)), inputs.tokens.device)
+
+    def _embedding_dropout(self, rows: Rows, rng: Tensor | None) -> EmbeddingDropout:
+        return EmbeddingDropout(self.config.embedding_dropout if self.training else 0.0, rng, rows.first, rows.batch)
 
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]:
         step, first_sample = inputs.step, inputs.first_sample
