@@ -31,13 +31,13 @@ def explained(error: Exception) -> str:
 @functools.cache
 def note_failures() -> None:
     """Makes an exception that ends this process leave a note, before it is printed as ever."""
-    before = sys.excepthook
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(Exception):
-            words = f"rank {dist.get_rank()} has failed: {kind.__name__}: {error}"
-            _store().compare_set(_KEY, "", words)  # the first stays
-        before(kind, error, trace)
+            note = f"rank {dist.get_rank()} has failed: {kind.__name__}: {error}"
+            _store().compare_set(_KEY, "", note)  # the first stays
+        previous(kind, error, trace)
 
     sys.excepthook = hook
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-_made: "weakref.WeakKeyDictionary[dist.Store, dict[str, int]]" = weakref.WeakKeyDictionary()  # how many, by ranks
+_counts: "weakref.WeakKeyDictionary[dist.Store, dict[str, int]]" = weakref.WeakKeyDictionary()  # how many, by ranks
 
 
 def connect(group: dist.ProcessGroup) -> Any:
@@ -21,9 +21,9 @@ def connect(group: dist.ProcessGroup) -> Any:
     """
     store = dist.distributed_c10d._get_default_store()
     ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-    made = _made.setdefault(store, {})
-    made[ranks] = made.get(ranks, 0) + 1
-    prefixed = dist.PrefixStore(f"tpfuse/{ranks}/{made[ranks]}", store)
+    counts = _counts.setdefault(store, {})
+    counts[ranks] = counts.get(ranks, 0) + 1
+    prefixed = dist.PrefixStore(f"tpfuse/{ranks}/{counts[ranks]}", store)
     return dist.ProcessGroupGloo(prefixed, group.rank(), group.size(), limit(group))
 
 
@@ -32,18 +32,18 @@ def limit(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            own: timedelta = options._timeout
-            return own
+            timeout: timedelta = options._timeout
+            return timeout
     return dist.distributed_c10d.default_pg_timeout
 
 
-def send(x: Tensor, by: Any, to: int) -> dist.Work:
-    """Starts to send x to a rank of ``by``, a group or what :func:`connect` returned."""
-    work: dist.Work = by.send([x], to, 0)
+def send(x: Tensor, links: Any, to: int) -> dist.Work:
+    """Starts to send x to a rank of ``links``, a group or connections by :func:`connect`."""
+    work: dist.Work = links.send([x], to, 0)
     return work
 
 
-def receive(x: Tensor, by: Any, source: int) -> dist.Work:
-    """Starts to receive x from a rank of ``by``."""
-    work: dist.Work = by.recv([x], source, 0)
+def receive(x: Tensor, links: Any, source: int) -> dist.Work:
+    """Starts to receive x from a rank of ``links``."""
+    work: dist.Work = links.recv([x], source, 0)
     return work

@@ -197,7 +197,7 @@ def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
 def _message(error: Exception | None) -> tuple[int, str] | None:
     if error is None:
         return None
-    kind = next((i for i, known in enumerate(_KINDS) if isinstance(error, known)), len(_KINDS))
+    kind = next((i for i, base in enumerate(_KINDS) if isinstance(error, base)), len(_KINDS))
     return kind, f"{error}" if kind < len(_KINDS) else f"{type(error).__name__}: {error}"
 
 

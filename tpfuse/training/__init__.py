@@ -1,4 +1,4 @@
-"""What a training script needs beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view.
+"""Parts of a training script beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view.
 
 checkpoint/    checkpoints that survive a kill and resume at any size
 data_parallel  data_parallel: replicas under DistributedDataParallel, and what it refuses
@@ -9,5 +9,5 @@ matrices       whole weight matrices, for Muon and its like
 ok_topk/       gradients over slow links: the sum of what is large, the rest kept
 optim          param_groups, clip_grad_norm_
 packing        documents packed into rows, balanced over replicas
-totals         what a MainGrad holds: sums of gradients and fp32 weights, in buffers
+totals         the buffers of a MainGrad: sums of gradients and fp32 weights
 """

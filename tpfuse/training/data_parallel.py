@@ -68,8 +68,8 @@ def replica_of(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel that a model is, or that :func:`data_parallel` has put it under."""
     if isinstance(model, DistributedDataParallel):
         return model
-    found = _replicas.get(model)
-    return None if found is None else found()
+    reference = _replicas.get(model)
+    return None if reference is None else reference()
 
 
 def limits(replica: DistributedDataParallel) -> list[int]:
@@ -84,7 +84,7 @@ def bucket_count(parameters: Iterable[Tensor], caps: list[int]) -> int:
 
 
 def under_ddp(model: nn.Module) -> bool:
-    """Whether a living DistributedDataParallel holds the model: nothing of the model's says so."""
+    """Returns whether a living DistributedDataParallel holds the model, which has no attribute that says so."""
 
     def held() -> bool:
         wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
@@ -127,9 +127,11 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
         " model dp=mesh['dp'], and the pipeline's step sums over the replicas",
     )
     for path, part in model.named_modules():
-        own = isinstance(part, _BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)
+        unsynchronised = (
+            isinstance(part, _BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)
+        )
         check(
-            not own,
+            not unsynchronised,
             f"{_NAME}: {path} keeps statistics of its replica's rows alone; use nn.SyncBatchNorm, or"
             " track_running_stats=False",
         )
@@ -137,12 +139,14 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
 
 
 def _check_parameters(name: str, model: nn.Module) -> None:
-    every = dict(model.named_parameters())
-    dtensors = [path for path, p in every.items() if isinstance(p, DTensor)]
+    parameters = dict(model.named_parameters())
+    dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
     check(not dtensors, f"{name}: {some(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
-    meta = [path for path, p in every.items() if p.is_meta]
+    meta = [path for path, p in parameters.items() if p.is_meta]
     check(not meta, f"{name}: {some(meta)} is on the meta device; give the model its values first")
-    check(any(p.requires_grad for p in every.values()), f"{name} has no trainable parameter, so nothing to average")
+    check(
+        any(p.requires_grad for p in parameters.values()), f"{name} has no trainable parameter, so nothing to average"
+    )
 
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -33,9 +33,9 @@ from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
 from .foreign.table import install
-from .totals import Buffer, Held, Place, State
+from .totals import Buffer, GradSlot, Holder, Reduction
 
-_STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its Place
+_STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its GradSlot
 
 
 class _Weights(ParallelModule):
@@ -78,9 +78,9 @@ class MainGrad:
         self._ranks = TensorParallel(dp)
         _check_replicas(model, self._ranks)
         self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
-        self._model, self._state = weakref.ref(model), State()
+        self._model, self._state = weakref.ref(model), Reduction()
         holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Held]]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Holder]]] = {}
         for n, _, _, p in trained:
             kinds.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append((n, p, holders[p]))
         self._buffers = [self._make(members, dtype) for (_, dtype), members in kinds.items()]
@@ -91,10 +91,10 @@ class MainGrad:
         _watch_optimizers()
         install()
 
-    def _make(self, members: list[tuple[str, nn.Parameter, Held]], dtype: torch.dtype) -> Buffer:
+    def _make(self, members: list[tuple[str, nn.Parameter, Holder]], dtype: torch.dtype) -> Buffer:
         buffer = Buffer([p for _, p, _ in members], dtype)
         for (name, p, held), total in zip(members, buffer.totals, strict=True):
-            place = Place(p, name, total, self._state, held=held)
+            place = GradSlot(p, name, total, self._state, held=held)
             buffer.places.append(place)
             PLACES[p], _STEPPED[place.main] = place, weakref.ref(place)
             p.register_post_accumulate_grad_hook(place.hook)
@@ -144,22 +144,22 @@ class MainGrad:
         model = self._model()
         if model is None:
             raise ValueError("MainGrad: the model no longer exists")
-        known = [(place, place.parameter) for buffer in self._buffers for place in buffer.places]
-        own, held = dict(model.named_parameters()), {id(p) for _, p in known}
-        new = [name for name, p in own.items() if p.requires_grad and id(p) not in held]
-        here = {id(p) for p in own.values()}
-        gone = [place.name for place, p in known if id(p) not in here]
+        slots = [(place, place.parameter) for buffer in self._buffers for place in buffer.places]
+        parameters, held = dict(model.named_parameters()), {id(p) for _, p in slots}
+        new = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+        present = {id(p) for p in parameters.values()}
+        gone = [place.name for place, p in slots if id(p) not in present]
         moved = [
             place.name
-            for place, p in known
+            for place, p in slots
             if p is not None
             and (p.device != place.total.device or (place.shares and p.data_ptr() != place.main.data_ptr()))
         ]
-        for what, found in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
-            if found:
+        for change, names in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
+            if names:
                 raise ValueError(
-                    f"MainGrad: parameters of the model {what} since it was made: {some(found)}; make MainGrad, and the"
-                    " optimizer after it, when the model is complete"
+                    f"MainGrad: parameters of the model {change} since it was made: {some(names)}; make MainGrad, and"
+                    " the optimizer after it, when the model is complete"
                 )
         return model
 
@@ -193,8 +193,8 @@ def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
     if staged is None:
         return
     group = staged.groups.dp
-    theirs = None if group is None or group.size() == 1 else group.group_name
-    if theirs != (ranks.group_name if ranks.size > 1 else None):
+    expected = None if group is None or group.size() == 1 else group.group_name
+    if expected != (ranks.group_name if ranks.size > 1 else None):
         raise ValueError(
             "MainGrad: the loss of pipeline stages is over the replicas that the model was given; give both the same:"
             f" {type(staged).__name__}(..., dp=mesh['dp']) and MainGrad(model, mesh['dp'])"
@@ -206,7 +206,7 @@ def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
 
 def stepped(p: nn.Parameter) -> nn.Parameter:
     """Returns what an optimizer steps on for a parameter: its weight in a MainGrad, up to date, or itself."""
-    place: Place | None = PLACES.get(p) if PLACES else None
+    place: GradSlot | None = PLACES.get(p) if PLACES else None
     if place is None:
         return p
     place.refresh()
@@ -215,7 +215,7 @@ def stepped(p: nn.Parameter) -> nn.Parameter:
 
 def gradient(p: nn.Parameter) -> Tensor | None:
     """Returns a parameter's gradient, that in a MainGrad if it has one.  RuntimeError if that is not reduced yet."""
-    place: Place | None = PLACES.get(p) if PLACES else None
+    place: GradSlot | None = PLACES.get(p) if PLACES else None
     if place is None:
         return p.grad
     place.check()
@@ -243,7 +243,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             place.store()
 
 
-def _place_of(weight: nn.Parameter) -> Place | None:
+def _place_of(weight: nn.Parameter) -> GradSlot | None:
     """Returns the place of what an optimizer steps on."""
     reference = _STEPPED.get(weight)
     return None if reference is None else reference()

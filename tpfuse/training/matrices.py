@@ -48,8 +48,9 @@ class WholeMatrices:
                     f"WholeMatrices: {name} is held by {spec.copies} ranks at tensor-parallel size {tp.size}, where no"
                     " rank's slice is one of whole rows; use a size up to the number of kv heads"
                 )
-            whole = Whole(_matrix_spec(spec), tp)
-            self._sources[name] = p, whole, nn.Parameter(_matrix(p.detach(), whole), requires_grad=p.requires_grad)
+            placement = Whole(_matrix_spec(spec), tp)
+            matrix = nn.Parameter(_matrix(p.detach(), placement), requires_grad=p.requires_grad)
+            self._sources[name] = p, placement, matrix
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the matrices, for the optimizer."""
@@ -67,13 +68,13 @@ class WholeMatrices:
         ValueError on every rank where a parameter has a gradient on some ranks only.
         """
         refuse((p for p, *_ in self._sources.values()), _MAIN_GRAD)
-        group = next((whole.tp.group for _, whole, _ in self._sources.values() if whole.tp.size > 1), None)
+        group = next((placement.tp.group for _, placement, _ in self._sources.values() if placement.tp.size > 1), None)
         if group is not None:
             absent = names([name for name, (p, *_) in self._sources.items() if p.grad is None])
             compare = agreement_of(group, "WholeMatrices.gather_gradients", each_call=True)
             compare(group, {"parameters without a gradient": absent}, {})
-        for p, whole, matrix in self._sources.values():
-            grad = None if p.grad is None else _matrix(p.grad, whole)
+        for p, placement, matrix in self._sources.values():
+            grad = None if p.grad is None else _matrix(p.grad, placement)
             matrix.grad = grad.redistribute(placements=[Replicate()]) if isinstance(grad, DTensor) else grad
 
 
@@ -83,6 +84,6 @@ def _matrix_spec(spec: Spec) -> Spec:
     return Spec((math.prod(rows), columns), None if spec.dim is None else int(spec.dim == len(rows)), spec.init)
 
 
-def _matrix(x: Tensor, whole: Whole) -> Tensor:
+def _matrix(x: Tensor, placement: Whole) -> Tensor:
     matrix = x.reshape(-1, x.shape[-1])
-    return as_whole(matrix, *whole) if is_split(*whole) else matrix
+    return as_whole(matrix, *placement) if is_split(*placement) else matrix

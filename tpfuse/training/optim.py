@@ -1,4 +1,4 @@
-"""What an optimizer needs of a split model: which parameters decay, and the norm of the whole gradient."""
+"""Help for optimizers of a split model: the parameters that decay, and the norm of the whole gradient."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..models.model import staged_in
 from ..ranks.agreement import agreement_of, names
 from ..ranks.messages import gather
 from .foreign.known import wholes_of
-from .foreign.norm import Part, over_groups, part_of, scale_, total_norm
+from .foreign.norm import GradPart, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
 
 
@@ -31,12 +31,12 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         for p in m.parameters(recurse=False)
     }
     decayed: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         if p.requires_grad:
             plain = id(p) in norms or name.endswith("bias")
-            (rest if plain else decayed).append(stepped(p))
-    return [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+            (undecayed if plain else decayed).append(stepped(p))
+    return [dict(params=decayed, weight_decay=weight_decay), dict(params=undecayed, weight_decay=0.0)]
 
 
 _MAX_NORM = limited("be at least 0", lambda v: v >= 0)  # inf: the norm alone is wanted
@@ -68,7 +68,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()))
-    parts = {name: part_of(grad, whole) for (name, grad), whole in zip(grads.items(), wholes, strict=True)}
+    parts = {name: part_of(grad, placement) for (name, grad), placement in zip(grads.items(), wholes, strict=True)}
     if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))
     else:
@@ -89,7 +89,7 @@ def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
         agreement_of(group, "clip_grad_norm_", each_call=True)(group, call, {})
 
 
-def _check_finite(total: Tensor, parts: dict[str, Part], stages: dist.ProcessGroup | None) -> None:
+def _check_finite(total: Tensor, parts: dict[str, GradPart], stages: dist.ProcessGroup | None) -> None:
     """Raises RuntimeError where the norm is not finite on any rank, with the same names on every rank."""
     groups = tuple(dict.fromkeys(group for part in parts.values() for group in part.groups))
     if not over_groups((~total.isfinite()).double(), groups):

@@ -1,4 +1,4 @@
-"""What a MainGrad holds: of each parameter the sum of its gradients and the fp32 weight, side by side in buffers."""
+"""The buffers of a MainGrad: of each parameter the sum of its gradients and the fp32 weight, side by side."""
 
 import weakref
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from ..kernels.runtime.main_grad import PLACES
 from ..parallel import TensorParallel
 
 T = TypeVar("T")
-Held = tuple["weakref.ref[nn.Module]", str]  # the module that holds a parameter, and its name there
+Holder = tuple["weakref.ref[nn.Module]", str]  # the module that holds a parameter, and its name there
 PIECE = 1 << 24  # elements of a message of ``reduce``
 ALIGNED = 64  # elements: where a gradient begins in its buffer
 
 
-class State:
-    """What the places of one MainGrad share."""
+class Reduction:
+    """Shared by the slots of one MainGrad: whether its gradients are reduced."""
 
     reduced = False
 
 
-class Place:
+class GradSlot:
     """A parameter's sum of gradients, and the weight that the optimizer steps on."""
 
-    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: State, held: Held):
+    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: Reduction, held: Holder):
         self.name, self.total, self.state, self._held = name, total, state, held
         self.shares = p.dtype == total.dtype
         value = p.detach() if self.shares else p.detach().to(total.dtype)
@@ -107,7 +107,7 @@ class Buffer:
         self.all = parameters[0].new_zeros(sum(sizes) + len(sizes), dtype=dtype, requires_grad=False)
         *parts, self.present = self.all.split([*sizes, len(sizes)])
         self.totals = [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self.places: list[Place] = []
+        self.places: list[GradSlot] = []
 
     def reduce(self, ranks: TensorParallel, divisor: int) -> None:
         """Sums over the ranks, in rank order, piece by piece, and divides.  A gradient that no rank has stays None."""

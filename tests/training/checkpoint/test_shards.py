@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpoint.common import made
 from tpfuse import save_checkpoint
-from tpfuse.training.checkpoint.pieces import Held, Piece, Stored, fill, shares, whole
+from tpfuse.training.checkpoint.pieces import Piece, PieceInfo, Stored, fill, full_piece, shares
 from tpfuse.training.checkpoint.shards import DTYPES, parts, sha256, verify, write_shard
 
 
@@ -25,7 +25,7 @@ def tensors():
 
 def test_every_kind_of_tensor_comes_back(tmp_path):
     path, given = tmp_path / "shard.safetensors", tensors()
-    shard = write_shard(path, {name: whole(x) for name, x in given.items()})
+    shard = write_shard(path, {name: full_piece(x) for name, x in given.items()})
     assert shard.size == path.stat().st_size and shard.sha256 == sha256(open(path, "rb"))
     verify(path, shard)
     found = parts(path)
@@ -65,11 +65,11 @@ def test_any_split_is_read_at_any_other(before, after):
         assert torch.equal(target.local, x[start : start + rows])
         start += rows
     with pytest.raises(OSError, match="x is not whole: .* of 21 elements are there"):
-        fill("x", whole(torch.empty(7, 3)), [s for s in stored if s.offset != (0, 0) or not s.size[0]])
+        fill("x", full_piece(torch.empty(7, 3)), [s for s in stored if s.offset != (0, 0) or not s.size[0]])
 
 
 def held(name, offset, size, shape, dtype=torch.float32):
-    return Held(name, offset, size, shape=shape, dtype=dtype)
+    return PieceInfo(name, offset, size, shape=shape, dtype=dtype)
 
 
 def test_each_piece_is_written_once_and_the_bytes_are_shared():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.training.ok_topk.reference import Reference
 from tests.training.ok_topk.threads import on_threads
 from tpfuse.kernels.runtime import op
-from tpfuse.training.ok_topk.algorithm import Dials, State, sparse_sum
+from tpfuse.training.ok_topk.algorithm import Dials, TopkState, sparse_sum
 from tpfuse.training.ok_topk.messages import Replicas
 
 STEPS = 6
@@ -31,14 +31,14 @@ def gradients(ranks, n, dtype, steps=STEPS, seed=0, kind="skewed"):
 
 def run(replicas, every, dials, dtype):
     """-> (dense total, indices given, residual, bytes of entries sent) of each step"""
-    residual, state, found = torch.zeros(len(every[0][0]), dtype=dtype), State(), []
+    residual, state, found = torch.zeros(len(every[0][0]), dtype=dtype), TopkState(), []
     for step in every:
         residual += torch.from_numpy(step[replicas.rank])
         before = replicas.entries
         made = sparse_sum(residual, state, dials, replicas)
         dense = torch.zeros_like(residual)
         dense[made.total.index] = made.total.value
-        residual[made.given] = 0
+        residual[made.contributed] = 0
         state = made.state
         found.append((dense.numpy(), residual.numpy().copy(), replicas.entries - before))
     return found
@@ -136,14 +136,14 @@ def test_a_threshold_is_kept_while_it_chooses_about_k():
     every = [[rng.normal(size=1000) for _ in range(2)] for _ in range(2)]
 
     def states(replicas):
-        state, found = State(), []
+        state, found = TopkState(), []
         for step in every:
             state = sparse_sum(torch.from_numpy(step[replicas.rank]), state, Dials(0.1, 128, 64), replicas).state
             found.append(state)
         return found
 
     for first, second in on_threads(2, states):
-        assert (first.own, first.sums, first.borders) == (second.own, second.sums, second.borders)
+        assert (first.local, first.sums, first.borders) == (second.local, second.sums, second.borders)
 
 
 def test_what_one_rank_has_alone_is_shared_out():
@@ -152,7 +152,7 @@ def test_what_one_rank_has_alone_is_shared_out():
     x[:100] = np.arange(100) + 1.0
 
     def sent(replicas):
-        state = State(step=1, borders=(0, 500, 600, 700, 1000))
+        state = TopkState(step=1, borders=(0, 500, 600, 700, 1000))
         made = sparse_sum(torch.from_numpy(x), state, Dials(0.1, 128, 64), replicas)
         return made.total.value.tolist()
 

@@ -22,7 +22,7 @@ class Saving:
         self.told = False  # whether its error was raised
 
     def done(self) -> bool:
-        """Whether the checkpoint is there, or the save has failed."""
+        """Returns whether the checkpoint is there, or the save has failed."""
         return self._future.done()
 
     def result(self) -> Path:
@@ -49,7 +49,7 @@ def raise_earlier(directory: Path, ranks: Ranks) -> None:
     """Raises on every rank the error of an earlier save in this folder, unless each rank has had it."""
     saving = _saves.pop(_key(directory), None)
     with named("the save before, in the background"):
-        ranks.each(lambda: None if saving is None or saving.told else saving._future.result())
+        ranks.together(lambda: None if saving is None or saving.told else saving._future.result())
 
 
 def _key(directory: Path) -> Path:

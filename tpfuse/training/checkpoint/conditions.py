@@ -1,4 +1,4 @@
-"""What a resumed run must share with the one that wrote the checkpoint, for the same function and the same bits."""
+"""The conditions under which a resumed run computes the same function, and the same bits, as the one before."""
 
 import dataclasses
 import json
@@ -42,12 +42,12 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def warn_of_differences(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Says each difference, in a line: the run is the same, its last bits need not be."""
-    for key, value in now.items():
-        if key in then and then[key] != value:
+def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Warns of each difference, in a line: the run is the same, its last bits need not be."""
+    for key, value in current.items():
+        if key in saved and saved[key] != value:
             warnings.warn(
-                f"load_checkpoint: {path} was written with {key} {str(then[key])[:60]}, now it is {value}:"
+                f"load_checkpoint: {path} was written with {key} {str(saved[key])[:60]}, now it is {value}:"
                 " training goes on, not bit for bit",
                 stacklevel=3,
             )
@@ -63,28 +63,30 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
 
 def _defaults_of(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
-    every = dataclasses.fields(config)
-    return _as_json({field.name: field.default for field in every if field.default is not dataclasses.MISSING})
+    fields = dataclasses.fields(config)
+    return _as_json({field.name: field.default for field in fields if field.default is not dataclasses.MISSING})
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(fields, default=_json))
-    return found
+    copy: dict[str, Any] = json.loads(json.dumps(fields, default=_json))
+    return copy
 
 
 def _json(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, Iterable) else repr(value)
 
 
-def check_config(path: Path, then: Mapping[str, Any] | None, model: nn.Module) -> None:
+def check_config(path: Path, saved: Mapping[str, Any] | None, model: nn.Module) -> None:
     """ValueError where the model computes another function than the one that was saved.
 
     A field that the checkpoint does not know is younger, and had what is its default now.
     """
-    now = config_of(model)
-    if then is None or now is None:
+    current = config_of(model)
+    if saved is None or current is None:
         return
-    then = _defaults_of(model) | dict(then)
-    for key, value in now.items():
-        if key in then and key not in _FREE and then[key] != value:
-            raise ValueError(f"the model's config has {key}={value!r}, {path} was written with {str(then[key])[:60]!r}")
+    saved = _defaults_of(model) | dict(saved)
+    for key, value in current.items():
+        if key in saved and key not in _FREE and saved[key] != value:
+            raise ValueError(
+                f"the model's config has {key}={value!r}, {path} was written with {str(saved[key])[:60]!r}"
+            )

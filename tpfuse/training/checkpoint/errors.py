@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint is a ValueError or an OSError that names the function and the file."""
+"""Errors about a checkpoint: each is a ValueError or an OSError that names the function and the file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def named(function: str) -> Iterator[None]:
 
 
 @contextmanager
-def at(path: Path) -> Iterator[None]:
+def errors_at(path: Path) -> Iterator[None]:
     """Makes every error an OSError that names ``path``.
 
     The system's own carry no name where a write fails, and what safetensors and pickle raise is of many kinds.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...models.files.disk import fsync, write_whole
 from ...parallel import host
-from .errors import at
+from .errors import errors_at
 from .job import is_alive, is_here, read_job, this_job, write_job
 from .meta import plain, read_text
 
@@ -31,7 +31,7 @@ def read_latest(directory: Path) -> str | None:
     name = read_text(latest).decode(errors="replace").removesuffix("\n")
     if not plain(name):
         raise ValueError(f"{latest} must name a checkpoint beside it, got {name[:60]!r}")
-    with at(latest):
+    with errors_at(latest):
         if (directory / name).resolve().parent != directory.resolve():
             raise OSError(f"names {name}, which leads out of the folder")
         if not (directory / name).is_dir():
@@ -44,7 +44,7 @@ def warn_of_newer(path: Path) -> None:
     back, or its text was damaged into another checkpoint's name."""
     if not _NAME.fullmatch(path.name):
         return
-    with at(path.parent):
+    with errors_at(path.parent):
         folders = [f for f in path.parent.iterdir() if _NAME.fullmatch(f.name) and not _is_unfinished(f)]
     newest = max(folders, key=_step, default=path)
     if _step(newest) > _step(path):
@@ -57,14 +57,14 @@ def warn_of_newer(path: Path) -> None:
 
 def new_checkpoint(directory: Path, step: int) -> Path:
     """Makes a folder that was not there yet: an existing checkpoint is never written over."""
-    again = 0
+    attempt = 0
     while True:
-        path = directory / (f"step-{step:08d}" + f"-{again}" * bool(again))
-        with at(path):
+        path = directory / (f"step-{step:08d}" + f"-{attempt}" * bool(attempt))
+        with errors_at(path):
             try:
                 path.mkdir()
             except FileExistsError:
-                again += 1
+                attempt += 1
                 continue
         try:
             write_job(path / SAVING, this_job(secrets.token_hex(8)))
@@ -86,18 +86,18 @@ def check_shared(path: Path, saving: bytes) -> None:
 
 def publish(path: Path, meta: bytes) -> None:
     """Writes meta.json, then makes the checkpoint the latest; all of it is on disk when this returns."""
-    with at(path / META):
+    with errors_at(path / META):
         write_whole(path / META, meta)
-    with at(path):
+    with errors_at(path):
         fsync(path)
-    with at(path.parent / LATEST):
+    with errors_at(path.parent / LATEST):
         write_whole(path.parent / LATEST, f"{path.name}\n".encode())
-    with at(path):
+    with errors_at(path):
         (path / SAVING).unlink()
         fsync(path.parent)
 
 
-def tidy(newest: Path, kept: set[str]) -> None:
+def tidy(newest: Path, keep: set[str]) -> None:
     """Removes what the last two checkpoints superseded, and saves that never were finished.
 
     A copy under another name stays, and a later step's, which exists where somebody pointed ``latest`` back; so does
@@ -105,7 +105,7 @@ def tidy(newest: Path, kept: set[str]) -> None:
     """
     try:
         for folder in newest.parent.iterdir():
-            if _NAME.fullmatch(folder.name) and folder.name not in kept:
+            if _NAME.fullmatch(folder.name) and folder.name not in keep:
                 if _is_abandoned(folder) if _is_unfinished(folder) else _is_superseded(folder, newest):
                     shutil.rmtree(folder, ignore_errors=True)
     except OSError:
@@ -117,7 +117,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody writes there any more: the process is gone, or, where it cannot be asked after, silent."""
+    """Returns whether nobody writes there any more: the process is gone, or, if it cannot be looked up, silent."""
     writer = read_job(folder / SAVING)
     if writer is not None and is_here(writer):
         return writer.pid == os.getpid() or not is_alive(writer)

@@ -1,4 +1,4 @@
-"""What a communication hook holds, in a checkpoint: each replica's residual by parameter, and the thresholds of a rank.
+"""The state of a communication hook in a checkpoint: each replica's residual by parameter, and the thresholds of a rank.
 
 A residual is a part of the gradient that is still to come: a step adds their mean over the replicas to the average.  So
 at another number of replicas each starts from the mean of those that were saved, and the sum that is to come is kept.
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ok_topk import OkTopk, State, Unit
+from ..ok_topk import OkTopk, TopkState, Unit
 from .meta import Meta
-from .pieces import Piece, Stored, fill, piece, whole
+from .pieces import Piece, Stored, fill, full_piece, piece
 from .ranks import Ranks
 from .state import Entries, Stock
 
@@ -39,7 +39,7 @@ def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[di
     if hook is None:
         return {}, {}
     names = {id(p): name for name, (p, *_) in entries.items()}
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     units: list[list[str]] = []
     for i, unit in enumerate(hook.units):
         missing = [p for p in unit.parameters if id(p) not in names]
@@ -47,32 +47,32 @@ def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[di
             raise ValueError(f"the hook holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
         for p, part in unit.parts():
             _, spec, tp = entries[names[id(p)]]
-            found[_residual(hook.replica, names[id(p)])] = piece(part, spec, tp)
-        found[_thresholds(ranks.rank, i)] = whole(_as_tensor(unit.state))
+            pieces[_residual(hook.replica, names[id(p)])] = piece(part, spec, tp)
+        pieces[_thresholds(ranks.rank, i)] = full_piece(_as_tensor(unit.state))
         units.append([names[id(p)] for p in unit.parameters])
-    return found, {KEY: dict(replicas=hook.replicas, step=hook.step, units=units)}
+    return pieces, {KEY: dict(replicas=hook.replicas, step=hook.step, units=units)}
 
 
-def _as_tensor(state: State) -> Tensor:
-    values = [math.nan if x is None else x for x in (state.own, state.sums)]
+def _as_tensor(state: TopkState) -> Tensor:
+    values = [math.nan if x is None else x for x in (state.local, state.sums)]
     return torch.tensor([state.step, *values, *state.borders], dtype=torch.float64)
 
 
-def _as_state(x: Tensor) -> State:
-    step, own, sums, *borders = x.tolist()
-    own, sums = (None if math.isnan(v) else v for v in (own, sums))
-    return State(int(step), own, sums, tuple(map(int, borders)))
+def _as_state(x: Tensor) -> TopkState:
+    step, local, sums, *borders = x.tolist()
+    local, sums = (None if math.isnan(v) else v for v in (local, sums))
+    return TopkState(int(step), local, sums, tuple(map(int, borders)))
 
 
 class HookState(NamedTuple):
-    """What was read of a hook, in tensors of its own."""
+    """The state of a hook as it was read, in new tensors."""
 
     step: int
     units: list[Unit]
 
 
 class Reading(NamedTuple):
-    """What is read, for whom."""
+    """A checkpoint that is read, and the model and ranks that read it."""
 
     path: Path
     meta: Meta
@@ -86,9 +86,9 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
 
     ValueError where the checkpoint's hook has other parameters than the model.
     """
-    said: Any = reading.meta.get(KEY)
-    if said is None or hook is None:
-        if said is not None and said["units"] and reading.ranks.rank == 0:
+    saved: Any = reading.meta.get(KEY)
+    if saved is None or hook is None:
+        if saved is not None and saved["units"] and reading.ranks.rank == 0:
             warnings.warn(
                 f"load_checkpoint: {reading.path} holds the residuals of an OkTopk, and hook= is not given: what they"
                 " hold of the gradients is left out",
@@ -96,7 +96,7 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
             )
         return None
     units = []
-    for i, names in enumerate(said["units"]):
+    for i, names in enumerate(saved["units"]):
         unknown = [name for name in names if name not in reading.entries]
         if unknown:
             raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
@@ -104,11 +104,11 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
         unit = Unit([reading.entries[name][0] for name in names], torch.cat([part.flatten() for part in parts]))
         key = _thresholds(reading.ranks.rank, i)
         if _same_layout(hook, reading) and key in reading.stock:
-            kept = whole(torch.empty(reading.stock[key][1], dtype=torch.float64))
-            fill(key, kept, sources[key])
-            unit.state = _as_state(kept.local)
+            stored = full_piece(torch.empty(reading.stock[key][1], dtype=torch.float64))
+            fill(key, stored, sources[key])
+            unit.state = _as_state(stored.local)
         units.append(unit)
-    return HookState(said["step"], units)
+    return HookState(saved["step"], units)
 
 
 def _same_layout(hook: OkTopk, reading: Reading) -> bool:
@@ -120,17 +120,17 @@ def _mean(hook: OkTopk, name: str, reading: Reading, sources: Mapping[str, Seque
     """Returns this rank's part of a parameter's residual: its own, or the mean over the replicas that were."""
     p, spec, tp = reading.entries[name]
     replicas = reading.meta[KEY]["replicas"]
-    own = [hook.replica] if replicas == hook.replicas else range(replicas)
-    here, total = piece(p, spec, tp), None
-    for replica in own:
+    averaged = [hook.replica] if replicas == hook.replicas else range(replicas)
+    target, total = piece(p, spec, tp), None
+    for replica in averaged:
         key = _residual(replica, name)
         if key not in reading.stock:
             raise ValueError(f"{reading.path} has no {key}")
-        part = here._replace(local=torch.empty(here.local.shape, dtype=reading.stock[key][0]))
+        part = target._replace(local=torch.empty(target.local.shape, dtype=reading.stock[key][0]))
         fill(f"{key} of {reading.path}", part, sources[key])
         total = part.local if total is None else total.add_(part.local)
     assert total is not None
-    return total.div_(len(own)).to(p.device)
+    return total.div_(len(averaged)).to(p.device)
 
 
 def put_hook(hook: OkTopk | None, read: HookState | None) -> None:

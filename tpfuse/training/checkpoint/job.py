@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from ...models.files.disk import write_whole
 from ...parallel import host
-from .errors import at
+from .errors import errors_at
 from .meta import read_text
 
 FILE = "job.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_mine: "dict[tuple[int, Path], Job]" = {}  # by process and folder: a fork is another job
+_mine: "dict[tuple[int, Path], JobProcess]" = {}  # by process and folder: a fork is another job
 
 
-class Job(NamedTuple):
+class JobProcess(NamedTuple):
     """The process that saves in a folder, rank 0 of its job, and a token of its own."""
 
     host: list[Any]
@@ -34,13 +34,13 @@ class Job(NamedTuple):
         return f"process {self.pid} on {self.host[0]}"
 
 
-def this_job(token: str) -> Job:
+def this_job(token: str) -> JobProcess:
     """Returns this process."""
     started, parent = _started(os.getpid()) or ("", os.getppid())
-    return Job(host=_host(), pid=os.getpid(), started=started, parent=parent, token=token)
+    return JobProcess(host=_host(), pid=os.getpid(), started=started, parent=parent, token=token)
 
 
-def take(directory: Path) -> Job:
+def take(directory: Path) -> JobProcess:
     """Makes ``directory`` this job's; OSError where another job is there, or came after this one."""
     key = os.getpid(), directory.resolve()
     holder, mine = read_job(directory / FILE), _mine.get(key)
@@ -54,43 +54,43 @@ def take(directory: Path) -> Job:
     return mine
 
 
-def check_held(directory: Path, job: Job) -> None:
+def check_held(directory: Path, job: JobProcess) -> None:
     """OSError where another job took the folder over."""
     holder = read_job(directory / FILE)
     if holder is None or holder.token != job.token:
         raise OSError(f"{directory} was taken over by {holder or 'another job'} during the save")
 
 
-def write_job(path: Path, job: Job) -> None:
+def write_job(path: Path, job: JobProcess) -> None:
     """Writes a file whole or not at all; two jobs may write it at once."""
-    with at(path):
+    with errors_at(path):
         write_whole(path, json.dumps(job._asdict()).encode(), suffix=f".{job.token}", durable=False)
 
 
-def read_job(path: Path) -> Job | None:
+def read_job(path: Path) -> JobProcess | None:
     """Returns the job that a file names; None where there is none, or nothing that can be read."""
     try:
-        job = Job(**json.loads(read_text(path)))
+        job = JobProcess(**json.loads(read_text(path)))
         types = [list, int, str, int, str]
         return job if [type(value) for value in job] == types and len(job.host) == len(_host()) else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
-def is_here(job: Job) -> bool:
-    """Whether the process ran where this one can ask after it."""
+def is_here(job: JobProcess) -> bool:
+    """Returns whether the process ran where this one can look it up."""
     return job.host == _host() and _started(os.getpid()) is not None
 
 
-def is_alive(job: Job) -> bool:
-    """Whether the process is seen to be alive."""
-    found = _started(job.pid) if is_here(job) else None
-    return found is not None and found[0] == job.started
+def is_alive(job: JobProcess) -> bool:
+    """Returns whether the process is seen to be alive."""
+    process = _started(job.pid) if is_here(job) else None
+    return process is not None and process[0] == job.started
 
 
-def _is_orphan(job: Job) -> bool:
-    found = _started(job.pid)
-    return found is not None and found[1] != job.parent
+def _is_orphan(job: JobProcess) -> bool:
+    process = _started(job.pid)
+    return process is not None and process[1] != job.parent
 
 
 def _host() -> list[Any]:
@@ -102,7 +102,7 @@ def _host() -> list[Any]:
 def _started(pid: int) -> tuple[str, int] | None:
     """Returns when a process started and its parent; None where it is not alive, or the system does not tell."""
     try:
-        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else (f"{_BOOT.read_text().strip()} {rest[17]}", int(parent))
+        state, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else (f"{_BOOT.read_text().strip()} {fields[17]}", int(parent))
     except (OSError, ValueError, IndexError):
         return None

@@ -18,7 +18,7 @@ from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, opened, read_text
 from .pieces import Stored, fill
 from .ranks import Ranks, all_ranks
-from .shards import DTYPES, Files, Part, parts, verify
+from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
 from .stages import held_elsewhere
 
 Sources = Mapping[str, Sequence[Stored]]  # where the pieces of each tensor are
@@ -48,14 +48,14 @@ def load_checkpoint(
         thread.settle()
         directory, model, ranks = Path(directory), state.unwrap(model), all_ranks()
         thread.raise_earlier(directory, ranks)
-        found = ranks.first(lambda: _find(directory))
-        if found is None:
+        latest = ranks.on_first(lambda: _find(directory))
+        if latest is None:
             return None
-        path, raw = directory / found[0], found[1]
-        ranks.each(lambda: _check_same(path / META, raw))
+        path, raw = directory / latest[0], latest[1]
+        ranks.together(lambda: _check_same(path / META, raw))
         checkpoint = _Checkpoint(path, opened(path / META, raw), ranks)
         old = checkpoint.meta["version"] == 1
-        ranks.first(lambda: warn_of_newer(path))
+        ranks.on_first(lambda: warn_of_newer(path))
         if old and ranks.rank == 0:
             version1.warn(path)
         entries = state.entries_of(model)
@@ -77,7 +77,7 @@ class _Checkpoint(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What it is read for."""
+    """The model and optimizer that a checkpoint is read for."""
 
     model: nn.Module
     entries: state.Entries
@@ -86,7 +86,7 @@ class _Wanted(NamedTuple):
     hook: OkTopk | None
 
 
-class _Ready(NamedTuple):
+class _LoadedState(NamedTuple):
     """Everything that was read, in tensors of its own."""
 
     parameters: state.Values
@@ -124,17 +124,17 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
 
 
-def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
+def _read(checkpoint: _Checkpoint, wanted: _Wanted) -> _LoadedState:
     stock = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in checkpoint.meta["tensors"].items()}
-    checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
+    checkpoint.ranks.together(lambda: _check(checkpoint, stock, wanted))
     sources = _verified(checkpoint, stock)
-    return checkpoint.ranks.each(lambda: _filled(checkpoint, stock, sources, wanted))
+    return checkpoint.ranks.together(lambda: _filled(checkpoint, stock, sources, wanted))
 
 
-def _read_1(checkpoint: _Checkpoint, wanted: _Wanted) -> _Ready:
-    stock, sources = checkpoint.ranks.each(lambda: version1.read_index(checkpoint.path))
-    checkpoint.ranks.each(lambda: _check(checkpoint, stock, wanted))
-    return checkpoint.ranks.each(lambda: _filled(checkpoint, stock, sources, wanted))
+def _read_1(checkpoint: _Checkpoint, wanted: _Wanted) -> _LoadedState:
+    stock, sources = checkpoint.ranks.together(lambda: version1.read_index(checkpoint.path))
+    checkpoint.ranks.together(lambda: _check(checkpoint, stock, wanted))
+    return checkpoint.ranks.together(lambda: _filled(checkpoint, stock, sources, wanted))
 
 
 def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
@@ -143,32 +143,32 @@ def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
     files = files_of(checkpoint.meta)
     mine = sorted(files, key=lambda file: (-files[file].size, file))[ranks.rank :: ranks.size]
 
-    def verify_mine() -> dict[str, dict[str, Part]]:
+    def verify_mine() -> dict[str, dict[str, TensorEntry]]:
         for file in mine:
             verify(path / file, files[file])
         return {file: parts(path / file) for file in mine}
 
-    opened_files, sources = Files(path), {name: list[Stored]() for name in stock}
-    for every in ranks.gather(verify_mine):
-        for file, found in every.items():
-            for name, part in found.items():
+    opened_files, sources = ShardReader(path), {name: list[Stored]() for name in stock}
+    for entries_of_rank in ranks.gather(verify_mine):
+        for file, entries in entries_of_rank.items():
+            for name, part in entries.items():
                 if name not in stock or stock[name][0] != part.dtype or len(stock[name][1]) != len(part.size):
                     raise ValueError(f"{path / file} holds {name}, of which {META} says something else")
                 sources[name].append(Stored(part.offset, part.size, opened_files.reader(file, name)))
     return sources
 
 
-def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _Ready:
+def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _LoadedState:
     """Reads what this rank needs."""
     path, meta, ranks = checkpoint
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
     for name, piece in pieces.items():
         fill(f"{name} of {path}", piece, sources[name])
     residuals = read_hook(wanted.hook, Reading(path, meta, stock, entries=wanted.entries, ranks=ranks), sources)
-    return _Ready(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals)
+    return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals)
 
 
-def _put(meta: Meta, ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _put(meta: Meta, ready: _LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     state.put_model(state.entries_of(model), ready.parameters)
     if optimizer is not None:
         state.put_optimizer(optimizer, ready.optimizer, meta["param_groups"])

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .errors import at
-from .shards import DTYPES, Shard
+from .errors import errors_at
+from .shards import DTYPES, FileEntry
 
 VERSION = 2  # of the formats: Philox, parameter layouts, names, files
 Meta = dict[str, Any]
@@ -27,7 +27,7 @@ def sealed(meta: Meta) -> bytes:
 
 
 def opened(path: Path, raw: bytes) -> Meta:
-    """Returns what meta.json says.  ValueError where it is damaged, of another version or not what a save writes."""
+    """Returns the contents of meta.json.  ValueError where it is damaged, of another version or not what a save writes."""
     try:
         meta = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -40,37 +40,37 @@ def opened(path: Path, raw: bytes) -> Meta:
         seal = _SEAL.match(raw)
         if seal is None or seal[1].decode() != hashlib.sha256(raw[seal.end() :]).hexdigest():
             raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
-    for key, (holds, what) in (_FIELDS if meta["version"] == VERSION else _FIELDS_1).items():
-        if key not in (meta | _WITHOUT) or not holds((_WITHOUT | meta)[key]):
-            raise ValueError(f"{path} is damaged: {key} must be {what}, got {_short(meta.get(key))}")
+    for key, (is_valid, rule) in (_FIELDS if meta["version"] == VERSION else _FIELDS_1).items():
+        if key not in (meta | _WITHOUT) or not is_valid((_WITHOUT | meta)[key]):
+            raise ValueError(f"{path} is damaged: {key} must be {rule}, got {_short(meta.get(key))}")
     return meta
 
 
-def files_of(meta: Meta) -> dict[str, Shard]:
+def files_of(meta: Meta) -> dict[str, FileEntry]:
     """Returns the shards by file name."""
-    return {name: Shard(*shard) for name, shard in meta["files"].items()}
+    return {name: FileEntry(*shard) for name, shard in meta["files"].items()}
 
 
 def read_text(path: Path) -> bytes:
     """Returns the contents of a regular file.  OSError where it is missing or of another kind: a pipe would not end."""
-    with at(path):
+    with errors_at(path):
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
                 raise OSError("not a file, or not one that a save wrote")
             return file.read()
 
 
-def check_json(what: str, value: Any) -> None:
+def check_json(name: str, value: Any) -> None:
     """ValueError where a value would not come back from JSON; a tuple comes back as a list."""
     try:
         json.dumps(value)
         wrong = next(map(_short, _foreign(value)), None)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{what} must be JSON values: {error}") from None
+        raise ValueError(f"{name} must be JSON values: {error}") from None
     if wrong is not None:
-        raise ValueError(f"{what} must be JSON values, got the key {wrong}, which is not a string")
+        raise ValueError(f"{name} must be JSON values, got the key {wrong}, which is not a string")
 
 
 def _foreign(value: Any) -> Any:
@@ -84,7 +84,7 @@ def _foreign(value: Any) -> Any:
 
 
 def plain(name: Any) -> bool:
-    """Whether a string names a file of the same folder and nothing else."""
+    """Returns whether a string names a file of the same folder and nothing else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0\n]", name)
 
 

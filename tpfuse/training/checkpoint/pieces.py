@@ -1,4 +1,4 @@
-"""What each rank holds of a tensor, which rank writes it, and how it is put together again at another split."""
+"""Pieces of tensors: those that a rank holds, the rank that writes each, and their reading at another split."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,32 +12,32 @@ from ...layers.module import Spec
 from ...layers.state import check_whole
 from ...parallel import TensorParallel
 
-Place = tuple[int, ...]  # of an element in the whole tensor, or a shape
+Index = tuple[int, ...]  # of an element in the whole tensor, or a shape
 
 
 class Piece(NamedTuple):
     """One rank's part of a tensor: the elements from ``offset`` onwards of a whole of ``shape``."""
 
     local: Tensor
-    offset: Place
-    shape: Place
+    offset: Index
+    shape: Index
 
 
-class Held(NamedTuple):
-    """A piece without its values: what the ranks tell each other of it."""
+class PieceInfo(NamedTuple):
+    """A piece without its values, as ranks send it to each other."""
 
     name: str
-    offset: Place
-    size: Place
-    shape: Place
+    offset: Index
+    size: Index
+    shape: Index
     dtype: torch.dtype
 
 
 class Stored(NamedTuple):
     """A piece in a file: ``read`` returns a part of it."""
 
-    offset: Place
-    size: Place
+    offset: Index
+    size: Index
     read: Callable[[tuple[slice, ...]], Tensor]
 
 
@@ -57,39 +57,39 @@ def piece(x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
     return Piece(x, tuple(offset), spec.spread)
 
 
-def whole(x: Tensor) -> Piece:
+def full_piece(x: Tensor) -> Piece:
     """Returns a tensor that every rank has."""
     return Piece(x.detach(), (0,) * x.dim(), tuple(x.shape))
 
 
-def shares(every: Sequence[Sequence[Held]]) -> list[set[str]]:
+def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[str]]:
     """Divides the pieces among the ranks that hold them, each once and by bytes -> the names that each rank writes.
 
-    ``every`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
+    ``pieces_of`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
     """
-    wholes: dict[str, Held] = {}
-    owners: dict[tuple[str, Place], list[int]] = {}
-    found: dict[str, int] = {}  # elements by name
-    for rank, pieces in enumerate(every):
+    wholes: dict[str, PieceInfo] = {}
+    owners: dict[tuple[str, Index], list[int]] = {}
+    elements: dict[str, int] = {}  # elements by name
+    for rank, pieces in enumerate(pieces_of):
         for p in pieces:
-            first = wholes.setdefault(p.name, p)
-            if (first.shape, first.dtype) != (p.shape, p.dtype):
+            info = wholes.setdefault(p.name, p)
+            if (info.shape, info.dtype) != (p.shape, p.dtype):
                 raise ValueError(
-                    f"{p.name} must be the same tensor on every rank, got {first.shape} of {first.dtype} and {p.shape}"
+                    f"{p.name} must be the same tensor on every rank, got {info.shape} of {info.dtype} and {p.shape}"
                     f" of {p.dtype} on rank {rank}"
                 )
             if (p.name, p.offset) not in owners:
-                found[p.name] = found.get(p.name, 0) + math.prod(p.size)
+                elements[p.name] = elements.get(p.name, 0) + math.prod(p.size)
             owners.setdefault((p.name, p.offset), []).append(rank)
-    for name, first in wholes.items():
-        if found[name] != math.prod(first.shape):
-            raise ValueError(f"{name} has {math.prod(first.shape)} elements, the ranks hold {found[name]} of them")
-    return _divided(every, owners)
+    for name, info in wholes.items():
+        if elements[name] != math.prod(info.shape):
+            raise ValueError(f"{name} has {math.prod(info.shape)} elements, the ranks hold {elements[name]} of them")
+    return _divided(pieces_of, owners)
 
 
-def _divided(every: Sequence[Sequence[Held]], owners: dict[tuple[str, Place], list[int]]) -> list[set[str]]:
-    bytes_of = {(p.name, p.offset): math.prod(p.size) * p.dtype.itemsize for pieces in every for p in pieces}
-    load, names = [0] * len(every), [set[str]() for _ in every]
+def _divided(pieces_of: Sequence[Sequence[PieceInfo]], owners: dict[tuple[str, Index], list[int]]) -> list[set[str]]:
+    bytes_of = {(p.name, p.offset): math.prod(p.size) * p.dtype.itemsize for pieces in pieces_of for p in pieces}
+    load, names = [0] * len(pieces_of), [set[str]() for _ in pieces_of]
     for (name, offset), ranks in owners.items():
         rank = min(ranks, key=lambda r: (load[r], r))
         load[rank] += bytes_of[name, offset]
@@ -104,9 +104,9 @@ def fill(name: str, target: Piece, stored: Sequence[Stored]) -> None:
         ends = zip(target.offset, target.local.shape, s.offset, s.size, strict=True)
         overlap = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
         if all(start < stop for start, stop in overlap):
-            there = tuple(slice(i - b, j - b) for (i, j), b in zip(overlap, s.offset, strict=True))
-            here = tuple(slice(i - a, j - a) for (i, j), a in zip(overlap, target.offset, strict=True))
-            target.local[here].copy_(s.read(there))
+            source = tuple(slice(i - b, j - b) for (i, j), b in zip(overlap, s.offset, strict=True))
+            inside = tuple(slice(i - a, j - a) for (i, j), a in zip(overlap, target.offset, strict=True))
+            target.local[inside].copy_(s.read(source))
             filled += math.prod(j - i for i, j in overlap)
     if filled != target.local.numel():
         raise OSError(f"{name} is not whole: {filled} of {target.local.numel()} elements are there")

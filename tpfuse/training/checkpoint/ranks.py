@@ -23,15 +23,15 @@ class Ranks(NamedTuple):
     size: int
     group: dist.ProcessGroup | None
 
-    def each(self, action: Callable[[], T]) -> T:
+    def together(self, action: Callable[[], T]) -> T:
         """Returns ``action()`` of this rank; an error of one rank is an error of all, and so is its end."""
         return together(action, (self.group,))
 
     def gather(self, action: Callable[[], T]) -> list[T]:
-        """As :meth:`each`; returns ``action()`` of every rank, in rank order."""
+        """Returns ``action()`` of every rank, in rank order; errors as in :meth:`together`."""
         return gather_results(action, self.group)
 
-    def first(self, action: Callable[[], T]) -> T:
+    def on_first(self, action: Callable[[], T]) -> T:
         """Returns ``action()`` of rank 0, which alone calls it; its error is an error of all."""
         value: Any = self.gather(lambda: action() if self.rank == 0 else None)[0]
         return value

@@ -19,14 +19,14 @@ from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
 from . import background as thread
 from .conditions import conditions, config_of
-from .errors import at, named
+from .errors import errors_at, named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
-from .job import Job, check_held, take
+from .job import JobProcess, check_held, take
 from .meta import VERSION, Meta, check_json, read_text, sealed
-from .pieces import Held, Piece, shares
+from .pieces import Piece, PieceInfo, shares
 from .ranks import Ranks, all_ranks
-from .shards import NAMES, Shard, check_size, write_shard
+from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
 from .state import Group, entries_of, groups_of, pieces_of, unwrap
 
@@ -103,17 +103,17 @@ def save_checkpoint(
 
         def collect() -> tuple[dict[str, Piece], Meta]:
             pieces, meta = _collect(inner, optimizer, step, extra)
-            residuals, said = hook_pieces(entries_of(inner), hook, ranks)
-            return pieces | residuals, meta | said
+            residuals, about = hook_pieces(entries_of(inner), hook, ranks)
+            return pieces | residuals, meta | about
 
         save = _prepare(directory, ranks, stage_in(inner), collect)
         if not background:
             return _write(save)
-        copies = ranks.each(lambda: _copied(save.pieces))
+        copies = ranks.together(lambda: _copied(save.pieces))
         return thread.start(directory, functools.partial(_write, save._replace(pieces=copies)))
 
 
-# ---- what is written ----
+# ---- the state ----
 
 
 def _collect(
@@ -135,9 +135,9 @@ def _collect(
 
 
 class _Mine(NamedTuple):
-    """What a rank tells the others of its state."""
+    """The summary of a rank's state that it sends to the others."""
 
-    held: list[Held]
+    held: list[PieceInfo]
     digests: dict[str, tuple[str, str]]
     groups: list[Group]
     stage: Stage | None
@@ -154,26 +154,29 @@ def _prepare(
     meta: Meta = {}
 
     def mine() -> _Mine:
-        found, about = collect()
-        pieces.update(found)
+        collected, about = collect()
+        pieces.update(collected)
         meta.update(about)
-        held = [Held(n, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype) for n, p in found.items()]
+        infos = [
+            PieceInfo(n, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype)
+            for n, p in collected.items()
+        ]
         digests = {key: _digest(value) for key, value in about.items() if key not in _OWN}
-        return _Mine(held, digests, about[_GROUPS], stage)
+        return _Mine(infos, digests, about[_GROUPS], stage)
 
-    every = ranks.gather(mine)
-    for key, (value, digest) in every[0].digests.items():
-        for rank, other in enumerate(every):
-            if other.digests[key][1] != digest:
+    replies = ranks.gather(mine)
+    for key, (value, digest) in replies[0].digests.items():
+        for rank, reply in enumerate(replies):
+            if reply.digests[key][1] != digest:
                 raise ValueError(
-                    f"{key} must be the same on every rank, got {value} on rank 0 and {other.digests[key][0]} on rank"
+                    f"{key} must be the same on every rank, got {value} on rank 0 and {reply.digests[key][0]} on rank"
                     f" {rank}"
                 )
-    check_stages([each.stage for each in every])
-    meta[_GROUPS] = merged([each.groups for each in every], [each.parameters() for each in every])
-    held = [each.held for each in every]
-    names = shares(held)[ranks.rank]
-    meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*held)}
+    check_stages([reply.stage for reply in replies])
+    meta[_GROUPS] = merged([reply.groups for reply in replies], [reply.parameters() for reply in replies])
+    infos = [reply.held for reply in replies]
+    names = shares(infos)[ranks.rank]
+    meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*infos)}
     return _Save(directory, {name: pieces[name] for name in pieces if name in names}, meta, ranks)
 
 
@@ -187,38 +190,38 @@ def _copied(pieces: dict[str, Piece]) -> dict[str, Piece]:
     return {name: piece._replace(local=piece.local.to("cpu", copy=True)) for name, piece in pieces.items()}
 
 
-# ---- how it is written ----
+# ---- the files ----
 
 
 def _write(save: _Save) -> Path:
     ranks = save.ranks
-    begun = ranks.first(lambda: _begin(save))
+    begun = ranks.on_first(lambda: _begin(save))
     path = save.directory / begun.name
     try:
-        ranks.each(lambda: check_shared(path, begun.saving))
+        ranks.together(lambda: check_shared(path, begun.saving))
         shards = ranks.gather(lambda: _write_shard(save, path))
-        kept = ranks.first(lambda: _publish(save, path, {k: v for d in shards for k, v in d.items()}, begun.job))
+        keep = ranks.on_first(lambda: _publish(save, path, {k: v for d in shards for k, v in d.items()}, begun.job))
     except BaseException as error:
         if ranks.rank == 0:
             _discard(path)
         if isinstance(error, RankEnded):
             raise RankEnded(f"{path} is not whole and is not published: {error}") from error
         raise
-    if ranks.rank == 0 and kept is not None:
-        tidy(path, kept)
+    if ranks.rank == 0 and keep is not None:
+        tidy(path, keep)
     return path
 
 
 class _Begun(NamedTuple):
-    """What rank 0 tells the others: the checkpoint's name, what it wrote there, and whose folder it is."""
+    """Rank 0's message to the others: the checkpoint's name, the text it wrote there, and the job that has the folder."""
 
     name: str
     saving: bytes
-    job: Job
+    job: JobProcess
 
 
 def _begin(save: _Save) -> _Begun:
-    with at(save.directory):
+    with errors_at(save.directory):
         save.directory.mkdir(parents=True, exist_ok=True)
     job = take(save.directory)
     path = new_checkpoint(save.directory, save.meta["step"])
@@ -229,24 +232,24 @@ def _begin(save: _Save) -> _Begun:
         raise
 
 
-def _write_shard(save: _Save, path: Path) -> dict[str, Shard]:
+def _write_shard(save: _Save, path: Path) -> dict[str, FileEntry]:
     if not save.pieces:
         return {}
     file = f"shard-{save.ranks.rank:05d}.safetensors"
     return {file: write_shard(path / file, save.pieces)}
 
 
-def _publish(save: _Save, path: Path, shards: dict[str, Shard], job: Job) -> set[str] | None:
+def _publish(save: _Save, path: Path, shards: dict[str, FileEntry], job: JobProcess) -> set[str] | None:
     """Makes the checkpoint the latest, once every file is seen here -> what to keep; None where that is not known."""
     for file, shard in shards.items():
         check_size(path / file, shard)
-    kept = None
+    keep = None
     with suppress(OSError, ValueError):  # a latest that cannot be read is replaced
         previous = read_latest(path.parent)
-        kept = {path.name} | ({previous} if previous else set())
+        keep = {path.name} | ({previous} if previous else set())
     check_held(path.parent, job)
     publish(path, sealed(save.meta | dict(name=path.name, files=shards)))
-    return kept
+    return keep
 
 
 def _discard(path: Path) -> None:

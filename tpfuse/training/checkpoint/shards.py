@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .errors import at
-from .pieces import Piece, Place
+from .errors import errors_at
+from .pieces import Index, Piece
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,32 +39,32 @@ _BUFFER = 1 << 22
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch.distributed.checkpoint's keys
 
 
-class Shard(NamedTuple):
-    """What meta.json says of a file."""
+class FileEntry(NamedTuple):
+    """A file's size in bytes and its checksum, as meta.json has them."""
 
     size: int
     sha256: str
 
 
-class Part(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file."""
 
     dtype: torch.dtype
-    offset: Place
-    size: Place
+    offset: Index
+    size: Index
 
 
-def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Shard:
+def write_shard(path: Path, pieces: Mapping[str, Piece]) -> FileEntry:
     """Writes a new file, on disk when this returns.  One tensor at a time is brought to the CPU."""
     digest, size = hashlib.sha256(), 0
-    with at(path), open(path, "xb") as file:
+    with errors_at(path), open(path, "xb") as file:
         for data in _bytes(pieces):
             file.write(data)
             digest.update(data)
             size += len(data)
         file.flush()
         os.fsync(file.fileno())
-    return Shard(size, digest.hexdigest())
+    return FileEntry(size, digest.hexdigest())
 
 
 def _bytes(pieces: Mapping[str, Piece]) -> Iterator[Any]:
@@ -91,26 +91,26 @@ def _bytes(pieces: Mapping[str, Piece]) -> Iterator[Any]:
 
 def size_of(path: Path) -> int:
     """Returns the size of a regular file."""
-    with at(path):
-        found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    with errors_at(path):
+        status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path}: not a file")
-    return found.st_size
+    return status.st_size
 
 
-def check_size(path: Path, shard: Shard) -> None:
+def check_size(path: Path, shard: FileEntry) -> None:
     """OSError where a file is missing or of another size."""
     size = size_of(path)
     if size != shard.size:
         raise OSError(f"{path}: has {size} bytes, {shard.size} were written")
 
 
-def verify(path: Path, shard: Shard) -> None:
+def verify(path: Path, shard: FileEntry) -> None:
     """OSError where a file is not what was written, bit for bit."""
     check_size(path, shard)
-    with at(path), open(path, "rb") as file:
-        found = sha256(file)
-    if found != shard.sha256:
+    with errors_at(path), open(path, "rb") as file:
+        checksum = sha256(file)
+    if checksum != shard.sha256:
         raise OSError(f"{path}: its checksum is not that of what was written; the file is damaged")
 
 
@@ -122,22 +122,22 @@ def sha256(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def parts(path: Path) -> dict[str, Part]:
+def parts(path: Path) -> dict[str, TensorEntry]:
     """Returns what is in a file, by name."""
-    with at(path), safe_open(path, framework="pt") as file:
+    with errors_at(path), safe_open(path, framework="pt") as file:
         places = json.loads((file.metadata() or {})[_PLACES])
-        found = {}
+        entries = {}
         for name in file.keys():
             tensor = file.get_slice(name)
             offset, size = places[name][_OFFSETS], tensor.get_shape()
             if len(offset) != len(size) or any(type(n) is not int or n < 0 for n in offset):
                 raise ValueError(f"{name} lies at {offset}")
-            found[name] = Part(DTYPES[tensor.get_dtype()], tuple(offset), tuple(size))
-        return found
+            entries[name] = TensorEntry(DTYPES[tensor.get_dtype()], tuple(offset), tuple(size))
+        return entries
 
 
-class Files:
-    """Files that are read from, each opened once."""
+class ShardReader:
+    """Reads tensors from the files of a folder, each opened once."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -146,12 +146,12 @@ class Files:
     def reader(self, file: str, name: str) -> Callable[[tuple[slice, ...]], Tensor]:
         """Returns a function that reads parts of a tensor."""
 
-        def read(where: tuple[slice, ...]) -> Tensor:
-            with at(self._folder / file):
+        def read(index: tuple[slice, ...]) -> Tensor:
+            with errors_at(self._folder / file):
                 if file not in self._open:
                     self._open[file] = safe_open(self._folder / file, framework="pt")
                 opened = self._open[file]
-                part: Tensor = opened.get_slice(name)[where] if where else opened.get_tensor(name)
+                part: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
                 return part
 
         return read

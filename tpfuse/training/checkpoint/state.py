@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold, as pieces of whole tensors by name, and back."""
+"""A model's and its optimizer's state as pieces of whole tensors by name, and back."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from ...layers.module import WRAPPERS, Spec, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
-from .pieces import Piece, Place, piece, whole
+from .pieces import Index, Piece, full_piece, piece
 from .shards import NAMES
 
 MAIN = "main_weight"  # among the optimizer's state of a parameter: its fp32 weight in a MainGrad
 Entries = dict[str, tuple[nn.Parameter, Spec, TensorParallel]]  # parameters by name
-Stock = Mapping[str, tuple[torch.dtype, Place]]  # what a checkpoint holds: dtype and whole shape by name
+Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtype and whole shape by name
 Values = Mapping[str, Piece]  # tensors that were read
 OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
@@ -46,22 +46,22 @@ def entries_of(model: nn.Module) -> Entries:
 
 def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
     """Returns what is here of every tensor, sharing its memory."""
-    found = {}
+    pieces = {}
     for name, (p, spec, tp) in entries.items():
-        found[f"model.{name}"] = piece(p, spec, tp)
+        pieces[f"model.{name}"] = piece(p, spec, tp)
         weight = stepped(p)
         main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
         for key, value in (optimizer.state.get(weight, {}) | main).items():
             if value is not None:
                 value = _as_tensor(name, key, value)
                 shaped = value.shape == p.shape
-                found[f"optimizer.{name}.{key}"] = piece(value, spec, tp) if shaped else whole(value)
+                pieces[f"optimizer.{name}.{key}"] = piece(value, spec, tp) if shaped else full_piece(value)
                 if not shaped and value.numel() > 1:
                     raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter")
-    for name, held in found.items():
-        if held.local.dtype not in NAMES:
-            raise ValueError(f"{name} is of {held.local.dtype}, which safetensors does not hold")
-    return found
+    for name, part in pieces.items():
+        if part.local.dtype not in NAMES:
+            raise ValueError(f"{name} is of {part.local.dtype}, which safetensors does not hold")
+    return pieces
 
 
 def _as_tensor(name: str, key: str, value: Any) -> Tensor:
@@ -90,7 +90,7 @@ def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]
     ]
 
 
-# ---- what fits ----
+# ---- checks ----
 
 
 def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collection[str]) -> None:
@@ -100,8 +100,8 @@ def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collecti
         got = stored[name][1] if name in stored else "none"
         if got != shape:
             raise ValueError(f"{name} must be {shape} for this model, {path} has {got}")
-    known = wanted.keys() | {f"model.{name}" for name in elsewhere}
-    extra = [name for name in stored if name.startswith("model.") and name not in known]
+    expected = wanted.keys() | {f"model.{name}" for name in elsewhere}
+    extra = [name for name in stored if name.startswith("model.") and name not in expected]
     if extra:
         raise ValueError(f"{path} holds {extra[0]}, which this model has no place for")
 
@@ -110,14 +110,14 @@ def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere
     """ValueError where the optimizer's groups are not those of a checkpoint, in any order of their parameters."""
     if len(groups) != len(stored):
         raise ValueError(f"the optimizer has {len(groups)} parameter groups, {path} has {len(stored)}")
-    for i, (ours, theirs) in enumerate(zip(groups, stored, strict=True)):
-        differing = sorted(set(ours["params"]) ^ {name for name in theirs["params"] if name not in elsewhere})
+    for i, (current, saved) in enumerate(zip(groups, stored, strict=True)):
+        differing = sorted(set(current["params"]) ^ {name for name in saved["params"] if name not in elsewhere})
         if differing:
             raise ValueError(f"group {i} of the optimizer has other parameters than {path}: {', '.join(differing[:4])}")
-        for key in (ours.keys() & theirs.keys()) - {"params"}:
-            if _kind(ours[key]) != _kind(theirs[key]):
+        for key in (current.keys() & saved.keys()) - {"params"}:
+            if _kind(current[key]) != _kind(saved[key]):
                 raise ValueError(
-                    f"{key} of group {i} of the optimizer is {ours[key]!r}, {path} has {str(theirs[key])[:60]!r}"
+                    f"{key} of group {i} of the optimizer is {current[key]!r}, {path} has {str(saved[key])[:60]!r}"
                 )
 
 
@@ -134,24 +134,24 @@ def _kind(value: Any) -> Any:
 
 def fresh(path: Path, entries: Entries, stored: Stock, with_optimizer: bool) -> dict[str, Piece]:
     """Returns new tensors on the CPU, for what this rank needs of a checkpoint."""
-    found = {}
+    pieces = {}
     for name, (p, spec, tp) in entries.items():
-        here = piece(p, spec, tp)
-        found[f"model.{name}"] = _empty(here, p.dtype)
+        local = piece(p, spec, tp)
+        pieces[f"model.{name}"] = _empty(local, p.dtype)
         prefix = f"optimizer.{name}."
         for key in _keys(stored, prefix) if with_optimizer else ():
             dtype, shape = stored[key]
             if shape == spec.spread:
-                found[key] = _empty(here, dtype)
+                pieces[key] = _empty(local, dtype)
             elif shape in ((), (1,)):
-                found[key] = whole(torch.empty(shape, dtype=dtype))
+                pieces[key] = full_piece(torch.empty(shape, dtype=dtype))
             else:
                 raise ValueError(f"{key} of {path} is neither a number nor shaped as the parameter, it is {shape}")
-    return found
+    return pieces
 
 
-def _empty(like: Piece, dtype: torch.dtype) -> Piece:
-    return like._replace(local=torch.empty(like.local.shape, dtype=dtype, device="cpu"))
+def _empty(template: Piece, dtype: torch.dtype) -> Piece:
+    return template._replace(local=torch.empty(template.local.shape, dtype=dtype, device="cpu"))
 
 
 def _keys(names: Iterable[str], prefix: str) -> list[str]:
@@ -159,7 +159,7 @@ def _keys(names: Iterable[str], prefix: str) -> list[str]:
 
 
 def optimizer_state(
-    entries: Entries, found: Values, optimizer: torch.optim.Optimizer | None
+    entries: Entries, values_read: Values, optimizer: torch.optim.Optimizer | None
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
     """Returns the optimizer's state by parameter, of what was read, on the devices where the optimizer has it."""
     if optimizer is None:
@@ -169,24 +169,24 @@ def optimizer_state(
     for name, (p, spec, _) in entries.items():
         prefix = f"optimizer.{name}."
         values = {}
-        for key in _keys(found, prefix):
-            shaped = found[key].shape == spec.spread
-            value = found[key].local.to(p.device if shaped or stepped(p) in on_device else "cpu")
-            values[key.removeprefix(prefix)] = _like(value, p) if shaped else value
+        for key in _keys(values_read, prefix):
+            shaped = values_read[key].shape == spec.spread
+            value = values_read[key].local.to(p.device if shaped or stepped(p) in on_device else "cpu")
+            values[key.removeprefix(prefix)] = _as_parameter(value, p) if shaped else value
         state[p] = values
     return state
 
 
-def _like(value: Tensor, p: nn.Parameter) -> Tensor:
+def _as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
     if not isinstance(p, DTensor):
         return value
     return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def put_model(entries: Entries, found: Values) -> None:
+def put_model(entries: Entries, values_read: Values) -> None:
     for name, (p, *_) in entries.items():
         x = p.detach()
-        (x.to_local() if isinstance(x, DTensor) else x).copy_(found[f"model.{name}"].local)
+        (x.to_local() if isinstance(x, DTensor) else x).copy_(values_read[f"model.{name}"].local)
 
 
 def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import at
+from .errors import errors_at
 from .meta import plain, read_text
-from .pieces import Place, Stored
+from .pieces import Index, Stored
 
 _INDEX = ".metadata"
 
@@ -25,10 +25,10 @@ def warn(path: Path) -> None:
     )
 
 
-def read_index(path: Path) -> tuple[dict[str, tuple[torch.dtype, Place]], dict[str, list[Stored]]]:
+def read_index(path: Path) -> tuple[dict[str, tuple[torch.dtype, Index]], dict[str, list[Stored]]]:
     """Returns dtype and shape of every tensor, and where its pieces are."""
     raw = read_text(path / _INDEX)
-    with at(path / _INDEX):
+    with errors_at(path / _INDEX):
         metadata: Any = pickle.loads(raw)
         stock, pieces = {}, {}
         for name, tensor in metadata.state_dict_metadata.items():
@@ -44,13 +44,13 @@ def _stored(path: Path, places: Mapping[Any, Any], name: str, chunk: Any) -> Sto
     if not plain(place.relative_path):
         raise ValueError(f"{name} lies in {place.relative_path!r}")
 
-    def read(where: tuple[slice, ...]) -> Tensor:
-        with at(path / place.relative_path), open(path / place.relative_path, "rb") as file:
+    def read(index: tuple[slice, ...]) -> Tensor:
+        with errors_at(path / place.relative_path), open(path / place.relative_path, "rb") as file:
             file.seek(place.offset)
             data = io.BytesIO(file.read(place.length))
             x: Tensor = torch.load(data, map_location="cpu", weights_only=True)
             if tuple(x.shape) != size:
                 raise ValueError(f"{name} is of shape {tuple(x.shape)} and should be {size}")
-            return x[where]
+            return x[index]
 
     return Stored(offset, size, read)

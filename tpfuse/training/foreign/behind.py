@@ -58,8 +58,8 @@ class Behind:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.original, *args, **kwargs)
 
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.original
+    def __eq__(self, value: object) -> bool:
+        return value is self or value is self.original
 
     def __hash__(self) -> int:
         return hash(self.original)

@@ -44,11 +44,11 @@ def get_total_norm(
 def _whole_norm(tensors: list[Tensor], order: float) -> Tensor | None:
     """Returns the norm over all ranks; None where no tensor belongs to a split parameter."""
     wholes = wholes_of(tensors)
-    split = [(x, whole) for x, whole in zip(tensors, wholes, strict=True) if whole is not None]
+    split = [(x, placement) for x, placement in zip(tensors, wholes, strict=True) if placement is not None]
     if not split:
         return None
     _compare(split, order)
-    parts = [part_of(x, whole) for x, whole in zip(tensors, wholes, strict=True)]
+    parts = [part_of(x, placement) for x, placement in zip(tensors, wholes, strict=True)]
     return total_norm(parts, order, "torch.nn.utils.get_total_norm").to(_dtype(tensors))
 
 
@@ -60,7 +60,7 @@ def _compare(split: list[tuple[Tensor, Whole]], order: float) -> None:
     """Compares a call over the tensor-parallel ranks: they sum over the same tensors, or wait for each other."""
     group = split[0][1].tp.group
     if group is not None:
-        shapes = sorted(f"{x.dtype} {list(whole.spec.shape)}" for x, whole in split)
+        shapes = sorted(f"{x.dtype} {list(placement.spec.shape)}" for x, placement in split)
         call = {"norm_type": order, "the split parameters": names(shapes)}
         agreement_of(group, "torch.nn.utils.get_total_norm", each_call=True)(group, call, {})
 
@@ -87,7 +87,7 @@ def clip_grads_with_norm_(
 def _scaled(parameters: list[Tensor], max_norm: float, total: Tensor) -> bool:
     """Scales the gradients, be they DTensors over several meshes or none; False where no parameter is split."""
     grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    split = any(whole is not None for whole in wholes_of(grads))
+    split = any(placement is not None for placement in wholes_of(grads))
     if split:
         scale_(map(local, grads), max_norm, total.full_tensor() if isinstance(total, DTensor) else total)
     return split

@@ -27,14 +27,14 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Tool(NamedTuple):
-    """What a tool's arguments say: the parameters that it would send, and the ranks between which (None: it is wrong
-    at any)."""
+    """A tool: from its arguments the parameters that it would send, and the ranks between which (None: it is wrong at
+    any)."""
 
     name: str
     parameters: Callable[[Arguments], Named]
     ranks: Callable[[Arguments], list[int] | None]
     cure: str
-    first: str = ""  # the cure of parameters that are no DTensors yet
+    advice: str = ""  # the cure of parameters that are no DTensors yet
     main_grad: str = ""  # the error of parameters whose gradients a MainGrad holds
     composable: bool = False  # torch notes the call on the modules before it makes it
 
@@ -74,39 +74,39 @@ def _unmark(original: Callable[..., Any], arguments: Arguments) -> None:
 
 
 def error_of(tool: Tool, arguments: Arguments) -> str | None:
-    """Returns what is wrong with a tool's arguments; None where nothing is."""
-    every = list(tool.parameters(arguments))
-    if tool.main_grad and PLACES and any(p in PLACES for _, p in every):
+    """Returns the error in a tool's arguments, if there is one."""
+    named = list(tool.parameters(arguments))
+    if tool.main_grad and PLACES and any(p in PLACES for _, p in named):
         return tool.main_grad
-    wholes = wholes_of([p for _, p in every])
-    held = [
-        (name or f"a parameter of shape {whole.spec.shape}", p, whole)
-        for (name, p), whole in zip(every, wholes, strict=True)
-        if whole is not None
+    placements = wholes_of([p for _, p in named])
+    slices = [
+        (name or f"a parameter of shape {placement.spec.shape}", p, placement)
+        for (name, p), placement in zip(named, placements, strict=True)
+        if placement is not None
     ]
-    if not held:
+    if not slices:
         return None
     ranks = tool.ranks(arguments)
-    wrong = [(name, p) for name, p, whole in held if ranks is None or _differ(whole, ranks)]
+    wrong = [(name, p) for name, p, placement in slices if ranks is None or _differ(placement, ranks)]
     if not wrong:
         return None
     group = (
         "" if ranks is None else f", and its group ({some([f'rank {rank}' for rank in ranks])}) holds several of them"
     )
-    first = "" if all(isinstance(p, DTensor) for _, p in wrong) else tool.first
+    advice = "" if all(isinstance(p, DTensor) for _, p in wrong) else tool.advice
     return (
         f"{tool.name}: tensor-parallel ranks hold different slices of {some([name for name, _ in wrong])}{group};"
-        f" {first}{tool.cure}"
+        f" {advice}{tool.cure}"
     )
 
 
-def _differ(whole: Whole, ranks: list[int]) -> bool:
-    """Whether two of the ranks hold different slices."""
-    members = dist.get_process_group_ranks(whole.tp.group)
-    return len({i // whole.spec.copies for i, rank in enumerate(members) if rank in ranks}) > 1
+def _differ(placement: Whole, ranks: list[int]) -> bool:
+    """Returns whether two of the ranks hold different slices."""
+    members = dist.get_process_group_ranks(placement.tp.group)
+    return len({i // placement.spec.copies for i, rank in enumerate(members) if rank in ranks}) > 1
 
 
-# ---- what the tools are given ----
+# ---- parameters and ranks, from a tool's arguments ----
 
 
 def _modules(arguments: Arguments) -> list[nn.Module]:
@@ -153,12 +153,12 @@ def _sharded_ranks(arguments: Arguments) -> list[int]:
     if mesh is None:
         return dist.get_process_group_ranks(None)
     if dims is not None:
-        asked = [
+        dimensions = [
             name
             for names in (dims.replicate, dims.shard)
             for name in ([names] if isinstance(names, str) else names or ())
         ]
-        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in asked)]
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in dimensions)]
     return _mesh_ranks(mesh)
 
 
@@ -187,7 +187,7 @@ FSDP2 = Tool(
     _unmanaged,
     _sharded_ranks,
     cure=f'pass mesh=mesh["dp"], {_SAME}',
-    first="call tpfuse.as_dtensor(model, mesh) first, and ",
+    advice="call tpfuse.as_dtensor(model, mesh) first, and ",
     composable=True,
 )
 REPLICATE = Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP, composable=True)

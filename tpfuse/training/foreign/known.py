@@ -1,4 +1,4 @@
-"""What the tensors that torch's tools are given are slices of."""
+"""The wholes of tensors that torch's tools are given."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ...layers.module import ParallelModule, Whole, living, local, wholes
 
-_kept: "weakref.WeakKeyDictionary[ParallelModule, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
+_remembered: "weakref.WeakKeyDictionary[ParallelModule, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
 
 
 def split_parameters() -> dict[Tensor, Whole]:
     """Returns the living parameters of which ranks hold different slices."""
-    kept = [item for known in _kept.values() for item in known.items()]
-    return {p: whole for p, whole in (*kept, *wholes().items()) if _is_split(whole)}
+    remembered = [item for parameters in _remembered.values() for item in parameters.items()]
+    return {p: placement for p, placement in (*remembered, *wholes().items()) if _is_split(placement)}
 
 
 def keep() -> None:
@@ -24,11 +24,11 @@ def keep() -> None:
     layers are held weakly and not the parameters: torch swaps no tensor that has a weak reference.
     """
     for module in living():
-        _kept.setdefault(module, {}).update(wholes([module]))
+        _remembered.setdefault(module, {}).update(wholes([module]))
 
 
-def _is_split(whole: Whole) -> bool:
-    return whole.spec.dim is not None and whole.tp.size > 1 and whole.tp.group_name is not None
+def _is_split(placement: Whole) -> bool:
+    return placement.spec.dim is not None and placement.tp.size > 1 and placement.tp.group_name is not None
 
 
 def _any_split() -> bool:
@@ -39,24 +39,24 @@ any_split: Callable[[], bool] = torch.compiler.assume_constant_result(_any_split
 
 
 def wholes_of(tensors: Sequence[Tensor]) -> list[Whole | None]:
-    """Returns for each tensor what it is a slice of: a parameter, its gradient, or a view of either."""
-    known = _by_memory(split_parameters())
-    return [known.get(_memory(x)) for x in tensors]
+    """Returns of each tensor (a parameter, its gradient, or a view of either) the whole that it is a slice of."""
+    by_memory = _by_memory(split_parameters())
+    return [by_memory.get(_memory(x)) for x in tensors]
 
 
 def _by_memory(parameters: Mapping[Tensor, Whole]) -> dict[tuple[int, int], Whole]:
-    found = {}
-    for p, whole in parameters.items():
-        found[_memory(p)] = whole
+    placements = {}
+    for p, placement in parameters.items():
+        placements[_memory(p)] = placement
         if p.grad is not None:
-            found[_memory(p.grad)] = whole
-    return found
+            placements[_memory(p.grad)] = placement
+    return placements
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
     """Identifies a tensor's elements, and an empty tensor or one without memory by itself."""
-    here = local(x)
+    elements = local(x)
     try:
-        return here.data_ptr() or id(x), here.numel()
+        return elements.data_ptr() or id(x), elements.numel()
     except RuntimeError:  # a fake tensor
-        return id(x), here.numel()
+        return id(x), elements.numel()

@@ -18,31 +18,31 @@ from ...parallel import resolve
 _ORDER = limited("be more than 0", lambda v: v > 0)  # inf: the largest element
 
 
-class Part(NamedTuple):
-    """The elements of a gradient that are here, the groups over which the gradient is sharded, and how many ranks in
-    each have the same elements."""
+class GradPart(NamedTuple):
+    """This rank's elements of a gradient, the groups over which it is sharded, and how many ranks in each have the same
+    elements."""
 
     elements: Tensor
     groups: tuple[str, ...] = ()
     copies: int = 1
 
 
-def part_of(grad: Tensor, whole: Whole | None) -> Part:
-    """``whole``: what the gradient's parameter is a slice of, where it is split."""
+def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
+    """Returns a gradient's part; ``slice_of``: the whole that its parameter is a slice of, if it is split."""
     groups: dict[str, None] = {}
     covered = False
     if isinstance(grad, DTensor):
         for i, placement in enumerate(grad.placements):
             group = grad.device_mesh.get_group(i)
-            covered = covered or (whole is not None and _ranks(group) == _ranks(whole.tp.group))
+            covered = covered or (slice_of is not None and _ranks(group) == _ranks(slice_of.tp.group))
             if not isinstance(placement, Replicate):
                 groups[group.group_name] = None
         grad = grad.to_local()
-    if whole is None:
-        return Part(grad, tuple(groups))
-    if not covered and whole.tp.group_name is not None:
-        groups[whole.tp.group_name] = None
-    return Part(grad, tuple(groups), whole.spec.copies)
+    if slice_of is None:
+        return GradPart(grad, tuple(groups))
+    if not covered and slice_of.tp.group_name is not None:
+        groups[slice_of.tp.group_name] = None
+    return GradPart(grad, tuple(groups), slice_of.spec.copies)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -50,7 +50,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 class _Norm(NamedTuple):
-    """How norms of parts become the norm of the whole: each is raised, all are joined, the result is lowered."""
+    """Norms of parts become the norm of the whole: each is raised, all are joined, the result is lowered."""
 
     raised: Callable[[Tensor, int], Tensor]  # of a part that so many ranks hold
     joined: Callable[[Tensor], Tensor]  # [n] -> a scalar
@@ -64,7 +64,7 @@ def _norm(order: float) -> _Norm:
     return _Norm(raised, lambda x: x.sum(0), lambda x: x.pow(1 / order))
 
 
-def total_norm(parts: Sequence[Part], order: float = 2.0, name: str = "total_norm") -> Tensor:
+def total_norm(parts: Sequence[GradPart], order: float = 2.0, name: str = "total_norm") -> Tensor:
     """Returns the norm over all ranks, a scalar in fp64, the same bits on every rank; each rank calls it.
 
     A few launches, whatever the number of parts; norms are taken in fp32 (fp64 of fp64).  ValueError for an ``order``
@@ -78,20 +78,22 @@ def total_norm(parts: Sequence[Part], order: float = 2.0, name: str = "total_nor
     for x, groups, copies in parts:
         kinds.setdefault((groups, copies, x.dtype, x.device), []).append(x)
     device = parts[0].elements.device
-    found: dict[tuple[str, ...], list[Tensor]] = {}
+    norms_of: dict[tuple[str, ...], list[Tensor]] = {}
     for (groups, copies, dtype, _), grads in kinds.items():
         norms = norm.raised(_norms(grads, order, dtype), copies)
-        found.setdefault(groups, []).append(norm.joined(norms).to(device))
-    totals = [over_groups(norm.joined(torch.stack(found[groups])), groups, norm.joined) for groups in sorted(found)]
+        norms_of.setdefault(groups, []).append(norm.joined(norms).to(device))
+    totals = [
+        over_groups(norm.joined(torch.stack(norms_of[groups])), groups, norm.joined) for groups in sorted(norms_of)
+    ]
     return norm.lowered(norm.joined(torch.stack(totals)))
 
 
 def _norms(grads: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:
     """Returns the norms of tensors of one dtype, in fp64: [n], and one zero where none has an element."""
-    some = [x for x in grads if x.numel()]
-    if not some:
+    nonempty = [x for x in grads if x.numel()]
+    if not nonempty:
         return grads[0].new_zeros(1, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(some, order, dtype=torch.promote_types(dtype, torch.float32))).double()
+    return torch.stack(torch._foreach_norm(nonempty, order, dtype=torch.promote_types(dtype, torch.float32))).double()
 
 
 def summed(x: Tensor) -> Tensor:
@@ -111,5 +113,5 @@ def scale_(grads: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in grads:
         kinds.setdefault((x.dtype, x.device), []).append(x)
-    for (dtype, device), each in kinds.items():
-        torch._foreach_mul_(each, scale.to(device, dtype))
+    for (dtype, device), tensors in kinds.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype))

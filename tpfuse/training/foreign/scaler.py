@@ -34,5 +34,5 @@ def _groups(optimizer: Optimizer) -> list[str]:
     split = split_parameters()
     if not split:
         return []
-    wholes = (split[p] for group in optimizer.param_groups for p in group["params"] if p in split)
-    return sorted({whole.tp.group_name for whole in wholes if whole.tp.group_name is not None})
+    placements = (split[p] for group in optimizer.param_groups for p in group["params"] if p in split)
+    return sorted({placement.tp.group_name for placement in placements if placement.tp.group_name is not None})

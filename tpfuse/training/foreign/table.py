@@ -63,7 +63,7 @@ def install() -> None:
         _undo.extend(replacement.put() for replacement in TABLE)
 
 
-def guard_torch(on: bool = True) -> None:
+def guard_torch(enabled: bool = True) -> None:
     """Switches off, or on again, what the library replaces in torch once a parameter is split over ranks.
 
     ``guard_torch(False)`` puts torch's own functions back and leaves them so: DistributedDataParallel, FSDP, gradient
@@ -71,7 +71,7 @@ def guard_torch(on: bool = True) -> None:
     ``guard_torch()`` replaces them at once.
     """
     global _off
-    _off = not on
+    _off = not enabled
     install()
     while _off and _undo:
         _undo.pop()()

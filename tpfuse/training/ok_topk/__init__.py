@@ -6,7 +6,7 @@ hook       OkTopk and ok_topk_hook, for DistributedDataParallel
 messages   uneven messages between replicas, destinations rotated, bytes counted
 """
 
-from .algorithm import State
+from .algorithm import TopkState
 from .hook import OkTopk, Unit, ok_topk_hook
 
-__all__ = ["OkTopk", "State", "Unit", "ok_topk_hook"]
+__all__ = ["OkTopk", "TopkState", "Unit", "ok_topk_hook"]

@@ -33,8 +33,8 @@ def above(x: Tensor, threshold: float, most: int) -> tuple[Entries, int]:
     """Returns the entries of ``x`` [n] that are not zero and of a magnitude of at least ``threshold``, the first
     ``most`` of them, and how many there are.  The host waits for that number: the sizes of messages follow from it."""
     index, value, count = select_large(x, threshold, most)
-    found = int(count)
-    return Entries(index[:found], value[:found]), found
+    number = int(count)
+    return Entries(index[:number], value[:number]), number
 
 
 def largest(x: Tensor, k: int) -> tuple[Entries, float]:
@@ -43,10 +43,10 @@ def largest(x: Tensor, k: int) -> tuple[Entries, float]:
     if k >= len(x):
         return above(x, 0.0, len(x))[0], 0.0
     threshold = float(torch.kthvalue(x.abs(), len(x) - k + 1).values)
-    found, count = above(x, threshold, k)
+    entries, count = above(x, threshold, k)
     if count > k:
-        found, _ = above(x, threshold, count)
-        equal = found.value.abs() == threshold
+        entries, _ = above(x, threshold, count)
+        equal = entries.value.abs() == threshold
         spare = k - (count - int(equal.sum()))  # of the equal ones
-        found = found[~equal | (equal.cumsum(0) <= spare)]
-    return found, threshold
+        entries = entries[~equal | (equal.cumsum(0) <= spare)]
+    return entries, threshold

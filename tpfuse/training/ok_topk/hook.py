@@ -10,8 +10,9 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, number, whole
 from ...layers.module import wholes
+from ...layers.state import is_split
 from ...ranks.messages import raise_together
-from .algorithm import Dials, State, Summed, sparse_sum
+from .algorithm import Dials, Summed, TopkState, sparse_sum
 from .messages import Replicas
 
 # The density above which entries may be more words than whole gradients: 6 k (P - 1) / P against 2 n (P - 1) / P.
@@ -28,7 +29,7 @@ class Unit:
     """
 
     def __init__(self, parameters: list[Tensor], residual: Tensor):
-        self.parameters, self.residual, self.state = parameters, residual, State()
+        self.parameters, self.residual, self.state = parameters, residual, TopkState()
 
     def parts(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Yields each parameter with its part of the residual, shaped as the parameter."""
@@ -45,12 +46,12 @@ class Unit:
 
 
 class _Bucket(NamedTuple):
-    """What DDP hands to the hook, and what it waits for."""
+    """A bucket that DDP handed to the hook, and the future that it waits for."""
 
     buffer: Tensor
     gradients: list[Tensor]  # views of the buffer
     parameters: list[Tensor]
-    done: torch.futures.Future[Tensor]
+    future: torch.futures.Future[Tensor]
 
 
 class OkTopk:
@@ -83,8 +84,8 @@ class OkTopk:
         borders_every: int = 64,
         group: dist.ProcessGroup | None = None,
     ):
-        given = dict(density=density, warmup_steps=warmup_steps, exact_every=exact_every, borders_every=borders_every)
-        check_numbers("OkTopk", given, _RULES)
+        steps = dict(warmup_steps=warmup_steps, exact_every=exact_every, borders_every=borders_every)
+        check_numbers("OkTopk", dict(density=density) | steps, _RULES)
         self.warmup_steps, self.group = warmup_steps, group
         self.dials = Dials(density, exact_every, borders_every)
         self.step = 0
@@ -110,19 +111,19 @@ class OkTopk:
         return self._over.size()
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
         if bucket.index() == 0:  # of a pass that ended in an error some may be left
             self._buckets = []
-        self._buckets.append(_Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), done))
+        self._buckets.append(_Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), future))
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
             try:
                 self._finish(buckets)
             except ValueError as error:
                 _raise_later(error)
-            for each in buckets:
-                each.done.set_result(each.buffer)
-        return done
+            for reduced in buckets:
+                reduced.future.set_result(reduced.buffer)
+        return future
 
     def _finish(self, buckets: list[_Bucket]) -> None:
         """Puts the averages into the buckets.  Nothing is changed before every rank's gradients are found finite."""
@@ -132,8 +133,8 @@ class OkTopk:
         replicas = Replicas(self._over)
         if self._split_over is None:
             self._split_over = _tensor_parallel(buckets)
-        every = replicas.gather(_kinds(buckets))
-        raise_together(_not_finite(buckets, every), self._split_over)
+        kinds = replicas.gather(_kinds(buckets))
+        raise_together(_not_finite(buckets, kinds), self._split_over)
         dials, warm = self.dials, self.step < self.warmup_steps
         if warm:
             dials = dials._replace(density=dials.density ** (self.step / self.warmup_steps))
@@ -141,7 +142,7 @@ class OkTopk:
             for bucket in buckets:
                 replicas.average_(bucket.buffer)
         else:
-            self._sum(buckets, dials, replicas, _idle(buckets, every))
+            self._sum(buckets, dials, replicas, _idle(buckets, kinds))
         self.step += 1
         self.sent, self.sent_entries = replicas.sent, replicas.entries
 
@@ -156,8 +157,8 @@ class OkTopk:
         for unit in self.units:
             for p, part in unit.parts():
                 part += gradients[id(p)].view(p.shape)
-            made = sparse_sum(unit.but(idle), unit.state, dials, replicas)
-            _give(unit, made, gradients, replicas.size)
+            summed = sparse_sum(unit.but(idle), unit.state, dials, replicas)
+            _give(unit, summed, gradients, replicas.size)
 
 
 def ok_topk_hook(state: OkTopk, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -188,31 +189,32 @@ def _raise_later(error: ValueError) -> None:
 
 
 def _units(bucket: _Bucket) -> list[Unit]:
-    known = wholes()
-    sliced = [p in known and known[p].spec.dim is not None and known[p].tp.size > 1 for p in bucket.parameters]
-    every = [[p for p, is_slice in zip(bucket.parameters, sliced, strict=True) if is_slice == way] for way in (1, 0)]
-    wide = torch.promote_types(bucket.buffer.dtype, torch.float32)
+    placements = wholes()
+    sliced = [p for p in bucket.parameters if p in placements and is_split(*placements[p])]
+    ids = {id(p) for p in sliced}
+    parameters_of = [sliced, [p for p in bucket.parameters if id(p) not in ids]]
+    dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
     return [
-        Unit(parameters, bucket.buffer.new_zeros(sum(p.numel() for p in parameters), dtype=wide))
-        for parameters in every
+        Unit(parameters, bucket.buffer.new_zeros(sum(p.numel() for p in parameters), dtype=dtype))
+        for parameters in parameters_of
         if parameters
     ]
 
 
-def _give(unit: Unit, made: Summed, gradients: dict[int, Tensor], size: int) -> None:
+def _give(unit: Unit, summed: Summed, gradients: dict[int, Tensor], size: int) -> None:
     """Writes the average over the gradients, and takes from the residual what has been given."""
     average = torch.zeros_like(unit.residual)
-    average[made.total.index] = made.total.value / size
+    average[summed.total.index] = summed.total.value / size
     for p, part in zip(unit.parameters, average.split([p.numel() for p in unit.parameters]), strict=True):
         gradients[id(p)].copy_(part.view_as(gradients[id(p)]))
-    unit.residual[made.given] = 0
-    unit.state = made.state
+    unit.residual[summed.contributed] = 0
+    unit.state = summed.state
 
 
 def _tensor_parallel(buckets: list[_Bucket]) -> list[dist.ProcessGroup | None]:
     """Returns the groups that the parameters are split over."""
-    known = wholes()
-    split = [known[p].tp for bucket in buckets for p in bucket.parameters if p in known]
+    placements = wholes()
+    split = [placements[p].tp for bucket in buckets for p in bucket.parameters if p in placements]
     groups = {tp.group_name: tp.group for tp in split if tp.group_name is not None}
     return [groups[name] for name in sorted(groups)]
 
@@ -222,26 +224,26 @@ def _kinds(buckets: list[_Bucket]) -> Tensor:
     finite: uint8."""
     gradients = [g for bucket in buckets for g in bucket.gradients]
     largest = torch.zeros(len(gradients), dtype=torch.float64, device=buckets[0].buffer.device)
-    some = [i for i, g in enumerate(gradients) if g.numel()]
-    if some:
-        norms = torch._foreach_norm([gradients[i] for i in some], torch.inf)
-        largest[some] = torch.stack(norms).double()
+    nonempty = [i for i, g in enumerate(gradients) if g.numel()]
+    if nonempty:
+        norms = torch._foreach_norm([gradients[i] for i in nonempty], torch.inf)
+        largest[nonempty] = torch.stack(norms).double()
     kinds = torch.full_like(largest, _FINITE, dtype=torch.uint8)
     return kinds.masked_fill(largest == 0, _ZERO).masked_fill(~largest.isfinite(), _BAD)
 
 
-def _idle(buckets: list[_Bucket], every: Tensor) -> set[int]:
+def _idle(buckets: list[_Bucket], kinds: Tensor) -> set[int]:
     """Returns the ids of the parameters whose gradient is zero on every replica.
 
     DDP may have found that none has used them, and then leaves out what the hook gives: their residuals wait.
     """
     parameters = [p for bucket in buckets for p in bucket.parameters]
-    return {id(parameters[i]) for i in (every == _ZERO).all(0).nonzero().flatten().tolist()}
+    return {id(parameters[i]) for i in (kinds == _ZERO).all(0).nonzero().flatten().tolist()}
 
 
-def _not_finite(buckets: list[_Bucket], every: Tensor) -> ValueError | None:
+def _not_finite(buckets: list[_Bucket], kinds: Tensor) -> ValueError | None:
     """Returns the same error on every replica, where a gradient of one is not finite."""
-    bad = (every == _BAD).nonzero()
+    bad = (kinds == _BAD).nonzero()
     if not len(bad):
         return None
     rank, place = bad[0].tolist()

@@ -40,19 +40,19 @@ class Replicas:
     def exchange(self, parts: Sequence[Entries], counts: Sequence[int]) -> list[Entries]:
         """Sends ``parts[r]`` to rank r and returns what every rank sent here, in rank order; ``counts[r]``: how many
         entries rank r sends."""
-        found = list(parts)
+        received = list(parts)
         for i in range(1, self.size):
             to, source = (self.rank + i) % self.size, (self.rank - i) % self.size
-            found[source] = self._swap(parts[to], to, source, counts[source])
-        return found
+            received[source] = self._swap(parts[to], to, source, counts[source])
+        return received
 
     def concatenate(self, mine: Entries, counts: Sequence[int]) -> Entries:
         """Returns the entries of all ranks, one after another; each goes round from rank to rank."""
-        every, right, left = [mine] * self.size, (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        parts, right, left = [mine] * self.size, (self.rank + 1) % self.size, (self.rank - 1) % self.size
         for i in range(self.size - 1):
             passed, new = (self.rank - i) % self.size, (self.rank - i - 1) % self.size
-            every[new] = self._swap(every[passed], right, left, counts[new])
-        return Entries.joined(every)
+            parts[new] = self._swap(parts[passed], right, left, counts[new])
+        return Entries.joined(parts)
 
     def _swap(self, mine: Entries, to: int, source: int, count: int) -> Entries:
         message, indices = _packed(mine), 4 * count
@@ -64,14 +64,14 @@ class Replicas:
         return Entries(received[:indices].view(torch.int32).long(), value)
 
     def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
-        return every
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.group)
+        return rows
 
     def _send_and_receive(self, message: Tensor, to: int, received: Tensor, source: int) -> None:
         works = [
-            dist.P2POp(way, x, group=self.group, group_peer=peer)
-            for way, x, peer in ((dist.isend, message, to), (dist.irecv, received, source))
+            dist.P2POp(op, x, group=self.group, group_peer=peer)
+            for op, x, peer in ((dist.isend, message, to), (dist.irecv, received, source))
             if x.numel()
         ]
         for work in dist.batch_isend_irecv(works) if works else ():
