@@ -204,10 +204,8 @@ DP_TP, HSDP = ("dp", "tp"), ("replicate", "shard", "tp")
     [
         ((2, 2), DP_TP, {}),
         pytest.param((2, 1, 2), HSDP, {}, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1), HSDP, {}, marks=pytest.mark.slow),
-        pytest.param((1, 2, 2), HSDP, {}, marks=pytest.mark.slow),
-        pytest.param((2, 2), DP_TP, dict(reshard_after_forward=True), marks=pytest.mark.slow),
-        pytest.param((2, 2), DP_TP, dict(reshard_after_forward=False), marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), HSDP, dict(reshard_after_forward=True), marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), HSDP, dict(reshard_after_forward=False), marks=pytest.mark.slow),
     ],
 )
 def test_fsdp_trains_and_saves_after_validation(ranks, tmp_path, sizes, names, options):

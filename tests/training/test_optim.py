@@ -26,24 +26,20 @@ def clipped(world, dp, sp, kind, dtype, max_norm, theirs=False):
     return norm, whole(training.model, grad=True)
 
 
-LAYOUTS = [  # ranks, dp, kind, sequence parallel
-    (1, 1, "ddp", False),
-    (2, 1, "ddp", True),
-    (4, 1, "ddp", False),
-    (4, 2, "ddp", True),
-    (2, 1, "dtensor", True),
-    (4, 2, "fsdp", True),
-    (2, 2, "fsdp", False),
+LAYOUTS = [  # the limit, ranks, dp, kind, sequence parallel
+    (0.5, 1, 1, "ddp", False),
+    (0.5, 2, 1, "ddp", True),
+    (0.5, 4, 1, "ddp", False),
+    (0.5, 4, 2, "ddp", True),
+    (0.5, 2, 1, "dtensor", True),
+    (0.5, 4, 2, "fsdp", True),
+    (0.5, 2, 2, "fsdp", False),
+    (100.0, 1, 1, "ddp", False),  # nothing is scaled
+    pytest.param(100.0, 4, 2, "fsdp", True, marks=pytest.mark.slow),
 ]
 
 
-EVERY = [(max_norm, *layout) for max_norm in (0.5, 100.0) for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize(
-    "max_norm, R, dp, kind, sp",
-    [pytest.param(*c, marks=[pytest.mark.slow] * (c[0] == 100.0 and c[1:] != EVERY[0][1:])) for c in EVERY],
-)
+@pytest.mark.parametrize("max_norm, R, dp, kind, sp", LAYOUTS)
 def test_the_norm_is_torchs_on_one_process(ranks, R, dp, kind, sp, max_norm):
     for dtype in (F64, F32) if max_norm < 1 else (F64,):
         norm, exact = ranks(1, clipped, 1, False, "ddp", dtype, max_norm, True)[0]
@@ -160,21 +156,23 @@ def test_a_plain_module_beside_ours():
 
 @pytest.mark.parametrize("model", [GPT(GPT_CONFIG), Bert(BERT_CONFIG, masked_lm=True)], ids=["gpt", "bert"])
 def test_norms_and_biases_do_not_decay(model):
-    decayed, rest = param_groups(model, weight_decay=0.1)
-    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
+    decayed, others = param_groups(model, weight_decay=0.1)
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
     names = {id(p): name for name, p in model.named_parameters()}
-    assert sorted(map(id, decayed["params"] + rest["params"])) == sorted(names)  # each once
-    assert all(names[id(p)].endswith(".bias") or "norm" in names[id(p)] for p in rest["params"])
+    assert sorted(map(id, decayed["params"] + others["params"])) == sorted(names)  # each once
+    assert all(names[id(p)].endswith(".bias") or "norm" in names[id(p)] for p in others["params"])
     assert all(names[id(p)].endswith(".weight") and "norm" not in names[id(p)] for p in decayed["params"])
 
 
 def test_others_norms_and_frozen_parameters():
     model = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2), RMSNorm(2), GPT(GPT_CONFIG)])
     model[4].embedding.weight.requires_grad_(False)
-    decayed, rest = param_groups(model, 0.1)
-    held = {id(p) for p in decayed["params"] + rest["params"]}
+    decayed, others = param_groups(model, 0.1)
+    held = {id(p) for p in decayed["params"] + others["params"]}
     assert id(model[4].embedding.weight) not in held and len(held) == len(list(model.parameters())) - 1
-    assert all(id(p) in {id(q) for q in rest["params"]} for m in (model[1], model[2], model[3]) for p in m.parameters())
+    assert all(
+        id(p) in {id(q) for q in others["params"]} for m in (model[1], model[2], model[3]) for p in m.parameters()
+    )
 
 
 @pytest.mark.parametrize("R", [1, 2])

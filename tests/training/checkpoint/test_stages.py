@@ -160,16 +160,11 @@ def test_resuming_goes_on_where_it_stopped(ranks, trained, written, before, afte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
-@pytest.mark.parametrize("before, after", [(CHIMERA, ((4, 1, 1), "interleaved")), (((2, 1, 2), "zbv"), ONE)])
-def test_every_kind_of_model(ranks, trained, written, before, after, kind):
-    check_resumed(ranks, trained, written, before, after, config=MODELS[kind])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(CHIMERA, ((2, 1, 2), "interleaved")), (ZBV, ONE)])
-def test_with_adapters(ranks, trained, written, before, after):
-    check_resumed(ranks, trained, written, before, after, lora=True)
+@pytest.mark.parametrize("kind", [*(kind for kind in MODELS if kind != "gpt2"), "adapters"])
+def test_every_kind_of_model(ranks, trained, written, kind):
+    """Tensor-parallel slices of stages read by other stages, of one of two chains each."""
+    options = dict(lora=True) if kind == "adapters" else dict(config=MODELS[kind])
+    check_resumed(ranks, trained, written, ((2, 1, 2), "chimera"), ((4, 1, 1), "interleaved"), **options)
 
 
 def forgetful(world, *args):

@@ -1,4 +1,4 @@
-"""The state of a communication hook in a checkpoint: each replica's residual by parameter, and the thresholds of a rank.
+"""A communication hook in a checkpoint: each replica's residual by parameter, and the thresholds of a rank.
 
 A residual is a part of the gradient that is still to come: a step adds their mean over the replicas to the average.  So
 at another number of replicas each starts from the mean of those that were saved, and the sum that is to come is kept.

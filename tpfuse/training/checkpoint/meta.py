@@ -27,7 +27,7 @@ def sealed(meta: Meta) -> bytes:
 
 
 def opened(path: Path, raw: bytes) -> Meta:
-    """Returns the contents of meta.json.  ValueError where it is damaged, of another version or not what a save writes."""
+    """Returns the contents of meta.json.  ValueError if it is damaged, of another version or not what a save writes."""
     try:
         meta = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -213,7 +213,7 @@ def _write(save: _Save) -> Path:
 
 
 class _Begun(NamedTuple):
-    """Rank 0's message to the others: the checkpoint's name, the text it wrote there, and the job that has the folder."""
+    """Rank 0's message to the others: the checkpoint's name, the text that it wrote there, and the folder's job."""
 
     name: str
     saving: bytes
