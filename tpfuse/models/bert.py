@@ -79,8 +79,8 @@ class Bert(Model):
         super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
         c, tp = config, self.tp
         with torch.device("meta"):
-            first, last = self.stages.first, self.stages.last
-            if self.stages.embedding:
+            first, last = self.stages.has_first, self.stages.has_last
+            if self.stages.has_embedding:
                 self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
             else:
                 self.register_module("embedding", None)

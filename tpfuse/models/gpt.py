@@ -79,8 +79,8 @@ class GPT(Model):
         with torch.device("meta"):
             scale = c.hidden_size**0.5 if c.scaled_embedding else None
             table: dict[str, Any] = dict(scale=scale, init_std=c.init_std)
-            first, last = self.stages.first, self.stages.last
-            if self.stages.embedding:
+            first, last = self.stages.has_first, self.stages.has_last
+            if self.stages.has_embedding:
                 self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
             else:
                 self.register_module("embedding", None)

@@ -90,19 +90,19 @@ class ModelStages:
             self.chunks = chunks_of(name, self.place, costs(config, head))
 
     @property
-    def first(self) -> bool:
-        """Whether the stage with the embedding is here."""
+    def has_first(self) -> bool:
+        """True where the stage with the embedding is here."""
         return any(chunk.is_first for chunk in self.chunks)
 
     @property
-    def last(self) -> bool:
-        """Whether the stage with the head is here."""
+    def has_last(self) -> bool:
+        """True where the stage with the head is here."""
         return any(chunk.is_last for chunk in self.chunks)
 
     @property
-    def embedding(self) -> bool:
-        """Whether the embedding is here, which a head that shares its weight needs too."""
-        return self.first or (self.last and self.head and self.config.tie_embeddings)
+    def has_embedding(self) -> bool:
+        """True where the embedding is here, which a head that shares its weight needs too."""
+        return self.has_first or (self.has_last and self.head and self.config.tie_embeddings)
 
     def check_whole(self, caller: str) -> None:
         """Raises ValueError where only some stages are here."""

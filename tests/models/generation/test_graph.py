@@ -24,7 +24,7 @@ from tests.no_sync import no_sync
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
 from tpfuse.models.generation import generate, graph, passes
-from tpfuse.models.generation.request import checked
+from tpfuse.models.generation.request import Length, checked
 from tpfuse.models.generation.sampling import Sampling
 from tpfuse.tools.ledger.dryrun import fake_world
 
@@ -33,8 +33,7 @@ NEW = 7
 
 def begun(model, ids, mask=None, new=NEW, **options):
     """The step behind the prompts."""
-    given = dict(max_new_tokens=new, num_return_sequences=1, eos_token_id=[3], pad_token_id=None)
-    request = checked(model, (ids, mask), Sampling(**options), 1, **given)
+    request = checked(model, (ids, mask), Sampling(**options), 1, Length(new, eos_token_id=[3]))
     with torch.no_grad():
         return request, generate._begun(model.eval(), request, ())
 

@@ -84,7 +84,7 @@ class ModelFiles:
         if not family.causal:
             sources = family.sources(self.config).items()
             above = {n for name, source in sources if name.startswith(_ABOVE) for n in source.names}
-        elif self.config.tie_embeddings or not (self.stages.head and self.stages.last):
+        elif self.config.tie_embeddings or not (self.stages.head and self.stages.has_last):
             above = head_weights(family)
         else:
             above = set()

@@ -20,7 +20,7 @@ from .graph import GraphStep, may_capture
 from .listening import Listener
 from .model import CausalModel
 from .passes import pass_of
-from .request import Request, checked
+from .request import Length, Request, checked
 from .sampling import Chooser, Processor, Sampling, Scores, callables
 from .step import TokenStep
 from .stopping import Stopping, until_all_ended
@@ -111,16 +111,17 @@ def generate(
         seed=seed,
     )
     check_gathered("generate", model.embedding)
-    limits: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
-    arguments = dict(limits, input_ids=input_ids, attention_mask=attention_mask, on_token=on_token)
-    arguments |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria, tokenizer=type(tokenizer))
+    length = Length(max_new_tokens, num_return_sequences, eos_token_id, pad_token_id)
     beams = Beams(num_beams, length_penalty, early_stopping)
-    arguments |= dict(beams._asdict(), logits_processor=logits_processor, cuda_graph=cuda_graph)
-    model._compare("generate", dict(arguments, eos=eos_token_id, pad=pad_token_id, **sampling._asdict()))
-    limits |= dict(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    shared: dict[str, Any] = dict(
+        input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer)
+    )
+    shared |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria)
+    shared |= dict(logits_processor=logits_processor, cuda_graph=cuda_graph)
+    model._compare("generate", shared | length._asdict() | beams._asdict() | sampling._asdict())
     beams.check()
     check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
-    request = checked(model, (input_ids, attention_mask), sampling, num_beams, **limits)
+    request = checked(model, (input_ids, attention_mask), sampling, num_beams, length)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
     listener = Listener(model.tp.group, streamer, on_token, on_prompt)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ _NUMBERS: dict[str, Rule] = {
     "seed": SEED,
     "num_return_sequences": limited("lie in 1 to 65535", lambda v: 1 <= v < 1 << 16, integer=True),
 }
+
+
+class Length(NamedTuple):
+    """The arguments that say how many tokens come, and of how many sequences; as in :func:`generate`."""
+
+    max_new_tokens: int
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
 
 
 class Request(NamedTuple):
@@ -52,9 +62,9 @@ class Request(NamedTuple):
 
 
 def checked(
-    model: CausalModel, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, **given: Any
+    model: CausalModel, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, length: Length
 ) -> Request:
-    """Returns what is asked for of ``prompt``, ids and their mask [B, S].
+    """Returns the request for ``prompt``, ids and their mask [B, S].
 
     ValueError, which names the argument, for what no model takes.
     """
@@ -65,8 +75,8 @@ def checked(
     check(input_ids.shape[1] > 0, "generate: the prompt is empty")
     inputs = Inputs(input_ids, attention_mask=attention_mask)
     model._check_inputs(inputs)
-    check_numbers("generate", sampling._asdict() | given, _NUMBERS)
-    sample, new, sequences = sampling.do_sample, given["max_new_tokens"], given["num_return_sequences"]
+    check_numbers("generate", sampling._asdict() | length._asdict(), _NUMBERS)
+    sample, new, sequences = sampling.do_sample, length.max_new_tokens, length.num_return_sequences
     check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
     check(not (sample and beams > 1), f"generate: do_sample with num_beams={beams}, beam sampling, is not built")
     check(
@@ -76,7 +86,7 @@ def checked(
     )
     S, most, vocab = input_ids.shape[1], model.config.max_positions, model.config.vocab_size
     check(S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}")
-    ends, pad = end_tokens(given["eos_token_id"]), given["pad_token_id"]
+    ends, pad = end_tokens(length.eos_token_id), length.pad_token_id
     if pad is not None:
         check_number("generate: pad_token_id", pad, INT64)
     pad = pad if pad is not None else (ends[0] if ends else None)

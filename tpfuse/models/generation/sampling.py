@@ -1,4 +1,4 @@
-"""How the next token is chosen: the most likely one, or one drawn from what a few filters leave.
+"""Choice of the next token: the most likely one, or one drawn from those that a few filters leave.
 
 Sampling is Gumbel-max: argmax_v x_v / T - log(-log u_v), with u_v by Philox of (seed, the token's place in its
 sequence, the prompt's number, which of its continuations this is, global vocabulary id v), so no random state is kept,
