@@ -107,9 +107,9 @@ def pairs() -> dict[str, tuple[Task, Task]]:
     w, qkv, n = random(D, D), random(rows, HEADS, 3, D // HEADS), random(1, rows, D)
     weight, bias, extra = (v.detach().requires_grad_() for v in (weight, bias, extra))
     bert = TransformerBlock(
-        D, HEADS, causal=False, activation="gelu", post_norm=True, dropout=0.1, attention_dropout=0.1
+        D, HEADS, causal=False, activation="gelu", wiring="post", dropout=0.1, attention_dropout=0.1
     )
-    llama = TransformerBlock(D, HEADS, norm="rms", gated=True, activation="silu", bias=False, norm_in=False)
+    llama = TransformerBlock(D, HEADS, norm="rms", gated=True, activation="silu", bias=False, place="inner")
     bert, llama, rope = bert.to(BF16), llama.to(BF16), Rope(cos, sin)
     plain_bert, plain_llama, batched = PlainBert().to(BF16), PlainLlama(cos, sin).to(BF16), random(BATCH, SEQ, D)
 

@@ -32,7 +32,8 @@ from tpfuse import TensorParallel
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import LayerNorm, Normed, TransformerBlock
-from tpfuse.layers.module import named_specs, replicated
+from tpfuse.layers.module import replicated
+from tpfuse.layers.shards import named_specs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -81,7 +82,7 @@ class OurStack(torch.nn.Module):
         super().__init__()
         self.args, self.tp, self.saving, self.count = args, tp, saving, 0
         options = dict(
-            tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, norm_in=False, dtype=dtype
+            tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, place="inner", dtype=dtype
         )
         self.norm_in = LayerNorm(args.width, tp=tp, dtype=dtype)
         self.blocks = torch.nn.ModuleList(

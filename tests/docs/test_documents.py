@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.common import error, make_tp
 from tpfuse.__main__ import parser
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

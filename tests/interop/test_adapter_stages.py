@@ -10,7 +10,7 @@ from tests.common import assert_equal
 from tests.models.common import default_dtype
 from tests.pipeline.test_step import MODELS, ROWS, made
 from tpfuse import TensorParallel, add_lora, load_adapter, save_adapter
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import schedule
 
 ALL, SOME = ["qkv", "out", "fc1", "fc2"], ["h.1.attn.c_attn", "h.7.mlp.c_proj"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.common import TOLERANCE, error, make_tp
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.common import TOLERANCE, Recorder, error, fake_tp, make_tp
 from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, whole
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers import ParallelAttention
+from tpfuse.layers import Call, ParallelAttention
 from tpfuse.layers.cache import KVCache
 
 B, S = 2, 6
@@ -114,10 +114,10 @@ def _decoded(world, x, seq):
     """A prompt of ``seq`` positions, then the rest one by one; every rank's rows are all rows, as generation has
     them."""
     layer = build(CASE(num_kv_heads=4, causal=True), make_tp(world, False), torch.float64).eval()
-    full = layer.parts(x, batch=B).sum(0)
+    full = layer.parts(x, call=Call(B)).sum(0)
     cache = KVCache(torch.ones(B, len(x) // B, dtype=torch.bool))
-    steps = [layer.parts(x[: seq * B], batch=B, seq=seq, cache=cache)]
-    steps += [layer.parts(x[i : i + B], batch=B, seq=1, cache=cache) for i in range(seq * B, len(x), B)]
+    steps = [layer.parts(x[: seq * B], call=Call(B, seq, cache=cache))]
+    steps += [layer.parts(x[i : i + B], call=Call(B, 1, cache=cache)) for i in range(seq * B, len(x), B)]
     return error(torch.cat([s.sum(0) for s in steps]), full)
 
 

@@ -16,8 +16,9 @@ from tests.common import Recorder, assert_close, assert_equal, fake_tp, make_tp,
 from tests.layers.sharded import Case, build, check, compare, data, run, sharded_is_whole, step, whole
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers import LayerNorm, Normed, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, block
-from tpfuse.layers.module import ParallelModule, named_specs, replicated
+from tpfuse.layers import LayerNorm, Normed, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, wiring
+from tpfuse.layers.module import ParallelModule, replicated
+from tpfuse.layers.shards import named_specs
 
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 
@@ -30,7 +31,7 @@ class Stack(ParallelModule):
         make = RMSNorm if options.get("norm") == "rms" else LayerNorm
         self.entry = make(hidden_size, 1e-5, tp=self.tp, dtype=dtype)
         blocks = (
-            TransformerBlock(hidden_size, *args, tp=self.tp, layer=i, norm_in=False, dtype=dtype, **options)
+            TransformerBlock(hidden_size, *args, tp=self.tp, layer=i, place="inner", dtype=dtype, **options)
             for i in range(depth)
         )
         self.blocks, self.between = nn.ModuleList(blocks), between
@@ -56,18 +57,18 @@ STACK = Case(Stack, (48, 12, 96), (24, 48), (24, 48), DROPOUT, dict(batch=3), rn
 CASES = {
     "pre-norm": BLOCK,
     "pre-norm, smallest": BLOCK(saving="smallest"),
-    "post-norm": BLOCK(post_norm=True),
-    "post-norm, smallest": BLOCK(post_norm=True, saving="smallest"),
-    "side by side": BLOCK(parallel=True),
+    "post-norm": BLOCK(wiring="post"),
+    "post-norm, smallest": BLOCK(wiring="post", saving="smallest"),
+    "side by side": BLOCK(wiring="parallel"),
     "stack": STACK,
-    "stack, side by side, smallest": STACK(parallel=True, saving="smallest", norm="rms", bias=False),
+    "stack, side by side, smallest": STACK(wiring="parallel", saving="smallest", norm="rms", bias=False),
     "stack, smallest": STACK(saving="smallest"),
-    "post-norm stack, smallest": STACK(post_norm=True, saving="smallest"),
+    "post-norm stack, smallest": STACK(wiring="post", saving="smallest"),
     "key mask": replace(BLOCK, call=dict(batch=3, attention_mask=torch.arange(8) < torch.tensor([[8], [5], [2]]))),
     "rms, no bias, grouped": BLOCK(norm="rms", bias=False, num_kv_heads=4, activation="gelu"),
-    "branch norms, beside": BLOCK(branch_norm=True),
-    "branch norms, in place": BLOCK(branch_norm=True, pre_norm=False, norm="rms", num_kv_heads=4),
-    "branch norms stack, smallest": STACK(branch_norm=True, norm="rms", bias=False, saving="smallest"),
+    "branch norms, beside": BLOCK(wiring="sandwich"),
+    "branch norms, in place": BLOCK(wiring="branch", norm="rms", num_kv_heads=4),
+    "branch norms stack, smallest": STACK(wiring="sandwich", norm="rms", bias=False, saving="smallest"),
     "rms stack, no bias, smallest": STACK(norm="rms", bias=False, saving="smallest", activation="relu", causal=False),
 }
 
@@ -95,15 +96,15 @@ def test_saving_less_changes_no_bit(ranks, R, case):
 
 def _wrong(world, what, *args):
     """With a mistake planted."""
-    kept = block.replicated, block.reduce_bias_dropout_add_norm
+    kept = wiring.replicated, wiring.reduce_bias_dropout_add_norm
     if what == "norm_attention.weight":  # replicated vectors whose gradients are not summed
-        block.replicated = lambda tp, *vectors: list(vectors)
+        wiring.replicated = lambda tp, *vectors: list(vectors)
     else:  # masks that count rows from this rank's first
-        block.reduce_bias_dropout_add_norm = lambda *tensors, first_row, **options: kept[1](*tensors, **options)
+        wiring.reduce_bias_dropout_add_norm = lambda *tensors, first_row, **options: kept[1](*tensors, **options)
     try:
         return run(world, *args)
     finally:
-        block.replicated, block.reduce_bias_dropout_add_norm = kept
+        wiring.replicated, wiring.reduce_bias_dropout_add_norm = kept
 
 
 @pytest.mark.parametrize("what", ["norm_attention.weight", "y"])
@@ -124,11 +125,11 @@ def _by_hand(block, x, batch):
     return h + norm(block.branch_mlp, block.mlp(norm(block.norm_attention, h)))
 
 
-@pytest.mark.parametrize("pre_norm", [True, False])
-def test_norms_of_branches_are_the_equations(pre_norm):
-    case = Case(TransformerBlock, (16, 4), (6, 16), (6, 16), dict(branch_norm=True, pre_norm=pre_norm), dict(batch=2))
+@pytest.mark.parametrize("wiring", ["sandwich", "branch"])
+def test_norms_of_branches_are_the_equations(wiring):
+    case = Case(TransformerBlock, (16, 4), (6, 16), (6, 16), dict(wiring=wiring), dict(batch=2))
     layer, (x, dy) = build(case, None, torch.float64), data(case, torch.float64)
-    assert (layer.norm_in is None, layer.norm_attention is None) == (not pre_norm,) * 2 and layer.norm_mlp is None
+    assert (layer.norm_in is None, layer.norm_attention is None) == (wiring == "branch",) * 2 and layer.norm_mlp is None
     got, leaf = step(layer, case, x, dy), x.clone().requires_grad_()
     layer.zero_grad()
     y = _by_hand(layer, leaf, 2)
@@ -139,11 +140,12 @@ def test_norms_of_branches_are_the_equations(pre_norm):
 
 def test_a_stack_without_norms_before_ends_in_one():
     """(h, h) goes in and on; the last block's n is a norm of what the blocks alone give."""
-    options = dict(branch_norm=True, pre_norm=False, norm_in=False, dtype=torch.float64)
-    first, last = TransformerBlock(16, 4, **options), TransformerBlock(16, 4, **options, norm_out=True)
+    make = lambda place: TransformerBlock(16, 4, wiring="branch", place=place, dtype=torch.float64)
+    first, last, alone = map(make, ("inner", "last", "alone"))
+    alone.load_state_dict(first.state_dict())
     x = torch.randn(6, 16, dtype=torch.float64)
     h, normed = first(x, Normed(x[None]), batch=2)
-    assert torch.equal(h, normed.n[0]) and torch.equal(h, first(x, batch=2))
+    assert torch.equal(h, normed.n[0]) and torch.equal(h, alone(x, batch=2))
     h, normed = last(h, normed, batch=2)
     torch.testing.assert_close(normed.n[0], F.layer_norm(h, (16,)), rtol=0, atol=1e-12)
 
@@ -523,12 +525,11 @@ def test_compiled_by_inductor(ranks, R, case):
         (dict(saving="least"), {}, "TransformerBlock: saving must be one of fastest, smallest, got 'least'"),
         (dict(norm="batch"), {}, "TransformerBlock: norm must be one of layer, rms, gemma_rms, got 'batch'"),
         ({}, dict(cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)), "attention: cu_seqlens needs batch = 1, got 2"),
-        ({}, dict(normed=Normed(torch.zeros(1, 4, 8))), "a block with norm_in takes h alone"),
-        (dict(norm_in=False), {}, r"without norm_in it takes \(h, normed\)"),
+        ({}, dict(normed=Normed(torch.zeros(1, 4, 8))), "with place='alone' it takes h"),
+        (dict(place="inner"), {}, r"with place='inner' it takes \(h, normed\)"),
         (dict(dropout=0.1), {}, "dropout needs rng"),
-        (dict(post_norm=True, branch_norm=True), {}, "post_norm and branch_norm are two forms, got both"),
-        (dict(pre_norm=False), {}, "pre_norm=False needs branch_norm=True"),
-        (dict(norm_out=True), {}, "norm_out needs norm_in and pre_norm False"),
+        (dict(wiring="serial"), {}, "wiring must be one of pre, post, sandwich, branch, parallel, got 'serial'"),
+        (dict(place="first"), {}, "place must be one of alone, inner, last, got 'first'"),
         (dict(softcap=0.0), {}, "ParallelAttention: softcap must be positive and finite, got 0.0"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.layers.sharded import build as built
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key
 from tpfuse.layers import CrossAttention, LayerNorm, TransformerBlock
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 
 F64 = torch.float64
 B, S, T, D, C, H = 2, 6, 10, 32, 24, 8

@@ -16,13 +16,13 @@ D, HEADS, BATCH, SEQ, TOLERANCE = 16, 4, 2, 6, 1e-12
 KINDS = {
     "pre-norm": dict(),
     "smallest": dict(saving="smallest"),
-    "side by side": dict(parallel=True, norm_in=False),
-    "post-norm": dict(post_norm=True, causal=False, activation="gelu"),
-    "stack": dict(norm_in=False),
-    "stack, post-norm": dict(norm_in=False, post_norm=True, causal=False),
-    "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, norm_in=False, qk_norm=True),
-    "branch norms": dict(branch_norm=True, qk_norm=True, qk_norm_all=True),
-    "branch norms in place": dict(branch_norm=True, pre_norm=False),
+    "side by side": dict(wiring="parallel", place="inner"),
+    "post-norm": dict(wiring="post", causal=False, activation="gelu"),
+    "stack": dict(place="inner"),
+    "stack, post-norm": dict(place="inner", wiring="post", causal=False),
+    "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, place="inner", qk_norm=True),
+    "branch norms": dict(wiring="sandwich", qk_norm=True, qk_norm_all=True),
+    "branch norms in place": dict(wiring="branch"),
     "one kv head": dict(num_kv_heads=1),  # over two ranks: shared
 }
 FIRES = "before", "after", "backward before", "backward"
@@ -65,7 +65,7 @@ def make(kind, tp=None):
 def step(block):
     """Forward and backward on this rank's rows -> everything that comes out."""
     torch.manual_seed(1)
-    stack = block.norm_in is None and not block.post_norm
+    stack = block.place != "alone"
     rows = [torch.randn(SEQ * BATCH, D, dtype=torch.float64) for _ in range(2 if stack else 1)]
     own = [x.chunk(block.tp.row_shards)[block.tp.row_rank].clone().requires_grad_() for x in rows]
     given = [own[0], *(Normed(n) for n in own[1:])]

@@ -21,7 +21,8 @@ from tpfuse.layers import (
     VocabParallelEmbedding,
     module,
 )
-from tpfuse.layers.module import ParallelModule, initialize, named_specs, replicated
+from tpfuse.layers.module import ParallelModule, initialize, replicated
+from tpfuse.layers.shards import named_specs, wholes
 
 # 997 is prime; 4 kv heads with 2 query heads each are sharded on a dimension that is not rows; the row layer is
 # sharded on columns
@@ -172,12 +173,12 @@ def test_wholes_know_every_living_parameter():
         made = TransformerBlock(8, 4)
     made.to_empty(device="cpu")
     for block in made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)):
-        known = module.wholes()
+        known = wholes()
         for name, spec, tp in named_specs(block):
             assert known[block.get_parameter(name)] == (spec, tp)
     gone = {id(p) for p in block.parameters()}
     del block, known
-    assert gone.isdisjoint({id(p) for p in module.wholes()})
+    assert gone.isdisjoint({id(p) for p in wholes()})
 
 
 # ---- what is no rows ----

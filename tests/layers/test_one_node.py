@@ -16,25 +16,34 @@ from tpfuse.tools.ledger import saved_bytes
 
 D, HEADS, BATCH, SEQ = 16, 4, 2, 6
 KINDS = {
-    "post-norm": dict(post_norm=True, causal=False, activation="gelu"),
+    "post-norm": dict(wiring="post", causal=False, activation="gelu"),
     "pre-norm": dict(),
-    "stack": dict(norm_in=False),
-    "stack, post-norm": dict(norm_in=False, post_norm=True, causal=False),
-    "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, norm_in=False),
+    "stack": dict(place="inner"),
+    "stack, post-norm": dict(place="inner", wiring="post", causal=False),
+    "llama": dict(norm="rms", gated=True, activation="silu", bias=False, num_kv_heads=2, place="inner"),
     "no dropout": dict(dropout=0.0, attention_dropout=0.0),
+    "parallel": dict(wiring="parallel"),
+    "stack, parallel": dict(wiring="parallel", place="inner", norm="rms", bias=False),
+    "sandwich": dict(wiring="sandwich"),
+    "stack, sandwich": dict(
+        wiring="sandwich", place="inner", norm="gemma_rms", bias=False, activation="gelu_tanh", gated=True
+    ),
+    "branch norms": dict(wiring="branch", norm="rms"),
+    "stack, branch norms": dict(wiring="branch", place="inner", norm="rms"),
+    "last, branch norms": dict(wiring="branch", place="last"),
 }
 
 
 @pytest.fixture
 def nodes(monkeypatch):
     """How many blocks ran as one node."""
-    seen, apply = [], blocks.block
+    seen, apply = [], blocks.one_node
 
     def counted(*args, **options):
         seen.append(1)
         return apply(*args, **options)
 
-    monkeypatch.setattr(blocks, "block", counted)
+    monkeypatch.setattr(blocks, "one_node", counted)
     return seen
 
 
@@ -49,7 +58,7 @@ def make(kind, dtype=torch.float64, **more):
 
 def inputs(kind, dtype=torch.float64, rows=SEQ * BATCH):
     torch.manual_seed(1)
-    count = 2 if KINDS[kind].get("norm_in") is False else 1
+    count = 2 if "place" in KINDS[kind] else 1
     return [torch.randn(rows, D, dtype=dtype, requires_grad=True) for _ in range(count)]
 
 
@@ -219,13 +228,13 @@ def test_where_ops_are_nodes_of_their_own(nodes):
 
 
 def _nodes_on_two(world):
-    seen, apply = [], blocks.block
-    blocks.block = lambda *args, **options: (seen.append(1), apply(*args, **options))[1]
+    seen, apply = [], blocks.one_node
+    blocks.one_node = lambda *args, **options: (seen.append(1), apply(*args, **options))[1]
     try:
         block = TransformerBlock(D, HEADS, tp=make_tp(world, False))
         block(torch.randn(4, D), batch=2)
     finally:
-        blocks.block = apply
+        blocks.one_node = apply
     return len(seen)
 
 

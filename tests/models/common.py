@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.common import make_tp
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_, param_groups
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.models.files.source import written
 from tpfuse.models.files.write import full_tensor

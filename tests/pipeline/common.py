@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.common import default_dtype
 from tpfuse import add_lora, clip_grad_norm_, param_groups
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.pipeline import schedule
 

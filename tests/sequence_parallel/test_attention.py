@@ -10,6 +10,7 @@ from tests.sequence_parallel import test_overlap as overlap
 from tests.sequence_parallel.test_overlap import overlapping, restoring
 from tpfuse.kernels.attn import cpu as _attention_cpu
 from tpfuse.kernels.attn.op import attention
+from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.op import OPS as ALL_OPS
 from tpfuse.kernels.runtime.op import flatten
@@ -69,9 +70,13 @@ def _flat(w):
 
 
 def _call(n, w, options, tp, recompute=None):
-    heads = dict(heads_per_group=w["w"].shape[1], head_width=w["w"].shape[2])
-    first = tp.rank * (w["w"].shape[0] * (w["w"].shape[1] - 2))
-    return gather_attention_exchange(n, *_flat(w), **heads, tp=tp, recompute=recompute, first_head=first, **options)
+    _, slots, width, _ = w["w"].shape
+    beside = dict(seq=options.get("seq"), scale=options.get("scale"))
+    record = Options(
+        **{k: v for k, v in options.items() if k not in beside}, first_head=tp.rank * len(w["w"]) * (slots - 2)
+    )
+    how = dict(heads=(slots, width), options=record, tp=tp, recompute=recompute)
+    return gather_attention_exchange(n, *_flat(w), **how, **beside)
 
 
 def _run(tp, form, x, dy, weights, options, norm):
@@ -328,9 +333,8 @@ def _peak(world, how):
     x = torch.randn(rows // tp.size, width).expand(tp.size, -1, -1).requires_grad_()
     for _ in range(2):  # the first warms up
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
-            y = gather_attention_exchange(
-                x, w, None, out, heads_per_group=3, head_width=8, tp=tp, batch=16, causal=True
-            )
+            options = Options(batch=16, causal=True)
+            y = gather_attention_exchange(x, w, None, out, heads=(3, 8), options=options, tp=tp)
         dy = torch.randn(y.shape[1:]).expand(y.shape)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
             y.backward(dy)
@@ -349,13 +353,13 @@ def test_memory(ranks):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(heads_per_group=2), "qkv_weight must have a multiple of 12 rows, got 36"),
-        (dict(head_width=7), "qkv_weight must have a multiple of 21 rows, got 36"),
+        (dict(heads=(2, E)), "qkv_weight must have a multiple of 12 rows, got 36"),
+        (dict(heads=(3, 7)), "qkv_weight must have a multiple of 21 rows, got 36"),
         (dict(out_weight=torch.zeros(D, 5)), r"out_weight must be \(10, 12\), got \(10, 5\)"),
-        (dict(batch=0), "batch must be at least 1, got 0"),
+        (dict(options=Options(batch=0, causal=True)), "batch must be at least 1, got 0"),
     ],
 )
 def test_bad_input(change, message):
-    given = dict(out_weight=torch.zeros(D, 12), heads_per_group=3, head_width=E, batch=2) | change
+    given = dict(out_weight=torch.zeros(D, 12), heads=(3, E), options=Options(batch=2, causal=True)) | change
     with pytest.raises(ValueError, match=message):
-        gather_attention_exchange(torch.zeros(8, D), torch.zeros(36, D), None, **given, causal=True, tp=fake_tp(1))
+        gather_attention_exchange(torch.zeros(8, D), torch.zeros(36, D), None, **given, tp=fake_tp(1))

@@ -21,6 +21,7 @@ from tests.pool import RankFailed
 from tests.sequence_parallel import test_plain as plain
 from tests.sequence_parallel.test_plain import FORMS, OPS, D, M, N
 from tpfuse import TensorParallel, parallel
+from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.runtime.op import OPS as ALL_OPS
 from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
@@ -441,9 +442,8 @@ def _leaves_in_the_middle(world, op, backward, dies):
         if op == "linear_exchange":
             return linear_exchange(x, w2, tp=tp)
         if op == "gather_attention_exchange":
-            return gather_attention_exchange(
-                x, w1[:12], None, w2[:, :4], heads_per_group=3, head_width=4, tp=tp, batch=2, causal=True
-            )
+            options = Options(batch=2, causal=True)
+            return gather_attention_exchange(x, w1[:12], None, w2[:, :4], heads=(3, 4), options=options, tp=tp)
         return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
 
     y = forward() if backward else None

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import GPT_CONFIG, STEP_CONFIG, Training, batch, default_dtype, results, whole
 from tpfuse import TensorParallel, as_dtensor, load_checkpoint, param_groups, save_checkpoint
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 
 F64 = torch.float64

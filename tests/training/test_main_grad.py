@@ -30,7 +30,7 @@ from tpfuse import (
 )
 from tpfuse.kernels.gemm.op import ROWS, linear, linear_wgrad_add
 from tpfuse.kernels.runtime.main_grad import PLACES
-from tpfuse.layers.module import wholes
+from tpfuse.layers.shards import wholes
 from tpfuse.models import GPT, Bert
 from tpfuse.sequence_parallel.records import Needs, WeightGrad, adding
 from tpfuse.training.main_grad import stepped

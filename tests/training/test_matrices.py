@@ -8,7 +8,7 @@ import torch
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import STEP_CONFIG, batch, default_dtype, whole
 from tpfuse import WholeMatrices, as_dtensor
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 
 GATED = replace(STEP_CONFIG, gated=True, num_kv_heads=4)  # every weight of another number of dimensions

@@ -19,7 +19,8 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
-from ..layers.module import Spec, local, named_specs, unwrapped_name
+from ..layers.module import Spec, local
+from ..layers.shards import named_specs, unwrapped_name
 from ..models.files.directory import open_tensors, read_json
 from ..models.files.disk import NewFiles, save_file
 from ..models.files.read import DTYPES, reading

@@ -20,9 +20,9 @@ from ..kernels.losses.op import check_ids
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import PLACES
 from ..kernels.runtime.rules import COUNT, check_number
-from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import ParallelModule, Spec, local
+from ..layers.wiring import Normed
 from ..models.files.read import NamedTensors
 from ..models.files.write import full_tensor
 from ..models.head import LMHead

@@ -3,6 +3,7 @@
 attention          ParallelAttention
 block              TransformerBlock
 cache              keys and values during generation
+call               the arguments of one call, as a record that is handed on whole
 cross_attention    CrossAttention
 embedding          VocabParallelEmbedding
 hooks              whether a hook of torch waits for a part that fused code would run past
@@ -14,18 +15,21 @@ mlp                ParallelMLP
 module             ParallelModule: shards as parameters, initial weights
 norm               LayerNorm, RMSNorm
 one_node           a block on one rank as one autograd node
-parallel_residual  a block with attention and MLP side by side
 partial            partial gradients are found and named
 plain              replicated: plain torch modules on row shards
+shapes             shapes of attention, MLP and norms, as records
+shards             parameters of parallel modules, each with the whole that it is a slice of
 sites              the number of each dropout mask of a model
 spec               a parameter as a whole, of which a rank holds a slice
 state              a shard in a state dictionary: a DTensor that knows the whole, and back
+wiring             WIRINGS: a block as a list of steps, and the runners that take them
 """
 
 from ..collectives import collect, copy, gather, reduce, scatter_sum, split
-from .attention import ParallelAttention, Rope
-from .block import Normed, TransformerBlock
+from .attention import ParallelAttention
+from .block import TransformerBlock
 from .cache import KVCache
+from .call import Call, Rope
 from .cross_attention import CrossAttention
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -33,12 +37,19 @@ from .loss import VocabParallelHead, cross_entropy, linear_cross_entropy, log_pr
 from .mlp import ParallelMLP
 from .module import ParallelModule
 from .norm import LayerNorm, RMSNorm
+from .shapes import AttentionShape, Init, MLPShape, NormShape
+from .wiring import Normed
 
 __all__ = [
+    "AttentionShape",
+    "Call",
     "ColumnParallelLinear",
     "CrossAttention",
+    "Init",
     "KVCache",
     "LayerNorm",
+    "MLPShape",
+    "NormShape",
     "Normed",
     "ParallelAttention",
     "ParallelMLP",

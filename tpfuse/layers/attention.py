@@ -7,15 +7,14 @@ and its gradient is summed over them.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..collectives import copy_within
-from ..kernels.attn.op import attention
-from ..kernels.attn.options import Options, as_key_mask, checked_options
+from ..kernels.attn.op import attend
+from ..kernels.attn.options import Options, as_key_mask
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rotary.op import rope as rotate
 from ..kernels.runtime.errors import check
@@ -25,31 +24,13 @@ from ..kernels.runtime.rules import POSITIVE, check_numbers
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
 from .cache import KVCache, Seeing
+from .call import CALL, Call, Rope, required
 from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
 from .module import Origin, ParallelModule, check_rows, local, replicated
 from .norm import HeadNorm, RMSNorm, SplitNorm, normed
+from .shapes import INIT, AttentionShape, Init
 from .sites import sites
-
-
-class Rope(NamedTuple):
-    """Rotary positions: tables ``cos`` and ``sin`` [P, E/2 or less] fp32, and the row of theirs that each row has.
-
-    ``positions`` is int64 [seq * batch], for rows s * batch + b; None: s.  ``interleaved``: the pairs that are rotated
-    together are neighbours, not half a head apart.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor | None = None
-    interleaved: bool = False
-
-
-class Ropes(NamedTuple):
-    """Rotary positions of two kinds of layers: those without a window, and those with one."""
-
-    full: Rope
-    sliding: Rope
 
 
 class CopiedKV(ColumnProjection):
@@ -75,7 +56,8 @@ class CopiedKV(ColumnProjection):
         bias: bool,
         tp: TensorParallel,
         init_std: float,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         self.in_features = width
@@ -83,11 +65,11 @@ class CopiedKV(ColumnProjection):
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
         of_q = Origin("weight", partial(_in_qkv, each=heads, first=0, per_group=per_group, size=head))
         of_kv = Origin("weight", partial(_in_qkv, each=1, first=heads, per_group=per_group, size=head))
-        self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, **factory)
-        self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, **factory)
+        self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, dtype=dtype, device=device)
+        self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, dtype=dtype, device=device)
         if bias:
-            self.add_parameter("q_bias", q, 0, "zeros", **factory)
-            self.add_parameter("kv_bias", kv, 0, "zeros", copies=copies, **factory)
+            self.add_parameter("q_bias", q, 0, "zeros", dtype=dtype, device=device)
+            self.add_parameter("kv_bias", kv, 0, "zeros", copies=copies, dtype=dtype, device=device)
         else:
             self.q_bias = self.kv_bias = None
         self.initialize_alone()
@@ -148,119 +130,131 @@ class ParallelAttention(ParallelModule):
         qk_norm_all: bool = False,
         init_std: float = 0.02,
         out_init_std: float | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
-        groups = num_heads if num_kv_heads is None else num_kv_heads
+        shape = AttentionShape(
+            hidden_size, num_heads, num_kv_heads, head_width, causal=causal, window=window, qk_norm=qk_norm,
+            qk_norm_kind=qk_norm_kind, qk_norm_all=qk_norm_all, eps=eps, scale=scale, softcap=softcap, dropout=dropout,
+            bias=bias, out_bias=out_bias,
+        )  # fmt: skip
+        self._build(shape, layer, Init(init_std, out_init_std, dtype, device))
+
+    @classmethod
+    def of(
+        cls, shape: AttentionShape, *, tp: TensorParallel | None = None, layer: int = 0, init: Init = INIT
+    ) -> "ParallelAttention":
+        """Returns the layer of a shape; ``layer`` numbers its dropout masks."""
+        attention = cls.__new__(cls)
+        ParallelModule.__init__(attention, tp)
+        attention._build(shape, layer, init)
+        return attention
+
+    def _build(self, shape: AttentionShape, layer: int, init: Init) -> None:
+        D, H, tp = shape.hidden_size, shape.num_heads, self.tp
+        groups = H if shape.num_kv_heads is None else shape.num_kv_heads
         check(
-            head_width is not None or hidden_size % num_heads == 0,
-            f"ParallelAttention: hidden_size={hidden_size} is not divisible by num_heads={num_heads}",
+            shape.head_width is not None or D % H == 0,
+            f"ParallelAttention: hidden_size={D} is not divisible by num_heads={H}",
         )
-        check(
-            num_heads % groups == 0,
-            f"ParallelAttention: num_heads={num_heads} is not divisible by num_kv_heads={groups}",
-        )
-        threshold(dropout)
-        check_numbers("ParallelAttention", dict(scale=scale, softcap=softcap), dict(scale=POSITIVE, softcap=POSITIVE))
-        self.scale, self.softcap = scale, softcap
-        self.width = hidden_size
-        self.head_width = E = hidden_size // num_heads if head_width is None else head_width
-        self.first_head = self.tp.rank * self.tp.divide(num_heads, "ParallelAttention: num_heads")
-        self.causal, self.window, self.dropout, self.site = causal, window, dropout, sites(layer).probabilities
-        heads = num_heads // groups
-        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
-        if groups % self.tp.size == 0:
+        check(H % groups == 0, f"ParallelAttention: num_heads={H} is not divisible by num_kv_heads={groups}")
+        threshold(shape.dropout)
+        numbers = dict(scale=shape.scale, softcap=shape.softcap)
+        check_numbers("ParallelAttention", numbers, dict(scale=POSITIVE, softcap=POSITIVE))
+        self.scale, self.softcap = shape.scale, shape.softcap
+        self.causal, self.window, self.dropout = shape.causal, shape.window, shape.dropout
+        self.site = sites(layer).probabilities
+        self.width = D
+        self.head_width = E = D // H if shape.head_width is None else shape.head_width
+        self.first_head = tp.rank * tp.divide(H, "ParallelAttention: num_heads")
+        heads, dtype, device = H // groups, init.dtype, init.device
+        if groups % tp.size == 0:
             copies = 1
-            self.groups, self.heads_per_group = groups // self.tp.size, heads + 2  # of each: query heads, k and v
-            self.qkv = ColumnParallelLinear(hidden_size, (groups, heads + 2, E), **shared)
+            self.groups, self.heads_per_group = groups // tp.size, heads + 2  # of each: query heads, k and v
+            self.qkv = ColumnParallelLinear(
+                D, (groups, heads + 2, E), shape.bias, tp=tp, init_std=init.std, dtype=dtype, device=device
+            )
         else:
-            check(self.tp.size % groups == 0, _kv_heads_error(num_heads, groups, self.tp.size))
-            copies = self.tp.size // groups
+            check(tp.size % groups == 0, _kv_heads_error(H, groups, tp.size))
+            copies = tp.size // groups
             self.groups, self.heads_per_group = 1, heads // copies + 2
-            self.qkv = CopiedKV(hidden_size, groups=groups, heads=heads, head_width=E, copies=copies, **shared)
+            self.qkv = CopiedKV(
+                D, groups=groups, heads=heads, head_width=E, copies=copies, bias=shape.bias, tp=tp, init_std=init.std,
+                dtype=dtype, device=device,
+            )  # fmt: skip
         self.q_norm = self.k_norm = None
-        if qk_norm:
-            norm: dict[str, Any] = dict(eps=eps, kind=qk_norm_kind, tp=self.tp, **factory)
-            if qk_norm_all:
-                self.q_norm = SplitNorm(num_heads * E, **norm)
-                self.k_norm = SplitNorm(groups * E, copies=copies, **norm)
-            else:
-                self.q_norm, self.k_norm = HeadNorm(E, **norm), HeadNorm(E, **norm)
-        shared["bias"] = bias if out_bias is None else out_bias
-        shared["init_std"] = init_std if out_init_std is None else out_init_std
-        self.out = RowParallelLinear(num_heads * E, hidden_size, **shared)
+        if shape.qk_norm and shape.qk_norm_all:
+            self.q_norm, self.k_norm = (
+                SplitNorm(width * E, shape.eps, kind=shape.qk_norm_kind, copies=n, tp=tp, dtype=dtype, device=device)
+                for width, n in ((H, 1), (groups, copies))
+            )
+        elif shape.qk_norm:
+            self.q_norm, self.k_norm = (
+                HeadNorm(E, shape.eps, kind=shape.qk_norm_kind, tp=tp, dtype=dtype, device=device) for _ in range(2)
+            )
+        out_bias = shape.bias if shape.out_bias is None else shape.out_bias
+        self.out = RowParallelLinear(H * E, D, out_bias, tp=tp, init_std=init.out, dtype=dtype, device=device)
 
     @property
     def in_one(self) -> bool:
         """Whether nothing but rotary positions stands between the projections and attention."""
         return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None
 
-    def _attending(self, **given: Any) -> dict[str, Any]:
-        """Returns the arguments of attention: those of a call, and this layer's own."""
-        own: dict[str, Any] = dict(causal=self.causal, window=self.window, site=self.site, first_head=self.first_head)
-        own |= dict(scale=self.scale, softcap=self.softcap)
-        return given | own | dict(p=self.dropout if self.training else 0.0)
+    @property
+    def out_bias(self) -> Tensor | None:
+        """Bias [D], added once to the sum of the parts."""
+        return self.out.bias
 
-    def options(self, x: Tensor, *, seq: int | None = None, rope: Rope | None = None, **given: Any) -> Options:
-        """Returns the checked options of attention over the rows of x [M, D]; the arguments are those of
-        :meth:`parts`."""
-        options = Options(**self._attending(**given), **({} if rope is None else rope._asdict()))
-        shape = len(x), self.groups, self.heads_per_group, self.head_width
-        return checked_options(shape, options, seq=seq, scale=self.scale)
+    def options(self, call: Call) -> Options:
+        """Returns attention's options of a call; ``call.seq`` and the layer's scale are handed over beside them."""
+        options = Options(
+            key_mask=call.key_mask, cu_seqlens=call.cu_seqlens, rng=call.rng, batch=call.batch,
+            max_seqlen=call.max_seqlen, causal=self.causal, window=self.window, softcap=self.softcap,
+            p=self.dropout if self.training else 0.0, site=self.site, first_head=self.first_head,
+        )  # fmt: skip
+        rope = call.rotation(self.window)
+        if rope is None:
+            return options
+        return options._replace(cos=rope.cos, sin=rope.sin, positions=rope.positions, interleaved=rope.interleaved)
 
-    def parts(
-        self,
-        n: Tensor,
-        *,
-        batch: int,
-        seq: int | None = None,
-        rng: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        rope: Rope | None = None,
-        recompute: Recompute | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
+    def parts(self, n: Tensor, recompute: Recompute | None = None, call: Call = CALL) -> Tensor:
         """n [m, D] or expanded [R, m, D] -> parts [R, m, D], to be summed over R and given the bias.
 
-        ``key_mask`` bool [batch, seq]; the rest as in :meth:`forward`.
+        ``recompute``: n is recomputed in backward.
         """
-        options = self._attending(
-            batch=batch, seq=seq, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, rng=rng
-        )
-        if self.in_one and cache is None:
-            options |= dict(heads_per_group=self.heads_per_group, head_width=self.head_width)
-            options |= {} if rope is None else rope._asdict()
-            weights = *self.qkv.flat(), local(self.out.weight)
-            return gather_attention_exchange(n, *weights, tp=self.tp, recompute=recompute, **options)
-        return self.out.parts(self._attend(self.qkv.project(n, recompute), options, rope=rope, cache=cache))
+        if self.in_one and call.cache is None:
+            weights, heads = (*self.qkv.flat(), local(self.out.weight)), (self.heads_per_group, self.head_width)
+            return gather_attention_exchange(
+                n, *weights, heads=heads, options=self.options(call), seq=call.seq, scale=self.scale, tp=self.tp,
+                recompute=recompute,
+            )  # fmt: skip
+        return self.out.parts(self._attend(self.qkv.project(n, recompute), call))
 
-    def _attend(self, qkv: Tensor, options: dict[str, Any], *, rope: Rope | None, cache: KVCache | None) -> Tensor:
-        """What the qkv projection gives [M, (H/R + 2 G/R) E] -> o [M, H/R E]"""
-        batch, seq = options["batch"], options["seq"]
+    def _attend(self, qkv: Tensor, call: Call) -> Tensor:
+        """Output of the qkv projection [M, (H/R + 2 G/R) E] -> o [M, H/R E]"""
         qkv = qkv.view(len(qkv), -1, self.heads_per_group, self.head_width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split([self.heads_per_group - 2, 1, 1], 2)
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
-        if cache is not None and rope is not None:  # the cache holds keys that are rotated already
+        cache, rope = call.cache, call.rotation(self.window)
+        if cache is None:
+            return attend(qkv, self.options(call), seq=call.seq, scale=self.scale)
+        if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
-            qkv, rope = _rotated(qkv, rope, rope.positions), None
-        if cache is not None and cache.length > 0:
-            positions = len(qkv) // batch if seq is None else seq
-            o = cache.attend(qkv, batch, positions, Seeing(self.window, self.scale, self.softcap))
-        else:
-            if cache is not None:
-                cache.fill(qkv, batch, len(qkv) // batch if seq is None else seq)
-            o = attention(qkv, **options, **({} if rope is None else rope._asdict()))
-        return o
+            qkv, call = _rotated(qkv, rope, rope.positions), call._replace(rope=None)
+        seq = len(qkv) // call.batch if call.seq is None else call.seq
+        if cache.length > 0:
+            return cache.attend(qkv, call.batch, seq, Seeing(self.window, self.scale, self.softcap))
+        cache.fill(qkv, call.batch, seq)
+        return attend(qkv, self.options(call), seq=call.seq, scale=self.scale)
 
     def forward(
         self,
         x: Tensor,
         *,
-        batch: int,
+        batch: int | None = None,
         seq: int | None = None,
         rng: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -268,30 +262,27 @@ class ParallelAttention(ParallelModule):
         max_seqlen: int | None = None,
         rope: Rope | None = None,
         cache: KVCache | None = None,
+        call: Call | None = None,
     ) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]) -> [m, D].
 
         ``seq`` positions: M // batch unless given; rows beyond seq * batch are padding.  ``attention_mask`` [batch,
         seq], nonzero where a key may be seen; ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1).
-        ``rng`` where dropout is on.  ``cache``: of generation.  ValueError for an x of other dimensions, or rows that
-        do not fit ``batch``.
+        ``rng`` where dropout is on.  ``cache``: of generation.  ``call`` holds all of these instead.  ValueError for an
+        x of other dimensions, or rows that do not fit ``batch``.
         """
-        check_rows("ParallelAttention", x, self.width, tp=self.tp, batch=batch, seq=seq)
-        attending: dict[str, Any] = dict(
-            batch=batch,
-            seq=seq,
-            rng=rng,
-            key_mask=as_key_mask("ParallelAttention: attention_mask", attention_mask),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-        )
+        if call is None:
+            mask = as_key_mask("ParallelAttention: attention_mask", attention_mask)
+            call = Call(
+                required("ParallelAttention", batch), seq, rng, mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                rope=rope, cache=cache,
+            )  # fmt: skip
+        check_rows("ParallelAttention", x, self.width, tp=self.tp, batch=call.batch, seq=call.seq)
         if hooked(self):
-            o: Tensor = self._attend(self.qkv(x), self._attending(**attending), rope=rope, cache=cache)
-            summed: Tensor = self.out(o)
+            summed: Tensor = self.out(self._attend(self.qkv(x), call))
             return summed
-        parts = self.parts(x, rope=rope, cache=cache, **attending)
         (bias,) = replicated(self.tp, self.out.bias)
-        return reduce_bias_dropout_add_norm(parts, bias)[0]
+        return reduce_bias_dropout_add_norm(self.parts(x, call=call), bias)[0]
 
 
 def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -40,14 +40,15 @@ class KeyValue(ColumnProjection):
         bias: bool,
         tp: TensorParallel,
         init_std: float,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         self.in_features, self.groups, self.copies = in_features, groups, copies
         shape = groups, 2, head_width
-        self.add_parameter("weight", (*shape, in_features), 0, init_std, copies=copies, **factory)
+        self.add_parameter("weight", (*shape, in_features), 0, init_std, copies=copies, dtype=dtype, device=device)
         if bias:
-            self.add_parameter("bias", shape, 0, "zeros", copies=copies, **factory)
+            self.add_parameter("bias", shape, 0, "zeros", copies=copies, dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
         self.initialize_alone()
@@ -90,7 +91,8 @@ class CrossAttention(ParallelModule):
         layer: int = 0,
         init_std: float = 0.02,
         out_init_std: float | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         name, size = "CrossAttention", self.tp.size
@@ -105,7 +107,7 @@ class CrossAttention(ParallelModule):
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
-        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, **factory)
+        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device)
         self.q = ColumnParallelLinear(hidden_size, (num_heads, E), **shared)
         self.kv = KeyValue(self.memory_size, groups, E, copies=max(1, size // groups), **shared)
         shared["bias"] = bias if out_bias is None else out_bias

@@ -3,8 +3,6 @@
 ids [M], the same on every rank  ->  masked local lookup [M, D]  ->  exchange  ->  parts [R, m, D]
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -36,13 +34,14 @@ class VocabParallelEmbedding(ParallelModule):
         tp: TensorParallel | None = None,
         scale: float | None = None,
         init_std: float = 0.02,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim, self.scale = num_embeddings, embedding_dim, scale
         self._rounded = {} if scale is None else {d: torch.tensor(scale, dtype=d, device="cpu").item() for d in _DTYPES}
         self.first, _ = self.tp.chunk(num_embeddings, "VocabParallelEmbedding: num_embeddings")
-        self.add_parameter("weight", (num_embeddings, embedding_dim), 0, init_std, **factory)
+        self.add_parameter("weight", (num_embeddings, embedding_dim), 0, init_std, dtype=dtype, device=device)
         self.initialize_alone()
 
     def parts(self, ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ M = R m rows, sequence-major.  Without sequence parallelism m = M: no gather, an
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.gemm.activation import PLAIN
@@ -104,7 +105,8 @@ class ColumnParallelLinear(ColumnProjection):
         tp: TensorParallel | None = None,
         activation: str = "none",
         init_std: float = 0.02,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         check(
@@ -114,9 +116,9 @@ class ColumnParallelLinear(ColumnProjection):
         shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.tp.divide(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation
-        self.add_parameter("weight", (*shape, in_features), 0, init_std, **factory)
+        self.add_parameter("weight", (*shape, in_features), 0, init_std, dtype=dtype, device=device)
         if bias:
-            self.add_parameter("bias", shape, 0, "zeros", **factory)
+            self.add_parameter("bias", shape, 0, "zeros", dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
         self.initialize_alone()
@@ -142,14 +144,15 @@ class RowParallelLinear(Adaptable):
         *,
         tp: TensorParallel | None = None,
         init_std: float = 0.02,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         self.tp.divide(in_features, "RowParallelLinear: in_features")
         self.in_features, self.out_features = in_features, out_features
-        self.add_parameter("weight", (out_features, in_features), 1, init_std, **factory)
+        self.add_parameter("weight", (out_features, in_features), 1, init_std, dtype=dtype, device=device)
         if bias:
-            self.add_parameter("bias", (out_features,), None, "zeros", **factory)
+            self.add_parameter("bias", (out_features,), None, "zeros", dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
         self.initialize_alone()

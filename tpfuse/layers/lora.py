@@ -31,7 +31,8 @@ from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
-from .module import initialize, local, on_rows, unwrapped_name
+from .module import initialize, local, on_rows
+from .shards import unwrapped_name
 
 TARGETS = "qkv", "out", "fc1", "fc2"
 _ALONE = TensorParallel()
@@ -43,18 +44,28 @@ class ColumnLoRA(Adapter):
     ``adapted`` names the P projections; a weight's other projections (``parts``) have no rows in B, and no adapter.
     """
 
-    def __init__(self, layer: Adaptable, parts: Parts, adapted: list[str], *, rank: int, alpha: float, **factory: Any):
+    def __init__(
+        self,
+        layer: Adaptable,
+        parts: Parts,
+        adapted: list[str],
+        *,
+        rank: int,
+        alpha: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__(layer.tp)
         self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
         width = next(iter(layer.specs[leaf].shape[-1] for leaf in parts))
-        self.add_parameter("A", (rank, len(adapted), width), None, _std(width), **factory)
+        self.add_parameter("A", (rank, len(adapted), width), None, _std(width), dtype=dtype, device=device)
         self.leaves: dict[str, tuple[list[int], str | None]] = {}  # weight -> this rank's shape, the name of its B
         for leaf, projections in parts.items():
             spec, name = layer.specs[leaf], "B" if leaf == "weight" else f"B_{leaf}"
             width = sum(n for n, module in projections if module in adapted)
             shape = (spec.shape[0], width, *spec.shape[2:-1]) if len(projections) > 1 else spec.shape[:-1]
             if width:
-                self.add_parameter(name, (*shape, rank), 0, "zeros", copies=spec.copies, **factory)
+                self.add_parameter(name, (*shape, rank), 0, "zeros", copies=spec.copies, dtype=dtype, device=device)
             self.leaves[leaf] = [s.stop - s.start for s in spec.local(layer.tp)], name if width else None
 
     def block(self, leaf: str, b: Tensor | None = None) -> Tensor:
@@ -102,12 +113,20 @@ class RowLoRA(Adapter):
     B: nn.Parameter
 
     def __init__(
-        self, layer: RowParallelLinear, parts: Parts, adapted: list[str], *, rank: int, alpha: float, **factory: Any
+        self,
+        layer: RowParallelLinear,
+        parts: Parts,
+        adapted: list[str],
+        *,
+        rank: int,
+        alpha: float,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         super().__init__(layer.tp)
         self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
-        self.add_parameter("A", (rank, layer.in_features), 1, _std(layer.in_features), **factory)
-        self.add_parameter("B", (layer.out_features, rank), None, "zeros", **factory)
+        self.add_parameter("A", (rank, layer.in_features), 1, _std(layer.in_features), dtype=dtype, device=device)
+        self.add_parameter("B", (layer.out_features, rank), None, "zeros", dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, K/R] -> this rank's part of s (x A') B' [M, N]"""
@@ -166,11 +185,11 @@ def add_lora(
         module.requires_grad_(True)
     for path, layer, parts, adapted in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
-        factory = dict(dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
         if isinstance(layer, RowParallelLinear):
-            layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, **factory)
+            layer.lora = RowLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         else:
-            layer.lora = ColumnLoRA(layer, parts, adapted, rank=rank, alpha=alpha, **factory)
+            layer.lora = ColumnLoRA(layer, parts, adapted, rank=rank, alpha=alpha, dtype=dtype, device=device)
         if not weight.is_meta:
             initialize(layer.lora, seed, prefix=f"{path}.lora.")
     return model

@@ -9,6 +9,7 @@ that any vocabulary size works; the last ranks may have fewer columns.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.losses.op import cross_entropy as kernel
@@ -18,8 +19,8 @@ from ..parallel import TensorParallel
 from ..ranks.agreement import agreement_of
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
-from .block import Normed
 from .module import ParallelModule, local
+from .wiring import Normed
 
 
 def cross_entropy(
@@ -122,7 +123,8 @@ class VocabParallelHead(ParallelModule):
         tp: TensorParallel | None = None,
         tied: bool = False,
         init_std: float = 0.02,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
@@ -131,9 +133,9 @@ class VocabParallelHead(ParallelModule):
         if tied:
             self.register_parameter("weight", None)
         else:
-            self.add_parameter("weight", (vocab_size, hidden_size), 0, init_std, **factory)
+            self.add_parameter("weight", (vocab_size, hidden_size), 0, init_std, dtype=dtype, device=device)
         if bias:
-            self.add_parameter("bias", (vocab_size,), 0, "zeros", **factory)
+            self.add_parameter("bias", (vocab_size,), 0, "zeros", dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
         self.initialize_alone()

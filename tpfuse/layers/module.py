@@ -1,8 +1,7 @@
 """What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple, overload
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import torch
@@ -17,18 +16,13 @@ from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 from ..ranks.agreement import Agreement, Header, names
 from .hooks import onlooker
+from .partial import watch
+from .shards import named_specs, owned, register
 from .spec import Origin as Origin
 from .spec import Spec as Spec
 from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
-_SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
-REPLICATED = "_tensor_parallel"  # of a plain module: the ranks that have the same parameters, where it was said
-
-
-# What torch's wrappers put into the names of the parameters below them.
-WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-_alive: "weakref.WeakSet[ParallelModule]" = weakref.WeakSet()
 ON_SPLIT: list[Callable[[], None]] = []  # called when a parameter of which ranks hold slices is made or unpickled
 
 
@@ -50,7 +44,7 @@ class ParallelModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
         module = super().__new__(cls)
-        _alive.add(module)
+        register(module)
         return module
 
     def __init__(self, tp: TensorParallel | None):
@@ -66,7 +60,7 @@ class ParallelModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
-        for leaf, p, spec in _owned(self):
+        for leaf, p, spec in owned(self):
             value = state_dict.get(prefix + leaf)
             if is_split(spec, self.tp) and isinstance(value, Tensor) and not isinstance(p, DTensor):
                 state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
@@ -81,16 +75,17 @@ class ParallelModule(nn.Module):
         *,
         copies: int = 1,
         origin: Origin | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised.
 
-        ``factory``: dtype and device, as torch's layers take them; the rest as in :class:`Spec`.
+        ``dtype`` and ``device`` as torch's layers take them; the rest as in :class:`Spec`.
         """
         if not isinstance(init, str):
             check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
-        values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], **factory)
+        values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], dtype=dtype, device=device)
         self.register_parameter(name, nn.Parameter(values))
         self._announce([spec])
 
@@ -149,8 +144,6 @@ class ParallelModule(nn.Module):
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Header(type(self).__name__), each_call=False, floats=floats)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
-        from .partial import watch  # it needs what is here
-
         watch(self)
 
 
@@ -180,24 +173,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _owned(module: "ParallelModule") -> Iterator[tuple[str, nn.Parameter, Spec]]:
-    """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
-    weight_norm) has put in the place of one."""
-    own: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
-    parametrized: Any = own.get("_modules", {}).get("parametrizations", {})
-    for leaf, spec in own.get("specs", {}).items():
-        for name in (leaf, *(f"{leaf}_{suffix}" for suffix in _SUFFIXES)):
-            p = own["_parameters"].get(name)
-            if p is not None:
-                yield name, p, spec
-        if leaf in parametrized:
-            for inner, p in parametrized[leaf].named_parameters(recurse=False):
-                yield f"parametrizations.{leaf}.{inner}", p, spec
-
-
 def check_gathered(method: str, module: "ParallelModule") -> None:
     """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
-    for leaf, p, spec in _owned(module):
+    for leaf, p, spec in owned(module):
         here = tuple(s.stop - s.start for s in spec.local(module.tp))
         if isinstance(p, DTensor) and tuple(p.to_local().shape) != here:
             raise ValueError(
@@ -209,50 +187,9 @@ def check_gathered(method: str, module: "ParallelModule") -> None:
 def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """The hook by which a state dictionary holds DTensors for split parameters."""
     assert isinstance(module, ParallelModule)
-    for leaf, _p, spec in _owned(module):
+    for leaf, _p, spec in owned(module):
         if is_split(spec, module.tp) and isinstance(state_dict.get(prefix + leaf), Tensor):
             state_dict[prefix + leaf] = as_whole(state_dict[prefix + leaf], spec, module.tp)
-
-
-def unwrapped_name(name: str) -> str:
-    """Returns a parameter's name without what torch's checkpoint_wrapper and torch.compile put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
-    """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
-
-    A plain module's parameters are replicated.  The names are those without torch's wrappers.
-    """
-    known = {p: (spec, m.tp) for m in module.modules() if isinstance(m, ParallelModule) for _, p, spec in _owned(m)}
-    owners = dict(module.named_modules())
-    for name, p in module.named_parameters():
-        owner = known.get(p)
-        if owner is None:
-            ranks = owners[name.rpartition(".")[0]].__dict__.get(REPLICATED) or TensorParallel()
-            owner = Spec(tuple(p.shape), None, None), ranks
-        yield unwrapped_name(name), *owner
-
-
-def living() -> "list[ParallelModule]":
-    """Returns the parallel modules that are alive."""
-    return list(_alive)
-
-
-class Whole(NamedTuple):
-    """What a parameter is a slice of, and over which ranks."""
-
-    spec: Spec
-    tp: TensorParallel
-
-
-def wholes(modules: "list[ParallelModule] | None" = None) -> dict[Tensor, Whole]:
-    """Returns what is known of every parameter of these parallel modules; without them, of all that are alive.
-
-    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
-    from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
-    """
-    return {p: Whole(spec, module.tp) for module in modules or living() for _, p, spec in _owned(module)}
 
 
 @torch.no_grad()

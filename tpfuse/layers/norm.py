@@ -1,6 +1,5 @@
 """LayerNorm and RMSNorm whose parameters have their full gradient on a sequence shard too."""
 
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +13,7 @@ from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .hooks import served
 from .module import ParallelModule, local, replicated
+from .shapes import NormShape
 
 
 class LayerNorm(ParallelModule):
@@ -22,7 +22,7 @@ class LayerNorm(ParallelModule):
     kind = "layer"
     dim: ClassVar[int | None] = None  # on which its weight is split over the ranks
     copies = 1  # ranks in a row that hold the same slice of it
-    shards_input = True  # or not: it acts on each row alone
+    shards_input = True  # True also for whole rows: a norm acts on each row alone
     shown = "normalized_shape", "eps"
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -34,15 +34,18 @@ class LayerNorm(ParallelModule):
         bias: bool = True,
         *,
         tp: TensorParallel | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(tp)
         check_kind(type(self).__name__, self.kind, eps)
         self.normalized_shape, self.eps = normalized_shape, eps
         start = "zeros" if KINDS[self.kind].offset else "ones"  # the scale starts at 1
-        self.add_parameter("weight", (normalized_shape,), self.dim, start, copies=self.copies, **factory)
+        self.add_parameter(
+            "weight", (normalized_shape,), self.dim, start, copies=self.copies, dtype=dtype, device=device
+        )
         if bias:
-            self.add_parameter("bias", (normalized_shape,), None, "zeros", **factory)
+            self.add_parameter("bias", (normalized_shape,), None, "zeros", dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
         self.initialize_alone()
@@ -63,11 +66,12 @@ class RMSNorm(LayerNorm):
         *,
         kind: str = "rms",
         tp: TensorParallel | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         check_kind("RMSNorm", kind)
         self.kind = kind
-        super().__init__(normalized_shape, eps, bias=False, tp=tp, **factory)
+        super().__init__(normalized_shape, eps, bias=False, tp=tp, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]"""
@@ -103,12 +107,13 @@ class SplitNorm(RMSNorm):
         kind: str = "rms",
         copies: int = 1,
         tp: TensorParallel | None = None,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         check_kind("SplitNorm", kind)
         check(not KINDS[kind].centred, f"SplitNorm: kind must be an RMSNorm's, got {kind!r}")
         self.copies = copies
-        super().__init__(normalized_shape, eps, kind=kind, tp=tp, **factory)
+        super().__init__(normalized_shape, eps, kind=kind, tp=tp, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, ...], of which a row is this rank's slice -> the same shape"""
@@ -157,8 +162,16 @@ class _Scaled(Function):
         return (d * rstd).to(x.dtype), dv, dw, None
 
 
-def norm_layer(kind: str, width: int, eps: float, *, bias: bool = True, **options: Any) -> LayerNorm:
-    """Returns the layer of a kind of norm; an RMSNorm has no ``bias`` anyway."""
-    check_kind("norm_layer", kind)
-    layer = functools.partial(LayerNorm, bias=bias) if KINDS[kind].centred else functools.partial(RMSNorm, kind=kind)
-    return layer(width, eps, **options)
+def norm_layer(
+    shape: NormShape,
+    width: int,
+    *,
+    tp: TensorParallel | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> LayerNorm:
+    """Returns the layer of a norm over ``width`` columns."""
+    check_kind("norm_layer", shape.kind)
+    if KINDS[shape.kind].centred:
+        return LayerNorm(width, shape.eps, shape.bias, tp=tp, dtype=dtype, device=device)
+    return RMSNorm(width, shape.eps, kind=shape.kind, tp=tp, dtype=dtype, device=device)

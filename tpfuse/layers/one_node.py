@@ -1,4 +1,4 @@
-"""A block on one rank as one autograd node: the ops of block.py one after another, without a Function for each.
+"""A block on one rank as one autograd node: the ops of its wiring one after another, without a Function for each.
 
 On one rank nothing is exchanged, and what a block costs the host beside its kernels is Python: seven Functions, each
 with checks and records of its own, around a launcher for each op.  Forward and backward are functions of tensors here,
@@ -9,14 +9,15 @@ saved; they are freed together, when the block's backward has ended.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.attn.op import attention_bwd, attention_fwd
 from ..kernels.attn.options import TENSORS, Options
 from ..kernels.norm.alone import NORM
-from ..kernels.norm.records import ALONE, POST, PRE, Add, Norm, Wanted
+from ..kernels.norm.records import ALONE, POST, PRE, Add, Wanted
+from ..kernels.norm.records import Norm as NormArguments
 from ..kernels.norm.records import Saved as NormSaved
-from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
+from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM as FUSED
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import Main, mains
 from ..kernels.runtime.op import Composed, dtype_of
@@ -24,43 +25,48 @@ from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved, adding
+from .module import local
+from .wiring import Branch, Join, Norm, Normed, Steps, norm_names, run, run_backward
+
+ONE = TensorParallel()  # rank
+
+
+class Constants(NamedTuple):
+    """Numbers of a block and a call; ``norms`` are (name, eps, kind) in the order of their use."""
+
+    steps: Steps
+    norms: tuple[tuple[str, float, str], ...]
+    activation: str
+    attention: Mask  # of dropout after attention
+    mlp: Mask
 
 
 class Parameters(NamedTuple):
-    """A block's, as its layers hold them; None where there is none."""
+    """Parameters of a block's projections."""
 
-    in_weight: Tensor | None
-    in_bias: Tensor | None
     qkv_weight: Tensor  # [G, Q + 2, E, D]
     qkv_bias: Tensor | None
     out_weight: Tensor
     out_bias: Tensor | None
-    norm_weight: Tensor
-    norm_bias: Tensor | None
     fc1_weight: Tensor  # [F, D], gated [F, 2, D]
     fc1_bias: Tensor | None
     fc2_weight: Tensor
     fc2_bias: Tensor | None
-    last_weight: Tensor | None
-    last_bias: Tensor | None
-
-
-class Constants(NamedTuple):
-    activation: str
-    kind: str  # of its norms
-    eps_in: float  # of the norm that enters
-    eps: float  # of the others
-    post_norm: bool
-    attention_mask: Mask  # of dropout after attention
-    mlp_mask: Mask
 
 
 class Layer(NamedTuple):
-    """What a block is made of, but for its rows."""
+    """A block and a call, but for the block's rows.  ``norms``: weight and bias of each of the constants' norms."""
 
     constants: Constants
     options: Options  # of attention, checked
     parameters: Parameters
+    norms: tuple[Tensor | None, ...]
+
+    def norm(self, name: str | None) -> NormArguments:
+        for i, (own, eps, kind) in enumerate(self.constants.norms):
+            if own == name:
+                return NormArguments(self.norms[2 * i], self.norms[2 * i + 1], eps, kind)
+        return NormArguments()
 
 
 class Totals(NamedTuple):
@@ -72,40 +78,20 @@ class Totals(NamedTuple):
     fc2: Tensor | None = None
 
 
-class Asked(NamedTuple):
-    """What backward is asked for."""
+NO_TOTALS = Totals()
+PARAMETERS = len(Parameters._fields)
+
+
+class Request(NamedTuple):
+    """Gradients that backward makes: of which projections' parameters, in which dtypes, and where they are added."""
 
     parameters: Any  # a Parameters of flags
     residual: torch.dtype  # of the gradient of h
-    in_stack: bool
+    dtype: torch.dtype  # of the gradients of n and of parts
+    totals: Totals = NO_TOTALS
 
 
-Stats = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class Kept(NamedTuple):
-    """What forward leaves to backward beside the parameters; ``n`` [1, m, D] enters attention, ``n1`` the MLP.
-
-    A norm leaves its input and its statistics: that which enters (None where there is none), attention's, the last.
-    """
-
-    n: Tensor
-    qkv: Tensor
-    o: Tensor
-    lse: Tensor
-    n1: Tensor
-    z: Tensor
-    a: Tensor | None
-    in_stats: Stats
-    stats: Stats
-    last_stats: Stats
-
-
-NO_STATS: Stats = (None, None, None)
-NO_TOTALS = Totals()
-PARAMETERS, FLAT = len(Parameters._fields), len(Kept._fields) - 3
-FUSED = REDUCE_BIAS_DROPOUT_ADD_NORM
-ONE = TensorParallel()  # rank
+# ---- forward ----
 
 
 def _linear(w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -113,95 +99,169 @@ def _linear(w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1)
 
 
+class _Forward:
+    """Runs the steps; ``saved`` gets the tensors that each leaves to backward."""
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+        self.saved: list[Tensor | None] = []
+
+    def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
+        _, rows, mean, rstd = NORM.fwd(h[None], Add(), self.layer.norm(step.norm), NO_MASK, order=ALONE)
+        self.saved += h, mean, rstd
+        return h, rows[None]
+
+    def branch(self, step: Branch, n: Tensor) -> Tensor:
+        (constants, options, p, _) = self.layer
+        parts: Tensor
+        if step.name == "attention":
+            qkv, _ = plain.gather_linear_fwd(n, Linear(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
+            qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
+            o, lse = attention_fwd(qkv, options)
+            parts = plain.linear_exchange_fwd(o, p.out_weight, ONE)
+            self.saved += n, qkv, o, lse
+        else:
+            mlp = MLP(*_linear(p.fc1_weight, p.fc1_bias), p.fc2_weight, constants.activation)
+            parts, z, a = plain.gather_mlp_exchange_fwd(n, mlp, keep=True, tp=ONE)
+            self.saved += n, z, a
+        return parts
+
+    def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        bias: Tensor | None = getattr(self.layer.parameters, BIAS[step.branch])
+        if step.branch_norm is not None:
+            y, rows, mean, rstd = FUSED.fwd(parts, Add(bias), self.layer.norm(step.branch_norm), NO_MASK, order=POST)
+            self.saved += y, mean, rstd
+            parts, bias = rows[None], None
+        norm, mask = self.layer.norm(step.norm), getattr(self.layer.constants, step.branch)
+        h, rows, *stats = FUSED.fwd(parts, Add(bias, residual=h), norm, mask, order=POST if step.stream else PRE)
+        if step.norm is None:
+            return h, h[None]
+        self.saved += h, *stats
+        return rows if step.stream else h, rows[None]
+
+
+BIAS = {"attention": "out_bias", "mlp": "fc2_bias"}
+
+
+@Composed
+def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
+    """h [m, D], n [1, m, D] (None: h is read in its place) -> h, n of the next, and the tensors saved for backward.
+
+    Where n is h it comes back as None, since a node's outputs do not share memory.
+    """
+    runner, steps = _Forward(layer), layer.constants.steps
+    h, out = run(steps, runner, h, h[None] if n is None else n)
+    return h, None if _last(steps).norm is None else out, *runner.saved
+
+
+def _last(steps: Steps) -> Join:
+    end = steps[-1]
+    assert isinstance(end, Join)
+    return end
+
+
+# ---- backward ----
+
+
+class _Backward:
+    """Runs the steps backwards, on the tensors that forward has saved; ``made`` gets gradients by names."""
+
+    def __init__(self, layer: Layer, saved: tuple[Any, ...], request: Request):
+        self.layer, self.saved, self.request = layer, list(saved), request
+        self.made: dict[str, Any] = {}
+
+    def take(self, count: int) -> list[Any]:
+        """Returns the last ``count`` tensors saved, which are those of the step whose turn it is."""
+        taken = self.saved[len(self.saved) - count :]
+        del self.saved[len(self.saved) - count :]
+        return taken
+
+    def state(self, norm: NormArguments) -> NormSaved:
+        """Returns what a norm saved: its input and statistics; without a norm none of them."""
+        h, mean, rstd = (None,) * 3 if norm.gamma is None else self.take(3)
+        return NormSaved(h, mean, rstd, norm.gamma, norm.kind)
+
+    def norm_gradients(self, name: str, vectors: list[Tensor]) -> None:
+        self.made[f"{name}.weight"], self.made[f"{name}.bias"] = vectors
+
+    def norm(self, step: Norm, dh: Tensor, dn: Tensor) -> Tensor:
+        norm, wanted = self.layer.norm(step.norm), self.request
+        state = self.state(norm)
+        making = Wanted(None, norm.beta is not None, None, wanted.dtype)
+        dh, _, _, *vectors = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=making)
+        self.norm_gradients(step.norm, vectors)
+        return dh
+
+    def branch(self, step: Branch, dparts: Tensor) -> Tensor:
+        (constants, options, p, _), made = self.layer, self.made
+        wanted, totals = self.request.parameters, self.request.totals
+        dn: Tensor
+        if step.name == "attention":
+            n, qkv, o, lse = self.take(4)
+            needs = Needs(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
+            needs = _adding(needs, totals.qkv, totals.out)
+            do, made["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, needs=needs, tp=ONE)
+            dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
+            w = _linear(p.qkv_weight, None)[0]
+            dn, made["qkv_weight"], made["qkv_bias"] = plain.gather_linear_bwd(
+                dqkv, w, n=Saved(n, ONE), needs=needs, tp=ONE
+            )
+        else:
+            n, z, a = self.take(3)
+            mlp = MLP(_linear(p.fc1_weight, None)[0], None, p.fc2_weight, constants.activation)
+            needs = Needs(wanted.fc1_weight, dtype_of(p.fc1_bias) if wanted.fc1_bias else None, wanted.fc2_weight)
+            needs, saved = _adding(needs, totals.fc1, totals.fc2), MLPSaved(Saved(n, ONE), z, a)
+            dn, made["fc1_weight"], made["fc1_bias"], made["fc2_weight"] = plain.gather_mlp_exchange_bwd(
+                dparts, mlp, saved=saved, needs=needs, tp=ONE
+            )
+        return dn
+
+    def join(self, step: Join, dh: Tensor | None, dn: Tensor | None) -> tuple[Tensor, Tensor]:
+        dparts: Tensor
+        dresidual: Tensor
+        name, request, norm = BIAS[step.branch], self.request, self.layer.norm(step.norm)
+        bias = getattr(self.layer.parameters, name)
+        state = self.state(norm)
+        direct = dtype_of(bias) if step.branch_norm is None else None  # or the branch's norm stands between
+        wanted, mask = Wanted(direct, norm.beta is not None, request.residual, request.dtype), self._mask(step)
+        order = POST if step.stream else PRE
+        dparts, dresidual, dbias, *vectors = FUSED.bwd(dn, dh, state, mask, order=order, wanted=wanted)
+        if step.norm is not None:
+            self.norm_gradients(step.norm, vectors)
+        if step.branch_norm is not None:
+            norm = self.layer.norm(step.branch_norm)
+            state = self.state(norm)
+            wanted = Wanted(dtype_of(bias), norm.beta is not None, None, request.dtype)
+            dparts, _, dbias, *vectors = FUSED.bwd(dparts[None], None, state, NO_MASK, order=POST, wanted=wanted)
+            self.norm_gradients(step.branch_norm, vectors)
+        self.made[name] = dbias
+        return dresidual, dparts[None]
+
+    def _mask(self, step: Join) -> Mask:
+        mask: Mask = getattr(self.layer.constants, step.branch)
+        return mask
+
+
+@Composed
+def _backward(
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, saved: tuple[Any, ...], request: Request
+) -> tuple[Tensor | None, ...]:
+    """Gradients of h and n as _forward returned them -> those of h, n, the projections' parameters and the norms'.
+
+    The gradient of n is None where the block has read a norm of h."""
+    dh, dn = gradients
+    runner = _Backward(layer, saved, request)
+    dh, dn = run_backward(layer.constants.steps, runner, None if dh is None else dh.contiguous(), dn)
+    projections = [_shaped(runner.made.get(name), p) for name, p in zip(Parameters._fields, layer.parameters)]
+    names = [f"{name}.{leaf}" for name, *_ in layer.constants.norms for leaf in ("weight", "bias")]
+    return dh, dn, *projections, *[_shaped(runner.made.get(name), p) for name, p in zip(names, layer.norms)]
+
+
 def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     """Returns the gradient of a parameter in its shape; ops give empty ones for what is not there."""
     if gradient is None or like is None or gradient.numel() == 0:
         return None
     return gradient if gradient.dim() == like.dim() else gradient.view(like.shape)
-
-
-@Composed
-def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
-    """h [m, D], n [1, m, D] (None but in a stack) -> h, n of the next, and the fields of Kept, spelled out."""
-    c, options, p = layer
-    order, in_stats = POST if c.post_norm else PRE, NO_STATS
-    if p.in_weight is not None:
-        norm = Norm(p.in_weight, p.in_bias, c.eps_in, c.kind)
-        _, rows, mean, rstd = NORM.fwd(h[None], Add(), norm, NO_MASK, order=ALONE)
-        n, in_stats = rows[None], (h, mean, rstd)
-    elif n is None:
-        n = h[None]
-    qkv, _ = plain.gather_linear_fwd(n, Linear(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
-    qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
-    o, lse = attention_fwd(qkv, options)
-    parts = plain.linear_exchange_fwd(o, p.out_weight, ONE)
-    add, norm = Add(p.out_bias, residual=h), Norm(p.norm_weight, p.norm_bias, c.eps, c.kind)
-    h1, rows, *stats = FUSED.fwd(parts, add, norm, c.attention_mask, order=order)
-    n1, stream = rows[None], rows if c.post_norm else h1
-    mlp = MLP(*_linear(p.fc1_weight, p.fc1_bias), p.fc2_weight, c.activation)
-    parts, z, a = plain.gather_mlp_exchange_fwd(n1, mlp, keep=True, tp=ONE)
-    add, norm = Add(p.fc2_bias, residual=stream), Norm(p.last_weight, p.last_bias, c.eps, c.kind)
-    h2, rows, *last_stats = FUSED.fwd(parts, add, norm, c.mlp_mask, order=order)
-    last = NO_STATS if p.last_weight is None else (h2, *last_stats)
-    on, then = (rows, rows[None]) if c.post_norm else (h2, None if p.last_weight is None else rows[None])
-    return on, then, n, qkv, o, lse, n1, z, a, *in_stats, h1, *stats, *last
-
-
-@Composed
-def _backward(
-    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, kept: Kept, asking: tuple[Asked, Totals]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of what _forward returned first -> those of h, n and the parameters."""
-    (dh, dn), (c, options, p), (asked, totals) = gradients, layer, asking
-    order, dtype, needed = POST if c.post_norm else PRE, kept.n.dtype, asked.parameters
-
-    wanted = Wanted(dtype_of(p.fc2_bias), p.last_bias is not None, asked.residual, dtype)
-    state = NormSaved(*kept.last_stats, p.last_weight, kind=c.kind)
-    dh = None if dh is None else dh.contiguous()
-    dp, dh, dfc2_bias, dlast, dlast_bias = FUSED.bwd(dn, dh, state, c.mlp_mask, order=order, wanted=wanted)
-
-    w1, _ = _linear(p.fc1_weight, None)
-    mlp, n1 = MLP(w1, None, p.fc2_weight, c.activation), MLPSaved(Saved(kept.n1, ONE), kept.z, kept.a)
-    needs = Needs(needed.fc1_weight, dtype_of(p.fc1_bias) if needed.fc1_bias else None, needed.fc2_weight)
-    needs = _adding(needs, totals.fc1, totals.fc2)
-    dn, dw1, db1, dw2 = plain.gather_mlp_exchange_bwd(dp[None], mlp, saved=n1, needs=needs, tp=ONE)
-
-    wanted = Wanted(dtype_of(p.out_bias), p.norm_bias is not None, asked.residual, dtype)
-    state = NormSaved(*kept.stats, p.norm_weight, kind=c.kind)
-    dp, dh, dout_bias, dnorm, dnorm_bias = FUSED.bwd(dn, dh, state, c.attention_mask, order=order, wanted=wanted)
-
-    needs = Needs(needed.qkv_weight, dtype_of(p.qkv_bias) if needed.qkv_bias else None, needed.out_weight)
-    needs = _adding(needs, totals.qkv, totals.out)
-    do, dout = plain.linear_exchange_bwd(dp[None], p.out_weight, x=kept.o, needs=needs, tp=ONE)
-    dqkv = attention_bwd(do, kept.qkv, kept.o, kept.lse, options=options).flatten(1)
-    w, n = _linear(p.qkv_weight, None)[0], Saved(kept.n, ONE)
-    dn, dw, db = plain.gather_linear_bwd(dqkv, w, n=n, needs=needs, tp=ONE)
-
-    din = din_bias = None
-    if p.in_weight is not None:
-        wanted = Wanted(None, p.in_bias is not None, None, dtype)
-        state = NormSaved(*kept.in_stats, p.in_weight, kind=c.kind)
-        dh, _, _, din, din_bias = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=wanted)
-        dn = None
-    elif not asked.in_stack:
-        dh, dn = dh + dn[0], None
-    made = (
-        din, din_bias, dw, db, dout, dout_bias, dnorm, dnorm_bias, dw1, db1, dw2, dfc2_bias, dlast, dlast_bias
-    )  # fmt: skip
-    return dh, dn, *[_shaped(g, like) for g, like in zip(made, p)]
-
-
-def _totals(asked: Asked, found: tuple[Main | None, ...]) -> tuple[Asked, Totals]:
-    """Returns what is left to be asked for, and the totals that gradients are added to."""
-    wanted = [main is None or main.wanted for main in found]
-    names = [f"{name}_weight" for name in Totals._fields]
-    p = asked.parameters
-    p = p._replace(**{name: getattr(p, name) and reached for name, reached in zip(names, wanted, strict=True)})
-    totals = [
-        main.add(lambda total: total.flatten(0, -2)) if main is not None and getattr(p, name) else None
-        for name, main in zip(names, found, strict=True)
-    ]
-    return asked._replace(parameters=p), Totals(*totals)
 
 
 def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> Needs:
@@ -212,39 +272,75 @@ def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> N
     return needs._replace(run=adding(into(weight), into(out_weight)))
 
 
+def _with_totals(request: Request, weights: tuple[Main | None, ...]) -> Request:
+    """Returns the request in which gradients of weights that have a total are added to it."""
+    flags, names = request.parameters, [f"{name}_weight" for name in Totals._fields]
+    for name, main in zip(names, weights, strict=True):
+        if main is not None and not main.wanted:
+            flags = flags._replace(**{name: False})
+    totals = [
+        main.add(lambda total: total.flatten(0, -2)) if main is not None and getattr(flags, name) else None
+        for name, main in zip(names, weights, strict=True)
+    ]
+    return request._replace(parameters=flags, totals=Totals(*totals))
+
+
+# ---- autograd ----
+
+
 class _Block(Function):
-    """h [m, D], n [1, m, D] (None but in a stack) -> h [m, D], and in a stack n [1, m, D]."""
+    """h [m, D], n [1, m, D] (None: h is read in its place) -> h [m, D], n [1, m, D] (None: it is h)."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, n: Tensor | None, layer: Layer, *parameters: Any) -> Any:
-        constants, options, _ = layer
-        on, then, *kept = _forward(h, n, layer)
-        ctx.save_for_backward(*parameters, *options[:TENSORS], *kept)
-        ctx.args = constants, options[TENSORS:], h.dtype, n is not None
-        p = layer.parameters
+        constants, options, p, _ = layer
+        out, out_n, *saved = _forward(h, n, layer)
+        ctx.save_for_backward(*parameters, *options[:TENSORS], *saved)
+        ctx.args = constants, options[TENSORS:], (h.dtype, p.out_weight.dtype), n is not None
         ctx.mains = mains(p.qkv_weight, p.out_weight, p.fc1_weight, p.fc2_weight)
         ctx.set_materialize_grads(False)
-        return on if n is None else (on, then)
+        return out, out_n
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad
         if dh is None and dn is None:
             return (None,) * len(needed)
-        (constants, numbers, residual, in_stack), saved = ctx.args, ctx.saved_tensors
-        p, saved = Parameters(*saved[:PARAMETERS]), saved[PARAMETERS:]
-        options, saved = Options(*saved[:TENSORS], *numbers), saved[TENSORS:]
-        stats: tuple[Any, ...] = saved[FLAT : FLAT + 3], saved[FLAT + 3 : FLAT + 6], saved[FLAT + 6 :]
-        layer, kept = Layer(constants, options, p), Kept(*saved[:FLAT], *stats)
-        asked = Asked(Parameters(*needed[3:]), residual, in_stack)
-        totals = NO_TOTALS
+        (constants, numbers, dtypes, given), saved = ctx.args, ctx.saved_tensors
+        norms = PARAMETERS + 2 * len(constants.norms)
+        options, state = Options(*saved[norms : norms + TENSORS], *numbers), saved[norms + TENSORS :]
+        layer = Layer(constants, options, Parameters(*saved[:PARAMETERS]), saved[PARAMETERS:norms])
+        request = Request(Parameters(*needed[3 : 3 + PARAMETERS]), *dtypes)
         if ctx.mains is not None:
-            asked, totals = _totals(asked, ctx.mains)
-        dh, dn, *gradients = _backward((dh, dn), layer, kept, (asked, totals))
+            request = _with_totals(request, ctx.mains)
+        dh, dn, *gradients = _backward((dh, dn), layer, tuple(state), request)
+        if dn is not None and not given:
+            dh, dn = dh + dn[0], None
         return dh, dn, None, *gradients
 
 
-def block(h: Tensor, n: Tensor | None, layer: Layer) -> Any:
-    """Runs a block with gradients: h [m, D] and, in a stack, n [1, m, D] -> the same of the next."""
-    return _Block.apply(h, n, layer, *layer.parameters)
+def one_node(h: Tensor, normed: Normed | None, layer: Layer) -> tuple[Tensor, Normed]:
+    """Runs a block with gradients: h [m, D] and, in a stack, its n -> the same of the next."""
+    n = None if normed is None else normed.n if normed.n.dim() == 3 else normed.n[None]
+    h, out = _Block.apply(h, n, layer, *layer.parameters, *layer.norms)
+    return h, Normed(h[None] if out is None else out)
+
+
+def parameters_of(block: nn.Module, steps: Steps) -> tuple[Parameters, tuple[Tensor | None, ...]]:
+    """Returns the projections' parameters and the norms'.
+
+    Modules and parameters are taken from their dictionaries: nn.Module's attribute access costs the host.
+    """
+    own: dict[str, Any] = block._modules
+    attention, mlp = own["attention"]._modules, own["mlp"]._modules
+    projections = [attention["qkv"], attention["out"], mlp["fc1"], mlp["fc2"]]
+    vectors = [_parameter(own[name], leaf) for name in norm_names(steps) for leaf in ("weight", "bias")]
+    weights: list[Any] = [_parameter(module, leaf) for module in projections for leaf in ("weight", "bias")]
+    return Parameters(*weights), tuple(vectors)
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a parameter from the module's dictionary; where a parametrization has taken its place, the attribute."""
+    own = module._parameters
+    return local(own[name] if name in own else getattr(module, name))

@@ -27,7 +27,7 @@ from ..parallel import TensorParallel
 from ..ranks.agreement import CLOSE
 from ..ranks.messages import channel, gather
 from .hooks import onlooker
-from .module import ParallelModule, living, wholes
+from .shards import living, wholes
 
 _CURE = (
     "a plain module on this rank's rows needs tpfuse.replicated(module, tp) (tpfuse.layers.LayerNorm and RMSNorm are"
@@ -204,7 +204,7 @@ class _Schedule:
 
 _backward, _steps = _Schedule(), _Schedule()
 _ending: list[nn.Module] = []  # layers of the backward pass that is under way
-_watched: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_when_due(what: Any, parameters: Callable[[], Any], name: str) -> None:
@@ -218,7 +218,7 @@ def check_when_due(what: Any, parameters: Callable[[], Any], name: str) -> None:
             _steps.settled.add(what)
 
 
-def watch(layer: ParallelModule) -> None:
+def watch(layer: nn.Module) -> None:
     """Makes the backward passes of the models that hold ``layer`` compare gradients, and the steps of optimizers."""
     layer.register_forward_hook(_after_forward)
     _watched.add(layer)

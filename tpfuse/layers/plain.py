@@ -20,7 +20,8 @@ from ..collectives import all_reduce
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..parallel import TensorParallel
-from .module import REPLICATED, ParallelModule, wholes
+from .module import ParallelModule
+from .shards import REPLICATED, wholes
 
 M = TypeVar("M", bound=nn.Module)
 _HELD = "_tensor_parallel_copies"  # of a module that runs: what is to be put back, a list for each call

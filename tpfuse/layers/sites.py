@@ -14,13 +14,12 @@ class Sites(NamedTuple):
     """The sites of one layer."""
 
     probabilities: int  # on the attention probabilities
-    after_attention: int
-    after_mlp: int
+    after: dict[str, int]  # on what a branch of the block gives, by the branch's name
 
 
 def sites(layer: int) -> Sites:
     """Returns the sites of layer ``layer``, counted from 0."""
-    return Sites(3 * layer + 1, 3 * layer + 2, 3 * layer + 3)
+    return Sites(3 * layer + 1, {"attention": 3 * layer + 2, "mlp": 3 * layer + 3})
 
 
 def cross_site(layer: int) -> int:

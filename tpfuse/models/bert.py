@@ -17,12 +17,12 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
-from ..layers import TransformerBlock, VocabParallelEmbedding
-from ..layers.attention import Rope, Ropes
-from ..layers.block import Normed
+from ..layers import Call, VocabParallelEmbedding
+from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.module import replicated
 from ..layers.norm import LayerNorm
+from ..layers.wiring import Normed, enters
 from ..parallel import TensorParallel
 from ..pipeline.placement import Stage
 from .classify import Classifier, ClassifierHead, named_in
@@ -35,6 +35,7 @@ from .head import Dense, LMHead, Table, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
+from .stack import make_block
 from .stages import Batch
 
 
@@ -93,30 +94,8 @@ class Bert(Model):
             else:
                 self.register_module("norm_in", None)
             self.blocks = self.stages.make_blocks(
-                lambda layer: TransformerBlock(
-                    c.hidden_size,
-                    c.num_heads,
-                    c.ffn_width,
-                    tp=tp,
-                    layer=layer,
-                    causal=False,
-                    window=c.windows[layer],
-                    activation=c.activation,
-                    gated=c.gated,
-                    eps=c.eps,
-                    dropout=c.dropout,
-                    attention_dropout=c.attention_dropout,
-                    qkv_bias=c.qkv_bias,
-                    out_bias=c.out_bias,
-                    mlp_bias=c.mlp_bias,
-                    norm_bias=c.norm_bias,
-                    norm_in=False,
-                    post_norm=c.post_norm,
-                    saving=self.saving,
-                    init_std=c.init_std,
-                    out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
-                ),
-                None if c.post_norm else make_norm,
+                lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
+                make_norm if enters(c.wiring) else None,
             )
             pooler, masked_lm = pooler and last, masked_lm and last
             dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
@@ -200,10 +179,10 @@ class Bert(Model):
         check_asked("Bert", inputs, self.stages.head or self.classifier is not None, cure)
         longest = self._check_call(inputs)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
+        blocks = Call(rows.batch, rows.seq, rng, inputs.key_mask)
         if self.config.rope is not None:
-            packed = dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-            blocks |= dict(rope=self._rope(rows, inputs), **packed)
+            packed = inputs.cu_seqlens
+            blocks = blocks._replace(cu_seqlens=packed, max_seqlen=longest, rope=self._rope(rows, inputs))
         return Batch(inputs, rows, rng, blocks)
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels.norm import embed_finish
-from ..layers.block import Normed
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import served
 from ..layers.module import local, on_rows, replicated
 from ..layers.norm import LayerNorm
+from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
 from .head import Table

@@ -19,11 +19,11 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
-from ..layers import TransformerBlock, VocabParallelEmbedding
-from ..layers.attention import Rope, Ropes
-from ..layers.block import Normed
+from ..layers import Call, VocabParallelEmbedding
+from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
+from ..layers.wiring import Normed, enters
 from ..parallel import TensorParallel
 from ..pipeline.placement import Stage
 from .classify import Classifier, ClassifierHead, named_in
@@ -37,6 +37,7 @@ from .head import LMHead, Table
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
 from .rows import Rows
+from .stack import make_block
 from .stages import Batch
 
 _TABLE = 8192  # rows of a table of rotary positions at least: a longer call seldom makes another
@@ -86,43 +87,11 @@ class GPT(Model):
                 self.register_module("embedding", None)
             learned = first and c.rope is None
             self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
-            make_norm = (lambda: norm_layer(c.norm, c.hidden_size, c.eps, tp=tp)) if c.pre_norm else None
-            self.norm_in = make_norm() if make_norm is not None and first else None
+            make_norm = lambda: norm_layer(c.norm_shape, c.hidden_size, tp=tp)
+            self.norm_in = make_norm() if enters(c.wiring) and first else None
             self.blocks = self.stages.make_blocks(
-                lambda layer: TransformerBlock(
-                    c.hidden_size,
-                    c.num_heads,
-                    c.ffn_width,
-                    num_kv_heads=c.kv_heads,
-                    head_width=c.head_size,
-                    tp=tp,
-                    layer=layer,
-                    causal=True,
-                    window=c.windows[layer],
-                    qk_norm=c.qk_norm,
-                    activation=c.activation,
-                    gated=c.gated,
-                    norm=c.norm,
-                    eps=c.eps,
-                    dropout=c.dropout,
-                    attention_dropout=c.attention_dropout,
-                    qkv_bias=c.qkv_bias,
-                    out_bias=c.out_bias,
-                    mlp_bias=c.mlp_bias,
-                    norm_in=False,
-                    parallel=c.parallel_residual,
-                    pre_norm=c.pre_norm,
-                    branch_norm=c.branch_norm,
-                    norm_out=not c.pre_norm and layer == c.num_layers - 1,
-                    scale=c.attention_scale,
-                    softcap=c.attention_softcap,
-                    qk_norm_kind=c.qk_norm_kind,
-                    qk_norm_all=c.qk_norm_all,
-                    saving=self.saving,
-                    init_std=c.init_std,
-                    out_init_std=c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None,
-                ),
-                make_norm,
+                lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
+                make_norm if enters(c.wiring) else None,
             )
             head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
             head |= dict(softcap=c.logit_softcap)
@@ -215,10 +184,9 @@ class GPT(Model):
             inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
         rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        blocks: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq, rng=rng, attention_mask=inputs.key_mask)
-        if inputs.cu_seqlens is not None:
-            blocks |= dict(cu_seqlens=inputs.cu_seqlens, max_seqlen=longest)
-        blocks["rope"] = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        packed, longest = inputs.cu_seqlens, None if inputs.cu_seqlens is None else longest
+        rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        blocks = Call(rows.batch, rows.seq, rng, inputs.key_mask, cu_seqlens=packed, max_seqlen=longest, rope=rope)
         return Batch(inputs, rows, rng, blocks)
 
     def _count_labels(self, inputs: Inputs) -> Tensor:

@@ -10,10 +10,10 @@ from ..kernels.gemm.op import linear
 from ..kernels.losses.op import cross_entropy
 from ..kernels.norm import layer_norm
 from ..kernels.runtime.main_grad import derived
-from ..layers.block import Normed
 from ..layers.loss import VocabParallelHead, check_columns
 from ..layers.module import ParallelModule, local, on_rows
 from ..layers.norm import LayerNorm
+from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
-from ..layers.block import Normed, TransformerBlock
+from ..layers.block import TransformerBlock
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
 from ..layers.module import initialize, local, module_state
+from ..layers.wiring import Normed
 from ..parallel import TensorParallel, versions
 from ..pipeline.placement import Stage
 from ..ranks.agreement import Agreement, Header, agree
@@ -143,7 +144,7 @@ class Model(nn.Module):
     def _run_blocks(self, h: Tensor, normed: Normed, batch: Batch) -> tuple[Tensor, Normed, tuple[Tensor, ...] | None]:
         """Runs the blocks -> h and n of the last, and hidden_states [B, S, D] where they are to be returned."""
         states: list[Tensor] | None = [] if batch.inputs.output_hidden_states else None
-        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, **batch.blocks)
+        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, call=batch.blocks)
         if states is None:
             return h, normed, None
         return h, normed, tuple(map(batch.rows.whole, (*states, normed.rows)))

@@ -10,8 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
-from ..layers.block import SAVING, Normed
+from ..layers.block import SAVING, TransformerBlock
+from ..layers.call import Call
 from ..layers.hooks import served_backward
+from ..layers.shapes import Init
+from ..layers.wiring import INNER, LAST, Normed
+from ..parallel import TensorParallel
+from .config.model import ModelConfig
 
 SELECTIVE, FULL = RECOMPUTE = "selective", "full"
 
@@ -30,8 +35,18 @@ def saving_of(name: str, saving: str | None, recompute: str | None) -> str:
     return "smallest" if recompute == SELECTIVE else saving or "fastest"
 
 
+def make_block(config: ModelConfig, layer: int, *, tp: TensorParallel, saving: str) -> TransformerBlock:
+    """Returns block ``layer`` of a model, whose initial output projections have GPT-2's scale where its family says."""
+    c, last = config, layer == config.num_layers - 1
+    out_std = c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None
+    return TransformerBlock.of(
+        c.attention_shape(layer), c.mlp_shape, c.norm_shape, wiring=c.wiring, place=LAST if last else INNER,
+        layer=layer, dropout=c.dropout, saving=saving, tp=tp, init=Init(c.init_std, out_std),
+    )  # fmt: skip
+
+
 def run_blocks(
-    blocks: Iterable[nn.Module], h: Tensor, normed: Normed, *, states: list[Tensor] | None, full: bool, **call: Any
+    blocks: Iterable[nn.Module], h: Tensor, normed: Normed, *, states: list[Tensor] | None, full: bool, call: Call
 ) -> tuple[Tensor, Normed]:
     """h [m, D] and n through the blocks; ``full``: of each only the input is kept for backward.
 
@@ -41,7 +56,8 @@ def run_blocks(
     for last in blocks:
         if states is not None:
             states.append(h)
-        h, normed = _recomputed(last, h, normed, call) if full and torch.is_grad_enabled() else last(h, normed, **call)
+        recomputes = full and torch.is_grad_enabled()
+        h, normed = _recomputed(last, h, normed, call) if recomputes else last(h, normed, call=call)
     if last is not None and not last.post_norm and served_backward(last):
         normed = normed._replace(n=_beside_unused(normed.n, h))
     return h, normed
@@ -70,7 +86,7 @@ class _BesideUnused(Function):
         return dn, torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _recomputed(block: Any, h: Tensor, normed: Normed, call: dict[str, Any]) -> tuple[Tensor, Normed]:
+def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tensor, Normed]:
     """Runs a block by torch's checkpoint, whose input is h and what n is made of again; n alone where that is unknown.
 
     No random state is kept: dropout's masks are functions of positions.
@@ -78,18 +94,18 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: dict[str, Any]) -> 
     n, recipe = normed
     options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
     if torch.compiler.is_compiling():  # whose graphs return tensors
-        h, n = checkpoint(lambda h, n: _flat(block(h, Normed(n), **call))[:2], h, n, **options)
+        h, n = checkpoint(lambda h, n: _flat(block(h, Normed(n), call=call))[:2], h, n, **options)
         return h, Normed(n)
     if recipe is None or block.post_norm:  # in post-norm n is h
-        return _normed(checkpoint(lambda h, n: _flat(block(h, Normed(n), **call)), h, n, **options))
+        return _normed(checkpoint(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n, **options))
     first, shape, differentiated = [n], n.shape, n.requires_grad
     (_, *tensors), constants = recipe.tensors, recipe.constants
 
     def from_recipe(h: Tensor, *kept: Any) -> tuple[Any, ...]:
         if first:  # in forward, where the graph goes on to what made n
-            return _flat(block(h, Normed(first.pop()), **call))
+            return _flat(block(h, Normed(first.pop()), call=call))
         n = norm_apply(Recompute(h.detach(), *kept, *constants)).expand(shape).requires_grad_(differentiated)
-        return _flat(block(h, Normed(n), **call))
+        return _flat(block(h, Normed(n), call=call))
 
     return _normed(checkpoint(from_recipe, h, *tensors, **options))
 

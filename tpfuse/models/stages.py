@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import described
-from ..layers.block import Normed
+from ..layers.call import Call
 from ..layers.hooks import served
 from ..layers.module import replicated
+from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..pipeline.placement import Chunk, PartCosts, Stage, chunks_of, held_by, stage_of
 from ..pipeline.schedules import placement
@@ -38,7 +39,7 @@ class Batch(NamedTuple):
     inputs: Inputs
     rows: Rows
     rng: Tensor | None
-    blocks: dict[str, Any]
+    blocks: Call  # what every block is called with
 
 
 class StagedModel(Protocol):
@@ -160,7 +161,7 @@ class ModelStages:
         """
         h, normed = model._embedded(batch) if chunk.is_first else self._received(model, chunk, x)
         blocks = [model.blocks[layer] for layer in chunk.layers]
-        h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, **batch.blocks)
+        h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, call=batch.blocks)
         if not chunk.is_last:
             return h
         loss: Tensor | None = model._finish(h, normed, batch, None).loss

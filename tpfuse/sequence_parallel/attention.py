@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.attn.op import attention
+from ..kernels.attn.op import attend
 from ..kernels.attn.options import TENSORS, Options, checked_options
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
@@ -68,43 +68,42 @@ def gather_attention_exchange(
     qkv_bias: Tensor | None,
     out_weight: Tensor,
     *,
-    heads_per_group: int,
-    head_width: int,
+    heads: tuple[int, int],
+    options: Options,
+    seq: int | None = None,
+    scale: float | None = None,
     tp: TensorParallel,
     recompute: Recompute | None = None,
-    batch: int,
-    causal: bool,
-    **options: Any,
 ) -> Tensor:
     """gather_linear, attention and linear_exchange: as one op if their messages overlap.
 
-    x as in gather_linear, qkv_weight [G (Q + 2) E, D] and its bias with Q + 2 = ``heads_per_group`` and E =
-    ``head_width``, out_weight [D, G Q E], G this rank's -> parts [R, m, D].  ``batch``, ``causal`` and ``options``
-    are those of kernels.attention.  ValueError for shapes or dtypes that do not fit.
+    x as in gather_linear, qkv_weight [G (Q + 2) E, D] and its bias with (Q + 2, E) = ``heads``, out_weight [D, G Q E],
+    G this rank's -> parts [R, m, D].  ``options``, ``seq`` and ``scale`` are those of kernels.attn.op.attend.
+    ValueError for shapes or dtypes that do not fit.
     """
-    name, K = "gather_attention_exchange", heads_per_group * head_width
+    name, (slots, E) = "gather_attention_exchange", heads
     check_linear(name, x, qkv_weight, qkv_bias, activation="none")
+    K = slots * E
     check(
-        heads_per_group > 2 and len(qkv_weight) % K == 0,
+        slots > 2 and len(qkv_weight) % K == 0,
         f"{name}: qkv_weight must have a multiple of {K} rows, got {len(qkv_weight)}",
     )
-    shape = qkv_weight.shape[1], len(qkv_weight) // heads_per_group * (heads_per_group - 2)
+    shape = qkv_weight.shape[1], len(qkv_weight) // slots * (slots - 2)
     check(out_weight.shape == shape, f"{name}: out_weight must be {shape}, got {tuple(out_weight.shape)}")
     x, qkv_weight, qkv_bias, out_weight = autocast(x, qkv_weight, qkv_bias, out_weight)
-    x, heads = expanded(name, x, tp), (heads_per_group, head_width)
+    x = expanded(name, x, tp)
     if tp.sequence_parallel:
         form = choose(name, x, qkv_weight, tp=tp, columns=len(qkv_weight) + out_weight.shape[1])
     else:
         form = choose("gather_linear", x, qkv_weight, tp=tp)
     if form is overlapped:
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
-        seq, scale = options.pop("seq", None), options.pop("scale", None)
-        checked = checked_options(qkv_shape, Options(batch=batch, causal=causal, **options), seq=seq, scale=scale)
+        checked = checked_options(qkv_shape, options, seq=seq, scale=scale)
         after = later(x, qkv_weight, qkv_bias, out_weight)
         weights = qkv_weight, qkv_bias, out_weight
         if after is not None:
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
         return _GatherAttentionExchange.apply(x, *weights, (heads, after), checked, tp, recompute)
     qkv = run_gather_linear(x, Linear(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attention(qkv.view(len(qkv), -1, *heads), batch=batch, causal=causal, **options)
+    o = attend(qkv.view(len(qkv), -1, *heads), options, seq=seq, scale=scale)
     return run_linear_exchange(o, out_weight, tp, form)

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from ..collectives import all_gather
 from ..kernels.runtime.errors import check
 from ..layers.hooks import onlooker
-from ..layers.module import named_specs
 from ..layers.partial import unchecked
+from ..layers.shards import named_specs
 from ..models.files.write import full_tensor
 from ..parallel import TensorParallel
 from ..ranks.messages import channel, gather

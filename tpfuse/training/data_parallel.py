@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
-from ..layers.module import named_specs
+from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
 from ..parallel import resolve
 from ..ranks.agreement import Header, agree

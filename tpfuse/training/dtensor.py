@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.runtime.main_grad import refuse
-from ..layers.module import named_specs
+from ..layers.shards import named_specs
 from ..layers.state import to_dtensor
 
 

@@ -28,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
 from ..kernels.runtime.rules import some
-from ..layers.module import ParallelModule, Spec, named_specs
+from ..layers.module import ParallelModule, Spec
+from ..layers.shards import named_specs
 from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..kernels.runtime.main_grad import refuse
-from ..layers.module import Whole, named_specs
+from ..layers.shards import Whole, named_specs
 from ..layers.spec import Spec
 from ..layers.state import as_whole, is_split
 from ..ranks.agreement import agreement_of, names

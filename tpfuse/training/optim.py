@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import check_number, described, limited, some
-from ..layers.module import named_specs
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
+from ..layers.shards import named_specs
 from ..models.model import staged_in
 from ..ranks.agreement import agreement_of, names
 from ..ranks.messages import gather

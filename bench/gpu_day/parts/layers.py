@@ -61,7 +61,7 @@ def _data(layer: Layer, device: torch.device, *shape: int) -> tuple[Tensor, Tens
 
 def block_of(layer: Layer, device: torch.device) -> TransformerBlock:
     torch.manual_seed(0)
-    form = dict(causal=False, activation="gelu", post_norm=True) if layer.bert else dict(causal=True)
+    form = dict(causal=False, activation="gelu", wiring="post") if layer.bert else dict(causal=True)
     drop = dict(dropout=layer.dropout, attention_dropout=layer.dropout)
     return TransformerBlock(layer.width, layer.heads, **form, **drop, device=device, dtype=BF16)
 

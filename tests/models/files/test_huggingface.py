@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertMo
 from tests.common import assert_close, assert_equal, make_tp
 from tests.models.common import MODELS, batch, of_files, of_transformers, results, whole
 from tpfuse import TensorParallel
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert
 from tpfuse.models.files import disk as hf_disk
 from tpfuse.models.files import read as hf_read

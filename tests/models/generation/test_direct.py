@@ -15,7 +15,7 @@ from tests.models.families.test_llama_like import config_of
 from tpfuse.kernels.gemm import prepared
 from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 from tpfuse.models.generation import direct
 from tpfuse.models.generation.passes import by_layers

@@ -18,7 +18,7 @@ from tests.models.common import default_dtype
 from tests.pipeline.test_step import GPT2, MODELS, ROWS, batches, made
 from tests.training.checkpoint.common import names
 from tpfuse import TensorParallel, add_lora, clip_grad_norm_, load_checkpoint, param_groups, save_checkpoint
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.pipeline import SCHEDULES, schedule
 from tpfuse.training.checkpoint import load as reading
 from tpfuse.training.checkpoint import save as writing

@@ -13,7 +13,7 @@ from tests.common import assert_equal
 from tests.models.common import Training, whole
 from tests.training.checkpoint.common import made, state
 from tpfuse import load_checkpoint, save_checkpoint
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.training.checkpoint.state import entries_of, groups_of
 from tpfuse.training.dtensor import to_dtensor
 

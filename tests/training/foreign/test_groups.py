@@ -22,7 +22,7 @@ from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, batch, whole
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_
 from tpfuse.layers import ColumnParallelLinear, LayerNorm, ParallelAttention
-from tpfuse.layers.module import Whole
+from tpfuse.layers.shards import Whole
 from tpfuse.models import GPT
 from tpfuse.training.foreign import groups
 

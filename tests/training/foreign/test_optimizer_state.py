@@ -22,7 +22,7 @@ from tests.common import assert_equal, make_tp
 from tests.models.common import STEP_CONFIG, batch, whole
 from tpfuse import TensorParallel, param_groups
 from tpfuse.layers import ParallelAttention, ParallelMLP
-from tpfuse.layers.module import named_specs
+from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
 from tpfuse.models.files.write import full_tensor
 

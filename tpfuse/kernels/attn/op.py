@@ -149,5 +149,10 @@ def attention(
         batch=batch, max_seqlen=max_seqlen, causal=causal, window=window, softcap=softcap, interleaved=interleaved,
         p=p, site=site, first_head=first_head,
     )  # fmt: skip
+    return attend(qkv, options, seq=seq, scale=scale)
+
+
+def attend(qkv: Tensor, options: Options, *, seq: int | None, scale: float | None) -> Tensor:
+    """Computes :func:`attention` of its options as one record; their ``seq`` and ``scale`` are not read."""
     (qkv,) = autocast(qkv)
     return _Attention.apply(qkv.contiguous(), options, seq, scale)

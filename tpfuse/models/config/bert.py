@@ -43,6 +43,7 @@ class BertConfig(ModelConfig):
     mlp_bias: bool = True
     norm_bias: bool = True
     post_norm: bool = True
+    causal: ClassVar[bool] = False
     families: ClassVar[tuple[str, ...]] = ENCODERS
     rules: ClassVar[Mapping[str, Rule]] = BERT_FIELDS
 

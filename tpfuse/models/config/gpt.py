@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...kernels.runtime.rules import Rule, shown
+from ...layers.shapes import AttentionShape
 from ..families import CAUSAL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, WINDOWED_LAYERS, Family
 from .fields import FULL, GPT_FIELDS, SLIDING
 from .model import ModelConfig
@@ -44,6 +45,7 @@ class GPTConfig(ModelConfig):
     attention_softcap: float | None = None  # bounds the scores
     logit_softcap: float | None = None  # bounds the logits
     scaled_embedding: bool = False  # the embedding's rows are multiplied by the root of hidden_size
+    causal: ClassVar[bool] = True
     families: ClassVar[tuple[str, ...]] = CAUSAL
     rules: ClassVar[Mapping[str, Rule]] = GPT_FIELDS
 
@@ -55,6 +57,8 @@ class GPTConfig(ModelConfig):
             self._check_ropes()
         if not (self.pre_norm or self.branch_norm):
             raise ValueError("GPTConfig: pre_norm=False needs branch_norm=True")
+        if self.parallel_residual and self.branch_norm:
+            raise ValueError("GPTConfig: parallel_residual and branch_norm are two wirings, got both")
         if self.local_rope is not None:
             kinds = [(rope or {}).get("rope_type", "default") for rope in (self.rope, self.local_rope)]
             if self.rope is None or not {"dynamic", "longrope"}.isdisjoint(kinds):
@@ -70,6 +74,19 @@ class GPTConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_width is None else self.head_width
+
+    @property
+    def wiring(self) -> str:
+        if self.branch_norm:
+            return "sandwich" if self.pre_norm else "branch"
+        return super().wiring
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        shape = super().attention_shape(layer)
+        return shape._replace(
+            qk_norm_kind=self.qk_norm_kind, qk_norm_all=self.qk_norm_all, scale=self.attention_scale,
+            softcap=self.attention_softcap,
+        )  # fmt: skip
 
     @property
     def rope_arguments(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ...kernels.gemm.activation import ACTIVATIONS
 from ...kernels.runtime.rules import Rule, check_rules, one_of, shown
+from ...layers.shapes import AttentionShape, MLPShape, NormShape
 from ..families import FAMILIES, Family
 from .fields import FULL, MAX_WEIGHT, MODEL_FIELDS, SLIDING
 from .reader import NAMED, Reader
@@ -58,6 +59,7 @@ class ModelConfig:
     type_vocab_size: int = field(default=0, init=False)  # token types
     norm_bias: bool = field(default=True, init=False)  # of a LayerNorm
     post_norm: bool = field(default=False, init=False)
+    causal: ClassVar[bool]
     families: ClassVar[tuple[str, ...]]
     rules: ClassVar[Mapping[str, Rule]] = MODEL_FIELDS
 
@@ -106,6 +108,29 @@ class ModelConfig:
     def learned_positions(self) -> int:
         """The rows of a learned table of positions; 0 where positions are rotary."""
         return self.max_positions if self.rope is None else 0
+
+    @property
+    def wiring(self) -> str:
+        """The order of a block's steps, an entry of WIRINGS."""
+        return "post" if self.post_norm else "parallel" if self.parallel_residual else "pre"
+
+    @property
+    def norm_shape(self) -> NormShape:
+        """The norms of blocks, and the final one."""
+        return NormShape(self.norm, self.eps, self.norm_bias)
+
+    @property
+    def mlp_shape(self) -> MLPShape:
+        """The MLP of every block."""
+        return MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """Returns the self-attention of a layer."""
+        return AttentionShape(
+            self.hidden_size, self.num_heads, self.kv_heads, self.head_size, causal=self.causal,
+            window=self.windows[layer], qk_norm=self.qk_norm, eps=self.eps, dropout=self.attention_dropout,
+            bias=self.qkv_bias, out_bias=self.out_bias,
+        )  # fmt: skip
 
     @property
     def ropes(self) -> list[Mapping[str, Any]]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...layers.module import Spec, named_specs
+from ...layers.module import Spec
+from ...layers.shards import named_specs
 from ...parallel import TensorParallel
 from ..classify import ClassifierHead
 from ..config.model import ModelConfig

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...kernels.runtime.rules import brief, shown, some
-from ...layers.module import Spec, initialize, local, named_specs
+from ...layers.module import Spec, initialize, local
+from ...layers.shards import named_specs
 from ...parallel import TensorParallel
 from ...ranks.messages import together
 from .directory import is_weights_name, open_tensors, read_json

@@ -18,17 +18,19 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...kernels.attn.cpu import decode
 from ...kernels.attn.op import attention
-from ...kernels.gemm.prepared import Join, Map, Plain, form_for
+from ...kernels.gemm.prepared import Join as Joined
+from ...kernels.gemm.prepared import Map, Plain, form_for
 from ...kernels.lookup.op import embedding_fwd
 from ...kernels.norm import KINDS
 from ...kernels.runtime.op import acc_dtype
 from ...layers import KVCache, TransformerBlock
-from ...layers.attention import Ropes
 from ...layers.cache import Seeing
+from ...layers.call import Ropes
 from ...layers.hooks import hooked
 from ...layers.linear import RowParallelLinear
 from ...layers.module import local
 from ...layers.norm import LayerNorm, SplitNorm
+from ...layers.wiring import Branch, Join, Norm, norm_names, run
 from ..rows import Rows
 from .model import CausalModel
 from .shared_memory import Exchange, exchange
@@ -55,9 +57,12 @@ def applies(model: CausalModel, ids: Tensor) -> bool:
 
 
 def _plain(block: nn.Module) -> bool:
-    if type(block) is not TransformerBlock or block.post_norm:
-        return False
-    return block.attention.qkv.adapter is None and block.attention.out.adapter is None and block.mlp.in_one
+    return (
+        type(block) is TransformerBlock
+        and block.attention.qkv.adapter is None
+        and block.attention.out.adapter is None
+        and block.mlp.in_one
+    )
 
 
 class Direct:
@@ -74,7 +79,7 @@ class Direct:
         self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
         rotations = 0 if model.config.rope is None else len(model.config.rotations)
         self.turnings = [_Turning(model, seen.shape[1], i) for i in range(rotations)]
-        self.norm = _norm(model.norm_in) if model.norm_in is not None else lambda h: h
+        self.norm = _norm(model.norm_in) if model.norm_in is not None else None
         self.form = form_for(dtype, rows=len(seen), times=new)
         tied, self.capped = model._tied(), model.head.capped
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
@@ -92,7 +97,7 @@ class Direct:
         known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(known, rows)
         turns: list[_Turn | None] = [turning(positions) for turning in self.turnings] or [None]
-        x = self.norm(h)
+        x = h if self.norm is None else self.norm(h)
         reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
         for layer, cache in zip(self._stack(reads), self.caches, strict=True):
             h, x = layer(h, x, cache, turns[0 if layer.window is None else -1])
@@ -125,27 +130,27 @@ class _Layer:
     def __init__(self, block: Any, exchange: Exchange, form: Plain):
         a, m = block.attention, block.mlp
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
-        self.parallel = block.parallel
         self.seeing = Seeing(a.window, a.scale, a.softcap)
-        self.norm_attention, self.norm_mlp = (
-            (lambda h: h) if norm is None else _norm(norm) for norm in (block.norm_attention, block.norm_mlp)
-        )
+        self.steps = block.steps
+        self.norms = {name: _norm(getattr(block, name)) for name in norm_names(self.steps)}
         self.head_norms = None if a.q_norm is None else [_norm(norm, exchange) for norm in (a.q_norm, a.k_norm)]
         weight, bias = a.qkv.flat()
         self._project(weight, bias, form)
-        self.out = _joined(a.out, exchange, form, block.branch_attention)
         self.up = form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
-        self.down = _joined(m.fc2, exchange, form, block.branch_mlp)
+        self.joins: dict[str, Joined] = {}
+        for step in self.steps:
+            if isinstance(step, Join):
+                norm = None if step.branch_norm is None else self.norms[step.branch_norm]
+                projection = a.out if step.branch == "attention" else m.fc2
+                self.joins[step.branch] = _joined(projection, exchange, form, norm)
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
         self.qkv = form.map(weight, bias)
 
     def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
-        attended = self.out(self._attend(x, cache, turn), h)
-        h = self.down(self.up(self.norm_attention(h if self.parallel else attended)), attended)
-        return h, self.norm_mlp(h)
+        return run(self.steps, _Positions(self, cache, turn), h, x)
 
-    def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+    def attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
         """x [n B, D] -> o [n B, H/R E]"""
         qkv = self._heads(self.qkv(x), slice(self.slots), turn)
         batch = len(cache.mask)
@@ -173,6 +178,25 @@ class _Layer:
         return heads if turn is None else turn(heads, slots)
 
 
+class _Positions(NamedTuple):
+    """The steps of a layer for new positions of a cache; a branch gives what its output projection reads."""
+
+    layer: _Layer
+    cache: KVCache
+    turn: _Turn | None
+
+    def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, self.layer.norms[step.norm](h)
+
+    def branch(self, step: Branch, n: Tensor) -> Tensor:
+        return self.layer.attend(n, self.cache, self.turn) if step.name == "attention" else self.layer.up(n)
+
+    def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layer.joins[step.branch](parts, h)
+        n = h if step.norm is None else self.layer.norms[step.norm](h)
+        return n if step.stream else h, n
+
+
 class _Last(_Layer):
     """The last layer over the prompt: of all rows the keys and values, of the last position's everything else."""
 
@@ -185,18 +209,18 @@ class _Last(_Layer):
     def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
         return super().__call__(h[-len(cache.mask) :], x, cache, turn)
 
-    def _attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+    def attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
         batch, queries = len(cache.mask), self.slots - 2
         cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
         q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.last(batch))
         return cache.see(q, self.seeing, by=decode)
 
 
-def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, branch: LayerNorm | None) -> Join:
-    """Returns (x, h) -> h + the sum over ranks of x W' + b, of which ``branch`` is a norm."""
+def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, norm: Map | None) -> Joined:
+    """Returns (x, h) -> h + norm(the sum over ranks of x W' + b)."""
     weight, bias = local(layer.weight), local(layer.bias)
-    if branch is not None:
-        summed, norm = form.map(weight, None), _norm(branch)
+    if norm is not None:
+        summed = form.map(weight, None)
 
         def add(x: Tensor, h: Tensor) -> Tensor:
             y = exchange.sum(summed(x))
@@ -214,9 +238,8 @@ def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, branch: L
     return run
 
 
-def _norm(norm: LayerNorm | None, exchange: Exchange | None = None) -> Map:
+def _norm(norm: LayerNorm, exchange: Exchange | None = None) -> Map:
     """Returns the map of a norm; ``exchange``: that of one whose width is split over the ranks."""
-    assert norm is not None
     weight, bias, eps, kind = local(norm.weight), local(norm.bias), norm.eps, KINDS[norm.kind]
     if kind.centred:
         return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...layers.attention import Rope, Ropes
-from ...layers.block import Normed
+from ...layers.call import Rope, Ropes
 from ...layers.embedding import VocabParallelEmbedding
+from ...layers.wiring import Normed
 from ...parallel import TensorParallel
 from ..config.gpt import GPTConfig
 from ..head import LMHead, Table

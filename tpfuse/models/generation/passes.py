@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.attn.options import as_key_mask
 from ...layers.cache import KVCache, Place
+from ...layers.call import Call
 from ...ranks.agreement import any_rank
 from ..rows import Rows
 from .direct import Direct, applies
@@ -139,10 +141,10 @@ def by_layers(model: CausalModel, caches: list[KVCache], ids: Tensor, positions:
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
     h, normed = model._embed(rows, valid, positions, None)
     seen = caches[0].mask
-    call: dict[str, Any] = dict(batch=rows.batch, seq=rows.seq)
-    call["rope"] = model._rope(rows, positions, ids.device, below=seen.shape[1])
-    call["attention_mask"] = seen[:, : rows.seq] if first and caches[0].padded else None
+    rope = model._rope(rows, positions, ids.device, below=seen.shape[1])
+    mask = seen[:, : rows.seq] if first and caches[0].padded else None
+    call = Call(rows.batch, rows.seq, key_mask=as_key_mask("attention_mask", mask), rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):
-        h, normed = block(h, normed, cache=cache, **call)
+        h, normed = block(h, normed, call=call._replace(cache=cache))
     assert model.head is not None  # checked
     return rows.back(model.head.logits(normed, model._tied()))[:, -1]

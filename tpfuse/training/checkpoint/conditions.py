@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._version import __version__
-from ...layers.module import named_specs
+from ...layers.shards import named_specs
 from ...parallel import TensorParallel
 from .stages import stage_in
 

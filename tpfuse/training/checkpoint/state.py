@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...layers.module import WRAPPERS, Spec, named_specs
+from ...layers.module import Spec
+from ...layers.shards import WRAPPERS, named_specs
 from ...parallel import TensorParallel
 from ..main_grad import stepped
 from .pieces import Index, Piece, full_piece, piece

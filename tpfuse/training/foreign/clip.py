@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import PLACES
-from ...layers.module import Whole, local
+from ...layers.module import local
+from ...layers.shards import Whole
 from ...ranks.agreement import agreement_of, names
 from .known import any_split, wholes_of
 from .norm import part_of, scale_, total_norm

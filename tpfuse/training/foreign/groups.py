@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
 from ...kernels.runtime.rules import some
-from ...layers.module import Whole
+from ...layers.shards import Whole
 from .known import any_split, keep, wholes_of
 
 Arguments = Mapping[str, Any]

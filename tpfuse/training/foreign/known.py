@@ -4,11 +4,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...layers.module import ParallelModule, Whole, living, local, wholes
+from ...layers.module import local
+from ...layers.shards import Whole, living, wholes
 
-_remembered: "weakref.WeakKeyDictionary[ParallelModule, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
+_remembered: "weakref.WeakKeyDictionary[nn.Module, dict[Tensor, Whole]]" = weakref.WeakKeyDictionary()
 
 
 def split_parameters() -> dict[Tensor, Whole]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...collectives import all_gather
 from ...kernels.runtime.rules import check_number, limited
-from ...layers.module import Whole
+from ...layers.shards import Whole
 from ...parallel import resolve
 
 _ORDER = limited("be more than 0", lambda v: v > 0)  # inf: the largest element

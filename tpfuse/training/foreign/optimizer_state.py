@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...layers.module import Whole, wholes
+from ...layers.shards import Whole, wholes
 from ...layers.state import as_local, as_whole, is_split
 
 StateDict = dict[str, Any]

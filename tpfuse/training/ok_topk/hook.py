@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, number, whole
-from ...layers.module import wholes
+from ...layers.shards import wholes
 from ...layers.state import is_split
 from ...ranks.messages import raise_together
 from .algorithm import Dials, Summed, TopkState, sparse_sum

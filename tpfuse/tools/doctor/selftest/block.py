@@ -9,7 +9,7 @@ from torch import Tensor
 from ....collectives import all_gather
 from ....kernels.runtime.philox import make_rng
 from ....layers.block import TransformerBlock
-from ....layers.module import named_specs
+from ....layers.shards import named_specs
 from ....models.files.write import full_tensor
 from ....parallel import TensorParallel
 from ..connections import connections, device_of

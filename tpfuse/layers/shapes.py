@@ -1,0 +1,61 @@
+"""Shapes of a block's layers, as records that a model builds once from its config."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionShape(NamedTuple):
+    """Heads of self-attention, and what happens to queries, keys and scores; see :class:`ParallelAttention`."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None = None  # None: num_heads
+    head_width: int | None = None  # None: hidden_size / num_heads
+    causal: bool = False
+    window: int | None = None
+    qk_norm: bool = False
+    qk_norm_kind: str = "rms"
+    qk_norm_all: bool = False
+    eps: float = 1e-6
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    bias: bool = True
+    out_bias: bool | None = None  # None: bias
+
+
+class MLPShape(NamedTuple):
+    """Widths and activation of an MLP; see :class:`ParallelMLP`."""
+
+    hidden_size: int
+    ffn_size: int
+    activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True
+
+
+class NormShape(NamedTuple):
+    """Norms of a block: an entry of KINDS, its epsilon, and whether a LayerNorm has a bias."""
+
+    kind: str = "layer"
+    eps: float = 1e-5
+    bias: bool = True
+
+
+class Init(NamedTuple):
+    """Initial values and storage of a layer's parameters: standard deviations of weights and of output projections
+    (None: the same), dtype and device (None: torch's defaults)."""
+
+    std: float = 0.02
+    out_std: float | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+
+    @property
+    def out(self) -> float:
+        """Standard deviation of an output projection's weight."""
+        return self.std if self.out_std is None else self.out_std
+
+
+INIT = Init()

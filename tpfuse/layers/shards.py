@@ -1,0 +1,82 @@
+"""Parameters of parallel modules, each with the whole that it is a slice of."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..parallel import TensorParallel
+from .spec import Spec
+
+SUFFIXES = "orig", "g", "v"  # of what torch.nn.utils' prune, spectral_norm and weight_norm make of a parameter
+REPLICATED = "_tensor_parallel"  # attribute of a plain module: the ranks that have the same parameters
+# Names that torch's wrappers put into those of the parameters below them.
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+_alive: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def register(module: nn.Module) -> None:
+    """Adds a parallel module to those of :func:`living`."""
+    _alive.add(module)
+
+
+def owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec]]:
+    """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
+    weight_norm) has put in the place of one."""
+    own: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
+    parametrized: Any = own.get("_modules", {}).get("parametrizations", {})
+    for leaf, spec in own.get("specs", {}).items():
+        for name in (leaf, *(f"{leaf}_{suffix}" for suffix in SUFFIXES)):
+            p = own["_parameters"].get(name)
+            if p is not None:
+                yield name, p, spec
+        if leaf in parametrized:
+            for inner, p in parametrized[leaf].named_parameters(recurse=False):
+                yield f"parametrizations.{leaf}.{inner}", p, spec
+
+
+def unwrapped_name(name: str) -> str:
+    """Returns a parameter's name without what torch's checkpoint_wrapper and torch.compile put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]:
+    """Yields (name, spec, tp) of every parameter, each once, in the order of named_parameters.
+
+    A plain module's parameters are replicated.  The names are those without torch's wrappers.
+    """
+    specs = {p: (spec, _ranks(m)) for m in module.modules() if m in _alive for _, p, spec in owned(m)}
+    owners = dict(module.named_modules())
+    for name, p in module.named_parameters():
+        owner = specs.get(p)
+        if owner is None:
+            ranks = owners[name.rpartition(".")[0]].__dict__.get(REPLICATED) or TensorParallel()
+            owner = Spec(tuple(p.shape), None, None), ranks
+        yield unwrapped_name(name), *owner
+
+
+def living() -> list[nn.Module]:
+    """Returns the parallel modules that are alive."""
+    return list(_alive)
+
+
+class Whole(NamedTuple):
+    """What a parameter is a slice of, and over which ranks."""
+
+    spec: Spec
+    tp: TensorParallel
+
+
+def wholes(modules: Iterable[nn.Module] | None = None) -> dict[Tensor, Whole]:
+    """Returns what is known of every parameter of these parallel modules; without them, of all that are alive.
+
+    For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
+    from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
+    """
+    return {p: Whole(spec, _ranks(module)) for module in modules or living() for _, p, spec in owned(module)}
+
+
+def _ranks(module: nn.Module) -> TensorParallel:
+    tp: TensorParallel = module.tp  # type: ignore[assignment]  # of a module with specs
+    return tp
