@@ -2,6 +2,8 @@
 
 Each pair is a cell of docs/composition.md (`make composition` writes it): it works, or an error refuses it.  The runs
 of a column share their processes.  One that fails is named with its rows, and the others of the column are still run.
+
+Spans: the features of every folder of tpfuse/, which bench/composition.py lists; the suite reads its record.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+import pytest
 import torch
 import transformers
 
@@ -55,6 +56,12 @@ def rows(count=24, seed=0, ragged=True):
     for i, row in enumerate(labels if ragged else []):
         row[: i % 6] = -100
     return [dict(input_ids=i, labels=j) for i, j in zip(ids, labels, strict=True)]
+
+
+def said(attempt):
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    return str(caught.value)
 
 
 def weights(model):

@@ -1,4 +1,8 @@
-"""Adapters of pipeline stages: PEFT's files hold those of all stages, and a stage loads its own."""
+"""Adapters of pipeline stages: PEFT's files hold those of all stages, and a stage loads its own.
+
+Spans: tpfuse/interop/adapter.py over the stages of tpfuse/models/stages.py: apart from test_adapter.py, which has no
+stages.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Modules of transformers that classify, parallelized: forward, files, adapters, the Trainer."""
+"""Modules of transformers that classify, parallelized: forward, files, adapters, the Trainer.
+
+Spans: tpfuse/interop: every file of it, on models with a classification head.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""What callers of transformers' models ask of a parallelized one: rows, hidden states, recompute, bases, hooks."""
+"""What callers of transformers' models ask of a parallelized one: rows, hidden states, recompute, bases, hooks.
+
+Spans: parallelize.py and parallelized.py of tpfuse/interop: the calls that test_parallelize.py does not make.
+"""
 
 import pickle
 

@@ -1,5 +1,8 @@
 """The idioms of a trainer for supervised fine-tuning: completions alone have labels, rows are padded, an adapter is
-trained, and compute_loss counts tokens and hits from the whole logits."""
+trained, and compute_loss counts tokens and hits from the whole logits.
+
+Spans: parallelize.py, parallelized.py and trainer.py of tpfuse/interop: together, as a trainer calls them.
+"""
 
 import pytest
 import torch

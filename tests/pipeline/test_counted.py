@@ -1,4 +1,7 @@
-"""What real ranks of a pipeline do in a step, counted: exactly what the dry run of the ledger and the order say."""
+"""What real ranks of a pipeline do in a step, counted: exactly what the dry run of the ledger and the order say.
+
+Spans: tpfuse/pipeline/step.py and tpfuse/tools/ledger/stages.py: real steps are counted where the pipeline stands.
+"""
 
 import gc
 import weakref

@@ -1,4 +1,7 @@
-"""Work in the bubbles of real steps: where it runs, how often, and that the steps are those without it, bit for bit."""
+"""Work in the bubbles of real steps: where it runs, how often, and that the steps are those without it, bit for bit.
+
+Spans: bubbles.py, step.py and runtime.py of tpfuse/pipeline: work placed in bubbles, run by real steps.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""MainGrad over pipeline stages against one process's: losses, norms, gradients; fp32 sums of 16-bit models."""
+"""MainGrad over pipeline stages against one process's: losses, norms, gradients; fp32 sums of 16-bit models.
+
+Spans: tpfuse/pipeline/step.py and tpfuse/training/main_grad.py: both take part in a step.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The ops between row shards and GEMMs, against the same lines of torch in one process."""
+"""The ops between row shards and GEMMs, against the same lines of torch in one process.
+
+Spans: tpfuse/sequence_parallel: every op by its plain form, which forms/plain.py defines.
+"""
 
 import pytest
 import torch
