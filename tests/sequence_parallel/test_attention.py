@@ -12,10 +12,8 @@ from tpfuse.kernels.attn import cpu as _attention_cpu
 from tpfuse.kernels.attn.op import attention
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.norm import norm_in
-from tpfuse.kernels.runtime.op import OPS as ALL_OPS
 from tpfuse.kernels.runtime.op import flatten
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.ranks import gloo
 from tpfuse.sequence_parallel import flight, gather_linear, linear_exchange
 from tpfuse.sequence_parallel.attention import gather_attention_exchange
 from tpfuse.sequence_parallel.choice import sizes
@@ -263,12 +261,9 @@ def test_frozen_weights(ranks, frozen):
 def _sent(world, data):
     """(bytes, messages) sent forward, and backward."""
     x, dy, weights, options, _ = data
-    tp, sent, send = overlapping(world), [], gloo.send
-    gloo.send = lambda x, by, to: (sent.append(x.numel() * x.element_size()), send(x, by, to))[1]
-    y = _call(my_rows(x, tp).expand(tp.size, -1, -1).requires_grad_(), _mine(weights, tp), options, tp)
-    forward = list(sent)
-    y.backward(my_rows(dy, tp).expand(tp.size, -1, -1))
-    return [(sum(part), len(part)) for part in (forward, sent[len(forward) :])]
+    tp = overlapping(world)
+    x, dy = (my_rows(t, tp).expand(tp.size, -1, -1) for t in (x, dy))
+    return overlap.sent(world, lambda: _call(x.requires_grad_(), _mine(weights, tp), options, tp), lambda y: dy)
 
 
 @pytest.mark.parametrize("R", [2, 3, 4])
@@ -293,24 +288,12 @@ def test_messages(ranks, monkeypatch, R):
 
 @restoring
 def _opcheck(world, data):
-    calls = {name: [] for name in ("gather_attention_exchange_fwd", "gather_attention_exchange_bwd")}
-    for name in calls:
-        ALL_OPS[name].__class__ = type(
-            "Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: overlap._seen(calls, self, args)}
-        )
-    try:
+    with overlap.recorded() as calls:
         _run(overlapping(world), "plain", *data)
-    finally:
-        for name in calls:
-            ALL_OPS[name].__class__ = ALL_OPS[name].__class__.__mro__[1]
-    costs = []
-    for name, args in calls.items():
-        (call,) = args
-        torch.library.opcheck(ALL_OPS[name].overload, flatten(call), test_utils=("test_schema", "test_faketensor"))
-        with torch.no_grad():
-            outputs = ALL_OPS[name].overload(*flatten(call))
-        costs.append(ALL_OPS[name].cost(call, outputs))
-    return costs
+    overlap.check_ops(calls)
+    assert [op.name for op, _ in calls] == ["gather_attention_exchange_fwd", "gather_attention_exchange_bwd"]
+    with torch.no_grad():
+        return [op.cost(args, op.overload(*flatten(args))) for op, args in calls]
 
 
 def test_opcheck_and_costs(ranks):
@@ -331,16 +314,9 @@ def _peak(world, how):
     w = torch.randn(heads // tp.size * 3 * 8, width).requires_grad_()
     out = torch.randn(width, heads // tp.size * 8).requires_grad_()
     x = torch.randn(rows // tp.size, width).expand(tp.size, -1, -1).requires_grad_()
-    for _ in range(2):  # the first warms up
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
-            options = Options(batch=16, causal=True)
-            y = gather_attention_exchange(x, w, None, out, heads=(3, 8), options=options, tp=tp)
-        dy = torch.randn(y.shape[1:]).expand(y.shape)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
-            y.backward(dy)
-        x.grad = w.grad = out.grad = None
-        del y, dy
-    return [overlap._highest(p) for p in (forward, backward)], 4 * rows * width
+    options = Options(batch=16, causal=True)
+    forward = lambda: gather_attention_exchange(x, w, None, out, heads=(3, 8), options=options, tp=tp)
+    return overlap.peaks(forward, (x, w, out)), 4 * rows * width
 
 
 def test_memory(ranks):

@@ -3,6 +3,7 @@ of hangs."""
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import re
@@ -251,31 +252,30 @@ def test_a_block_compiled_in_one_graph(ranks, sp, saving):
         assert all(error(b[name], a[name]) <= 1e-5 for name in a)
 
 
+@contextlib.contextmanager
+def recorded():
+    """-> (op, arguments) of each call of an overlapped op."""
+    calls = []
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in ALL_OPS if name.startswith(("gather_", "linear_exchange", "linear_reduce"))]:
+            record = lambda right, *args, op=ALL_OPS[name]: (calls.append((op, args)), right(*args))[1]
+            stack.enter_context(planted(name, record))
+        yield calls
+
+
+def check_ops(calls):
+    for op, args in calls:
+        torch.library.opcheck(op.overload, flatten(args), test_utils=("test_schema", "test_faketensor"))
+
+
 @restoring
 def _opcheck(world, op, data):
     plain.make_tp = overlapping
-    calls = {}
-    for name in [name for name in ALL_OPS if name.startswith(("gather_", "linear_exchange", "linear_reduce"))]:
-        calls[name] = []
-        ALL_OPS[name].__class__ = type(
-            "Seen", (type(ALL_OPS[name]),), {"__call__": lambda self, *args: _seen(calls, self, args)}
-        )
-    try:
+    with recorded() as calls:
         for sp in True, False:
             plain._sharded(world, sp, op, "normed", *data)
-    finally:
-        for name in calls:
-            ALL_OPS[name].__class__ = ALL_OPS[name].__class__.__mro__[1]
-    ran = {name: args for name, args in calls.items() if args}
-    for name, args in ran.items():
-        for call in args:
-            torch.library.opcheck(ALL_OPS[name].overload, flatten(call), test_utils=("test_schema", "test_faketensor"))
-    return sorted(ran)
-
-
-def _seen(calls, op, args):
-    calls[op.name].append(args)
-    return op.overload(*flatten(args))
+    check_ops(calls)
+    return sorted({op.name for op, _ in calls})
 
 
 @pytest.mark.parametrize("op", ["gather_linear", "gather_mlp_exchange"])
@@ -302,26 +302,29 @@ def test_ranks_may_be_in_other_groups_too(ranks):
 @restoring
 def _sent(world, op, sp):
     """(bytes, messages) that this rank sends in forward, in backward, and to itself."""
-    tp, sent = overlapping(world, sp), []
-    send = gloo.send
-
-    def counted(x, by, to):
-        assert x.is_contiguous()
-        sent.append((to, x.numel() * x.element_size()))
-        return send(x, by, to)
-
+    tp = overlapping(world, sp)
     _, _, weights, _ = plain._data(op, torch.float32)
     w = {name: plain._columns(t, name, tp.rank, tp.size).clone().requires_grad_() for name, t in weights.items()}
-    m, totals = M // tp.row_shards, []
+    m = M // tp.row_shards
     x = torch.ones(M, N // tp.size) if op == "linear_exchange" else torch.ones(m, D).expand(tp.row_shards, -1, -1)
+    dy = lambda y: torch.ones_like(y) if y.dim() == 2 else torch.ones(m, D).expand(tp.row_shards, -1, -1)
+    return sent(world, lambda: plain._call(op, x.requires_grad_(), w, tp), dy)
+
+
+def sent(world, forward, dy):
+    """(bytes, messages) of forward, and of backward by ``dy(y)``; none to this rank itself."""
+    send, messages = gloo.send, []
+
+    def counted(x, group, to):
+        assert x.is_contiguous() and to != world.rank
+        messages.append(x.numel() * x.element_size())
+        return send(x, group, to)
+
     gloo.send = counted
-    y = plain._call(op, x.requires_grad_(), w, tp)
-    totals.append(list(sent))
-    sent.clear()
-    y.backward(torch.ones_like(y) if y.dim() == 2 else torch.ones(m, D).expand(tp.row_shards, -1, -1))
-    totals.append(list(sent))
-    assert all(peer != world.rank for direction in totals for peer, _ in direction)
-    return [(sum(size for _, size in direction), len(direction)) for direction in totals]
+    y = forward()
+    count = len(messages)
+    y.backward(dy(y))
+    return [(sum(part), len(part)) for part in (messages[:count], messages[count:])]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -351,9 +354,6 @@ def test_messages(ranks, monkeypatch, R, op):
 
 @restoring
 def _peak(world, op, overlap):
-    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its
-    allocations."""
-    plain.make_tp = lambda world, sp: overlapping(world, sp, overlap, 64)
     M, D, F = 2048, 64, 128
     tp = overlapping(world, overlap=overlap, least=64)
     w1, w2 = torch.randn(F // tp.size, D), torch.randn(D, F // tp.size)
@@ -362,34 +362,35 @@ def _peak(world, op, overlap):
         if op == "linear_exchange"
         else torch.randn(M // tp.size, D).expand(tp.size, -1, -1)
     )
-    weights = [w.requires_grad_() for w in (w1, w2)]
-    x.requires_grad_()
-    peaks = []
+    leaves = [t.requires_grad_() for t in (x, w1, w2)]
+    return peaks(lambda: _call(op, *leaves, tp=tp), leaves), 4 * M * D
+
+
+def _call(op, x, w1, w2, *, tp):
+    if op == "gather_linear":
+        return gather_linear(x, w1, tp=tp)
+    if op == "linear_exchange":
+        return linear_exchange(x, w2, tp=tp)
+    return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
+
+
+def peaks(forward, leaves):
+    """Bytes that forward, then backward, hold at most beyond what was there before, by torch's own record of its
+    allocations."""
+    profile = functools.partial(
+        torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
     for _ in range(2):  # the first warms up
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as forward:
-            if op == "gather_linear":
-                y = gather_linear(x, weights[0], tp=tp)
-            elif op == "linear_exchange":
-                y = linear_exchange(x, weights[1], tp=tp)
-            else:
-                y = gather_mlp_exchange(x, weights[0], None, weights[1], activation="relu", tp=tp)
+        with profile() as ahead:
+            y = forward()
         dy = torch.randn(y.shape) if y.dim() == 2 else torch.randn(y.shape[1:]).expand(y.shape)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as backward:
+        with profile() as back:
             y.backward(dy)
-        for leaf in (x, *weights):
+        for leaf in leaves:
             leaf.grad = None
         del y, dy
-        peaks = [_highest(p) for p in (forward, backward)]
-    return peaks, 4 * M * D
-
-
-def _highest(profile):
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+    events = ([e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"] for p in (ahead, back))
+    return [max(itertools.accumulate(sizes), default=0) for sizes in events]
 
 
 @pytest.mark.parametrize("op", ["gather_linear", "linear_exchange", "gather_mlp_exchange"])
@@ -437,14 +438,10 @@ def _leaves_in_the_middle(world, op, backward, dies):
     x.requires_grad_()
 
     def forward():
-        if op == "gather_linear":
-            return gather_linear(x, w1, tp=tp)
-        if op == "linear_exchange":
-            return linear_exchange(x, w2, tp=tp)
         if op == "gather_attention_exchange":
             options = Options(batch=2, causal=True)
             return gather_attention_exchange(x, w1[:12], None, w2[:, :4], heads=(3, 4), options=options, tp=tp)
-        return gather_mlp_exchange(x, w1, None, w2, activation="relu", tp=tp)
+        return _call(op, x, w1, w2, tp=tp)
 
     y = forward() if backward else None
     dist.barrier(group)
