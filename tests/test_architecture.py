@@ -432,11 +432,6 @@ ELSEWHERE: set[str] = {
     "tests/test_packaging.py",
     "tests/tools/plan/intra/test_searches.py",
     "tests/tools/plan/test_published.py",
-    "tests/training/checkpoint/test_checkpoint.py",
-    "tests/training/checkpoint/test_damage.py",
-    "tests/training/checkpoint/test_wrappers.py",
-    "tests/training/test_stages.py",
-    "tests/training/test_torch_loop.py",
 }  # which do not yet
 
 

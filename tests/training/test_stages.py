@@ -1,4 +1,7 @@
-"""State dictionaries of pipeline stages in torch.distributed.checkpoint: saved by stages, loaded in one process."""
+"""State dictionaries of pipeline stages in torch.distributed.checkpoint: saved by stages, loaded in one process.
+
+Spans: state dictionaries of tpfuse/layers/, tpfuse/pipeline/ and tpfuse/training/, in torch's own checkpoints.
+"""
 
 import pytest
 import torch

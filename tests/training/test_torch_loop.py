@@ -1,6 +1,9 @@
 """The training loop of torchtitan, by the calls it makes of torch: the model on the meta device, FSDP2 over the
 replicas, weights drawn afterwards, torch's own clipping, and checkpoints by Stateful wrappers of
-torch.distributed.checkpoint."""
+torch.distributed.checkpoint.
+
+Spans: tpfuse/models/ and tpfuse/training/, under the calls of somebody else's loop.
+"""
 
 import functools
 

@@ -34,7 +34,7 @@ from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
 from .foreign.table import install
-from .totals import Buffer, GradSlot, Holder, Reduction
+from .totals import Buffer, GradSlot, Holder, ReduceState
 
 _STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its GradSlot
 
@@ -79,7 +79,7 @@ class MainGrad:
         self._ranks = TensorParallel(dp)
         _check_replicas(model, self._ranks)
         self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
-        self._model, self._state = weakref.ref(model), Reduction()
+        self._model, self._state = weakref.ref(model), ReduceState()
         holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Holder]]] = {}
         for n, _, _, p in trained:

@@ -17,7 +17,7 @@ PIECE = 1 << 24  # elements of a message of ``reduce``
 ALIGNED = 64  # elements: where a gradient begins in its buffer
 
 
-class Reduction:
+class ReduceState:
     """Shared by the slots of one MainGrad: whether its gradients are reduced."""
 
     reduced = False
@@ -26,7 +26,7 @@ class Reduction:
 class GradSlot:
     """A parameter's sum of gradients, and the weight that the optimizer steps on."""
 
-    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: Reduction, held: Holder):
+    def __init__(self, p: nn.Parameter, name: str, total: Tensor, state: ReduceState, held: Holder):
         self.name, self.total, self.state, self._held = name, total, state, held
         self.shares = p.dtype == total.dtype
         value = p.detach() if self.shares else p.detach().to(total.dtype)

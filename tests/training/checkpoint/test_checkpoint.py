@@ -1,4 +1,7 @@
-"""Training checkpoints: resumed exactly at any size, the previous one intact whatever happens, nothing else touched."""
+"""Training checkpoints: resumed exactly at any size, the previous one intact whatever happens, nothing else touched.
+
+Spans: all of tpfuse/training/checkpoint/: save and load as a training run calls them.
+"""
 
 import json
 import os

@@ -1,5 +1,8 @@
 """Whatever is wrong with a checkpoint's files: an OSError or a ValueError that names it, on every rank, and nothing is
-changed."""
+changed.
+
+Spans: load, meta, folder and shards of tpfuse/training/checkpoint/: a file may be damaged in the sight of any of them.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Names in a checkpoint are the model's own, whatever of torch's wraps its blocks."""
+"""Names in a checkpoint are the model's own, whatever of torch's wraps its blocks.
+
+Spans: tpfuse/training/checkpoint/state.py and tpfuse/models/files/: both name the parameters of a wrapped model.
+"""
 
 import pytest
 import torch
