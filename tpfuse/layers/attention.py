@@ -63,8 +63,8 @@ class CopiedKV(ColumnProjection):
         self.in_features = width
         self.copies, per_group, head = copies, heads + 2, head_width * width
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
-        of_q = Origin("weight", partial(_in_qkv, each=heads, first=0, per_group=per_group, size=head))
-        of_kv = Origin("weight", partial(_in_qkv, each=1, first=heads, per_group=per_group, size=head))
+        of_q = Origin("weight", partial(_in_qkv, stride=heads, first=0, per_group=per_group, size=head))
+        of_kv = Origin("weight", partial(_in_qkv, stride=1, first=heads, per_group=per_group, size=head))
         self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, dtype=dtype, device=device)
         self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, dtype=dtype, device=device)
         if bias:
@@ -86,9 +86,9 @@ class CopiedKV(ColumnProjection):
         return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
 
 
-def _in_qkv(i: np.ndarray, *, each: int, first: int, per_group: int, size: int) -> np.ndarray:
+def _in_qkv(i: np.ndarray, *, stride: int, first: int, per_group: int, size: int) -> np.ndarray:
     """Returns where in qkv the elements of index i begin, of ``each`` indices a group from the ``first`` one on."""
-    return (i // each * per_group + i % each + first) * size
+    return (i // stride * per_group + i % stride + first) * size
 
 
 class ParallelAttention(ParallelModule):
@@ -103,7 +103,7 @@ class ParallelAttention(ParallelModule):
     split over the ranks.
     """
 
-    shown = "head_width", "causal", "window", "scale", "softcap", "dropout"
+    repr_fields = "head_width", "causal", "window", "scale", "softcap", "dropout"
     qkv: ColumnProjection
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -198,7 +198,7 @@ class ParallelAttention(ParallelModule):
 
     @property
     def in_one(self) -> bool:
-        """Whether nothing but rotary positions stands between the projections and attention."""
+        """True if nothing but rotary positions stands between the projections and attention."""
         return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None
 
     @property
@@ -290,9 +290,9 @@ def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     rows = len(positions)
     heads = qkv[:rows, :, :-1]
     rotated = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=positions, interleaved=rope.interleaved)
-    out = qkv.clone()
-    out[:rows, :, :-1] = rotated.view(heads.shape)
-    return out
+    rotated_qkv = qkv.clone()
+    rotated_qkv[:rows, :, :-1] = rotated.view(heads.shape)
+    return rotated_qkv
 
 
 def _kv_heads_error(heads: int, groups: int, size: int) -> str:

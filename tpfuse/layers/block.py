@@ -75,7 +75,7 @@ class TransformerBlock(ParallelModule):
     activation, and for sizes that cannot be split over the ranks.
     """
 
-    shown = "dropout", "wiring", "place", "saving"
+    repr_fields = "dropout", "wiring", "place", "saving"
     norm_in: LayerNorm | None
     norm_attention: LayerNorm | None
     norm_mlp: LayerNorm | None
@@ -170,7 +170,7 @@ class TransformerBlock(ParallelModule):
 
     @property
     def norm_after(self) -> bool:
-        """Whether the block runs its last norm; if not, its h is sent to a pipeline's next stage, which does."""
+        """True if the block runs its last norm; else its h is sent to a pipeline's next stage, which does."""
         return self._norm_after
 
     @norm_after.setter
@@ -180,7 +180,7 @@ class TransformerBlock(ParallelModule):
 
     @property
     def post_norm(self) -> bool:
-        """Whether the n that leaves is the residual stream itself."""
+        """True if the n that leaves is the residual stream itself."""
         end = self.steps[-1]
         return isinstance(end, Join) and end.stream
 
@@ -216,8 +216,8 @@ class TransformerBlock(ParallelModule):
         check_rows("TransformerBlock", h, self.width, tp=self.tp, batch=call.batch, seq=call.seq)
         alone = normed is None
         if alone != (self.place == ALONE):
-            takes = "h" if self.place == ALONE else "(h, normed)"
-            raise ValueError(f"TransformerBlock: with place={self.place!r} it takes {takes}")
+            expected = "h" if self.place == ALONE else "(h, normed)"
+            raise ValueError(f"TransformerBlock: with place={self.place!r} it takes {expected}")
         call = call._replace(keep=self.saving == "fastest")
         n = Normed(h) if normed is None else normed
         if hooked(self):
@@ -229,7 +229,7 @@ class TransformerBlock(ParallelModule):
         return h if alone else (h, n)
 
     def _is_one_node(self, h: Tensor, normed: Normed, call: Call) -> bool:
-        """Whether the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
+        """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
         return (
             self.tp.size == 1
             and call.cache is None

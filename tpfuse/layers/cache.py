@@ -13,7 +13,7 @@ from ..kernels.runtime.op import acc_dtype
 
 
 class Place:
-    """Where the next position goes, held on the device: all caches of a model, whose rows have ``length`` positions,
+    """Index of the next position, held on the device: all caches of a model, whose rows have ``length`` positions,
     share one, and the host need not know how far they are."""
 
     def __init__(self, batch: int, length: int, device: torch.device):
@@ -26,7 +26,7 @@ class Place:
 
 
 class Seeing(NamedTuple):
-    """How a layer attends: to the last ``window`` positions (None: all), with attention's ``scale`` (None: E ** -0.5)
+    """Scores of a layer: over the last ``window`` positions (None: all), with attention's ``scale`` (None: E ** -0.5)
     and ``softcap``."""
 
     window: int | None = None
@@ -76,17 +76,17 @@ class KVCache:
         changed = self.kv[:, :, :, first : self.length]
         changed.copy_(changed.index_select(0, rows))
 
-    def see(self, q: Tensor, how: Seeing, by: Callable[..., Tensor] = attention_decode) -> Tensor:
+    def see(self, q: Tensor, seeing: Seeing, decode: Callable[..., Tensor] = attention_decode) -> Tensor:
         """Attends from the last position: q [B, G/R, Q, E] -> o [B, H/R E]."""
         filled = self.length if self.place is None else self.mask.shape[1]
         k, v = self.kv[:, :, :, :filled].transpose(1, 3).unbind(2)  # [B, length, G/R, E]
         mask = self.mask[:, :filled] if self.padded else None
         lengths = None if self.place is None else self.place.lengths
-        scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-        options = DecodeOptions(mask, lengths=lengths, window=how.window, scale=scale, softcap=how.softcap)
-        return by(q, k, v, options)
+        scale = q.shape[-1] ** -0.5 if seeing.scale is None else seeing.scale
+        options = DecodeOptions(mask, lengths=lengths, window=seeing.window, scale=scale, softcap=seeing.softcap)
+        return decode(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, seq: int, how: Seeing) -> Tensor:
+    def attend(self, qkv: Tensor, batch: int, seq: int, seeing: Seeing) -> Tensor:
         """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
         seq * batch -> o [M, H/R E].
 
@@ -95,31 +95,31 @@ class KVCache:
         rows, before = seq * batch, self.length
         if seq == 1:
             self.store(qkv[:batch, :, -2:].unsqueeze(3))
-            o = self.see(qkv[:batch, :, :-2], how)
+            o = self.see(qkv[:batch, :, :-2], seeing)
         else:
             self.fill(qkv, batch, seq)
-            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), how)
-        out: Tensor = o.new_zeros(len(qkv), o.shape[1])
-        out[:rows] = o
-        return out
+            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), seeing)
+        padded: Tensor = o.new_zeros(len(qkv), o.shape[1])
+        padded[:rows] = o
+        return padded
 
-    def _see_from(self, first: int, q: Tensor, how: Seeing) -> Tensor:
+    def _see_from(self, first: int, q: Tensor, seeing: Seeing) -> Tensor:
         """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see
         nothing gives 0."""
         filled, heads = self.length, q.shape[3]
         k, v = (t.repeat_interleave(heads, 1) for t in self.kv[:, :, :, :filled].unbind(2))  # [B, H/R, length, E]
         key = torch.arange(filled, device=q.device)
         query = key[first:, None]
-        seen = key <= query if how.window is None else (key <= query) & (key > query - how.window)
+        visible = key <= query if seeing.window is None else (key <= query) & (key > query - seeing.window)
         if self.padded:
-            seen = seen & self.mask[:, None, None, :filled]
+            visible = visible & self.mask[:, None, None, :filled]
         q = q.flatten(2, 3).permute(1, 2, 0, 3)
-        if how.softcap is None:
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=how.scale)
+        if seeing.softcap is None:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=seeing.scale)
         else:
-            scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-            scores = how.softcap * torch.tanh((q @ k.mT).to(acc_dtype(q)) * (scale / how.softcap))
-            o = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
+            scale = q.shape[-1] ** -0.5 if seeing.scale is None else seeing.scale
+            scores = seeing.softcap * torch.tanh((q @ k.mT).to(acc_dtype(q)) * (scale / seeing.softcap))
+            o = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype) @ v
         if self.padded:
-            o = o.masked_fill(~seen.any(-1, keepdim=True), 0)
+            o = o.masked_fill(~visible.any(-1, keepdim=True), 0)
         return o.permute(2, 0, 1, 3).reshape(-1, o.shape[1] * o.shape[3])

@@ -6,8 +6,6 @@ Both sequences are rows, s * batch + b, each with its own length and padding.  B
 scaled_dot_product_attention, and with dropout the same in plain torch with this library's masks.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from .sites import cross_site
 class KeyValue(ColumnProjection):
     """The projection to k and v, [G, 2, E, C]; where G < R, ``copies`` ranks in a row hold the same head."""
 
-    shown = "in_features", "groups", "copies"
+    repr_fields = "in_features", "groups", "copies"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -74,7 +72,7 @@ class CrossAttention(ParallelModule):
     among cross-attentions (they differ from those of every block).  ValueError where heads cannot be split.
     """
 
-    shown = "head_width", "dropout"
+    repr_fields = "head_width", "dropout"
 
     def __init__(
         self,
@@ -97,8 +95,8 @@ class CrossAttention(ParallelModule):
         super().__init__(tp)
         name, size = "CrossAttention", self.tp.size
         groups = num_heads if num_kv_heads is None else num_kv_heads
-        whole = head_width is not None or hidden_size % num_heads == 0
-        check(whole, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
+        fits = head_width is not None or hidden_size % num_heads == 0
+        check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
         self.heads = self.tp.divide(num_heads, f"{name}: num_heads")
         fits = groups % size == 0 or size % groups == 0
@@ -107,12 +105,18 @@ class CrossAttention(ParallelModule):
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
         self.first_head, self.dropout, self.site = self.tp.rank * self.heads, dropout, cross_site(layer)
-        shared: dict[str, Any] = dict(bias=bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device)
-        self.q = ColumnParallelLinear(hidden_size, (num_heads, E), **shared)
-        self.kv = KeyValue(self.memory_size, groups, E, copies=max(1, size // groups), **shared)
-        shared["bias"] = bias if out_bias is None else out_bias
-        shared["init_std"] = init_std if out_init_std is None else out_init_std
-        self.out = RowParallelLinear(num_heads * E, hidden_size, **shared)
+        self.q = ColumnParallelLinear(
+            hidden_size, (num_heads, E), bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device
+        )
+        self.kv = KeyValue(
+            self.memory_size, groups, E, copies=max(1, size // groups), bias=bias, tp=self.tp, init_std=init_std,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        out_bias = bias if out_bias is None else out_bias
+        out_std = init_std if out_init_std is None else out_init_std
+        self.out = RowParallelLinear(
+            num_heads * E, hidden_size, out_bias, tp=self.tp, init_std=out_std, dtype=dtype, device=device
+        )
         self.compare_alone()
 
     def forward(
@@ -137,33 +141,35 @@ class CrossAttention(ParallelModule):
         q, kv = self.q(x), self.kv(memory)
         seq, memory_seq = _positions("x", len(q), batch, seq), _positions("memory", len(kv), batch, memory_seq)
         padding = len(q) - seq * batch
-        seen = as_key_mask("CrossAttention: attention_mask", attention_mask)
+        mask = as_key_mask("CrossAttention: attention_mask", attention_mask)
         shape = batch, memory_seq
-        fits = seen is None or seen.shape == shape
+        fits = mask is None or mask.shape == shape
         check(
-            fits, f"CrossAttention: attention_mask must be {shape}, got {None if seen is None else tuple(seen.shape)}"
+            fits, f"CrossAttention: attention_mask must be {shape}, got {None if mask is None else tuple(mask.shape)}"
         )
         split = lambda rows, seq, *heads: rows[: seq * batch].view(seq, batch, *heads, self.head_width)
         k, v = split(kv, memory_seq, -1, 2).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
         k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
         p = self.dropout if self.training else 0.0
         q = split(q, seq, self.heads).permute(1, 2, 0, 3)
-        o = self._attend(q, k, v, seen=seen, rng=active_rng("CrossAttention", p, rng))
+        o = self._attend(q, k, v, mask=mask, rng=active_rng("CrossAttention", p, rng))
         o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
         return self.out(F.pad(o, (0, 0, 0, padding)) if padding else o)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None, rng: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None) -> Tensor:
         """q [B, H, S, E], k and v [B, H, T, E], seen bool [B, T] -> [B, H, S, E]"""
-        some = None if seen is None else seen.any(1)[:, None, None, None]
-        if seen is not None and some is not None:
-            seen = seen[:, None, None] | ~some  # who sees nothing would get NaN: it sees all, and then counts nothing
+        visible = None if mask is None else mask.any(1)[:, None, None, None]
+        if mask is not None and visible is not None:
+            mask = (
+                mask[:, None, None] | ~visible
+            )  # who sees nothing would get NaN: it sees all, and then counts nothing
         if rng is None:
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
-            probs = (s if seen is None else s.masked_fill(~seen, -torch.inf)).softmax(-1)
+            probs = (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1)
             o = (probs * self._mask(rng, probs)).to(v.dtype) @ v
-        return o if some is None else torch.where(some, o, 0)
+        return o if visible is None else torch.where(visible, o, 0)
 
     @torch.no_grad()
     def _mask(self, rng: Tensor, probs: Tensor) -> Tensor:
@@ -173,8 +179,8 @@ class CrossAttention(ParallelModule):
         head = (self.site << 16) + self.first_head + torch.arange(heads, device=device)[:, None, None]
         rows, samples = torch.arange(seq, device=device)[:, None], torch.arange(batch, device=device)
         sample = first_sample + samples[:, None, None, None]
-        kept = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
-        return kept * scale(self.dropout)
+        factors = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
+        return factors * scale(self.dropout)
 
 
 def _check_rows(name: str, x: Tensor, width: int) -> None:

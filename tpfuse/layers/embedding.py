@@ -23,7 +23,7 @@ class VocabParallelEmbedding(ParallelModule):
     rows, rounded to their dtype.
     """
 
-    shown = "num_embeddings", "embedding_dim"
+    repr_fields = "num_embeddings", "embedding_dim"
     weight: nn.Parameter
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Whether a hook of torch waits for a part of a layer, which fused code would run past.
+"""Hooks of torch on parts of a layer, which fused code would run past.
 
 A fused layer reads its parts' parameters and calls none of them.  Where one of them has a hook the layer runs as the
 plain composition of its parts instead, each by its __call__.
@@ -28,18 +28,18 @@ def onlooker(hook: Hook) -> Hook:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a hook would be called if the parts of ``module``, at any depth, were called; its own do not count."""
+    """True if a hook would be called if the parts of ``module``, at any depth, were called; its own do not count."""
     forward, before, backward, backward_before = _EVERYWHERE
     return bool(forward or before or backward or backward_before) or _inside(module)
 
 
 def served(module: nn.Module) -> bool:
-    """Whether a hook would be called if ``module`` or a part of it were called."""
+    """True if a hook would be called if ``module`` or a part of it were called."""
     return _waits(module) or hooked(module)
 
 
 def hooked_within(model: nn.Module) -> bool:
-    """Whether a hook makes a layer of ``model`` run as the composition of its parts, whose messages are others."""
+    """True if a hook makes a layer of ``model`` run as the composition of its parts, whose messages are others."""
     lists = (part for part in model.children() if isinstance(part, nn.ModuleList))
     return any(hooked(layer) for layers in lists for layer in layers if layer is not None) or any(
         served(part) for part in model.children() if not isinstance(part, nn.ModuleList)
@@ -47,7 +47,7 @@ def hooked_within(model: nn.Module) -> bool:
 
 
 def served_backward(module: nn.Module) -> bool:
-    """Whether a backward hook would be called if ``module`` were called."""
+    """True if a backward hook would be called if ``module`` were called."""
     _, _, *everywhere = _EVERYWHERE
     return any((*everywhere, module._backward_hooks, module._backward_pre_hooks))
 
@@ -65,5 +65,5 @@ def _inside(module: nn.Module) -> bool:
 
 
 def _waits(part: nn.Module) -> bool:
-    every = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    return any(not hasattr(hook, "tpfuse_onlooker") for hooks in every for hook in hooks.values())
+    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+    return any(not hasattr(hook, "tpfuse_onlooker") for hooks in hooks for hook in hooks.values())

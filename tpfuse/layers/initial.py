@@ -36,7 +36,7 @@ def init_weights(module: nn.Module, *, seed: int) -> nn.Module:
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether this is a model of tpfuse.models, whose layers have initial weights by names and a seed of its own."""
+    """True for a model of tpfuse.models, whose layers have initial weights by names and a seed of its own."""
     return hasattr(module, "init_weights") and hasattr(module, "seed")
 
 
@@ -53,8 +53,8 @@ def _resets(module: nn.Module, path: str, seed: int) -> Iterator[Any]:
     elif own:
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is None:
-            what = f"{type(module).__name__} {path.removesuffix('.')}".strip()
-            raise ValueError(f"init_weights: {what} has {', '.join(own)} of its own and no reset_parameters")
+            label = f"{type(module).__name__} {path.removesuffix('.')}".strip()
+            raise ValueError(f"init_weights: {label} has {', '.join(own)} of its own and no reset_parameters")
         yield reset
 
 

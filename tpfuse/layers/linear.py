@@ -92,7 +92,7 @@ class ColumnParallelLinear(ColumnProjection):
     on its first dimension.
     """
 
-    shown = "in_features", "out_features", "activation"
+    repr_fields = "in_features", "out_features", "activation"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -132,7 +132,7 @@ class RowParallelLinear(Adaptable):
     """x W' + b with W split by columns: x [M, K/R] -> [m, N].  The bias is added once, after the sum."""
 
     shards_input = True
-    shown = "in_features", "out_features"
+    repr_fields = "in_features", "out_features"
     weight: nn.Parameter
     bias: nn.Parameter | None
 

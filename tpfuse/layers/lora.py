@@ -96,11 +96,11 @@ class ColumnLoRA(Adapter):
         b = derived(self._joined, *(local(self.get_parameter(name)) for name in names), dtype=u.dtype)
         return gather_linear(u, b, tp=self.tp)
 
-    def _joined(self, *some: Tensor) -> Tensor:
+    def _joined(self, *weights: Tensor) -> Tensor:
         """Takes the B of each weight that has one -> [N/R, r P] of all weights, times s."""
-        each = iter(some)
-        given = {leaf: None if name is None else next(each) for leaf, (_, name) in self.leaves.items()}
-        return torch.cat([self.block(leaf, given[leaf]) for leaf in self.parts]) * self.scale
+        remaining = iter(weights)
+        by_leaf = {leaf: None if name is None else next(remaining) for leaf, (_, name) in self.leaves.items()}
+        return torch.cat([self.block(leaf, by_leaf[leaf]) for leaf in self.parts]) * self.scale
 
     def deltas(self) -> dict[str, Tensor]:
         a = local(self.A).flatten(0, 1)
@@ -255,7 +255,7 @@ def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
 
 def _known(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
     ours = {path.rpartition(".")[2] for path, _ in layers}
-    theirs = {
+    leaves_in_files = {
         name.rpartition(".")[2] for path, layer in layers for ps in _parts(base, path, layer).values() for _, name in ps
     }
-    return ", ".join(sorted(ours | theirs))
+    return ", ".join(sorted(ours | leaves_in_files))

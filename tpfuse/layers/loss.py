@@ -7,7 +7,7 @@ What comes out is the same on every rank, and the gradients are complete.  A sli
 that any vocabulary size works; the last ranks may have fewer columns.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,13 @@ def cross_entropy(
     """
     tp = TensorParallel() if tp is None else tp
     first = check_columns("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
-    options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
-    _compare("cross_entropy", labels, tp, options)
-    return kernel(logits, labels, first_token=first, gather=lambda stats: gather_stats(stats, tp), **options)
+    loss = Loss(vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction)
+    loss.compare("cross_entropy", labels, tp)
+    return kernel(
+        logits, labels, first_token=first, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
+        reduction=reduction,
+    )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -81,10 +84,13 @@ def linear_cross_entropy(
     name, tp = "linear_cross_entropy", TensorParallel() if tp is None else tp
     first = check_columns(f"{name}: weight", len(weight), vocab_size, tp)
     check(x.dim() == 2, f"{name}: x must be rows [m, D], got {tuple(x.shape)}")
-    options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    options |= dict(vocab_size=vocab_size, normalizer=normalizer, reduction=reduction)
-    _compare(name, labels, tp, options)
-    return gather_linear_cross_entropy(x, local(weight), labels, local(bias), tp=tp, first_token=first, **options)
+    loss = Loss(vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction)
+    loss.compare(name, labels, tp)
+    return gather_linear_cross_entropy(
+        x, local(weight), labels, local(bias), tp=tp, first_token=first, vocab_size=vocab_size,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
+        reduction=reduction,
+    )  # fmt: skip
 
 
 def log_probs(
@@ -99,8 +105,7 @@ def log_probs(
 
     The arguments are those of :func:`cross_entropy`.
     """
-    options: dict[str, Any] = dict(vocab_size=vocab_size, tp=tp, ignore_index=ignore_index)
-    return -cross_entropy(logits, labels, reduction="none", **options)
+    return -cross_entropy(logits, labels, vocab_size=vocab_size, tp=tp, ignore_index=ignore_index, reduction="none")
 
 
 class VocabParallelHead(ParallelModule):
@@ -110,7 +115,7 @@ class VocabParallelHead(ParallelModule):
     none).
     """
 
-    shown = "hidden_size", "vocab_size"
+    repr_fields = "hidden_size", "vocab_size"
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -145,8 +150,9 @@ class VocabParallelHead(ParallelModule):
     def forward(self, x: Tensor | Normed, weight: Tensor | None = None) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]), or a block's n -> logits [M, V/R]"""
         n, recompute = x if isinstance(x, Normed) else Normed(self._rows(x))
-        options: dict[str, Any] = dict(tp=self.tp, recompute=recompute, columns=self.columns)
-        return gather_linear(n, self._weight(weight), local(self.bias), **options)
+        return gather_linear(
+            n, self._weight(weight), local(self.bias), tp=self.tp, recompute=recompute, columns=self.columns
+        )
 
     def loss(self, x: Tensor, labels: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
         """x [m, D], labels int64 [M] -> :func:`linear_cross_entropy`, whose options these are; no logits are kept."""
@@ -168,16 +174,26 @@ class VocabParallelHead(ParallelModule):
         return local(weight)
 
 
-def check_columns(what: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
+def check_columns(subject: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
     """Returns the global id of this rank's first token; ValueError where ``columns`` are not this rank's."""
-    first, last = tp.chunk(vocab_size, f"{what.partition(':')[0]}: vocab_size")
-    whole = " (they are gathered: give the slice)" if columns == vocab_size != last - first else ""
-    rule = f"{what} must be this rank's {last - first} of the {vocab_size} tokens"
-    check(columns == last - first, f"{rule}, got {columns}{whole}")
+    first, last = tp.chunk(vocab_size, f"{subject.partition(':')[0]}: vocab_size")
+    hint = " (they are gathered: give the slice)" if columns == vocab_size != last - first else ""
+    rule = f"{subject} must be this rank's {last - first} of the {vocab_size} tokens"
+    check(columns == last - first, f"{rule}, got {columns}{hint}")
     return first
 
 
-def _compare(name: str, labels: Tensor, tp: TensorParallel, options: dict[str, Any]) -> None:
-    """Compares the first call of each kind over the ranks, which must have the same labels and options."""
-    if tp.size > 1 and tp.group is not None:
-        agreement_of(tp.group, name, each_call=False)(tp.group, dict(labels=labels, **options), {})
+class Loss(NamedTuple):
+    """Options of a loss, as ranks compare them; see :func:`cross_entropy`."""
+
+    vocab_size: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    normalizer: float | Tensor | None
+    reduction: str
+
+    def compare(self, name: str, labels: Tensor, tp: TensorParallel) -> None:
+        """Compares the first call of each kind over the ranks, which must have the same labels and options."""
+        if tp.size > 1 and tp.group is not None:
+            agreement_of(tp.group, name, each_call=False)(tp.group, {"labels": labels} | self._asdict(), {})

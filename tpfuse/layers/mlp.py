@@ -26,7 +26,7 @@ class ParallelMLP(ParallelModule):
     ValueError for another, or where ``ffn_size`` cannot be split.
     """
 
-    shown = ("activation",)
+    repr_fields = ("activation",)
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ParallelMLP(ParallelModule):
 
     @property
     def in_one(self) -> bool:
-        """Whether nothing stands between the two GEMMs but the activation."""
+        """True if nothing stands between the two GEMMs but the activation."""
         return self.fc1.adapter is None and self.fc2.adapter is None
 
     @property

@@ -1,4 +1,4 @@
-"""What parallel modules share: plain local shards as parameters, each with a record of the whole it is a slice of."""
+"""The base of parallel modules: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, overload
@@ -40,7 +40,7 @@ class ParallelModule(nn.Module):
     """
 
     shards_input: ClassVar[bool] = False
-    shown: ClassVar[tuple[str, ...]] = ()  # the attributes that repr() shows, beside the bias and the rank
+    repr_fields: ClassVar[tuple[str, ...]] = ()  # the attributes that repr() shows, beside the bias and the rank
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # not __init__, which copies and unpickled modules never see
         module = super().__new__(cls)
@@ -99,7 +99,7 @@ class ParallelModule(nn.Module):
                 call()
 
     def extra_repr(self) -> str:
-        words = [f"{name}={getattr(self, name)!r}" for name in self.shown]
+        words = [f"{name}={getattr(self, name)!r}" for name in self.repr_fields]
         words += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
         words += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
         return ", ".join(words)

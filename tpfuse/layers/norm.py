@@ -23,7 +23,7 @@ class LayerNorm(ParallelModule):
     dim: ClassVar[int | None] = None  # on which its weight is split over the ranks
     copies = 1  # ranks in a row that hold the same slice of it
     shards_input = True  # True also for whole rows: a norm acts on each row alone
-    shown = "normalized_shape", "eps"
+    repr_fields = "normalized_shape", "eps"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -131,14 +131,14 @@ def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
     tp, weights = norms[0].tp, [copy_within(local(n.weight), n.tp, n.copies) for n in norms]
     rows = [x.reshape(len(x), -1) for x in xs]
     if tp.size == 1:
-        made = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
+        normed_rows = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
     else:
-        means = [torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1] for x in rows]
-        total = copy(reduce(torch.stack(means), tp), tp)  # which each rank goes on to use differently
-        means = list(total.div(tp.size).unbind(0))
-        each = zip(rows, means, weights, norms, strict=True)
-        made = [_Scaled.apply(x, mean + n.eps, w, KINDS[n.kind].offset) for x, mean, w, n in each]
-    return [y.view(x.shape) for x, y in zip(xs, made, strict=True)]
+        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1] for x in rows]
+        total = copy(reduce(torch.stack(squares), tp), tp)  # which each rank goes on to use differently
+        squares = list(total.div(tp.size).unbind(0))
+        rows_of_norms = zip(rows, squares, weights, norms, strict=True)
+        normed_rows = [_Scaled.apply(x, mean + n.eps, w, KINDS[n.kind].offset) for x, mean, w, n in rows_of_norms]
+    return [y.view(x.shape) for x, y in zip(xs, normed_rows, strict=True)]
 
 
 class _Scaled(Function):

@@ -70,7 +70,7 @@ class Layer(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Where weights' gradients are added, [N, K]; None where they are returned."""
+    """Sums [N, K] that the weights' gradients are added to; None where gradients are returned."""
 
     qkv: Tensor | None = None
     out: Tensor | None = None
@@ -150,8 +150,8 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
     Where n is h it comes back as None, since a node's outputs do not share memory.
     """
     runner, steps = _Forward(layer), layer.constants.steps
-    h, out = run(steps, runner, h, h[None] if n is None else n)
-    return h, None if _last(steps).norm is None else out, *runner.saved
+    h, n_out = run(steps, runner, h, h[None] if n is None else n)
+    return h, None if _last(steps).norm is None else n_out, *runner.saved
 
 
 def _last(steps: Steps) -> Join:
@@ -257,19 +257,19 @@ def _backward(
     return dh, dn, *projections, *[_shaped(runner.made.get(name), p) for name, p in zip(names, layer.norms)]
 
 
-def _shaped(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _shaped(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     """Returns the gradient of a parameter in its shape; ops give empty ones for what is not there."""
-    if gradient is None or like is None or gradient.numel() == 0:
+    if gradient is None or parameter is None or gradient.numel() == 0:
         return None
-    return gradient if gradient.dim() == like.dim() else gradient.view(like.shape)
+    return gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)
 
 
 def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> Needs:
     """Returns needs whose gradients are added to these totals, where there are any."""
     if weight is None and out_weight is None:
         return needs
-    into = lambda total: None if total is None else lambda write: write(total)
-    return needs._replace(run=adding(into(weight), into(out_weight)))
+    adder = lambda total: None if total is None else lambda write: write(total)
+    return needs._replace(run=adding(adder(weight), adder(out_weight)))
 
 
 def _with_totals(request: Request, weights: tuple[Main | None, ...]) -> Request:
@@ -294,12 +294,12 @@ class _Block(Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, n: Tensor | None, layer: Layer, *parameters: Any) -> Any:
         constants, options, p, _ = layer
-        out, out_n, *saved = _forward(h, n, layer)
+        h_out, n_out, *saved = _forward(h, n, layer)
         ctx.save_for_backward(*parameters, *options[:TENSORS], *saved)
         ctx.args = constants, options[TENSORS:], (h.dtype, p.out_weight.dtype), n is not None
         ctx.mains = mains(p.qkv_weight, p.out_weight, p.fc1_weight, p.fc2_weight)
         ctx.set_materialize_grads(False)
-        return out, out_n
+        return h_out, n_out
 
     @staticmethod
     @once_differentiable
@@ -307,7 +307,7 @@ class _Block(Function):
         needed = ctx.needs_input_grad
         if dh is None and dn is None:
             return (None,) * len(needed)
-        (constants, numbers, dtypes, given), saved = ctx.args, ctx.saved_tensors
+        (constants, numbers, dtypes, has_n), saved = ctx.args, ctx.saved_tensors
         norms = PARAMETERS + 2 * len(constants.norms)
         options, state = Options(*saved[norms : norms + TENSORS], *numbers), saved[norms + TENSORS :]
         layer = Layer(constants, options, Parameters(*saved[:PARAMETERS]), saved[PARAMETERS:norms])
@@ -315,7 +315,7 @@ class _Block(Function):
         if ctx.mains is not None:
             request = _with_totals(request, ctx.mains)
         dh, dn, *gradients = _backward((dh, dn), layer, tuple(state), request)
-        if dn is not None and not given:
+        if dn is not None and not has_n:
             dh, dn = dh + dn[0], None
         return dh, dn, None, *gradients
 
@@ -323,8 +323,8 @@ class _Block(Function):
 def one_node(h: Tensor, normed: Normed | None, layer: Layer) -> tuple[Tensor, Normed]:
     """Runs a block with gradients: h [m, D] and, in a stack, its n -> the same of the next."""
     n = None if normed is None else normed.n if normed.n.dim() == 3 else normed.n[None]
-    h, out = _Block.apply(h, n, layer, *layer.parameters, *layer.norms)
-    return h, Normed(h[None] if out is None else out)
+    h, n_out = _Block.apply(h, n, layer, *layer.parameters, *layer.norms)
+    return h, Normed(h[None] if n_out is None else n_out)
 
 
 def parameters_of(block: nn.Module, steps: Steps) -> tuple[Parameters, tuple[Tensor | None, ...]]:

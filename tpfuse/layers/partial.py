@@ -46,19 +46,19 @@ def check_gradients(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor], nam
     of the library's own layers.
     """
     parameters = _named(of)
-    differing, seen = _compare(parameters, lambda p: p.grad)
+    differing, complete = _compare(parameters, lambda p: p.grad)
     if differing:
         whose = some([_readable(key, parameters[key]) for key in differing])
         raise ValueError(f"{name}: not every tensor-parallel rank has the same gradient of {whose}; {_CURE}")
-    return seen
+    return complete
 
 
 def warn_of_drift(model: Any, name: str) -> None:
     """Warns, on every rank, of parameters that are not split and whose values differ; each rank calls it."""
     differing, _ = _compare(_named(model) if isinstance(model, nn.Module) else {}, lambda p: p)
     if differing:
-        words = f"{some(differing)} should be the same on every tensor-parallel rank and differ"
-        warnings.warn(f"{name}: {words}; {_CURE}", stacklevel=3)
+        message = f"{some(differing)} should be the same on every tensor-parallel rank and differ"
+        warnings.warn(f"{name}: {message}; {_CURE}", stacklevel=3)
 
 
 # ---- the comparison ----
@@ -68,10 +68,10 @@ class _Digest(NamedTuple):
     norm: float
     sums: tuple[float, ...]
 
-    def like(self, other: "_Digest") -> bool:
-        if not math.isfinite(self.norm + other.norm):
-            return math.isfinite(self.norm) == math.isfinite(other.norm)
-        return math.dist(self.sums, other.sums) <= CLOSE * max(self.norm, other.norm)
+    def like(self, another: "_Digest") -> bool:
+        if not math.isfinite(self.norm + another.norm):
+            return math.isfinite(self.norm) == math.isfinite(another.norm)
+        return math.dist(self.sums, another.sums) <= CLOSE * max(self.norm, another.norm)
 
 
 def _digest(x: Tensor | None) -> _Digest | None:
@@ -85,8 +85,8 @@ def _digest(x: Tensor | None) -> _Digest | None:
         values = piece.to(torch.float64)
         signed = nn.functional.pad(values * signs[: len(piece)], (0, -len(piece) % _SUMS))
         sums += torch.cat([signed.view(-1, _SUMS).sum(0), values.square().sum()[None]])
-    *found, square = sums.tolist()
-    return _Digest(math.sqrt(square) if math.isfinite(square) else math.inf, tuple(found))
+    *projections, square = sums.tolist()
+    return _Digest(math.sqrt(square) if math.isfinite(square) else math.inf, tuple(projections))
 
 
 @functools.lru_cache(maxsize=1)
@@ -103,30 +103,30 @@ def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | N
         return [], True
     with _disable_current_modes(), torch.no_grad():
         mine = {name: _digest(value(p)) for name, p in compared.items()}
-        every: list[Any] = gather(mine, links)  # if it is empty too: another rank may hold more
-    common = [name for name in every[0] if all(name in each for each in every)]
-    differing, seen = [], True
+        digests: list[Any] = gather(mine, links)  # if it is empty too: another rank may hold more
+    common = [name for name in digests[0] if all(name in by_rank for by_rank in digests)]
+    differing, complete = [], True
     for name in common:
-        first, *others = (each[name] for each in every)
-        if first is None or None in others:
-            seen = False
-            if first is not None or any(other is not None for other in others):
+        first, *rest = (by_rank[name] for by_rank in digests)
+        if first is None or None in rest:
+            complete = False
+            if first is not None or any(another is not None for another in rest):
                 differing.append(name)
             continue
-        seen = seen and 0 < first.norm < math.inf
-        if not all(first.like(other) for other in others):
+        complete = complete and 0 < first.norm < math.inf
+        if not all(first.like(another) for another in rest):
             differing.append(name)
-    return differing, seen
+    return differing, complete
 
 
 def _compared(parameters: dict[str, Tensor]) -> tuple[TensorParallel | None, dict[str, Tensor]]:
     """Returns the ranks that these parameters are split over, and those parameters that should be the same on all."""
-    known, ours = wholes(), {p for module in living() if _is_ours(module) for p in module._parameters.values()}
-    tp = next((known[p].tp for p in parameters.values() if p in known and known[p].tp.size > 1), None)
+    whole_of, ours = wholes(), {p for module in living() if _is_ours(module) for p in module._parameters.values()}
+    tp = next((whole_of[p].tp for p in parameters.values() if p in whole_of and whole_of[p].tp.size > 1), None)
     if tp is None:
         return None, {}
-    takes = lambda p: p.requires_grad and p not in ours and not (p in known and known[p].spec.dim is not None)
-    return tp, {name: p for name, p in parameters.items() if takes(p) and not _is_sharded(p, tp)}
+    compared = lambda p: p.requires_grad and p not in ours and not (p in whole_of and whole_of[p].spec.dim is not None)
+    return tp, {name: p for name, p in parameters.items() if compared(p) and not _is_sharded(p, tp)}
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -134,7 +134,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _is_sharded(p: Tensor, tp: TensorParallel) -> bool:
-    """Whether torch's own tensor parallelism has split a parameter over these ranks."""
+    """True if torch's own tensor parallelism has split a parameter over these ranks."""
     if not isinstance(p, DTensor):
         return False
     names = (p.device_mesh.get_group(i).group_name for i in range(p.device_mesh.ndim))
@@ -170,18 +170,18 @@ def _outermost(layers: Iterable[nn.Module]) -> list[nn.Module]:
         for child in module._modules.values():
             if child is not None:
                 parents.setdefault(id(child), []).append(module)
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    sums: dict[int, nn.Module] = {}
+    complete: set[int] = set()
     waiting = list(layers)
     while waiting:
         module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
+        if id(module) not in complete:
+            complete.add(id(module))
             above = parents.get(id(module), [])
             waiting += above
             if not above:
-                found[id(module)] = module
-    return list(found.values())
+                sums[id(module)] = module
+    return list(sums.values())
 
 
 # ---- when it is done ----
@@ -195,10 +195,10 @@ class _Schedule:
         self.settled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def due(self, what: Any) -> bool:
-        if what in self.settled:
+    def due(self, subject: Any) -> bool:
+        if subject in self.settled:
             return False
-        calls = self._calls[what] = self._calls.get(what, 0) + 1
+        calls = self._calls[subject] = self._calls.get(subject, 0) + 1
         return calls & (calls - 1) == 0
 
 
@@ -207,15 +207,15 @@ _ending: list[nn.Module] = []  # layers of the backward pass that is under way
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def check_when_due(what: Any, parameters: Callable[[], Any], name: str) -> None:
+def check_when_due(subject: Any, parameters: Callable[[], Any], name: str) -> None:
     """Does :func:`check_gradients` of ``parameters()`` at the 1st, 2nd, 4th, ... call for ``what``, a model or an
     optimizer, until it is settled.  Not in a graph that is compiled or captured, and not without a parameter of a
     watched layer: what else a rank has in its process must not make it wait for others."""
-    if not (torch.compiler.is_compiling() or _captures()) and _steps.due(what):
-        given = _named(parameters())
+    if not (torch.compiler.is_compiling() or _captures()) and _steps.due(subject):
+        parameters_of = _named(parameters())
         watched = {p for layer in _watched for p in layer.parameters()}
-        if not watched.isdisjoint(given.values()) and check_gradients(given, name):
-            _steps.settled.add(what)
+        if not watched.isdisjoint(parameters_of.values()) and check_gradients(parameters_of, name):
+            _steps.settled.add(subject)
 
 
 def watch(layer: nn.Module) -> None:
@@ -231,8 +231,8 @@ def _watch_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    given = lambda: [p for group in optimizer.param_groups for p in group["params"]]
-    check_when_due(optimizer, given, f"{type(optimizer).__name__}.step")
+    parameters_of = lambda: [p for group in optimizer.param_groups for p in group["params"]]
+    check_when_due(optimizer, parameters_of, f"{type(optimizer).__name__}.step")
 
 
 @onlooker
@@ -258,11 +258,11 @@ def _in_backward(layer: nn.Module | None) -> None:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """In it, no backward pass compares gradients: for a caller that compares them itself."""
-    before, _backward.paused = _backward.paused, True
+    paused, _backward.paused = _backward.paused, True
     try:
         yield
     finally:
-        _backward.paused = before
+        _backward.paused = paused
 
 
 def _after_backward() -> None:

@@ -41,20 +41,20 @@ def replicated(module: M, tp: TensorParallel) -> M:
     parameter that is a shard, not initialised or complex, or where the module is replicated over other ranks.
     """
     check(not isinstance(module, ParallelModule), f"replicated: {type(module).__name__} is parallel already")
-    known = wholes()
+    whole_of = wholes()
     for name, p in module.named_parameters():
         check(
             not isinstance(p, UninitializedParameter), f"replicated: {name} is not initialised; run the module before"
         )
         check(not p.is_complex(), f"replicated: {name} is complex, which is not built")
     for part, leaf, own in _parameters(module):
-        shard = own in known and known[own].spec.dim is not None
+        shard = own in whole_of and whole_of[own].spec.dim is not None
         check(
             not shard, f"replicated: {type(part).__name__}.{leaf} is this rank's shard of a parallel layer's parameter"
         )
     for part in _parts(module):
-        before = part.__dict__.get(REPLICATED, tp)
-        check(before == tp, f"replicated: {type(part).__name__} is replicated over {before}, not {tp}")
+        previous = part.__dict__.get(REPLICATED, tp)
+        check(previous == tp, f"replicated: {type(part).__name__} is replicated over {previous}, not {tp}")
         part.__dict__[REPLICATED] = tp
     if not any(isinstance(hook, _Put) for hook in module._forward_pre_hooks.values()):
         module.__dict__[_HELD] = []
@@ -91,11 +91,11 @@ class _Copies(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: list[Tensor | None] = list(gradients)
-        like = next(g for g in gradients if g is not None)
+        template = next(g for g in gradients if g is not None)
         for dtype in dict.fromkeys(dtype for _, dtype in ctx.shapes):
-            own = [i for i, (_, other) in enumerate(ctx.shapes) if other == dtype]
-            flat = [_flat(gradients[i], ctx.shapes[i], like) for i in own]
-            has = like.new_tensor([gradients[i] is not None for i in own], dtype=dtype)
+            own = [i for i, (_, parameter_dtype) in enumerate(ctx.shapes) if parameter_dtype == dtype]
+            flat = [_flat(gradients[i], ctx.shapes[i], template) for i in own]
+            has = template.new_tensor([gradients[i] is not None for i in own], dtype=dtype)
             *pieces, counts = all_reduce(torch.cat([*flat, has]), ctx.tp).split([*map(len, flat), len(own)])
             for place, i in enumerate(own):
                 if gradients[i] is not None or counts[place] > 0:  # only what is None here waits for a GPU
@@ -103,8 +103,8 @@ class _Copies(Function):
         return None, *sums
 
 
-def _flat(gradient: Tensor | None, shape: tuple[torch.Size, torch.dtype], like: Tensor) -> Tensor:
-    return like.new_zeros(shape[0].numel(), dtype=shape[1]) if gradient is None else gradient.reshape(-1)
+def _flat(gradient: Tensor | None, shape: tuple[torch.Size, torch.dtype], template: Tensor) -> Tensor:
+    return template.new_zeros(shape[0].numel(), dtype=shape[1]) if gradient is None else gradient.reshape(-1)
 
 
 # ---- while the module runs ----
@@ -138,18 +138,18 @@ class _Put:
 
 def _take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The hook after a call, also of one that failed."""
-    for part, name, before in getattr(module, _HELD).pop():
-        if before is _ABSENT:
+    for part, name, previous in getattr(module, _HELD).pop():
+        if previous is _ABSENT:
             del part.__dict__[name]
         else:
-            part.__dict__[name] = before
+            part.__dict__[name] = previous
 
 
 def _plain(name: str, p: Tensor) -> Tensor:
     """Returns the tensor behind a parameter that FSDP2 made a DTensor of and has gathered for this call."""
     if not isinstance(p, DTensor):
         return p
-    whole = all(isinstance(placement, Replicate) for placement in p.placements)
+    is_whole = all(isinstance(placement, Replicate) for placement in p.placements)
     rule = "fully_shard the replicated module or one that holds it, not a part of it"
-    check(whole, f"replicated: {name} is sharded over {p.device_mesh} while its module runs; {rule}")
+    check(is_whole, f"replicated: {name} is sharded over {p.device_mesh} while its module runs; {rule}")
     return p.to_local()

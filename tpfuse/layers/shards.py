@@ -62,7 +62,7 @@ def living() -> list[nn.Module]:
 
 
 class Whole(NamedTuple):
-    """What a parameter is a slice of, and over which ranks."""
+    """The full parameter that a shard is a slice of, and the ranks that it is split over."""
 
     spec: Spec
     tp: TensorParallel

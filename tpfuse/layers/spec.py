@@ -32,10 +32,10 @@ class Spec:
 
     def local(self, tp: TensorParallel) -> tuple[slice, ...]:
         """Returns this rank's slice of the full tensor."""
-        whole = [slice(0, n) for n in self.shape]
+        full = [slice(0, n) for n in self.shape]
         if self.dim is not None:
-            whole[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
-        return tuple(whole)
+            full[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
+        return tuple(full)
 
 
 @dataclass(frozen=True)

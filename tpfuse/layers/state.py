@@ -27,7 +27,7 @@ def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
 
 
 def is_split(spec: Spec, tp: TensorParallel) -> bool:
-    """Whether a rank holds a slice of the parameter."""
+    """True if a rank holds a slice of the parameter."""
     return spec.dim is not None and tp.size > 1
 
 

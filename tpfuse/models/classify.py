@@ -130,7 +130,7 @@ class Classifier:
 class ClassifierHead(Dense):
     """The head of a :class:`Classifier`; its call is logits of rows."""
 
-    shown = "classifier", "in_features", "out_features"
+    repr_fields = "classifier", "in_features", "out_features"
 
     def __init__(self, name: str, classifier: Classifier, config: ModelConfig, tp: TensorParallel):
         sequences, causal = classifier.per == SEQUENCE, config.hf.causal

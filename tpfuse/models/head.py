@@ -36,7 +36,7 @@ class Table(ParallelModule):
 class Dense(ParallelModule):
     """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
 
-    shown = "in_features", "out_features", "activation"
+    repr_fields = "in_features", "out_features", "activation"
     weight: nn.Parameter
     bias: nn.Parameter | None
 

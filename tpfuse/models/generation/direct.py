@@ -156,7 +156,7 @@ class _Layer:
         batch = len(cache.mask)
         if len(x) == batch:
             cache.store(qkv[:, :, -2:].unsqueeze(3))
-            return cache.see(qkv[:, :, :-2], self.seeing, by=decode)
+            return cache.see(qkv[:, :, :-2], self.seeing, decode=decode)
         n = len(x) // batch
         if cache.length > 0:
             return cache.attend(qkv, batch, n, self.seeing)
@@ -213,7 +213,7 @@ class _Last(_Layer):
         batch, queries = len(cache.mask), self.slots - 2
         cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
         q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.last(batch))
-        return cache.see(q, self.seeing, by=decode)
+        return cache.see(q, self.seeing, decode=decode)
 
 
 def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, norm: Map | None) -> Joined:
