@@ -34,10 +34,10 @@ class End(NamedTuple):
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+def _ip(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise OSError(f"{' '.join(command)}: {result.stderr.strip()}")
 
 
 def unshaped(ranks: int) -> list[End]:
@@ -86,9 +86,9 @@ def at_rates(rates: list[float], ranks: int, run: Callable[[float, list[End]], T
             print(f"no shaped link ({error}): unshaped", file=sys.stderr)
             return [run(0.0, unshaped(ranks))]
         halves = [ends[len(ends) * rank // ranks] for rank in range(ranks)]
-        found = []
+        results = []
         for gbit in rates:
             if gbit:
                 shape(ends, gbit)
-            found.append(run(gbit, halves if gbit else unshaped(ranks)))
-        return found
+            results.append(run(gbit, halves if gbit else unshaped(ranks)))
+        return results

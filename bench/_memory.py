@@ -120,8 +120,8 @@ def _gather(rank: int, ranks: int) -> Step:
 
 
 def _compare(rank: int, ranks: int) -> Step:
-    between, mine = channel(dist.group.WORLD), torch.zeros(2, dtype=torch.int64)
-    return lambda number: between.exchange(mine)
+    exchange, mine = channel(dist.group.WORLD), torch.zeros(2, dtype=torch.int64)
+    return lambda number: exchange.exchange(mine)
 
 
 CASES = {  # name: (what takes steps, ranks, times as many steps)
@@ -141,12 +141,12 @@ def _measure(rank: int, name: str, steps: int, port: int, results: Any) -> None:
     make, ranks, times = CASES[name]
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    step, each = make(rank, ranks), EACH * times
+    step, stride = make(rank, ranks), EACH * times
     samples = np.zeros((steps // EACH, 1 + len(Sample._fields)))  # made before, so that it is no growth
-    for number in range(len(samples) * each):
+    for number in range(len(samples) * stride):
         step(number)
-        if number % each == 0:
-            samples[number // each] = number, *sample()
+        if number % stride == 0:
+            samples[number // stride] = number, *sample()
     results.put(samples)
     if ranks > 1:
         dist.barrier()
@@ -180,15 +180,15 @@ def measure(name: str, steps: int) -> dict[str, tuple[float, float]]:
 
 def main(steps: int, as_json: bool) -> int:
     """Prints the table, or JSON."""
-    shown, found = Progress(long=True), {}
+    progress, slopes = Progress(long=True), {}
     for name in CASES:
-        shown.show(f"memory: {name}")
-        found[name] = measure(name, steps)
-    shown.done()
+        progress.show(f"memory: {name}")
+        slopes[name] = measure(name, steps)
+    progress.done()
     if as_json:
-        print(json.dumps(dict(steps=steps, slopes=found)))
+        print(json.dumps(dict(steps=steps, slopes=slopes)))
         return 0
     cell = lambda fit: f"{fit[0]:.1f} +- {fit[1]:.1f}"
-    rows = [[name, CASES[name][2] * steps, *map(cell, parts.values())] for name, parts in found.items()]
+    rows = [[name, CASES[name][2] * steps, *map(cell, parts.values())] for name, parts in slopes.items()]
     print(table(("bytes a step", "steps", "resident", "given out", "kept free", "Python blocks"), rows))
     return 0

@@ -11,11 +11,11 @@ import sys
 
 import tpfuse
 
-where, script, *arguments = sys.argv[1:]
+mode, script, *arguments = sys.argv[1:]
 sys.argv = [script, *arguments]
 sys.path[0] = os.path.dirname(script)
 importlib.import_module("_options").SIZES["soak"] = dict(hidden_size=64, num_layers=2, num_heads=4)
-if where == "background":
+if mode == "background":
     tpfuse.save_checkpoint = functools.partial(tpfuse.save_checkpoint, background=True)
 launcher = os.getppid()
 runpy.run_path(script, run_name="__main__")

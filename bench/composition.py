@@ -63,22 +63,22 @@ NOT_APPLICABLE = {
 
 def read(report: pathlib.Path) -> dict[str, dict[str, str]]:
     """A junit report -> {row: {column: the largest error, or "refused: " and why}}.  ValueError where a test failed."""
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
             raise ValueError(f"{case.get('name')} failed: no table is made of that")
         for item in case.iter("property"):
             if item.get("name") == "composition":
                 row, column, outcome = json.loads(item.get("value", ""))
-                found.setdefault(row, {})[column] = outcome
-    return found
+                results.setdefault(row, {})[column] = outcome
+    return results
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
     """Markdown."""
-    rows = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-    rows += [[row, *(_cell(results, row, column) for column in COLUMNS)] for row in ROWS]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return documents.table(
+        ("", *COLUMNS), [[row, *(_cell(results, row, column) for column in COLUMNS)] for row in ROWS]
+    )
 
 
 def _cell(results: dict[str, dict[str, str]], row: str, column: str) -> str:
@@ -89,8 +89,8 @@ def _cell(results: dict[str, dict[str, str]], row: str, column: str) -> str:
 
 def refusals(results: dict[str, dict[str, str]]) -> str:
     """Markdown: what is refused and what does not apply, and why."""
-    found = [(row, column, outcome) for row, cells in results.items() for column, outcome in cells.items()]
-    lines = [f"- {r} with {c}: `{why.partition(': ')[2]}`" for r, c, why in found if why.startswith("refused")]
+    outcomes = [(row, column, outcome) for row, cells in results.items() for column, outcome in cells.items()]
+    lines = [f"- {r} with {c}: `{why.partition(': ')[2]}`" for r, c, why in outcomes if why.startswith("refused")]
     return "\n".join(lines + [f"- {r} with {c} (–): {why}." for (r, c), why in NOT_APPLICABLE.items()])
 
 

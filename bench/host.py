@@ -72,8 +72,8 @@ class PlainLlama(nn.Module):
         self.cos, self.sin = (torch.cat([t, t], 1).to(BF16) for t in (cos, sin))
 
     def _rotated(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+        low, high = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-high, low], -1) * self.sin
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).view(BATCH, SEQ, 3, HEADS, D // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
@@ -88,8 +88,9 @@ def random(*shape: int) -> Tensor:
 
 
 def backward(forward: Task, inputs: list[Tensor]) -> Task:
-    made = forward()
-    outputs = [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor) and y.requires_grad]
+    output = forward()
+    tensors = [y for y in (output if isinstance(output, tuple) else (output,)) if isinstance(y, Tensor)]
+    outputs = [y for y in tensors if y.requires_grad]
     gradients = [torch.ones_like(y) for y in outputs]
     return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
@@ -170,9 +171,9 @@ def kernels(task: Task) -> Counter[str]:
 
     patches = mock.patch.object(launch, "_start", counted), mock.patch.object(replay, "REPLAY", False)
     with patches[0], patches[1], mock.patch.object(op, "eager", directly):
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             task()
-    for event in seen.events():
+    for event in profiled.events():
         inner = {child.name.removeprefix("aten::") for child in event.cpu_children if child.name.startswith("aten::")}
         name = event.name.removeprefix("aten::")
         if event.name.startswith("aten::") and name not in NO_KERNEL and inner <= NO_KERNEL:

@@ -1,4 +1,4 @@
-"""What bf16 loses of a gradient that is accumulated over micro-batches, and what main_grad keeps.
+"""Errors of a gradient that is accumulated over micro-batches: what bf16 loses, and what main_grad keeps.
 
     python -m bench.main_grad
 
@@ -18,12 +18,12 @@ COUNTS = 1, 4, 16, 64
 
 
 def model() -> GPT:
-    before = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         return GPT(CONFIG)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 def backward(model: GPT, i: int) -> None:

@@ -4,10 +4,12 @@ result says so.
 python -m bench.measured
 """
 
+import itertools
 import json
 import pathlib
 
 from bench import documents
+from bench.documents import table
 from tpfuse.tools.bench.definition import discover
 
 PAGE = documents.DOCS / "measured.md"
@@ -15,13 +17,13 @@ README = documents.DOCS.parent / "README.md"
 RESULTS = pathlib.Path(__file__).with_name("results")
 COMMAND = "bench.measured"
 NOT_YET = "not measured yet"
-HOW = dict(events="launched from Python", graph="as a CUDA graph")
+TIMED = dict(events="launched from Python", graph="as a CUDA graph")
 
 
 def reports() -> list[dict]:
     """One for every GPU; other results lie in the same folder."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    return [report for report in found if "layers" in report and not report["dry_run"]]
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    return [report for report in results if "layers" in report and not report["dry_run"]]
 
 
 # ---- figures: each takes a report and returns text, or None where the report has nothing to say ----
@@ -62,22 +64,22 @@ def gelu_gemm(report: dict) -> str | None:
 
 
 def attention_flash(report: dict) -> str | None:
-    made = [
+    parts = [
         span(ratios(report, "attention", mode, "flash", "tpfuse", fits=lambda shape: shape[4] == 128), "{:.2f}x")
         for mode in ("fwd", "bwd")
     ]
-    return " / ".join(made) if all(made) else None
+    return " / ".join(parts) if all(parts) else None
 
 
 def loss_head(report: dict) -> str | None:
     keys = "p50_us", "peak_mib"
-    made = [
+    parts = [
         span(
             ratios(report, "linear_cross_entropy", "step", "tpfuse", "torch", key, lambda s: s[-1] >= 128000), "{:.2f}x"
         )
         for key in keys
     ]
-    return " / ".join(made) if all(made) else None
+    return " / ".join(parts) if all(parts) else None
 
 
 def layer_times(report: dict, layer: str) -> dict[tuple[str, str], dict]:
@@ -87,9 +89,10 @@ def layer_times(report: dict, layer: str) -> dict[tuple[str, str], dict]:
 
 def bert_layer(report: dict) -> str | None:
     times = layer_times(report, "BERT-large layer")
-    both = [how for how in HOW if {("compile", how), ("tpfuse", how)} <= set(times)]
-    made = [f"{times['compile', how]['p50_ms'] / times['tpfuse', how]['p50_ms']:.2f}x {HOW[how]}" for how in both]
-    return f"{', '.join(made)}; {min(times['tpfuse', how]['p50_ms'] for how in both):.2f} ms" if made else None
+    timings = [timed for timed in TIMED if {("compile", timed), ("tpfuse", timed)} <= set(times)]
+    ms = lambda provider, timed: times[provider, timed]["p50_ms"]
+    parts = [f"{ms('compile', timed) / ms('tpfuse', timed):.2f}x {TIMED[timed]}" for timed in timings]
+    return f"{', '.join(parts)}; {min(ms('tpfuse', timed) for timed in timings):.2f} ms" if parts else None
 
 
 def gpt_block(report: dict) -> str | None:
@@ -123,84 +126,60 @@ FIGURES = {
 # ---- text ----
 
 
-def summary(found: list[dict]) -> str:
+def summary(reports: list[dict]) -> str:
     """A row a figure, a column a GPU."""
-    heads = [report["card"]["name"] for report in found] or ["GPU"]
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for name, figure in FIGURES.items():
-        cells = [figure(report) or NOT_YET for report in found] or [NOT_YET]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    heads = "", *([report["card"]["name"] for report in reports] or ["GPU"])
+    cells = lambda figure: [figure(report) or NOT_YET for report in reports] or [NOT_YET]
+    return table(heads, [[name, *cells(figure)] for name, figure in FIGURES.items()])
 
 
-def ops(found: list[dict]) -> str:
+def ops(reports: list[dict]) -> str:
     """Every op at its shapes: tpfuse's time and share of the roofline, and how much faster it is than the others."""
-    rows = {op: [(report, row) for report in found for row in report["rows"] if row["op"] == op] for op in discover()}
+    rows = {op: [(report, row) for report in reports for row in report["rows"] if row["op"] == op] for op in discover()}
     lines = {
         op: [_line(report, row) for report, row in pairs if row["provider"] == "tpfuse"] for op, pairs in rows.items()
     }
-    heads = (
-        "op",
-        "GPU",
-        "shape",
-        "mode",
-        "p50 us",
-        "GB/s",
-        "of the roofline",
-        "torch / tpfuse",
-        "compile / tpfuse",
-        "error over torch's",
-    )
-    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line for some in lines.values() for line in some)]
-    absent = [op for op, some in lines.items() if not some]
-    parts = ["\n".join(table)] if len(table) > 2 else []
+    heads = "op", "GPU", "shape", "mode", "p50 us", "GB/s", "of the roofline", "torch / tpfuse", "compile / tpfuse"
+    absent = [op for op, cells in lines.items() if not cells]
+    parts = [table((*heads, "error over torch's"), rows)] if (rows := list(itertools.chain(*lines.values()))) else []
     return "\n\n".join([*parts, *([f"Ops {NOT_YET}: {', '.join(absent)}."] if absent else [])])
 
 
-def _line(report: dict, row: dict) -> str:
-    here = lambda shape: "x".join(map(str, shape)) == row["shape"]
+def _line(report: dict, row: dict) -> list[str]:
+    same_shape = lambda shape: "x".join(map(str, shape)) == row["shape"]
     faster = [
-        span(ratios(report, row["op"], row["mode"], peer, "tpfuse", fits=here), "{:.2f}") or ""
+        span(ratios(report, row["op"], row["mode"], peer, "tpfuse", fits=same_shape), "{:.2f}") or ""
         for peer in ("torch", "compile")
     ]
     number = lambda key, form, times=1: "" if row[key] is None else form.format(times * row[key])
     share = "cache" if row.get("bound") == "cache" else number("roofline", "{:.0f} %", 100)
-    cells = [
-        row["op"],
-        report["card"]["name"],
-        row["shape"],
-        row["mode"],
-        number("p50_us", "{:.1f}"),
-        number("gbs", "{:.0f}"),
-    ]
-    return f"| {' | '.join([*cells, share, *faster, number('error_ratio', '{:.2f}')])} |"
+    cells = row["op"], report["card"]["name"], row["shape"], row["mode"]
+    speeds = number("p50_us", "{:.1f}"), number("gbs", "{:.0f}"), share, *faster, number("error_ratio", "{:.2f}")
+    return [*cells, *speeds]
 
 
-def layers(found: list[dict]) -> str:
-    heads = "layer, forward + backward", "GPU", "", *(f"{how}, ms" for how in HOW.values())
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for report in found:
+def layers(reports: list[dict]) -> str:
+    heads = "layer, forward + backward", "GPU", "", *(f"{timed}, ms" for timed in TIMED.values())
+    rows = []
+    for report in reports:
         for layer in dict.fromkeys(row["layer"] for row in report["layers"]):
             times = layer_times(report, layer)
             for name in dict.fromkeys(name for name, _ in times):
-                cells = [f"{times[name, how]['p50_ms']:.2f}" if (name, how) in times else "" for how in HOW]
-                lines.append(f"| {layer} | {report['card']['name']} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                cells = [f"{times[name, t]['p50_ms']:.2f}" if (name, t) in times else "" for t in TIMED]
+                rows.append([layer, report["card"]["name"], name, *cells])
+    return table(heads, rows)
 
 
-def evidence(found: list[dict]) -> str:
+def evidence(reports: list[dict]) -> str:
     """Each part of a day on a GPU: how it ended, and what it found in a few words."""
-    lines = ["| part | GPU | status | |", "|---|---|---|---|"]
-    for report in found:
-        for part in report.get("day", []):
-            said = part["headline"].replace("|", "/")
-            lines.append(f"| {part['part']} | {report['card']['name']} | {part['status']} | {said} |")
-    return "\n".join(lines)
+    parts = [(report["card"]["name"], part) for report in reports for part in report.get("day", [])]
+    rows = [(part["part"], card, part["status"], part["headline"].replace("|", "/")) for card, part in parts]
+    return table(("part", "GPU", "status", ""), rows)
 
 
-def gpu(found: list[dict]) -> str:
-    more = [layers(found), *([evidence(found)] if any("day" in report for report in found) else [])]
-    return "\n\n".join([summary(found), *(more if found else []), ops(found)])
+def gpu(reports: list[dict]) -> str:
+    sections = [layers(reports), *([evidence(reports)] if any("day" in report for report in reports) else [])]
+    return "\n\n".join([summary(reports), *(sections if reports else []), ops(reports)])
 
 
 # ---- CPU: one training step, and messages behind GEMMs ----
@@ -210,59 +189,55 @@ def results(name: str) -> list[dict]:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
+def quartiles(values: list[float]) -> str:
+    low, mid, high = values
+    return f"{mid:.2f} ({low:.2f} to {high:.2f})"
+
+
 def train_step(rows: list[dict]) -> str:
-    heads = (
-        "dtype", "attention dropout", "", "tokens/s relative to DTensor (quartiles)",
-        "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        low, mid, high = row["speed"]
-        cells = row["dtype"], f"{row['attention_dropout']:g}", row["provider"], f"{mid:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {' | '.join(cells)} | {row['saved_sbh']:.1f} | {row['peak_rss_mib']:.0f} |")
-    return "\n".join(lines)
+    heads = "dtype", "attention dropout", "", "tokens/s relative to DTensor (quartiles)"
+    heads += "saved bytes / sbh, per layer and rank", "peak memory of a step, MiB"
+    cells = [(row["dtype"], f"{row['attention_dropout']:g}", row["provider"], quartiles(row["speed"])) for row in rows]
+    memory = [(f"{row['saved_sbh']:.1f}", f"{row['peak_rss_mib']:.0f}") for row in rows]
+    return table(heads, [a + b for a, b in zip(cells, memory)])
 
 
 def generate(rows: list[dict]) -> str:
-    heads = "model", "dtype", "", "prompts", "", "wall time (quartiles)", "CPU time", "same tokens"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in rows:
-        low, mid, high = row["wall"]
-        what = f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
-        cells = row["model"], row["dtype"], what, str(row["batch"]), row["row"], f"{mid:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {' | '.join(cells)} | {row['cpu'][1]:.2f} | {100 * row['same_tokens']:.0f} % |")
-    return "\n".join(lines)
+        label = f"prompt of {row['prompt']}" if row["name"] == "prefill" else f"{row['new']} tokens"
+        cells = row["model"], row["dtype"], label, str(row["batch"]), row["row"], quartiles(row["wall"])
+        lines.append((*cells, f"{row['cpu'][1]:.2f}", f"{100 * row['same_tokens']:.0f} %"))
+    heads = "model", "dtype", "", "prompts", "", "wall time (quartiles)", "CPU time", "same tokens"
+    return table(heads, lines)
 
 
 def overlap(rows: list[dict]) -> str:
     """Milliseconds; within one machine there is no link whose share could be hidden."""
     times = "off", "on", "auto", "DTensor", "compute", "communication"
-    heads = "Gbit/s", "", *times, "hidden", "limit", "auto / off", "auto / DTensor"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in rows:
-        whole_step, direction = row["part"] == "train step", "forward + backward" if row["backward"] else "forward"
-        share = [f"{100 * row['hidden']:.0f} %", f"{row['limit']:.2f}"] if row["gbit"] else ["–", "–"]
-        cells = [
-            f"{row['gbit']:g}" if row["gbit"] else "one machine",
-            row["part"] if whole_step else f"{row['part']}, {direction}",
-        ]
-        cells += [f"{1e3 * row['seconds'][name]:.0f}" for name in times] + share
-        lines.append(f"| {' | '.join(cells)} | {row['auto_over_off']:.2f} | {row['over_dtensor']:.2f} |")
-    return "\n".join(lines)
+        direction = "forward + backward" if row["backward"] else "forward"
+        part = row["part"] if row["part"] == "train step" else f"{row['part']}, {direction}"
+        cells = [f"{row['gbit']:g}" if row["gbit"] else "one machine", part]
+        cells += [f"{1e3 * row['seconds'][name]:.0f}" for name in times]
+        cells += [f"{100 * row['hidden']:.0f} %", f"{row['limit']:.2f}"] if row["gbit"] else ["–", "–"]
+        lines.append([*cells, f"{row['auto_over_off']:.2f}", f"{row['over_dtensor']:.2f}"])
+    return table(("Gbit/s", "", *times, "hidden", "limit", "auto / off", "auto / DTensor"), lines)
 
 
 def host(rows: list[dict]) -> str:
     """Microseconds of the host and kernels started, forward + backward; "torch: .." rows stand beside the others."""
-    heads = "", "host, us", "kernels", "plain torch: host, us", "kernels", "host time over torch's"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    beside = {row["call"].removeprefix("torch: "): row for row in rows if row["call"].startswith("torch: ")}
+    torch_rows = {row["call"].removeprefix("torch: "): row for row in rows if row["call"].startswith("torch: ")}
     both = lambda row: [" + ".join(f"{n:.0f}" for n in row[key]) for key in ("us", "kernels")]
+    lines = []
     for row in rows:
         if not row["call"].startswith("torch: "):
-            other = beside.get(row["call"])
-            theirs = [*both(other), f"{sum(row['us']) / sum(other['us']):.2f}"] if other else [""] * 3
-            lines.append(f"| {' | '.join([row['call'], *both(row), *theirs])} |")
-    return "\n".join(lines)
+            peer = torch_rows.get(row["call"])
+            cells = [*both(peer), f"{sum(row['us']) / sum(peer['us']):.2f}"] if peer else [""] * 3
+            lines.append([row["call"], *both(row), *cells])
+    heads = "", "host, us", "kernels", "plain torch: host, us", "kernels", "host time over torch's"
+    return table(heads, lines)
 
 
 # ---- pipelines ----
@@ -273,12 +248,9 @@ def pipeline(result: dict) -> str:
     if not result.get("rows"):
         return f"Training under each schedule: {NOT_YET}."
     heads = "schedule", "", "tokens/s over tpfuse's 1F1B (quartiles)", "bubble %, simulated", "saved at the peak, MiB"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in sorted(result["rows"], key=lambda row: row["bubble"], reverse=True):
-        low, mid, high = row["speed"]
-        cells = row["schedule"], row["provider"], f"{mid:.2f} ({low:.2f} to {high:.2f})", f"{100 * row['bubble']:.1f}"
-        lines.append(f"| {' | '.join(cells)} | {row['saved_bytes'] / 2**20:.1f} |")
-    return "\n".join(lines)
+    rows = sorted(result["rows"], key=lambda row: row["bubble"], reverse=True)
+    memory = [(f"{100 * row['bubble']:.1f}", f"{row['saved_bytes'] / 2**20:.1f}") for row in rows]
+    return table(heads, [(r["schedule"], r["provider"], quartiles(r["speed"]), *m) for r, m in zip(rows, memory)])
 
 
 def sleeping(result: dict) -> str:
@@ -286,24 +258,23 @@ def sleeping(result: dict) -> str:
     if not result.get("sleeping"):
         return f"Sleeping stages: {NOT_YET}."
     heads = "schedule", "the fastest step, s (the slowest)", "simulated, s", "difference", "bubble %", "simulated"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in result["sleeping"]["rows"]:
         cells = row["schedule"], f"{row['seconds']:.3f} ({row['spread'][1]:.3f})", f"{row['simulated']:.3f}"
         shares = f"{100 * row['bubble']:.1f}", f"{100 * row['simulated_bubble']:.1f}"
-        lines.append(f"| {' | '.join(cells)} | {100 * row['difference']:+.1f} % | {' | '.join(shares)} |")
-    return "\n".join(lines)
+        lines.append((*cells, f"{100 * row['difference']:+.1f} %", *shares))
+    return table(heads, lines)
 
 
 def sleeping_in_short(result: dict) -> str:
     """The row of the README."""
-    what = "bubble of 1F1B / ZBV; largest difference of seven schedules from the simulator"
-    heads = "| four ranks that sleep in place of computing | |\n|---|---|\n"
-    if not result.get("sleeping"):
-        return f"{heads}| {what} | {NOT_YET} |"
-    rows = {row["schedule"]: row for row in result["sleeping"]["rows"]}
-    worst = max(abs(row["difference"]) for row in rows.values())
-    bubbles = " / ".join(f"{100 * rows[name]['bubble']:.1f} %" for name in ("1f1b", "zbv"))
-    return f"{heads}| {what} | {bubbles}; {100 * worst:.1f} % |"
+    label, cell = "bubble of 1F1B / ZBV; largest difference of seven schedules from the simulator", NOT_YET
+    if result.get("sleeping"):
+        rows = {row["schedule"]: row for row in result["sleeping"]["rows"]}
+        worst = max(abs(row["difference"]) for row in rows.values())
+        bubbles = " / ".join(f"{100 * rows[name]['bubble']:.1f} %" for name in ("1f1b", "zbv"))
+        cell = f"{bubbles}; {100 * worst:.1f} %"
+    return table(("four ranks that sleep in place of computing", ""), [(label, cell)])
 
 
 def whole_result(name: str) -> dict:
@@ -314,7 +285,7 @@ def whole_result(name: str) -> dict:
 
 def parts() -> dict[str, str]:
     """The name of each table of the page -> its text."""
-    made = {
+    tables = {
         "train_step": train_step(results("train_step")),
         "generate": generate(results("generate")),
         "gpu": gpu(reports()),
@@ -322,11 +293,11 @@ def parts() -> dict[str, str]:
         "pipeline": pipeline(whole_result("pipeline")),
         "sleeping": sleeping(whole_result("pipeline")),
     }
-    return made | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
+    return tables | {name: overlap(results(name)) for name in ("overlap", "overlap_wide")}
 
 
 def short() -> dict[str, str]:
-    """As :func:`parts`, of the README."""
+    """The tables of the README, as :func:`parts`."""
     return {"pipeline": sleeping_in_short(whole_result("pipeline"))}
 
 

@@ -1,4 +1,4 @@
-"""How much of the messages hides behind the GEMMs, on a link whose time is real: MLP, attention, a whole training step.
+"""Messages behind GEMMs, on a link whose time is real: how much of them hides in an MLP, attention, a training step.
 
     python -m bench.overlap                fp32 and bf16 at 0.3, 1, 3, 10 Gbit/s and unshaped (root: network namespaces)
     python -m bench.overlap --tp 4         four ranks, unshaped
@@ -85,9 +85,9 @@ class Rig:
         a = self.args
         options = dict(activation="gelu_tanh", dtype=self.dtype)
         make = lambda overlap: ParallelMLP(a.width, 4 * a.width, tp=self.tp(overlap), **options)
-        made = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
+        modules = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
         plan = {"0.fc1": ColwiseParallel(), "0.fc2": RowwiseParallel(output_layouts=Shard(1))}
-        return made | {"DTensor": (self._dtensor(MLP(a.width), plan), self.theirs)}
+        return modules | {"DTensor": (self._dtensor(MLP(a.width), plan), self.theirs)}
 
     def attention(self) -> dict[str, tuple[nn.Module, Tensor]]:
         a = self.args
@@ -97,9 +97,9 @@ class Rig:
             layer.forward = lambda x, forward=layer.forward: forward(x, batch=a.batch)
             return layer
 
-        made = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
+        modules = {name: (make(overlap), self.rows) for name, overlap in OVERLAP.items()}
         plan = {f"0.{name}": ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel(output_layouts=Shard(1))}
-        return made | {"DTensor": (self._dtensor(Attention(a.width, a.heads, 0.0), plan), self.theirs)}
+        return modules | {"DTensor": (self._dtensor(Attention(a.width, a.heads, 0.0), plan), self.theirs)}
 
     def _dtensor(self, module: nn.Module, plan: dict) -> nn.Module:
         gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
@@ -107,16 +107,16 @@ class Rig:
 
     def step(self) -> dict[str, tuple[nn.Module, Tensor]]:
         """Blocks and a norm, forward and backward, dropout on: bench.models.train_step's."""
-        a, layers, made = self.args, full_weights(self.args, self.dtype), {}
+        a, layers, modules = self.args, full_weights(self.args, self.dtype), {}
         for name, overlap in OVERLAP.items():
             stack = OurStack(a, self.tp(overlap), self.dtype, 0.0, "fastest")
             stack.load(layers)
-            made[name] = stack, self.rows
+            modules[name] = stack, self.rows
         blocks = [Block(a.width, a.heads, a.dropout, 0.0).to(self.dtype) for _ in layers]
         for block, layer in zip(blocks, layers, strict=True):
             block.load(layer)
         norm = dtensor_norm(nn.LayerNorm(a.width).to(self.dtype), self.mesh)
-        return made | {"DTensor": (Stack([dtensor_block(block, self.mesh) for block in blocks], norm), self.theirs)}
+        return modules | {"DTensor": (Stack([dtensor_block(block, self.mesh) for block in blocks], norm), self.theirs)}
 
 
 PARTS = {"MLP": Rig.mlp, "attention": Rig.attention, "train step": Rig.step}
@@ -203,8 +203,8 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def measure(args: argparse.Namespace, rig: Rig, part: str, backward: bool, gbit: float) -> dict:
-    made, messages = PARTS[part](rig), Messages()
-    runs = {name: call(module, x, backward) for name, (module, x) in made.items()}
+    modules, messages = PARTS[part](rig), Messages()
+    runs = {name: call(module, x, backward) for name, (module, x) in modules.items()}
     runs["compute"] = messages.without(runs["off"])
     runs["compute"]()
     runs["communication"], sent = messages.alone(rig.tp("off").group_name), messages.bytes()
@@ -313,9 +313,9 @@ def plot(rows: list[dict], path: str) -> None:
 
     rows = [row for row in rows if row["gbit"]]
     panels = list(dict.fromkeys((row["part"], row["backward"], row["dtype"]) for row in rows))
-    wide = max(1, len({(part, backward) for part, backward, _ in panels}))
-    tall = -(-len(panels) // wide)
-    figure, axes = plt.subplots(tall, wide, figsize=(3.4 * wide, 2.9 * tall), squeeze=False)
+    columns = max(1, len({(part, backward) for part, backward, _ in panels}))
+    tall = -(-len(panels) // columns)
+    figure, axes = plt.subplots(tall, columns, figsize=(3.4 * columns, 2.9 * tall), squeeze=False)
     panels.sort(key=lambda panel: panel[2])
     styles = {"compute": "k:", "communication": "k--", "off": "C7-o", "on": "C0-o", "DTensor": "C1-o"}
     for axis, (part, backward, dtype) in zip(axes.flat, panels):
@@ -340,14 +340,14 @@ def plot(rows: list[dict], path: str) -> None:
 
 
 def write(args: argparse.Namespace) -> None:
-    found: dict[str, dict] = {}
+    link: dict[str, dict] = {}
     for args.tp in (2, 4):
         for row in launch(args, unshaped(args.tp), 0.0):
-            found |= row
+            link |= row
     table = json.loads(TABLE.read_text())
-    table.setdefault("cpu", {})["overlap"] = found
+    table.setdefault("cpu", {})["overlap"] = link
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    print(json.dumps(found, indent=1))
+    print(json.dumps(link, indent=1))
 
 
 def run(args: argparse.Namespace, ends: list[End], shaped: bool) -> list[dict]:

@@ -1,4 +1,4 @@
-"""How often Shampoo's inverse roots are made anew in a pipeline's bubbles, and how often they could be at most.
+"""Refreshes of Shampoo's inverse roots in a pipeline's bubbles: how many there are, and how many there could be.
 
     pip install pytorch_optimizer
     python -m bench.pipeline_fill --schedule 1f1b --ranks 4 --micro-batches 8
@@ -30,12 +30,12 @@ NEVER = 1 << 30  # steps
 SEQ, ROWS = 64, 2  # of a micro-batch
 
 
-def _option(default: Any, words: str) -> Any:
-    return field(default=default, metadata=dict(help=f"{words} (default {default})"))
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata=dict(help=f"{help_text} (default {default})"))
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """The options of the command line."""
 
     schedule: str = _option("1f1b", "gpipe, 1f1b, ...")
@@ -50,76 +50,77 @@ class Asked:
 class Run:
     """A model over stages, its optimizer, and how often each of this rank's roots was made."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, options: Options):
         from pytorch_optimizer import ScalableShampoo
 
-        mesh = init_device_mesh("cpu", (asked.ranks, asked.tp), mesh_dim_names=("pp", "tp"))
-        sizes = dict(vocab_size=256, max_positions=SEQ, hidden_size=asked.hidden, num_layers=asked.layers, num_heads=4)
+        mesh = init_device_mesh("cpu", (options.ranks, options.tp), mesh_dim_names=("pp", "tp"))
+        sizes = dict(vocab_size=256, max_positions=SEQ, num_heads=4)
+        sizes |= dict(hidden_size=options.hidden, num_layers=options.layers)
         config = GPTConfig(**sizes, tie_embeddings=False)  # two copies would be refreshed in different steps
-        stage = mesh["pp"].get_local_rank(), asked.ranks, asked.schedule
+        stage = mesh["pp"].get_local_rank(), options.ranks, options.schedule
         model = GPT(config, tp=tpfuse.TensorParallel(mesh["tp"]), stage=stage, seed=0).train()
-        self.asked, self.at, self.refreshed = asked, 0, dict[int, list[int]]()
-        self.pipeline: Pipeline = schedule(model, mesh["pp"], asked.schedule, asked.micro_batches)
+        self.options, self.step_number, self.refreshed = options, 0, dict[int, list[int]]()
+        self.pipeline: Pipeline = schedule(model, mesh["pp"], options.schedule, options.micro_batches)
         self.optimizer = ScalableShampoo(
             model.parameters(),
             lr=0.01,
             start_preconditioning_step=1,
             preconditioning_compute_steps=NEVER,
-            block_size=asked.hidden,
+            block_size=options.hidden,
             use_svd=True,
         )
 
     def step(self) -> float:
         """Returns the loss."""
-        generator = torch.Generator().manual_seed(self.at)
-        ids = torch.randint(256, (self.asked.micro_batches * ROWS, SEQ), generator=generator)
-        loss = self.pipeline.step(ids, labels=ids, step=self.at).item()
+        generator = torch.Generator().manual_seed(self.step_number)
+        ids = torch.randint(256, (self.options.micro_batches * ROWS, SEQ), generator=generator)
+        loss = self.pipeline.step(ids, labels=ids, step=self.step_number).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.at += 1
+        self.step_number += 1
         return loss
 
     def timeline(self) -> Any:
-        ids = torch.randint(256, (self.asked.micro_batches * ROWS, SEQ), generator=torch.Generator().manual_seed(0))
-        made = self.pipeline.measure(ids, labels=ids, step=0)
+        ids = torch.randint(256, (self.options.micro_batches * ROWS, SEQ), generator=torch.Generator().manual_seed(0))
+        timeline = self.pipeline.measure(ids, labels=ids, step=0)
         self.optimizer.zero_grad()
-        return made
+        return timeline
 
     def roots(self) -> list[Callable[[], None]]:
         """Returns what makes each inverse root of this rank's parameters."""
-        every = [state["pre_conditioner"] for state in self.optimizer.state.values()]
-        return [_root(each, i) for each in every for i in range(len(each.statistics))]
+        preconditioners = [state["pre_conditioner"] for state in self.optimizer.state.values()]
+        return [_root(layer, i) for layer in preconditioners for i in range(len(layer.statistics))]
 
     def work(self, measured: list[list[float]]) -> list[Work]:
         """The pieces of all ranks, of which this one's can be run; ``measured``: their seconds, by rank."""
-        own, made = self.roots(), []
-        here = self.pipeline.group.rank()
+        roots, pieces = self.roots(), []
+        this_rank = self.pipeline.group.rank()
         for rank, seconds in enumerate(measured):
-            for i, each in enumerate(seconds):
-                run = self._refresh(i, own[i]) if rank == here else None
-                made.append(Work(rank, each, run=run))
-        return made
+            for i, duration in enumerate(seconds):
+                run = self._refresh(i, roots[i]) if rank == this_rank else None
+                pieces.append(Work(rank, duration, run=run))
+        return pieces
 
     def _refresh(self, number: int, root: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             root()
-            self.refreshed.setdefault(number, []).append(self.at)
+            self.refreshed.setdefault(number, []).append(self.step_number)
 
         return run
 
     def seconds(self) -> list[list[float]]:
         """Returns what each rank's pieces take: the median of those of one size, the mean of tensor-parallel ranks."""
-        every = [state["pre_conditioner"] for state in self.optimizer.state.values()]
-        sizes = [len(matrix) for each in every for matrix in each.statistics]
+        preconditioners = [state["pre_conditioner"] for state in self.optimizer.state.values()]
+        sizes = [len(matrix) for layer in preconditioners for matrix in layer.statistics]
         times: dict[int, list[float]] = {}
         for size, root in zip(sizes, self.roots()):
             begin = time.perf_counter()
             root()
             times.setdefault(size, []).append(time.perf_counter() - begin)
-        own = torch.tensor([statistics.median(times[size]) for size in sizes], dtype=torch.float64)
-        if self.asked.tp > 1:
-            dist.all_reduce(own, group=self.pipeline.model.tp.group)
-        return gather((own / self.asked.tp).tolist(), self.pipeline.group)
+        medians = torch.tensor([statistics.median(times[size]) for size in sizes], dtype=torch.float64)
+        if self.options.tp > 1:
+            dist.all_reduce(medians, group=self.pipeline.model.tp.group)
+        return gather((medians / self.options.tp).tolist(), self.pipeline.group)
 
 
 def _root(roots: Any, i: int) -> Callable[[], None]:
@@ -131,16 +132,16 @@ def _root(roots: Any, i: int) -> Callable[[], None]:
     return run
 
 
-def train(run: Run, filling: Filling, steps: int, where: str) -> tuple[list[float], float]:
+def train(run: Run, filling: Filling, steps: int, mode: str) -> tuple[list[float], float]:
     """Returns the losses of ``steps`` and their median seconds, with refreshes "in bubbles", "before" or "never"."""
-    run.pipeline.fill(filling if where == "in bubbles" else None)
+    run.pipeline.fill(filling if mode == "in bubbles" else None)
     losses, times = [], []
-    own = filling.placed[run.pipeline.group.rank()]
+    placements = filling.placed[run.pipeline.group.rank()]
     for i in range(steps):
         dist.barrier()
         begin = time.perf_counter()
-        if where == "before":
-            for placed in own:
+        if mode == "before":
+            for placed in placements:
                 if placed.step == i % filling.steps:
                     filling.work[placed.number].run()
         losses.append(run.step())
@@ -149,69 +150,70 @@ def train(run: Run, filling: Filling, steps: int, where: str) -> tuple[list[floa
     return losses, statistics.median(times)
 
 
-def measured(asked: Asked) -> dict[str, Any]:
+def measured(options: Options) -> dict[str, Any]:
     """On every rank: one plan, and three runs by it."""
     torch.manual_seed(0)
-    warm = Run(asked)
+    warm = Run(options)
     warm.step()
     warm.step()
-    plan, found = None, {}
-    for where in ("in bubbles", "before", "never"):
-        run = Run(asked)
+    plan, runs = None, {}
+    for mode in ("in bubbles", "before", "never"):
+        run = Run(options)
         run.step()  # the optimizer's statistics are made in its first step
         if plan is None:
             plan = warm.timeline(), warm.seconds()
         timeline, seconds = plan
         work = run.work(seconds)
         filling = fill(timeline, work)
-        steps = asked.cycles * filling.steps
+        steps = options.cycles * filling.steps
         run.refreshed.clear()
-        losses, each = train(run, filling, steps, where)
-        found[where] = losses, each, dict(run.refreshed)
-    made = found["in bubbles"][2]
-    apart = [b - a for at in made.values() for a, b in zip(at, at[1:])]
-    counts = {len(at) for at in made.values()}
+        losses, duration = train(run, filling, steps, mode)
+        runs[mode] = losses, duration, dict(run.refreshed)
+    refreshed = runs["in bubbles"][2]
+    apart = [b - a for steps in refreshed.values() for a, b in zip(steps, steps[1:])]
+    counts = {len(steps) for steps in refreshed.values()}
     return dict(
         bubble=timeline.bubble,
         pieces=len(work),
-        work=sum(piece.seconds for piece in work) / (timeline.seconds * asked.ranks),
+        work=sum(piece.seconds for piece in work) / (timeline.seconds * options.ranks),
         demand=demand(timeline, work),
         planned=filling.steps,
         reached=sorted({x for xs in gather(apart, dist.group.WORLD) for x in xs}),
         refreshes=sorted({x for xs in gather(counts, dist.group.WORLD) for x in xs}),
-        same=found["in bubbles"][0] == found["before"][0],
-        differs=found["in bubbles"][0] != found["never"][0],
-        seconds={where: each for where, (_, each, _) in found.items()},
+        same=runs["in bubbles"][0] == runs["before"][0],
+        differs=runs["in bubbles"][0] != runs["never"][0],
+        seconds={mode: duration for mode, (_, duration, _) in runs.items()},
     )
 
 
-def text(asked: Asked, found: dict[str, Any]) -> str:
-    base = found["seconds"]["never"]
-    more = {where: f"{100 * (each / base - 1):+.1f} %" for where, each in found["seconds"].items()}
+def text(options: Options, result: dict[str, Any]) -> str:
+    base = result["seconds"]["never"]
+    slowdown = {mode: f"{100 * (duration / base - 1):+.1f} %" for mode, duration in result["seconds"].items()}
     return "\n".join(
         (
-            f"{asked.schedule}, {asked.ranks} stages x tp {asked.tp}, {asked.micro_batches} micro-batches:"
-            f" {100 * found['bubble']:.1f} % bubbles; {found['pieces']} roots, {100 * found['work']:.1f} % of a step",
-            f"refresh interval: at least {found['demand']:.2f} steps of bubbles; planned {found['planned']},"
-            f" reached {', '.join(map(str, found['reached']))}; each root made {found['refreshes']} times",
-            f"losses: those of the same refreshes before the steps, bit for bit: {found['same']};"
-            f" those without refreshes: {not found['differs']}",
-            f"a step beside one without refreshes: in bubbles {more['in bubbles']}, before it {more['before']}",
+            f"{options.schedule}, {options.ranks} stages x tp {options.tp}, {options.micro_batches} micro-batches:"
+            f" {100 * result['bubble']:.1f} % bubbles;"
+            f" {result['pieces']} roots, {100 * result['work']:.1f} % of a step",
+            f"refresh interval: at least {result['demand']:.2f} steps of bubbles; planned {result['planned']},"
+            f" reached {', '.join(map(str, result['reached']))}; each root made {result['refreshes']} times",
+            f"losses: those of the same refreshes before the steps, bit for bit: {result['same']};"
+            f" those without refreshes: {not result['differs']}",
+            f"a step beside one without refreshes: in bubbles {slowdown['in bubbles']}, before it {slowdown['before']}",
         )
     )
 
 
-def arguments() -> Asked:
+def arguments() -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m bench.pipeline_fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for each in fields(Asked):
-        kind = type(each.default)
-        words = dict(metavar="NAME" if kind is str else "N", help=each.metadata["help"])
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default, **words)
-    return Asked(**vars(parser.parse_args()))
+    for option in fields(Options):
+        flag, kind, text = f"--{option.name.replace('_', '-')}", type(option.default), option.metadata["help"]
+        metavar = "NAME" if kind is str else "N"
+        parser.add_argument(flag, type=kind, default=option.default, metavar=metavar, help=text)
+    return Options(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    asked = arguments()
-    print(text(asked, on_ranks(asked.ranks * asked.tp, measured, asked)))
+    options = arguments()
+    print(text(options, on_ranks(options.ranks * options.tp, measured, options)))

@@ -59,12 +59,12 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
             "shared memory": partial(memory.gather, x),
             "gloo": partial(all_gather, x, tp.size, tp.group_name),
         }
-        found = {name: [] for name in calls}
+        times = {name: [] for name in calls}
         for _ in range(args.rounds):
             for name, call in calls.items():
-                found[name].append(1e6 * seconds(call))
+                times[name].append(1e6 * seconds(call))
         if rank == 0:
-            for name, values in found.items():
+            for name, values in times.items():
                 low, mid, high = statistics.quantiles(values, n=4)
                 print(
                     f"{kilobytes:4} kB, {tp.size} ranks, {name:13} {mid:6.0f} us ({low:.0f} to {high:.0f})", flush=True

@@ -47,15 +47,15 @@ PATIENCE = 60.0  # seconds in which a job has ended
 FULL = 1 << 16  # bytes of a file on a full disk
 RANK, ALL, LAUNCHER = "a rank", "all", "the launcher"
 STOPPING = "SIGTERM", "SIGINT", "SIGHUP"
-HARMS = [(what, whom) for what in ("SIGKILL", *STOPPING) for whom in (RANK, ALL, LAUNCHER)]
-HARMS += [(what, whom) for what in ("SIGSTOP", "disk") for whom in (RANK, ALL)]
+HARMS = [(action, whom) for action in ("SIGKILL", *STOPPING) for whom in (RANK, ALL, LAUNCHER)]
+HARMS += [(action, whom) for action in ("SIGSTOP", "disk") for whom in (RANK, ALL)]
 MOMENTS = "start", "step", "step", "save"
 
 
 class Harm(NamedTuple):
-    """What is done to a job, and when: after ``part`` of its start, of a step or of a save, ``steps`` steps on."""
+    """A harm done to a job, and its moment: after ``part`` of its start, of a step or of a save, ``steps`` steps on."""
 
-    what: str
+    action: str
     whom: str
     rank: int
     twice: bool
@@ -64,26 +64,26 @@ class Harm(NamedTuple):
     part: float
 
     def __str__(self) -> str:
-        return f"{self.what}{' twice' * self.twice} to {self.whom}"
+        return f"{self.action}{' twice' * self.twice} to {self.whom}"
 
 
 def harms(rng: random.Random, ranks: int) -> Iterator[Harm]:
     """Draws without end; each kind comes once before any comes again."""
     while True:
-        for what, whom in rng.sample(HARMS, len(HARMS)):
+        for action, whom in rng.sample(HARMS, len(HARMS)):
             yield Harm(
-                what=what,
+                action=action,
                 whom=whom,
                 rank=rng.randrange(ranks),
-                twice=rng.random() < 0.5 and what in STOPPING,
+                twice=rng.random() < 0.5 and action in STOPPING,
                 moment=rng.choice(MOMENTS),
                 steps=rng.randint(1, EVERY + 1),
                 part=rng.random(),
             )
 
 
-class Done(NamedTuple):
-    """What was done, what came of it, and what was not clean about it."""
+class Outcome(NamedTuple):
+    """A harm, what came of it, and the faults: what was not clean about it."""
 
     harm: Harm | None  # None: nothing, up to the end
     background: bool
@@ -97,22 +97,22 @@ class Done(NamedTuple):
 # ---- what a job leaves ----
 
 
-def read_log(out: Path) -> list[dict[str, Any]]:
+def read_log(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of the log that are whole."""
-    path, records = out / "log.jsonl", []
+    path, records = folder / "log.jsonl", []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
 
 
-def reached(out: Path) -> int:
-    return max((record["step"] for record in read_log(out)), default=0)
+def reached(folder: Path) -> int:
+    return max((record["step"] for record in read_log(folder)), default=0)
 
 
-def latest(out: Path) -> Path | None:
+def latest(folder: Path) -> Path | None:
     """Returns the folder of the newest checkpoint."""
-    file = out / "checkpoints" / "latest"
+    file = folder / "checkpoints" / "latest"
     return file.parent / file.read_text().strip() if file.exists() else None
 
 
@@ -125,36 +125,35 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def differences(out: Path, reference: Path) -> list[str]:
+def differences(folder: Path, reference: Path) -> list[str]:
     """Says how a finished run differs from another: log, weights, optimizer, files; [] where it does not."""
-    ours, theirs = latest(out), latest(reference)
-    if ours is None or theirs is None:
+    ours, expected = latest(folder), latest(reference)
+    if ours is None or expected is None:
         return ["there is no checkpoint"]
-    found = [*_log_differences(read_log(out), read_log(reference)), *_file_faults(out, reference)]
-    for here, there in (ours, theirs), (out / "hf", reference / "hf"):
-        mine, other = tensors(here), tensors(there)
-        names = sorted(mine.keys() | other.keys())
-        same = lambda name, a=mine, b=other: name in a and name in b and torch.equal(a[name], b[name])
-        found += [f"{here.name}/{name} differs" for name in names if not same(name)]
-    metas = [json.loads((folder / "meta.json").read_text()) for folder in (ours, theirs)]
-    own = {"name", "files", "sha256"}  # the folder's name, and sums over files that hold it
-    keys = sorted((metas[0].keys() | metas[1].keys()) - own)
-    return found + [f"{key} of meta.json differs" for key in keys if metas[0].get(key) != metas[1].get(key)]
+    faults = [*_log_differences(read_log(folder), read_log(reference)), *_file_faults(folder, reference)]
+    for ours_in, expected_in in (ours, expected), (folder / "hf", reference / "hf"):
+        a, b = tensors(ours_in), tensors(expected_in)
+        same = lambda name, a=a, b=b: name in a and name in b and torch.equal(a[name], b[name])
+        faults += [f"{ours_in.name}/{name} differs" for name in sorted(a.keys() | b.keys()) if not same(name)]
+    metas = [json.loads((folder / "meta.json").read_text()) for folder in (ours, expected)]
+    unlike = {"name", "files", "sha256"}  # the folder's name, and sums over files that hold it
+    keys = sorted((metas[0].keys() | metas[1].keys()) - unlike)
+    return faults + [f"{key} of meta.json differs" for key in keys if metas[0].get(key) != metas[1].get(key)]
 
 
-def _log_differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Iterator[str]:
+def _log_differences(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> Iterator[str]:
     values = "step", "loss", "lr", "grad_norm", "held_out_bits"  # not the speeds
     key = lambda record: (record["step"], "loss" in record)
-    lines = [[(key(r), tuple(r.get(v) for v in values)) for r in records] for records in (ours, theirs)]
+    lines = [[(key(r), tuple(r.get(v) for v in values)) for r in records] for records in (ours, expected)]
     for step, loss in sorted({line[0] for line in lines[0] + lines[1]}):
-        mine, other = ([values for key, values in side if key == (step, loss)] for side in lines)
-        if mine != other:
-            yield f"the log's {'loss' if loss else 'validation'} of step {step}: {mine} instead of {other}"
+        mine, expected_values = ([values for key, values in side if key == (step, loss)] for side in lines)
+        if mine != expected_values:
+            yield f"the log's {'loss' if loss else 'validation'} of step {step}: {mine} instead of {expected_values}"
     if lines[0] != lines[1] and sorted(lines[0], key=repr) == sorted(lines[1], key=repr):
         yield "the log's lines are in another order"
 
 
-def _file_faults(out: Path, reference: Path) -> list[str]:
+def _file_faults(folder: Path, reference: Path) -> list[str]:
     """Names files that the run should not have left, or should have."""
 
     def files(root: Path) -> list[str]:
@@ -162,9 +161,9 @@ def _file_faults(out: Path, reference: Path) -> list[str]:
         names = [re.sub(r"step-\d+(-\d+)?/", "step/", name) for name in names]  # a signal writes one at any step
         return sorted(names)
 
-    ours, theirs = files(out), files(reference)
-    left = [f"{name} is left over" for name in set(ours) if ours.count(name) > theirs.count(name)]
-    return sorted(left + [f"{name} is missing" for name in set(theirs) if ours.count(name) < theirs.count(name)])
+    ours, expected = files(folder), files(reference)
+    left = [f"{name} is left over" for name in set(ours) if ours.count(name) > expected.count(name)]
+    return sorted(left + [f"{name} is missing" for name in set(expected) if ours.count(name) < expected.count(name)])
 
 
 # ---- processes ----
@@ -172,13 +171,13 @@ def _file_faults(out: Path, reference: Path) -> list[str]:
 
 def session(leader: int) -> list[int]:
     """Returns the processes of a session that are alive."""
-    found = []
+    matching = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(path.name))
-    return found
+                matching.append(int(path.name))
+    return matching
 
 
 def send(number: signal.Signals, pids: list[int]) -> None:
@@ -198,15 +197,15 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
 class Job:
     """One start of the example under torchrun, in a session of its own."""
 
-    def __init__(self, soak: "Soak", out: Path, said: Path, background: bool):
-        self.soak, self.out, self.said, self.background = soak, out, said, background
-        self.first = latest(out)
+    def __init__(self, soak: "Soak", folder: Path, transcript: Path, background: bool):
+        self.soak, self.folder, self.transcript, self.background = soak, folder, transcript, background
+        self.first = latest(folder)
         self.log = self._inode()
         flags = f"--size soak --max-mb 0.03 --batch 4 --seq 32 --steps {STEPS} --checkpoint-every {EVERY} --resume"
         flags += f" --family gpt2 --dropout 0.1 --validate-every 20 --tp {soak.tp} --dp {soak.dp} --timeout 120 --out"
         target = ["background" if background else "foreground", str(EXAMPLES / "train_gpt.py"), *flags.split()]
         self.began = time.monotonic()
-        self.context = started([str(SOAKED), *target, str(out)], soak.ranks, said, said)
+        self.context = started([str(SOAKED), *target, str(folder)], soak.ranks, transcript, transcript)
 
     def __enter__(self) -> "Job":
         self.process = self.context.__enter__()
@@ -223,34 +222,34 @@ class Job:
             return children(self.pid)
         return []
 
-    def words(self) -> str:
-        return self.said.read_text() if self.said.exists() else ""
+    def text(self) -> str:
+        return self.transcript.read_text() if self.transcript.exists() else ""
 
     def resumed(self) -> int | None:
         """Returns the step that it went on at; None where it has not come to that."""
-        told = re.search(r"resumed at step (\d+)|no checkpoint in", self.words())
-        return told and int(told[1] or 0)
+        resumed = re.search(r"resumed at step (\d+)|no checkpoint in", self.text())
+        return resumed and int(resumed[1] or 0)
 
     def _inode(self) -> int:
-        path = self.out / "log.jsonl"
+        path = self.folder / "log.jsonl"
         return path.stat().st_ino if path.exists() else 0
 
     def await_moment(self, harm: Harm, say: Callable[[], None]) -> bool:
         """Waits for the moment of a harm -> whether the job is still there."""
         alive = self.process.is_alive
 
-        def steps_done() -> bool:
+        def steps_taken() -> bool:
             say()
             base = self.resumed()
             return not alive() or (
-                base is not None and self._inode() != self.log and reached(self.out) >= base + harm.steps
+                base is not None and self._inode() != self.log and reached(self.folder) >= base + harm.steps
             )
 
-        saving = lambda: not alive() or any((self.out / "checkpoints").glob("step-*/saving.json"))
+        saving = lambda: not alive() or any((self.folder / "checkpoints").glob("step-*/saving.json"))
         if harm.moment == "start":
             wait(lambda: not alive(), harm.part * self.soak.start_seconds)
         else:
-            wait(steps_done, 10 * PATIENCE)
+            wait(steps_taken, 10 * PATIENCE)
             if harm.moment == "save":
                 wait(saving, PATIENCE)
             wait(lambda: not alive(), harm.part * (0.03 if harm.moment == "save" else self.soak.step_seconds))
@@ -258,19 +257,19 @@ class Job:
 
     def do(self, harm: Harm) -> None:
         everyone, workers = session(self.pid), self.workers()
-        some = {RANK: workers[harm.rank : harm.rank + 1], LAUNCHER: [self.pid]}.get(harm.whom, everyone)
-        if harm.what == "disk":
-            for pid in some if harm.whom == RANK else workers:
+        targets = {RANK: workers[harm.rank : harm.rank + 1], LAUNCHER: [self.pid]}.get(harm.whom, everyone)
+        if harm.action == "disk":
+            for pid in targets if harm.whom == RANK else workers:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
             return
-        send(signal.Signals[harm.what], some)
+        send(signal.Signals[harm.action], targets)
         if harm.twice:
             time.sleep(0.002)
-            send(signal.Signals[harm.what], some)
-        if harm.what == "SIGSTOP":
+            send(signal.Signals[harm.action], targets)
+        if harm.action == "SIGSTOP":
             time.sleep(0.5 + 2 * harm.part)
-            send(signal.SIGCONT, some)
+            send(signal.SIGCONT, targets)
 
     def ended(self, seconds: float) -> list[str]:
         """Waits for the end of all its processes -> what is not clean about it."""
@@ -287,12 +286,12 @@ class Job:
 class Soak:
     """All runs of one command."""
 
-    def __init__(self, args: argparse.Namespace, out: Path):
-        self.tp, self.dp, self.seed, self.out = args.tp, args.dp, args.seed, out
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self.tp, self.dp, self.seed, self.folder = args.tp, args.dp, args.seed, folder
         self.ranks = args.tp * args.dp
-        self.reference = out / "undisturbed" / "run"
+        self.reference = folder / "undisturbed" / "run"
         self.start_seconds = self.step_seconds = 0.0
-        self.done: list[Done] = []
+        self.outcomes: list[Outcome] = []
         self.progress = Progress(long=True)
         self.until = time.monotonic() + 60 * args.minutes
 
@@ -307,36 +306,37 @@ class Soak:
             job.process.join(600)
             self.step_seconds = (time.monotonic() - began) / STEPS
             if job.process.exitcode != 0:
-                raise RuntimeError(f"bench.soak: the undisturbed run has failed:\n{job.words()}")
+                raise RuntimeError(f"bench.soak: the undisturbed run has failed:\n{job.text()}")
 
     def episode(self, number: int) -> list[str]:
         """One run from its first step to its last -> how it differs from the undisturbed one."""
         rng = random.Random(f"{self.seed}/{number}")
-        folder = self.out / f"{number:04d}"
-        out, drawn, jobs, finished = folder / "run", harms(rng, self.ranks), 0, False
+        folder = self.folder / f"{number:04d}"
+        run, drawn, jobs, finished = folder / "run", harms(rng, self.ranks), 0, False
         folder.mkdir()
-        open_ends: list[int] = []  # of self.done, whose lost steps the next start will tell
+        open_ends: list[int] = []  # of self.outcomes, whose lost steps the next start will tell
         while not finished:
             jobs += 1
-            with Job(self, out, folder / f"said-{jobs:03d}.txt", rng.random() < 0.5) as job:
-                done, finished = self.harm_until_ended(job, drawn)
+            with Job(self, run, folder / f"said-{jobs:03d}.txt", rng.random() < 0.5) as job:
+                outcomes, finished = self.harm_until_ended(job, drawn)
             self._count_lost(open_ends, job)
-            open_ends += range(len(self.done), len(self.done) + len(done))
-            self.done += done
-        return differences(out, self.reference)
+            open_ends += range(len(self.outcomes), len(self.outcomes) + len(outcomes))
+            self.outcomes += outcomes
+        return differences(run, self.reference)
 
-    def harm_until_ended(self, job: Job, drawn: Iterator[Harm]) -> tuple[list[Done], bool]:
+    def harm_until_ended(self, job: Job, drawn: Iterator[Harm]) -> tuple[list[Outcome], bool]:
         """Does one thing after the other to a job, up to one that ends it -> what was done, and whether it finished."""
-        done, harm, seconds = [], None, None
-        say = lambda: self.progress.show(f"{len(self.done)} harms; {job.out.parent.name}: step {reached(job.out)}")
+        outcomes, harm, seconds = [], None, None
+        episode = job.folder.parent.name
+        say = lambda: self.progress.show(f"{len(self.outcomes)} harms; {episode}: step {reached(job.folder)}")
         faults: list[str] = []
         for drawn_harm in drawn:
             if not job.await_moment(drawn_harm, say):
                 break
             harm, since = drawn_harm, time.monotonic()
             job.do(harm)
-            if harm.what == "SIGSTOP":
-                done.append(self._done(job, harm, None, []))
+            if harm.action == "SIGSTOP":
+                outcomes.append(self._outcome(job, harm, None, []))
                 harm = None
                 continue
             faults = job.ended(PATIENCE)
@@ -344,18 +344,18 @@ class Soak:
             break
         if harm is None:
             faults = job.ended(PATIENCE)
-        code, folder = job.process.exitcode, latest(job.out)
-        whole = folder is not None and f"{STEPS:08d}" in folder.name
+        code, folder = job.process.exitcode, latest(job.folder)
+        complete = folder is not None and f"{STEPS:08d}" in folder.name
         if harm is None and code != 0:
             faults = [*faults, f"it ended with code {code}, and nothing that ends a job was done to it"]
         if harm is not None or faults:
-            done.append(self._done(job, harm, seconds, faults))
-        return done, code == 0 and whole
+            outcomes.append(self._outcome(job, harm, seconds, faults))
+        return outcomes, code == 0 and complete
 
-    def _done(self, job: Job, harm: Harm | None, seconds: float | None, faults: list[str]) -> Done:
-        promised = "checkpoint written" in job.words()
-        known = dict(reached=reached(job.out), promised=promised, faults=faults)
-        return Done(harm=harm, background=job.background, seconds=seconds, lost=None, **known)
+    def _outcome(self, job: Job, harm: Harm | None, seconds: float | None, faults: list[str]) -> Outcome:
+        promised = "checkpoint written" in job.text()
+        state = dict(reached=reached(job.folder), promised=promised, faults=faults)
+        return Outcome(harm=harm, background=job.background, seconds=seconds, lost=None, **state)
 
     def _count_lost(self, open_ends: list[int], job: Job) -> None:
         """Fills in how many steps each of what was done cost, once a job has said where it went on."""
@@ -363,7 +363,7 @@ class Soak:
         if step is None:
             return
         for i in open_ends:
-            self.done[i] = with_lost(self.done[i], step)
+            self.outcomes[i] = with_lost(self.outcomes[i], step)
         open_ends.clear()
 
     def run(self) -> list[str]:
@@ -371,35 +371,35 @@ class Soak:
         faults, number = [], 0
         self.undisturbed()
         while number == 0 or time.monotonic() < self.until:
-            before = len(self.done)
+            count = len(self.outcomes)
             faults += [f"run {number}: {fault}" for fault in self.episode(number)]
-            faults += [f"run {number}: {d.harm}: {fault}" for d in self.done[before:] for fault in d.faults]
+            faults += [f"run {number}: {d.harm}: {fault}" for d in self.outcomes[count:] for fault in d.faults]
             number += 1
         self.progress.done()
         return faults
 
 
-def with_lost(done: Done, resumed: int) -> Done:
+def with_lost(outcome: Outcome, resumed: int) -> Outcome:
     """Returns what was done with the steps that it cost, and a fault where these are too many."""
-    lost = max(0, done.reached - resumed)
-    allowed = 0 if done.promised else EVERY * (2 if done.background else 1)
-    told = " though a checkpoint was said to be written" * done.promised
-    fault = [f"{lost} steps are lost{told}, at most {allowed} may be"] if lost > allowed else []
-    return done._replace(lost=lost, faults=done.faults + fault)
+    lost = max(0, outcome.reached - resumed)
+    allowed = 0 if outcome.promised else EVERY * (2 if outcome.background else 1)
+    detail = " though a checkpoint was said to be written" * outcome.promised
+    fault = [f"{lost} steps are lost{detail}, at most {allowed} may be"] if lost > allowed else []
+    return outcome._replace(lost=lost, faults=outcome.faults + fault)
 
 
-def summary(done: list[Done]) -> str:
+def summary(outcomes: list[Outcome]) -> str:
     """Returns the table: a line for each kind of harm."""
     rows = []
-    for what, whom in HARMS:
-        found = [d for d in done if d.harm is not None and (d.harm.what, d.harm.whom) == (what, whom)]
-        if found:
-            seconds = [d.seconds for d in found if d.seconds is not None]
+    for action, whom in HARMS:
+        matching = [d for d in outcomes if d.harm is not None and (d.harm.action, d.harm.whom) == (action, whom)]
+        if matching:
+            seconds = [d.seconds for d in matching if d.seconds is not None]
             until = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "goes on"
-            lost = [d.lost or 0 for d in found if what != "SIGSTOP"]
-            twice, bad = sum(d.harm.twice for d in found), sum(bool(d.faults) for d in found)
-            last = "yes" if not bad else f"no: {bad}"
-            rows.append([f"{what} to {whom}", len(found), twice or None, until, max(lost, default=None), last])
+            lost = [d.lost or 0 for d in matching if action != "SIGSTOP"]
+            twice, bad = sum(d.harm.twice for d in matching), sum(bool(d.faults) for d in matching)
+            verdict = "yes" if not bad else f"no: {bad}"
+            rows.append([f"{action} to {whom}", len(matching), twice or None, until, max(lost, default=None), verdict])
     header = "what", "times", "twice", "seconds until ended", "most steps lost", "clean"
     return table(header, rows)
 
@@ -428,20 +428,20 @@ def main() -> int:
     for number in signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C does, through what ends the jobs
     with contextlib.ExitStack() as stack:
-        out = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        out.mkdir(parents=True, exist_ok=True)
-        soak = Soak(args, out.resolve())
+        folder = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        soak = Soak(args, folder.resolve())
         faults = soak.run()
         if faults and not args.out:
             stack.pop_all()  # the folder stays
     if args.json:
-        print(json.dumps(dict(seed=args.seed, done=[d._asdict() for d in soak.done], faults=faults), default=str))
+        print(json.dumps(dict(seed=args.seed, done=[d._asdict() for d in soak.outcomes], faults=faults), default=str))
     else:
-        print(summary(soak.done))
+        print(summary(soak.outcomes))
     for fault in faults:
         print(f"not clean: {fault}", file=sys.stderr)
     if faults:
-        print(f"what was said and written is in {out}", file=sys.stderr)
+        print(f"what was said and written is in {folder}", file=sys.stderr)
     return 1 if faults else 0
 
 

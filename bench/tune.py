@@ -65,13 +65,13 @@ class Ask:
 def neighbours(parameters: dict) -> list[dict]:
     """One parameter changed; beyond the other path, and the other form, their own neighbours."""
     if parameters.get("path") in OTHER_PATH:
-        path, rest = dict(path=OTHER_PATH[parameters["path"]]), {k: v for k, v in parameters.items() if k != "path"}
-        return [path | other for other in (rest, *neighbours(rest))]
+        path, default = dict(path=OTHER_PATH[parameters["path"]]), {k: v for k, v in parameters.items() if k != "path"}
+        return [path | tiles for tiles in (default, *neighbours(default))]
     changed = []
     for form in FORMS:
         if parameters.get(form) is False:
-            other = parameters | {form: True}
-            changed += [other, *neighbours(other)]
+            variant = parameters | {form: True}
+            changed += [variant, *neighbours(variant)]
     for name in filter(RANGES.__contains__, parameters):
         value, (low, high) = parameters[name], RANGES[name]
         if isinstance(value, bool):
@@ -112,8 +112,8 @@ def sweep(default: dict, right: Callable[[dict], bool], time: Callable[[list[dic
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[list[Ask]]:
-    """What launchers ask for, each question once."""
+def questions() -> Iterator[list[Ask]]:
+    """Yields the list of questions that launchers ask meanwhile, each once."""
     asks, answer = [], _tuning.tuned
 
     def listen(kernel, arch, dtype, shape, default):
@@ -201,8 +201,8 @@ def judged(bench: Bench, make: Callable[[], tuple]) -> tuple[Callable[[], list[f
     if errors.p == bench.p:
         return plain, errors.allowed
     dropped = lambda: results(fn, make(), bench.p, errors.dtype)["step"]
-    before = [t.double() for t in dropped()]
-    return lambda: [*plain(), *rms_errors(dropped(), before)], 2 * errors.allowed
+    baseline = [t.double() for t in dropped()]
+    return lambda: [*plain(), *rms_errors(dropped(), baseline)], 2 * errors.allowed
 
 
 def tune(
@@ -223,16 +223,16 @@ def tune(
     fn = bench.providers["tpfuse"]
     every_time = mock.patch.object(replay, "REPLAY", False)  # a launcher that is replayed would not ask the table again
     with side_stream(device), every_time:
-        found, allowed = judged(bench, lambda: make(0))
+        errors, allowed = judged(bench, lambda: make(0))
         sets = [make(0)]
         sets += [make(i) for i in range(1, sets_needed(sum(t.nbytes for t in sets[0]), device))]
         for mode in ("fwd", "bwd"):
             call = calls(fn, sets, bench.p, mode, Random(DTYPES[dtype], device, 1))
-            with asked() as asks:
+            with questions() as asks:
                 call(0)
             for ask in itertools.filterfalse(skip, asks):
                 say(f"{bench.name} {'x'.join(map(str, shape))} {dtype} {mode}: {ask.kernel} {ask.bucket}")
-                trial = Trial(ask, call, found, allowed, table, len(sets), device, seconds, say)
+                trial = Trial(ask, call, errors, allowed, table, len(sets), device, seconds, say)
                 table = put(table, ask, sweep(dict(ask.default), trial.right, trial.time))
                 keep(ask, table)
     return table
@@ -267,19 +267,19 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda")
     try:
         dtypes, benches = chosen(args.dtype, DTYPES, "dtype"), [load(name) for name in args.ops or discover()]
-        texts = [text for given in args.shape for text in given.split(",")]
+        texts = [text for shapes in args.shape for text in shapes.split(",")]
         cases = [
             (bench, shape, dtype) for bench in benches for shape in shapes_of(bench, texts, device) for dtype in dtypes
         ]
-        cases = [(form, *rest) for bench, *rest in cases for form in with_and_without_dropout(bench)]
+        cases = [(form, *case) for bench, *case in cases for form in with_and_without_dropout(bench)]
     except ValueError as error:
         parser.error(str(error))
     table = json.loads(args.table.read_text()) if args.table.exists() else {}
     for bench, shape, dtype in cases:
         table = tune(bench, shape, dtype, table, device, args.seconds, progress)
         args.table.write_text(json.dumps(table, indent=1) + "\n")  # what is found is kept, whatever comes next
-    kept = sum(len(buckets) for buckets in table.get(target(device).arch, {}).values())
-    print(f"{args.table}: {kept} entries for {target(device).arch}")
+    entries = sum(len(buckets) for buckets in table.get(target(device).arch, {}).values())
+    print(f"{args.table}: {entries} entries for {target(device).arch}")
     return 0
 
 

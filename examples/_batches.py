@@ -1,4 +1,4 @@
-"""What a replica computes in each step: samples of a text, or packed documents; as micro-batches, or as the one batch
+"""A replica's part of each step: samples of a text, or packed documents; as micro-batches, or as the one batch
 that a pipeline cuts itself."""
 
 import argparse
@@ -52,10 +52,10 @@ class Batches(NamedTuple):
         if args.pack:
             return self._packed(step)
         size = args.batch // (args.dp * args.micro_batches)
-        first = self.dp_rank * args.micro_batches * size
-        return [self._samples(step, first + i * size, size) for i in range(args.micro_batches)]
+        offset = self.dp_rank * args.micro_batches * size
+        return [self._samples(step, offset + i * size, size) for i in range(args.micro_batches)]
 
-    def whole(self, step: int) -> dict:
+    def merged(self, step: int) -> dict:
         """Returns the arguments of a pipeline's step, which cuts them into micro-batches."""
         local = self.args.batch // self.args.dp
         return self._packed_evenly(step) if self.args.pack else self._samples(step, self.dp_rank * local, local)
@@ -70,15 +70,15 @@ class Batches(NamedTuple):
                 if i % args.dp == self.dp_rank:
                     yield dict.fromkeys(("input_ids", "labels"), ids.to(self.device))
             return
-        for every in windows(self.text, args.seq, args.batch):
-            ids = every[self.dp_rank * local : (self.dp_rank + 1) * local].to(self.device)
+        for window in windows(self.text, args.seq, args.batch):
+            ids = window[self.dp_rank * local : (self.dp_rank + 1) * local].to(self.device)
             missing = 0, 0, 0, local - len(ids)
             yield dict(input_ids=F.pad(ids, missing), labels=F.pad(ids, missing, value=IGNORED))
 
-    def _samples(self, step: int, first: int, count: int) -> dict:
+    def _samples(self, step: int, offset: int, count: int) -> dict:
         args = self.args
-        ids = sample(self.text, args.seq, args.batch, args.seed, step, range(first, first + count)).to(self.device)
-        return dict(input_ids=ids, labels=ids, first_sample=first)
+        ids = sample(self.text, args.seq, args.batch, args.seed, step, range(offset, offset + count)).to(self.device)
+        return dict(input_ids=ids, labels=ids, first_sample=offset)
 
     def _spans(self, step: int) -> np.ndarray:
         return documents(self.spans, self.args.batch * self.args.seq, self.args.seed, step)
@@ -115,9 +115,9 @@ class Batches(NamedTuple):
             labels = batch.labels.clone()
             labels[:, room - free :] = IGNORED
             rows.append(batch._replace(labels=labels))
-        every = PackedBatch(*zip(*rows))._asdict()
-        every |= dict(input_ids=torch.cat(every["input_ids"]), labels=torch.cat(every["labels"]))
-        return every | dict(first_sample=self.dp_rank * args.micro_batches)
+        packed = PackedBatch(*zip(*rows))._asdict()
+        packed |= dict(input_ids=torch.cat(packed["input_ids"]), labels=torch.cat(packed["labels"]))
+        return packed | dict(first_sample=self.dp_rank * args.micro_batches)
 
     def _cost(self, length: int) -> int:
         return document_cost(int(length), self.config)

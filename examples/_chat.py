@@ -116,7 +116,7 @@ def interrupts() -> Iterator:
     process reads; without one the signal is caught.
     """
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    previous = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     terminal = sys.stdin.fileno() if common.RANK == 0 and sys.stdin.isatty() else None
 
     def interrupted() -> bool:
@@ -129,7 +129,7 @@ def interrupts() -> Iterator:
             yield interrupted
             terminal = None
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
@@ -137,14 +137,14 @@ def characters(terminal: int) -> Iterator[None]:
     """Inside, a terminal hands on each key at once, Ctrl-C too, and shows none."""
     import termios
 
-    before = termios.tcgetattr(terminal)
+    previous = termios.tcgetattr(terminal)
     plain = termios.tcgetattr(terminal)
     plain[3] &= ~(termios.ISIG | termios.ICANON | termios.ECHO)
     termios.tcsetattr(terminal, termios.TCSADRAIN, plain)
     try:
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, previous)
 
 
 class Progress:
@@ -153,12 +153,12 @@ class Progress:
     def __init__(self):
         self.bar = None
 
-    def __call__(self, done: int, columns: int) -> None:
-        if self.bar is None and done < columns:
+    def __call__(self, finished: int, columns: int) -> None:
+        if self.bar is None and finished < columns:
             from tqdm import tqdm
 
             self.bar = tqdm(total=columns, desc="reading the prompt", unit=" tokens", leave=False)
         if self.bar is not None:
-            self.bar.update(done - self.bar.n)
-            if done == columns:
+            self.bar.update(finished - self.bar.n)
+            if finished == columns:
                 self.bar.close()

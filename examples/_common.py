@@ -1,4 +1,4 @@
-"""What the examples share: where a process runs, which one speaks, and errors in one line.
+"""Code that the examples share: where a process runs, which one speaks, and errors in one line.
 
 The same script runs under torchrun, with any number of processes, and plainly under python, as one.
 """
@@ -56,10 +56,10 @@ def positive(text: str) -> int:
     return value
 
 
-def say(*words, end: str = "\n") -> None:
+def say(*parts, end: str = "\n") -> None:
     """print, on one rank."""
     if RANK == 0:
-        print(*words, end=end, flush=True)
+        print(*parts, end=end, flush=True)
 
 
 def fail(message: object):
@@ -122,5 +122,5 @@ def stop() -> None:
 
 def launch(arguments: str) -> str:
     """Returns the command that starts this script again as it was started, with ``arguments``."""
-    how = f"torchrun --standalone --nproc-per-node {_LOCAL_WORLD}" if UNDER_TORCHRUN else "python"
-    return f"{how} {sys.argv[0]} {arguments}"
+    launcher = f"torchrun --standalone --nproc-per-node {_LOCAL_WORLD}" if UNDER_TORCHRUN else "python"
+    return f"{launcher} {sys.argv[0]} {arguments}"

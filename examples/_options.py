@@ -32,12 +32,12 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
     shape |= dict(vocab_size=VOCAB, max_position_embeddings=args.seq, initializer_range=args.width**-0.5)
     if args.family == "gpt2":
         dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), args.dropout)
-        own = dict(hidden_act="gelu_new", layer_norm_eps=1e-5, **dropout)
+        sizes = dict(hidden_act="gelu_new", layer_norm_eps=1e-5, **dropout)
     else:
         gated = -(-8 * args.width // 96) * 32  # three matrices of 8/3 width have the size of two of 4 width
-        own = dict(hidden_act="silu", intermediate_size=gated, rms_norm_eps=1e-5, rope_theta=1e4)
-        own |= dict(head_dim=args.width // args.heads, attention_dropout=args.dropout)
-    return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=not args.untied, **shape, **own))
+        sizes = dict(hidden_act="silu", intermediate_size=gated, rms_norm_eps=1e-5, rope_theta=1e4)
+        sizes |= dict(head_dim=args.width // args.heads, attention_dropout=args.dropout)
+    return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=not args.untied, **shape, **sizes))
 
 
 def stage_of(args: argparse.Namespace, rank: int) -> Stage | None:
@@ -52,23 +52,23 @@ def follow(plan: Path, args: argparse.Namespace) -> None:
         job, split = values["job"], values["plans"][0]
         dp, tp, pp, count = (split[name] for name in ("dp", "tp", "pp", "micro_batches"))
         staged = dict(schedule=split["schedule"], chunks=split["chunks"], stage_layers=split["layers"])
-        kept = dict(saving=split["saving"], recompute="full" if split["full"] else None)
+        memory = dict(saving=split["saving"], recompute="full" if split["full"] else None)
         sharded, layers, batch = split["sharded"], job["num_layers"], job["batch"]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"--plan {plan} is not what python -m tpfuse plan --json writes ({error!r})") from None
     if sharded:
         raise ValueError("--plan: sharded is true, and this script has no FSDP: plan with --fix sharded=no")
     shape = args.layers or SIZES[args.size]["num_layers"]
-    for name, planned, here in (
+    for name, planned, actual in (
         ("--layers", layers, shape),
         ("--batch", batch, args.batch),
         ("--seq", job["seq"], args.seq),
     ):
-        if planned != here:
-            raise ValueError(f"--plan: it is of {name} {planned}, and this run has {here}")
+        if planned != actual:
+            raise ValueError(f"--plan: it is of {name} {planned}, and this run has {actual}")
     open_ = pp > 1 and len(SCHEDULES[staged["schedule"]].chunks) > 1
     chosen = dict(staged, chunks=staged["chunks"] if open_ else None) if pp > 1 else {}
-    vars(args).update(dp=dp, tp=tp, pp=pp, micro_batches=count, **kept, **chosen)
+    vars(args).update(dp=dp, tp=tp, pp=pp, micro_batches=count, **memory, **chosen)
 
 
 def parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What surrounds a training loop: signals that stop it between steps, the best model so far, and a log that survives
+"""Surroundings of a training loop: signals that stop it between steps, the best model so far, and a log that survives
 being resumed."""
 
 import json
@@ -106,9 +106,9 @@ class Best:
     def _tidy(self) -> None:
         """Removes what is not the best: the one before, and what a killed run left unfinished."""
         if dist.get_rank() == 0:
-            for other in self.folder.glob("*"):
-                if other != self.path:
-                    shutil.rmtree(other)
+            for folder in self.folder.glob("*"):
+                if folder != self.path:
+                    shutil.rmtree(folder)
 
 
 class Log:

@@ -52,11 +52,11 @@ def read_text(data: Path | None, max_mb: float, seq: int) -> Text:
             texts.append(path.read_bytes()[:room])
             room -= len(texts[-1])
     if len(texts) < 16:  # cut the whole at 15/16
-        whole = bytes([END]).join(texts)
-        train, held_out = whole[: len(whole) * 15 // 16], whole[len(whole) * 15 // 16 :]
+        joined = bytes([END]).join(texts)
+        train, held_out = joined[: len(joined) * 15 // 16], joined[len(joined) * 15 // 16 :]
     else:
         train, held_out = (
-            bytes([END]).join(t for i, t in enumerate(texts) if (i % 16 == 8) == out) for out in (False, True)
+            bytes([END]).join(t for i, t in enumerate(texts) if (i % 16 == 8) == held) for held in (False, True)
         )
     count = min(HELD_OUT, len(held_out) - 1) // (seq - 1)
     if len(train) < seq or count < 1:
@@ -101,9 +101,9 @@ def windows(text: Text, seq: int, batch: int) -> Iterator[Tensor]:
     Windows overlap by one byte, so that every byte but the first is guessed once.
     """
     held_out = np.frombuffer(text.held_out, np.uint8)
-    every = np.lib.stride_tricks.sliding_window_view(held_out, seq)[:: seq - 1]
-    for i in range(0, len(every), batch):
-        yield torch.from_numpy(every[i : i + batch].copy()).long()
+    rows = np.lib.stride_tricks.sliding_window_view(held_out, seq)[:: seq - 1]
+    for i in range(0, len(rows), batch):
+        yield torch.from_numpy(rows[i : i + batch].copy()).long()
 
 
 def gzip_bits(text: Text) -> float:

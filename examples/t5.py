@@ -42,15 +42,15 @@ class Block(nn.Module):
 
     def __init__(self, tp: TensorParallel, decoder: bool):
         super().__init__()
-        self.attention, how = SelfAttention(tp), dict(bias=False, tp=tp)
-        self.cross = layers.CrossAttention(WIDTH, HEADS, head_width=HEAD_WIDTH, **how) if decoder else None
-        self.mlp = layers.ParallelMLP(WIDTH, FFN, activation="gelu_tanh", gated=True, **how)
+        self.attention, options = SelfAttention(tp), dict(bias=False, tp=tp)
+        self.cross = layers.CrossAttention(WIDTH, HEADS, head_width=HEAD_WIDTH, **options) if decoder else None
+        self.mlp = layers.ParallelMLP(WIDTH, FFN, activation="gelu_tanh", gated=True, **options)
         self.norms = nn.ModuleList(layers.RMSNorm(WIDTH, tp=tp) for _ in range(3 if decoder else 2))
 
-    def forward(self, h: Tensor, bias: Tensor, seen: Tensor, memory: Tensor | None) -> Tensor:
-        h = h + self.attention(self.norms[0](h), bias, len(seen))
+    def forward(self, h: Tensor, bias: Tensor, visible: Tensor, memory: Tensor | None) -> Tensor:
+        h = h + self.attention(self.norms[0](h), bias, len(visible))
         if self.cross is not None:  # it divides scores by the root of the head width, and T5 does not
-            h = h + self.cross(self.norms[1](h) * HEAD_WIDTH**0.5, memory, batch=len(seen), attention_mask=seen)
+            h = h + self.cross(self.norms[1](h) * HEAD_WIDTH**0.5, memory, batch=len(visible), attention_mask=visible)
         return h + self.mlp(self.norms[-1](h))
 
 
@@ -64,14 +64,14 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(tp, decoder) for _ in range(LAYERS))
         self.norm = layers.RMSNorm(WIDTH, tp=tp)
 
-    def forward(self, h: Tensor, seen: Tensor, memory: Tensor | None = None) -> Tensor:
-        seq = len(h) * self.tp.row_shards // len(seen)
+    def forward(self, h: Tensor, visible: Tensor, memory: Tensor | None = None) -> Tensor:
+        seq = len(h) * self.tp.row_shards // len(visible)
         ahead = torch.arange(seq, device=h.device) - torch.arange(seq, device=h.device)[:, None]
         table = layers.copy(self.bias.weight, self.tp)  # whose gradients are summed over the ranks
         bias = F.embedding(self.bucket(ahead), table.chunk(self.tp.size, 1)[self.tp.rank]).permute(2, 0, 1)
-        bias = bias[None].masked_fill(ahead > 0 if self.decoder else ~seen[:, None, None], -torch.inf)
+        bias = bias[None].masked_fill(ahead > 0 if self.decoder else ~visible[:, None, None], -torch.inf)
         for block in self.blocks:
-            h = block(h, bias, seen, memory)
+            h = block(h, bias, visible, memory)
         return self.norm(h)
 
     def bucket(self, ahead: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class T5(nn.Module):
         self.encoder, self.decoder = Stack(tp, decoder=False), Stack(tp, decoder=True)
         self.head = layers.VocabParallelHead(WIDTH, VOCAB, tp=tp)
 
-    def forward(self, ids: Tensor, seen: Tensor, written: Tensor) -> Tensor:
-        return self.head(self.decoder(self.embedding(written), seen, self.encoder(self.embedding(ids), seen)))
+    def forward(self, ids: Tensor, visible: Tensor, written: Tensor) -> Tensor:
+        return self.head(self.decoder(self.embedding(written), visible, self.encoder(self.embedding(ids), visible)))
 
 
 def main() -> None:
@@ -105,12 +105,12 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights and texts on every rank
     sizes = dict(vocab_size=VOCAB, d_model=WIDTH, d_kv=HEAD_WIDTH, d_ff=FFN, num_layers=LAYERS, num_heads=HEADS)
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    theirs, ours = moved(T5ForConditionalGeneration(config), device), T5(tp).to(device, torch.float64)
+    reference, ours = moved(T5ForConditionalGeneration(config), device), T5(tp).to(device, torch.float64)
     ids, written, labels = (torch.randint(VOCAB, shape, device=device) for shape in ((40, 2), (24, 2), (48,)))
-    seen = torch.arange(len(ids), device=device) < torch.tensor([[40], [29]], device=device)  # one text is shorter
-    logits = lambda: layers.collect(ours(ids, seen, written), tp, -1)
-    expected = lambda: theirs(ids.t(), seen, decoder_input_ids=written.t()).logits.transpose(0, 1).flatten(0, 1)
-    apart = differences(ours, theirs, T5_NAMES, logits=logits, expected=expected, labels=labels)
+    visible = torch.arange(len(ids), device=device) < torch.tensor([[40], [29]], device=device)  # one text is shorter
+    logits = lambda: layers.collect(ours(ids, visible, written), tp, -1)
+    expected = lambda: reference(ids.t(), visible, decoder_input_ids=written.t()).logits.transpose(0, 1).flatten(0, 1)
+    apart = differences(ours, reference, T5_NAMES, logits=logits, expected=expected, labels=labels)
     common.say(f"{tp.size} ranks; {apart}")
     common.stop()
 

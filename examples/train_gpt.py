@@ -67,27 +67,27 @@ class Setup(NamedTuple):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-def forward_backward(on: Setup, step: int) -> float:
+def forward_backward(setup: Setup, step: int) -> float:
     """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss."""
-    labels = on.batches.labels(step)
-    if on.pipeline is None:
-        loss = micro_batches(on, step, labels / on.args.dp)  # DDP averages over dp
+    labels = setup.batches.labels(step)
+    if setup.pipeline is None:
+        loss = micro_batches(setup, step, labels / setup.args.dp)  # DDP averages over dp
     else:
-        with on.autocast():
-            loss = on.pipeline.step(**on.batches.whole(step), loss_normalizer=labels, step=step).item()
-    if on.main is not None:
-        on.main.reduce()
+        with setup.autocast():
+            loss = setup.pipeline.step(**setup.batches.merged(step), loss_normalizer=labels, step=step).item()
+    if setup.main is not None:
+        setup.main.reduce()
     return loss
 
 
-def micro_batches(on: Setup, step: int, normalizer: float) -> float:
+def micro_batches(setup: Setup, step: int, normalizer: float) -> float:
     """Forward and backward over one micro-batch after another -> the sum of their losses."""
-    total, calls = 0.0, on.batches.micro_batches(step)
+    total, calls = 0.0, setup.batches.micro_batches(step)
     for i, call in enumerate(calls):
-        wait = on.replica is not on.model and i < len(calls) - 1
-        with on.replica.no_sync() if wait else nullcontext():
-            with on.autocast():
-                loss = on.replica(**call, loss_normalizer=normalizer, step=step).loss
+        wait = setup.replica is not setup.model and i < len(calls) - 1
+        with setup.replica.no_sync() if wait else nullcontext():
+            with setup.autocast():
+                loss = setup.replica(**call, loss_normalizer=normalizer, step=step).loss
             loss.backward()
         total += loss.item()
     return total
@@ -108,19 +108,19 @@ def betas_of(args) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def validate(on: Setup) -> float:
+def validate(setup: Setup) -> float:
     """Returns the bits per byte of the held-out text; each replica reads a part."""
-    evaluate = on.pipeline.evaluate if on.pipeline else lambda **call: on.model(**call).loss
-    on.model.eval()
-    nats = torch.zeros((), dtype=torch.float64, device=on.device)
-    for call in on.batches.held_out():
-        with on.autocast():
+    evaluate = setup.pipeline.evaluate if setup.pipeline else lambda **call: setup.model(**call).loss
+    setup.model.eval()
+    nats = torch.zeros((), dtype=torch.float64, device=setup.device)
+    for call in setup.batches.held_out():
+        with setup.autocast():
             nats += evaluate(**call, loss_normalizer=1.0)
-    on.model.train()
-    if on.pipeline is None:  # whose loss is that of all replicas
+    setup.model.train()
+    if setup.pipeline is None:  # whose loss is that of all replicas
         dist.all_reduce(nats)
-        nats /= on.args.tp  # whose ranks hold the same sum
-    return nats.item() / math.log(2) / (len(on.text.held_out) - 1)
+        nats /= setup.args.tp  # whose ranks hold the same sum
+    return nats.item() / math.log(2) / (len(setup.text.held_out) - 1)
 
 
 # ---- the run
@@ -130,91 +130,91 @@ FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "s
 FIXED += "ok_topk", "ok_topk_warmup"
 
 
-def resume(on: Setup, checkpoints: Path) -> int:
+def resume(setup: Setup, checkpoints: Path) -> int:
     """Loads the last checkpoint -> the step to go on at."""
     try:
-        loaded = tpfuse.load_checkpoint(checkpoints, on.model, on.optimizer, hook=on.hook)
+        loaded = tpfuse.load_checkpoint(checkpoints, setup.model, setup.optimizer, hook=setup.hook)
     except ValueError as error:
-        own = "--family, --size, --width, --layers, --heads, --untied and --seq"
-        raise ValueError(f"{error}; a run goes on with its own {own}") from None
+        flags = "--family, --size, --width, --layers, --heads, --untied and --seq"
+        raise ValueError(f"{error}; a run goes on with its own {flags}") from None
     if loaded is None:
         common.say(f"no checkpoint in {checkpoints}: starting at step 0")
         return 0
     step, extra = loaded
     if "size" in extra:  # of a run before there were families
         extra |= dict(zip(("family", "width", "layers", "heads"), ("gpt2", *SIZES[extra["size"]].values())))
-    for key, now in settings(on).items():
+    for key, now in settings(setup).items():
         if extra.get(key) != now:
             flag, was = key.replace("_", "-"), extra.get(key)
             raise ValueError(f"--{flag} is {now} and was {was} in {checkpoints}: resume with the same, or --restart")
-    common.say(f"resumed at step {step} of {on.args.steps}")
+    common.say(f"resumed at step {step} of {setup.args.steps}")
     return step
 
 
-def settings(on: Setup) -> dict:
-    return {key: getattr(on.args, key) for key in FIXED} | {"data": on.text.fingerprint}
+def settings(setup: Setup) -> dict:
+    return {key: getattr(setup.args, key) for key in FIXED} | {"data": setup.text.fingerprint}
 
 
 def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
     """Returns the mean loss and the largest signal of any process: the same everywhere, so all stop at one step."""
     mine = torch.tensor([loss, signum], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(common.WORLD)]
-    dist.all_gather(every, mine)
-    losses, signals = torch.stack(every, 1).tolist()
+    parts = [torch.empty_like(mine) for _ in range(common.WORLD)]
+    dist.all_gather(parts, mine)
+    losses, signals = torch.stack(parts, 1).tolist()
     return sum(losses) / common.WORLD, int(max(signals))
 
 
-def train(on: Setup, first: int, log: Log | None, best: Best) -> int:
-    """Steps ``first`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
-    args = on.args
-    if (args.dp > 2 or on.hook) and on.replica is not on.model and first < args.steps:
+def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
+    """Steps ``start`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
+    args = setup.args
+    if (args.dp > 2 or setup.hook) and setup.replica is not setup.model and start < args.steps:
         # DDP fixes its buckets and order of summation in the first backward: for a bitwise resume, not in a step
-        forward_backward(on, first)
-        on.optimizer.zero_grad()
-    if on.hook:  # only now: a residual keeps what it was given
-        on.replica.register_comm_hook(on.hook, tpfuse.ok_topk_hook)
-    name = torch.cuda.get_device_name(on.device) if on.device.type == "cuda" else ""
-    meter = ThroughputMeter(on.model.config, seq=args.seq, batch=args.batch, devices=common.WORLD, device_name=name)
+        forward_backward(setup, start)
+        setup.optimizer.zero_grad()
+    if setup.hook:  # only now: a residual keeps what it was given
+        setup.replica.register_comm_hook(setup.hook, tpfuse.ok_topk_hook)
+    name = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else ""
+    meter = ThroughputMeter(setup.model.config, seq=args.seq, batch=args.batch, devices=common.WORLD, device_name=name)
     quiet = dict(mininterval=0.5 if sys.stderr.isatty() else 10, disable=common.RANK != 0)
     with (
         StopSignal(common.UNDER_TORCHRUN) as stop,
-        tqdm(total=args.steps, initial=first, unit="step", dynamic_ncols=True, **quiet) as bar,
+        tqdm(total=args.steps, initial=start, unit="step", dynamic_ncols=True, **quiet) as bar,
     ):
-        for step in range(first, args.steps):
+        for step in range(start, args.steps):
             meter.start()
             lr = learning_rate(args, step)
-            for group in on.optimizer.param_groups:
+            for group in setup.optimizer.param_groups:
                 group["lr"] = lr
-            loss = forward_backward(on, step)
-            norm = tpfuse.clip_grad_norm_(on.model, 1.0)
-            on.optimizer.step()
-            on.optimizer.zero_grad()
-            loss, stopped_by = agree(loss, stop.number, on.device)
-            tokens, more = None, {}
+            loss = forward_backward(setup, step)
+            norm = tpfuse.clip_grad_norm_(setup.model, 1.0)
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+            loss, stopped_by = agree(loss, stop.number, setup.device)
+            tokens, extras = None, {}
             if args.pack:
-                shared = on.batches.balanced(step)
-                tokens, more = int(on.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
-            if on.hook:
-                more["bytes_sent"] = on.hook.sent
+                shared = setup.batches.balanced(step)
+                tokens, extras = int(setup.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
+            if setup.hook:
+                extras["bytes_sent"] = setup.hook.sent
             meter.stop(tokens)
 
-            done = step + 1
+            reached = step + 1
             if log:
                 speed = dict(
                     tokens_per_s=round(meter.last_tokens_per_s), model_tflops=meter.flops_per_s / 1e12, mfu=meter.mfu
                 )
-                log(step=done, loss=loss, lr=lr, grad_norm=float(norm), **speed, **more)
+                log(step=reached, loss=loss, lr=lr, grad_norm=float(norm), **speed, **extras)
                 bar.set_postfix_str(f"loss {loss:.3f}, {meter}", refresh=False)
                 bar.update()
-            if done % args.validate_every == 0 or done == args.steps:
-                bits = validate(on)
-                best.offer(on.model, done, bits)
+            if reached % args.validate_every == 0 or reached == args.steps:
+                bits = validate(setup)
+                best.offer(setup.model, reached, bits)
                 if log:
-                    log(step=done, held_out_bits=bits)
-                    bar.write(f"step {done}: held out {bits:.3f} bits per byte")
-            if done % args.checkpoint_every == 0 or done == args.steps or stopped_by:
-                saved = dict(step=done, extra=settings(on), hook=on.hook)
-                tpfuse.save_checkpoint(args.out / "checkpoints", on.model, on.optimizer, **saved)
+                    log(step=reached, held_out_bits=bits)
+                    bar.write(f"step {reached}: held out {bits:.3f} bits per byte")
+            if reached % args.checkpoint_every == 0 or reached == args.steps or stopped_by:
+                saved = dict(step=reached, extra=settings(setup), hook=setup.hook)
+                tpfuse.save_checkpoint(args.out / "checkpoints", setup.model, setup.optimizer, **saved)
             if stopped_by:
                 return stopped_by
     return 0
@@ -276,7 +276,7 @@ def main() -> None:
             hook = tpfuse.OkTopk(args.ok_topk, warmup_steps=args.ok_topk_warmup or 0, group=mesh["dp"].get_group())
         optimizer = torch.optim.AdamW(tpfuse.param_groups(model, weight_decay=0.1), lr=args.lr, betas=betas_of(args))
         bf16, spans = args.bf16 or device.type == "cuda", paragraphs(text, args.seq) if args.pack else None
-        on = Setup(
+        setup = Setup(
             args=args,
             text=text,
             device=device,
@@ -289,7 +289,7 @@ def main() -> None:
             hook=hook,
             optimizer=optimizer,
         )
-        first = resume(on, checkpoints) if args.resume else 0
+        start = resume(setup, checkpoints) if args.resume else 0
 
     log = None
     if common.RANK == 0:
@@ -297,28 +297,28 @@ def main() -> None:
         if not args.resume:
             for old in written:
                 shutil.rmtree(old, ignore_errors=True)
-        log = Log(log_path, first, args.out / "tensorboard" if args.tensorboard else None)
+        log = Log(log_path, start, args.out / "tensorboard" if args.tensorboard else None)
     dist.barrier()
     best = Best(args.out / "best")
     gzipped, stages = gzip_bits(text), f" pp={args.pp} ({args.schedule}) x" if args.pp > 1 else ""
     common.say(
         f"{args.family}, {parameter_count(config):,.0f} parameters, {len(text.train):,} bytes of text,"
-        f"{stages} tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if on.bf16 else 'fp32'};"
+        f"{stages} tp={args.tp} x dp={args.dp} on {device.type}, {'bf16' if setup.bf16 else 'fp32'};"
         f" gzip -9 takes {gzipped:.3f} bits per byte of the held-out {len(text.held_out):,}"
     )
     if common.WORLD > 1:
         common.say(f"a process that the others wait for longer than {args.timeout} s ends the run (--timeout)")
     began = time.perf_counter()
-    stopped_by = train(on, first, log, best)
+    stopped_by = train(setup, start, log, best)
     minutes = (time.perf_counter() - began) / 60
     if log:
         log.draw(args.out / "loss.png", gzipped)
         log.close()
     if stopped_by:
-        again = [a for a in sys.argv[1:] if a not in ("--resume", "--restart")] + ["--resume"]
+        command = [a for a in sys.argv[1:] if a not in ("--resume", "--restart")] + ["--resume"]
         common.say(
             f"stopped by {signal.Signals(stopped_by).name}, checkpoint written; to go on:\n"
-            f"    {common.launch(shlex.join(again))}"
+            f"    {common.launch(shlex.join(command))}"
         )
         common.stop()
         sys.exit(128 + stopped_by)
@@ -328,13 +328,13 @@ def main() -> None:
     save_trained(model, hf, step=args.steps, held_out_bits=bits, best_step=best.step)
     if log:
         if args.pack:
-            before, after = np.mean([r["imbalance"] for r in log.records if "imbalance" in r], 0)
+            dealt, balanced = np.mean([r["imbalance"] for r in log.records if "imbalance" in r], 0)
             print(
-                f"largest share of a step over the mean, dp={args.dp}: {before:.3f} dealt in turn, {after:.3f} balanced"
-                " (mean of the steps)"
+                f"largest share of a step over the mean, dp={args.dp}: {dealt:.3f} dealt in turn, {balanced:.3f}"
+                " balanced (mean of the steps)"
             )
         speeds = sorted(r["tokens_per_s"] for r in log.records if "tokens_per_s" in r)
-        print(f"{args.steps - first} steps in {minutes:.1f} minutes, {speeds[len(speeds) // 2]:,} tokens/s (median)")
+        print(f"{args.steps - start} steps in {minutes:.1f} minutes, {speeds[len(speeds) // 2]:,} tokens/s (median)")
         print(f"held out: {bits:.3f} bits per byte; gzip -9: {gzipped:.3f}; best: {best.bits:.3f} at step {best.step}")
         print(f"written to {args.out}: log.jsonl, loss.png, checkpoints/, {best.path.relative_to(args.out)}/, and")
         print(f"hf/, the model of step {args.steps} (transformers loads it)")

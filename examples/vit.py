@@ -76,13 +76,18 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights and images on every rank
     shape = dict(image_size=IMAGE, patch_size=PATCH, num_channels=CHANNELS, num_labels=CLASSES, layer_norm_eps=EPS)
     shape |= dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * WIDTH)
-    theirs = moved(ViTForImageClassification(ViTConfig(**shape, attn_implementation="sdpa")), device)
+    reference = moved(ViTForImageClassification(ViTConfig(**shape, attn_implementation="sdpa")), device)
     ours = ViT(tp).to(device, torch.float64)
     images = torch.randn(3, CHANNELS, IMAGE, IMAGE, dtype=torch.float64, device=device)
     labels = torch.randint(CLASSES, (3,), device=device)
 
     apart = differences(
-        ours, theirs, VIT_NAMES, logits=lambda: ours(images), expected=lambda: theirs(images).logits, labels=labels
+        ours,
+        reference,
+        VIT_NAMES,
+        logits=lambda: ours(images),
+        expected=lambda: reference(images).logits,
+        labels=labels,
     )
     common.say(f"{len(images) * ours.seq} rows on {tp.size} ranks; {apart}")
     common.stop()

@@ -87,7 +87,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _work(conn: Connection, rank: int, port: int, stack_path: str) -> None:
+def _work(conn: Connection, rank: int, port: int, stack_path: str, timeout: timedelta) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's; it ends the workers
     faulthandler.enable()  # a crash says where, on stderr
     faulthandler.register(signal.SIGUSR1, open(stack_path, "w"))  # and a hang, when asked
@@ -105,7 +105,7 @@ def _work(conn: Connection, rank: int, port: int, stack_path: str) -> None:
             if joined != world_id:
                 _leave_group()
                 prefixed = dist.PrefixStore(f"world{world_id}", store)
-                dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+                dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeout)
                 joined = world_id
             for seed in random.seed, np.random.seed, torch.manual_seed:  # no call depends on what ran before it
                 seed(0)
@@ -139,8 +139,9 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 class Pool:
-    def __init__(self) -> None:
-        self._context = forking()
+    def __init__(self, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        """``timeout``: in which a collective call must have ended."""
+        self._context, self._timeout = forking(), timeout
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[Any, Connection]] = []
         self._world_id, self._size = 0, None
@@ -184,12 +185,14 @@ class Pool:
         if any(not process.is_alive() for process, _ in self._workers):
             self.close()
         for rank in range(len(self._workers), size):
-            ours, theirs = self._context.Pipe()
+            ours, workers_end = self._context.Pipe()
             process = self._context.Process(
-                target=_work, args=(theirs, rank, self._store.port, self._stack_path(rank)), daemon=True
+                target=_work,
+                args=(workers_end, rank, self._store.port, self._stack_path(rank), self._timeout),
+                daemon=True,
             )
             process.start()
-            theirs.close()
+            workers_end.close()
             self._workers.append((process, ours))
 
     def _gather(self, size: int, deadline: float) -> tuple[dict[int, Any], list[Failure], bool]:

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's own settings do to a training step (Li et al. 2020, arXiv:2006.15704).
+"""DistributedDataParallel's own settings, and what they do to a training step (Li et al. 2020, arXiv:2006.15704).
 
     python -m bench.ddp --json bench/results/ddp.json    1 and 10 Gbit/s and unshaped (root: network namespaces)
     python -m bench.ddp --ranks 2 --rate 0 --rounds 2    two replicas on one machine, quickly
@@ -26,18 +26,18 @@ USUAL = "25 MiB"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="replicas, even numbers (default 2 4)")
-    made.add_argument(
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="replicas, even numbers (default 2 4)")
+    parser.add_argument(
         "--rate", type=float, nargs="+", default=[1.0, 10.0, 0.0], help="Gbit/s, 0 is unshaped (default all)"
     )
-    made.add_argument("--rounds", type=int, default=5, help="steps of each setting, after two (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each setting, after two (default 5)")
     for name, value in dict(width=512, layers=5, heads=8, seq=64, batch=1).items():
-        made.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
-    made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
-    args = made.parse_args(argv)
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
+    args = parser.parse_args(argv)
     if args.rounds < 2:
-        made.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
     return args

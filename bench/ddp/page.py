@@ -30,9 +30,7 @@ def settings(result: dict) -> str:
         return f"Settings: {NOT_YET}."
     rows = result["rows"]
     heads = "in place of 25 MiB", *(f"{row['ranks']} replicas, {link(row)}" for row in rows)
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [f"| {' | '.join([name, *(spread(row['over'][name]) for row in rows)])} |" for name in CHANGES]
-    return "\n".join(lines)
+    return documents.table(heads, [[name, *(spread(row["over"][name]) for row in rows)] for name in CHANGES])
 
 
 def overlap(result: dict) -> str:
@@ -43,14 +41,14 @@ def overlap(result: dict) -> str:
         "replicas", "link", "a step, ms", "no overlap, ms", "compute, ms", "messages, ms", "saved by overlap, %",
         "hidden of the messages, %", "could hide, %", "over the least", "fastest buckets, and over 25 MiB",
     )  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in result["rows"]:
         times = (f"{1e3 * row['seconds'][name][1]:.0f}" for name in (USUAL, "no overlap", "compute", "messages"))
         shares = (spread(row[name], "{:.0f}", 100) for name in ("saved", "hidden", "can_hide"))
         best = fastest(row)
         cells = *times, *shares, spread(row["over_least"]), f"{best}: {spread(row['over'][best])}"
-        lines.append(f"| {row['ranks']} | {link(row)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((str(row["ranks"]), link(row), *cells))
+    return documents.table(heads, lines)
 
 
 def fastest(row: dict) -> str:
@@ -61,11 +59,8 @@ def fastest(row: dict) -> str:
 
 def picture(result: dict) -> str:
     """Shows the picture, which there is when there is a result."""
-    return (
-        f"![Time of a step over the size of buckets]({PICTURE.name})"
-        if result.get("rows")
-        else f"A picture: {NOT_YET}."
-    )
+    picture_line = f"![Time of a step over the size of buckets]({PICTURE.name})"
+    return picture_line if result.get("rows") else f"A picture: {NOT_YET}."
 
 
 def draw(result: dict, path: pathlib.Path) -> None:
@@ -96,7 +91,7 @@ def parts(result: dict) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    found = whole_result("ddp")
-    documents.write(PAGE, COMMAND, parts(found))
-    if found:
-        draw(found, PICTURE)
+    result = whole_result("ddp")
+    documents.write(PAGE, COMMAND, parts(result))
+    if result:
+        draw(result, PICTURE)

@@ -31,19 +31,19 @@ def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str,
 def _rank(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], port: int, results: Any) -> None:
     ends[rank].join()
     torch.set_num_threads(1)
-    at = f"tcp://{ends[rank].master}:{port}"
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=len(ends))
-    shown = Progress(long=True)
-    every = Steps(args).all()
-    times: dict[str, list[float]] = {name: [] for name in every}
+    address = f"tcp://{ends[rank].master}:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ends))
+    progress = Progress(long=True)
+    steps = Steps(args).all()
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(args.rounds + WARM):
         if rank == 0:
-            shown.show(f"{len(ends)} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
-        for name, step in every.items():
+            progress.show(f"{len(ends)} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
+        for name, step in steps.items():
             took = seconds(step) / MICRO_BATCHES.get(name, 1)
             if i >= WARM:
                 times[name].append(took)
-    shown.done()
+    progress.done()
     if rank == 0:
         results.put(dict(ranks=len(ends), gbit=gbit) | figures(times))
     dist.barrier()

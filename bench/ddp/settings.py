@@ -22,17 +22,17 @@ class Steps:
 
     def __init__(self, args: argparse.Namespace):
         sizes = dict(max_positions=args.seq, hidden_size=args.width, num_layers=args.layers, num_heads=args.heads)
-        none = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
-        self.model = GPT(GPTConfig(vocab_size=256, activation="gelu_tanh", **none, **sizes))
+        rates = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+        self.model = GPT(GPTConfig(vocab_size=256, activation="gelu_tanh", **rates, **sizes))
         seed = torch.Generator().manual_seed(dist.get_rank())
         self.ids = torch.randint(256, (args.batch, args.seq), generator=seed)
 
     def all(self) -> dict[str, Step]:
-        made = {name: self._replica(bucket_cap_mb=cap) for name, cap in BUCKETS.items()}
-        made["copied gradients"] = self._replica(gradient_as_bucket_view=False)
-        made["static graph"] = self._replica(static_graph=True)
-        made |= {name: self._replica(count) for name, count in MICRO_BATCHES.items()}
-        return made | self._apart()
+        replicas = {name: self._replica(bucket_cap_mb=cap) for name, cap in BUCKETS.items()}
+        replicas["copied gradients"] = self._replica(gradient_as_bucket_view=False)
+        replicas["static graph"] = self._replica(static_graph=True)
+        replicas |= {name: self._replica(count) for name, count in MICRO_BATCHES.items()}
+        return replicas | self._apart()
 
     def _loss(self, model: Any) -> Tensor:
         loss: Tensor = model(self.ids, labels=self.ids).loss

@@ -20,13 +20,13 @@ FOLDERS = "triton", "inductor"  # in order of worth
 
 def entries(root: pathlib.Path) -> list[pathlib.Path]:
     """Triton's first, and of each the oldest: what every call compiles comes before the candidates of a tuning."""
-    found = []
+    files = []
     for name in FOLDERS:
         level = [root / name] if (root / name).is_dir() else []
         for _ in range(DEPTH - 1):
             level = [below for path in level for below in (path.iterdir() if path.is_dir() else [path])]
-        found += sorted(level, key=lambda path: (path.stat().st_mtime, path))
-    return found
+        files += sorted(level, key=lambda path: (path.stat().st_mtime, path))
+    return files
 
 
 def size(path: pathlib.Path) -> int:
@@ -34,13 +34,13 @@ def size(path: pathlib.Path) -> int:
     return sum(1024 + p.stat().st_size for p in files)
 
 
-def pack(root: pathlib.Path, out: pathlib.Path, until: float = float("inf"), limit: int = SIZE) -> list[str]:
+def pack(root: pathlib.Path, target: pathlib.Path, until: float = float("inf"), limit: int = SIZE) -> list[str]:
     """Replaces the tar files in ``out``; returns a line for what did not fit, in size or before ``until``."""
-    for old in out.glob("cache-*.tar.gz*"):
+    for old in target.glob("cache-*.tar.gz*"):
         old.unlink()
     waiting, left, number = entries(root), 0, 0
     while waiting and number < FILES:
-        path = out / f"cache-{number}.tar.gz"
+        path = target / f"cache-{number}.tar.gz"
         number += 1
         with (
             open(path.with_suffix(".new"), "wb") as file,
@@ -66,14 +66,14 @@ def unpack(folder: pathlib.Path, root: pathlib.Path) -> list[str]:
     """Adds what the tar files hold; returns a line for each that could not be read, of which the start counts."""
     notes = []
     for path in sorted(folder.glob("cache-*.tar.gz")):
-        last = None
+        member = None
         try:
             with tarfile.open(path) as tar:
                 for member in tar:
-                    last = member
+                    member = member
                     tar.extract(member, root, filter="data")
         except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             notes.append(f"{path} is not whole and was read as far as it goes ({error})")
-            if last is not None and last.isfile():
-                (root / last.name).unlink(missing_ok=True)  # cut off in its middle
+            if member is not None and member.isfile():
+                (root / member.name).unlink(missing_ok=True)  # cut off in its middle
     return notes

@@ -1,4 +1,4 @@
-"""Which op is run at which shapes."""
+"""Ops, and the shapes that each is run at."""
 
 from tpfuse.tools.bench.definition import Bench, Shape, discover, load
 
@@ -17,10 +17,10 @@ def in_turn(ops: tuple[str, ...], tiny: bool) -> list[tuple[Bench, Shape]]:
     benches = [load(name) for name in ops]
     shapes = [[small(bench, True)] if tiny else list(bench.shapes) for bench in benches]
     longest = max(map(len, shapes))
-    return [(bench, own[i]) for i in range(longest) for bench, own in zip(benches, shapes) if i < len(own)]
+    return [(bench, sizes[i]) for i in range(longest) for bench, sizes in zip(benches, shapes) if i < len(sizes)]
 
 
-def others(ops: tuple[str, ...]) -> tuple[str, ...]:
+def remaining(ops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in discover() if name not in ops)
 
 
@@ -29,6 +29,6 @@ def name_of(bench: Bench, shape: Shape) -> str:
 
 
 def case(name: str) -> tuple[Bench, Shape]:
-    """What :func:`name_of` gave, the other way."""
+    """Returns the case of a name, the inverse of :func:`name_of`."""
     op, shape = name.split()[:2]
     return load(op), load(op).parse(shape)

@@ -27,13 +27,13 @@ def leave_with(parent: int) -> None:
 def described(error: BaseException) -> str:
     """The error in one line, with the place in this repository that it came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:1000]}{where}"
+    place = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:1000]}{place}"
 
 
 def usable(context: Context) -> bool:
-    """Whether the GPU still answers: an illegal access leaves a context in which everything fails.  Gives back what the
-    last job held of its memory."""
+    """Returns False if the GPU no longer answers: an illegal access leaves a context in which everything fails.  Frees
+    the cached memory of the job before."""
     torch = sys.modules.get("torch")
     if torch is None or context.tiny or not torch.cuda.is_initialized():
         return True
@@ -65,7 +65,7 @@ def do(part: Part, jobs: list[str], context: Context, say) -> int:
 
 
 def context_of(context: Context, job: str, say) -> Context:
-    return Context(context.tiny, context.scratch, context.known, lambda row: say(job=job, row=row), context.until)
+    return Context(context.tiny, context.scratch, context.known_rows, lambda row: say(job=job, row=row), context.until)
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
         rehearsal.install(spec["part"]["module"])
     part = Part(**spec["part"])
-    context = Context(spec["rehearse"], pathlib.Path(spec["scratch"]), spec["known"], print, spec["until"])
+    context = Context(spec["rehearse"], pathlib.Path(spec["scratch"]), spec["rows"], print, spec["until"])
     with open(argv[1], "a") as events:
 
         def say(**event) -> None:

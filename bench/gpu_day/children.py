@@ -28,7 +28,7 @@ COUNT = itertools.count()
 
 @dataclass
 class Setting:
-    """What every process is started with."""
+    """Options that every process is started with."""
 
     rehearse: bool
     scratch: pathlib.Path
@@ -39,12 +39,12 @@ class Setting:
 class Child:
     """One process, and what it has said so far."""
 
-    def __init__(self, part: Part, jobs: list[str], *, setting: Setting, known: dict, until: float):
+    def __init__(self, part: Part, jobs: list[str], *, setting: Setting, rows: dict, until: float):
         stem = setting.scratch / f"{next(COUNT):03d}-{part.name.replace(' ', '-').replace(',', '')}"
         spec, self.events, self.log = (stem.with_suffix(end) for end in (".spec", ".events", ".log"))
         self.events.touch()
-        given = dict(part=vars(part), jobs=jobs, rehearse=setting.rehearse, until=until, known=known)
-        spec.write_text(json.dumps(given | dict(scratch=str(setting.scratch))))
+        request = dict(part=vars(part), jobs=jobs, rehearse=setting.rehearse, until=until, rows=rows)
+        spec.write_text(json.dumps(request | dict(scratch=str(setting.scratch))))
         with open(self.log, "w") as log:
             command = *setting.command, str(spec), str(self.events)
             options: dict[str, Any] = dict(cwd=ROOT, env=setting.environment, start_new_session=True)
@@ -53,7 +53,7 @@ class Child:
             )
         self.read, self.partial = 0, b""
 
-    def said(self) -> Iterator[dict]:
+    def new_events(self) -> Iterator[dict]:
         """Yields the events that are new."""
         with open(self.events, "rb") as file:
             file.seek(self.read)
@@ -89,16 +89,16 @@ class Lane:
             self._start(now)
         child = self.child
         exited = child.process.poll() is not None  # asked before reading: nothing is said after it
-        for event in child.said():
+        for event in child.new_events():
             self._take(event)
         if exited:
             child.kill()  # what it left running
             self.child = None
             if self.jobs and (self.running or child.process.returncode != FRESH):
                 self._end(FAILED, f"the process ended with {child.process.returncode}: {child.tail()}")
-        elif now >= self.until or now - self.since >= self.part.each:
+        elif now >= self.until or now - self.since >= self.part.job_seconds:
             child.kill()
-            for event in child.said():
+            for event in child.new_events():
                 self._take(event)
             self.child = None
             if self.jobs:
@@ -107,8 +107,8 @@ class Lane:
 
     def _start(self, now: float) -> None:
         self.since, self.running = now, False
-        until = min(self.until, now + self.part.each * len(self.jobs))
-        self.child = Child(self.part, self.jobs, setting=self.setting, known=self.results.rows(), until=until)
+        until = min(self.until, now + self.part.job_seconds * len(self.jobs))
+        self.child = Child(self.part, self.jobs, setting=self.setting, rows=self.results.rows(), until=until)
 
     def _take(self, event: dict) -> None:
         job = event["job"]
@@ -131,6 +131,6 @@ class Lane:
     def stop(self) -> None:
         if self.child is not None:
             self.child.kill()
-            for event in self.child.said():
+            for event in self.child.new_events():
                 self._take(event)
             self.child = None

@@ -42,7 +42,7 @@ def _stop(*_: object) -> None:
 class Day:
     """One call: ``seconds`` of the clock on the wall, into ``out``."""
 
-    out: pathlib.Path
+    folder: pathlib.Path
     seconds: float
     rehearse: bool
     resume: pathlib.Path | None = None
@@ -53,9 +53,11 @@ class Day:
         self.until = self.began + self.seconds
         self.packing = min(PACKING, self.seconds / 6)
         self.plan = stages(self.rehearse) if self.plan is None else self.plan
-        if self.resume != self.out and (self.out / NAME).exists():
-            raise Broken(f"{self.out / NAME} is there: --resume {self.out} goes on with it; or choose another --out")
-        self.results = Results(self.out / NAME, self.rehearse)
+        if self.resume != self.folder and (self.folder / NAME).exists():
+            raise Broken(
+                f"{self.folder / NAME} is there: --resume {self.folder} goes on with it; or choose another --out"
+            )
+        self.results = Results(self.folder / NAME, self.rehearse)
         if self.resume is not None:
             data = load(self.resume)
             if data["rehearsed"] != self.rehearse:
@@ -68,7 +70,7 @@ class Day:
 
     def run(self) -> int:
         """Returns the exit status; results are in the file whatever happens."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="gpu-day-"))
         self.cache = self.scratch / "cache" if self.rehearse else cache.ROOT
         guard = threading.Timer(self.seconds, self._cut)
@@ -79,11 +81,11 @@ class Day:
         try:
             self._begin()
             for stage in self.plan or []:
-                before = len(self.lanes)
+                count = len(self.lanes)
                 reached += self._stage(stage)
                 if stage[0].name == SETUP and not self._ready():
                     break
-                if stage[0].stage == "warm" and len(self.lanes) > before:
+                if stage[0].stage == "warm" and len(self.lanes) > count:
                     self._pack(time.time() + self.packing / 2)
         finally:
             for lane in self.lanes:
@@ -102,12 +104,14 @@ class Day:
         os._exit(1)
 
     def _begin(self) -> None:
-        found = sources()
+        digest = sources()
         earlier = {call["sources"] for call in self.results.data["calls"]}
-        if earlier - {found}:
-            self.results.note(f"the library's sources changed between the calls: {', '.join(sorted(earlier))}, {found}")
-        when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        self.results.data["calls"].append(dict(began=when, sources=found, seconds=self.seconds))
+        if earlier - {digest}:
+            self.results.note(
+                f"the library's sources changed between the calls: {', '.join(sorted(earlier))}, {digest}"
+            )
+        started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.results.data["calls"].append(dict(began=started, sources=digest, seconds=self.seconds))
         self.cache.mkdir(parents=True, exist_ok=True)
         if self.rehearse:
             stand_ins(self.scratch / "bin")
@@ -121,15 +125,15 @@ class Day:
         self.results.save()
 
     def _ready(self) -> bool:
-        """Whether the setup is done; drops what another card has given."""
+        """Returns whether the setup is done; drops results of another card."""
         jobs = self.results.part(SETUP)["jobs"].values()
         if any(job["status"] != DONE for job in jobs):
             say("the setup did not come through, and nothing runs without it")
             return False
         names = [row["device"] for row in self.results.rows()[SETUP] if "device" in row]
-        before = self.results.data.get("device", names[0])
-        if before != names[0]:
-            self.results.note(f"{before}'s results were dropped: this is {names[0]}")
+        card = self.results.data.get("device", names[0])
+        if card != names[0]:
+            self.results.note(f"{card}'s results were dropped: this is {names[0]}")
             for name, _ in self.results.parts():
                 if name != SETUP:
                     del self.results.data["parts"][name]
@@ -141,13 +145,13 @@ class Day:
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        own = dict(PYTHONPATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99")
-        own |= dict(TRITON_CACHE_DIR=str(self.cache / "triton"), TORCHINDUCTOR_CACHE_DIR=str(self.cache / "inductor"))
-        own |= dict(TORCHINDUCTOR_COMPILE_THREADS="4")  # of each of many processes
+        variables = dict(PYTHONPATH=path, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99")
+        variables |= dict(TRITON_CACHE_DIR=str(self.cache / "triton"), TORCHINDUCTOR_COMPILE_THREADS="4")
+        variables |= dict(TORCHINDUCTOR_CACHE_DIR=str(self.cache / "inductor"))
         if self.rehearse:
-            own |= dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-            own["PATH"] = f"{self.scratch / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        return dict(os.environ) | own
+            variables |= dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+            variables["PATH"] = f"{self.scratch / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        return dict(os.environ) | variables
 
     def _stage(self, stage: list[Part]) -> list[str]:
         """Runs parts side by side; returns the names of those that were reached."""
@@ -159,13 +163,13 @@ class Day:
             if end - began < min(LEAST, part.seconds):
                 continue
             jobs = self._jobs(part)
-            lanes = [jobs[i :: part.parallel] for i in range(min(part.parallel, len(jobs)))]
+            shares = [jobs[i :: part.parallel] for i in range(min(part.parallel, len(jobs)))]
             until = min(end, began + part.seconds)
             if jobs:
                 say(f"{self._clock()} {part.name}: {len(jobs)} jobs, up to {until - began:.0f} s")
-            made = [Lane(part, own, setting=setting, results=self.results, until=until) for own in lanes]
-            self.lanes += made
-            open_parts[part.name] = part, began, made
+            lanes = [Lane(part, share, setting=setting, results=self.results, until=until) for share in shares]
+            self.lanes += lanes
+            open_parts[part.name] = part, began, lanes
         reached = list(open_parts)
         while open_parts:
             for name, (part, began, lanes) in list(open_parts.items()):
@@ -188,10 +192,10 @@ class Day:
 
     def _close(self, part: Part, began: float) -> None:
         now = time.time()
-        found = self.results.part(part.name)
-        found["seconds"] = round(found["seconds"] + now - began, 2)
+        state = self.results.part(part.name)
+        state["seconds"] = round(state["seconds"] + now - began, 2)
         self.results.save()
-        status = found["status"]
+        status = state["status"]
         say(f"{self._clock()} {part.name}: {status} in {now - began:.0f} s. {self._headline(part)}")
 
     def _clock(self) -> str:
@@ -207,7 +211,7 @@ class Day:
     # ---- what leaves ----
 
     def _pack(self, until: float) -> None:
-        for line in cache.pack(self.cache, self.out, until):
+        for line in cache.pack(self.cache, self.folder, until):
             self.results.note(line)
 
     def _finish(self) -> None:
@@ -220,14 +224,14 @@ class Day:
 
     def _log(self) -> None:
         logs = [path.read_bytes()[-TAIL:] for path in sorted(self.scratch.glob("*.log"))]
-        (self.out / "log.txt").write_bytes(b"\n".join(logs)[-LOG:])
+        (self.folder / "log.txt").write_bytes(b"\n".join(logs)[-LOG:])
 
     def _report(self, reached: list[str]) -> int:
         lines = [("part", "status", "seconds", "")]
         for part in [part for stage in self.plan or [] for part in stage]:
-            found = self.results.part(part.name)
+            state = self.results.part(part.name)
             lines.append(
-                (part.name, found["status"], f"{found['seconds']:.0f}", self._headline(part) or found["error"])
+                (part.name, state["status"], f"{state['seconds']:.0f}", self._headline(part) or state["error"])
             )
         widths = [max(len(line[i]) for line in lines) for i in range(3)]
         for line in lines:

@@ -17,7 +17,7 @@ TOOLS = "/usr/local/cuda/bin/{}", "/opt/nvidia/nsight-compute/*/{}"  # where the
 
 
 class Absent(Exception):
-    """What is missing on this machine and may be: the job is done, and says that it found nothing."""
+    """Raised for what is missing on this machine and may be: the job is done, and has no result."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Part:
     name: str
     module: str
     seconds: float
-    each: float
+    job_seconds: float
     parallel: int = 1
     stage: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Context:
-    """What a job is given.  ``known`` is the rows of each part so far, ``until`` the time.time() that ends the job."""
+    """A job's arguments: ``known_rows`` of each part so far; ``until``, the time.time() that ends the job."""
 
     tiny: bool  # a rehearsal
     scratch: pathlib.Path
-    known: dict[str, list[dict]]
+    known_rows: dict[str, list[dict]]
     emit: Callable[[dict], None]
     until: float = float("inf")
 
@@ -64,7 +64,7 @@ class Context:
         return torch.device("cpu" if self.tiny else "cuda")
 
     def rows(self, part: str) -> list[dict]:
-        return self.known.get(part, [])
+        return self.known_rows.get(part, [])
 
     @property
     def left(self) -> float:
@@ -73,14 +73,14 @@ class Context:
 
 def tool(name: str) -> str:
     """The path of one of CUDA's programs.  Absent where there is none."""
-    found = [shutil.which(name), *(path for place in TOOLS for path in sorted(glob.glob(place.format(name))))]
-    path = next(filter(None, found), None)
+    paths = [shutil.which(name), *(path for place in TOOLS for path in sorted(glob.glob(place.format(name))))]
+    path = next(filter(None, paths), None)
     if path is None:
         raise Absent(f"{name} is not installed here")
     return path
 
 
-def needs(name: str) -> None:
+def require(name: str) -> None:
     """Absent where a package that a part compares with is not installed."""
     if importlib.util.find_spec(name) is None:
         raise Absent(f"{name} is not installed here")

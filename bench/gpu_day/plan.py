@@ -16,8 +16,8 @@ WORTH = (  # what is predicted to be slow, from the one that matters most
 )
 
 
-def _part(name: str, module: str, seconds: float, each: float, **rest: Any) -> Part:
-    return Part(name, f"bench.gpu_day.parts.{module}", seconds, each, **rest)
+def _part(name: str, module: str, seconds: float, job_seconds: float, **fields: Any) -> Part:
+    return Part(name, f"bench.gpu_day.parts.{module}", seconds, job_seconds, **fields)
 
 
 DAY = (
@@ -46,14 +46,14 @@ def parts(rehearse: bool) -> tuple[Part, ...]:
     """A rehearsal has the same parts, two processes at a time, and patience with a busy machine."""
     if not rehearse:
         return DAY
-    return tuple(replace(part, parallel=min(part.parallel, 2), each=600.0, seconds=900.0) for part in DAY)
+    return tuple(replace(part, parallel=min(part.parallel, 2), job_seconds=600.0, seconds=900.0) for part in DAY)
 
 
 def stages(rehearse: bool) -> list[list[Part]]:
-    found: list[list[Part]] = []
+    stages: list[list[Part]] = []
     for part in parts(rehearse):
-        if found and part.stage and found[-1][-1].stage == part.stage:
-            found[-1].append(part)
+        if stages and part.stage and stages[-1][-1].stage == part.stage:
+            stages[-1].append(part)
         else:
-            found.append([part])
-    return found
+            stages.append([part])
+    return stages

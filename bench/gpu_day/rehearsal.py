@@ -1,5 +1,5 @@
-"""What stands in for a GPU in a rehearsal's processes: CPU tensors whose launchers run under Triton's interpreter, and
-a torch.cuda whose graphs are ops recorded and run again.  The environment has set TRITON_INTERPRET."""
+"""Stand-ins for a GPU in a rehearsal's processes: CPU tensors whose launchers run under Triton's interpreter, and a
+torch.cuda whose graphs are ops recorded and run again.  The environment has set TRITON_INTERPRET."""
 
 import contextlib
 import sys
@@ -52,9 +52,9 @@ def _graphs(torch: Any) -> None:
                     for t in tree_leaves(named.get(argument.name)):
                         if isinstance(t, torch.Tensor):
                             self.before.setdefault(id(t), (t, t.detach().clone()))
-            out = func(*args, **(kwargs or {}))
-            self.calls.append((func, args, kwargs or {}, out))
-            return out
+            result = func(*args, **(kwargs or {}))
+            self.calls.append((func, args, kwargs or {}, result))
+            return result
 
         def __exit__(self, *error: object) -> None:
             super().__exit__(*error)
@@ -63,23 +63,25 @@ def _graphs(torch: Any) -> None:
 
         @torch.no_grad()
         def replay(self) -> None:
-            for func, args, kwargs, before in self.calls:
-                after = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(before), tree_leaves(after)):
+            for func, args, kwargs, recorded in self.calls:
+                results = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(recorded), tree_leaves(results)):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.data.copy_(new)
 
     class Stream:
-        def wait_stream(self, other: object) -> None: ...
+        def wait_stream(self, stream: object) -> None: ...
 
     @contextlib.contextmanager
     def graph(recorded: CUDAGraph, **options: object) -> Iterator[None]:
         with recorded:
             yield
 
-    own = dict(CUDAGraph=CUDAGraph, Stream=Stream, graph=graph, current_stream=Stream, synchronize=lambda *_: None)
-    own |= dict(stream=lambda _: contextlib.nullcontext(), make_graphed_callables=lambda module, *_, **__: module)
-    for name, value in own.items():
+    stand_ins = dict(
+        CUDAGraph=CUDAGraph, Stream=Stream, graph=graph, current_stream=Stream, synchronize=lambda *_: None
+    )
+    stand_ins |= dict(stream=lambda _: contextlib.nullcontext(), make_graphed_callables=lambda module, *_, **__: module)
+    for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
     import torch.optim  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What the day found, in one JSON file that is whole at any moment: each part's status, seconds, error and jobs."""
+"""A day's results, in one JSON file that is whole at any moment: each part's status, seconds, error and jobs."""
 
 import json
 import os

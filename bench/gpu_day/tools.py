@@ -17,23 +17,23 @@ CASE = re.compile(r"^case (\S+)$")  # printed by the program that is watched
 
 def sanitized(lines: Iterable[str]) -> Iterator[dict]:
     """Yields {case, findings} as cases end, then {summary, errors}.  RuntimeError without a summary: it did not run."""
-    case, findings, last, summary = "", [], "", None
+    case, findings, final, summary = "", [], "", None
     for line in map(str.rstrip, lines):
-        last = line or last
+        final = line or final
         if begun := CASE.match(line):
             if case:
                 yield dict(case=case, findings=findings)
             case, findings = begun[1], []
-        elif found := SUMMARY.match(line):
-            summary = found[1]
-        elif (found := FINDING.match(line)) and "COMPUTE-SANITIZER" not in line:
-            findings.append(found[1])
-        elif (found := WHERE.match(line)) and findings and " at " not in findings[-1]:
-            findings[-1] += f" {found[1]}"
+        elif match := SUMMARY.match(line):
+            summary = match[1]
+        elif (match := FINDING.match(line)) and "COMPUTE-SANITIZER" not in line:
+            findings.append(match[1])
+        elif (match := WHERE.match(line)) and findings and " at " not in findings[-1]:
+            findings[-1] += f" {match[1]}"
     if case:
         yield dict(case=case, findings=findings)
     if summary is None:
-        raise RuntimeError(f"compute-sanitizer gave no summary; its last line is {last!r}")
+        raise RuntimeError(f"compute-sanitizer gave no summary; its last line is {final!r}")
     yield dict(summary=summary, errors=max(map(int, COUNTED.findall(summary)), default=0))
 
 
@@ -86,8 +86,8 @@ def counters(text: str) -> list[dict]:
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
-        said = [line for line in lines if line.startswith("==ERROR==")] or lines[-1:] or ["nothing"]
-        raise RuntimeError(f"ncu printed no table: {said[0]}")
+        messages = [line for line in lines if line.startswith("==ERROR==")] or lines[-1:] or ["nothing"]
+        raise RuntimeError(f"ncu printed no table: {messages[0]}")
     table = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
     if len(table) < 3:
         raise RuntimeError("ncu printed a table without a kernel: none was launched by that name")
@@ -96,18 +96,18 @@ def counters(text: str) -> list[dict]:
 
 
 def _picked(row: dict[str, tuple[str, str]]) -> dict:
-    found: dict = dict(kernel=row["Kernel Name"][1])
+    figures: dict = dict(kernel=row["Kernel Name"][1])
     for key, pattern in KEPT.items():
         for name, (unit, text) in row.items():
             value = number(text)
-            if key not in found and value is not None and re.fullmatch(pattern, name):
+            if key not in figures and value is not None and re.fullmatch(pattern, name):
                 scale = (
                     MICROSECONDS.get(unit, 1.0) if key == "us" else BYTES.get(unit, 1) if key == "shared_bytes" else 1
                 )
-                found[key] = value * scale
+                figures[key] = value * scale
     stalls = {m[1]: number(text) or 0.0 for name, (_, text) in row.items() if (m := STALL.fullmatch(name))}
-    found["stalls"] = dict(sorted(stalls.items(), key=lambda item: -item[1])[:3])
-    return found
+    figures["stalls"] = dict(sorted(stalls.items(), key=lambda item: -item[1])[:3])
+    return figures
 
 
 # ---- a rehearsal ----

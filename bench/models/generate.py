@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
 # ---- models ----
 
 
-def made(name: str, dtype: torch.dtype, folder: str) -> Any:
+def written(name: str, dtype: torch.dtype, folder: str) -> Any:
     """Returns transformers' model, whose files are then in ``folder``."""
     import transformers
 
@@ -126,13 +126,13 @@ def timed(run: Run | None, threads: int) -> Timed:
 
 
 def measure(rounds: int, runs: dict[str, tuple[Run | None, int]]) -> dict[str, list[Timed]]:
-    found: dict[str, list[Timed]] = {name: [] for name in runs}
+    times: dict[str, list[Timed]] = {name: [] for name in runs}
     for i in range(rounds + 1):
         for name, (run, threads) in runs.items():
             one = timed(run, threads)
             if i:
-                found[name].append(one)
-    return found
+                times[name].append(one)
+    return times
 
 
 def ratio(over: list[Timed], under: list[Timed], field: str) -> list[float]:
@@ -140,12 +140,12 @@ def ratio(over: list[Timed], under: list[Timed], field: str) -> list[float]:
     return statistics.quantiles(values, n=4)
 
 
-def rows_of(found: dict[str, list[Timed]], new: int, tp: int) -> list[dict[str, Any]]:
-    theirs, ours = found["transformers"], found["TP = 1"]
-    pairs = {"TP = 1 over transformers": (theirs, ours)}
-    if "TP" in found:
-        pairs |= {f"TP = {tp} over one thread": (ours, found["TP"])}
-        pairs |= {f"TP = {tp} over {tp} threads": (found["threads"], found["TP"])}
+def rows_of(times: dict[str, list[Timed]], new: int, tp: int) -> list[dict[str, Any]]:
+    reference, ours = times["transformers"], times["TP = 1"]
+    pairs = {"TP = 1 over transformers": (reference, ours)}
+    if "TP" in times:
+        pairs |= {f"TP = {tp} over one thread": (ours, times["TP"])}
+        pairs |= {f"TP = {tp} over {tp} threads": (times["threads"], times["TP"])}
     return [
         dict(
             row=name,
@@ -161,8 +161,8 @@ def rows_of(found: dict[str, list[Timed]], new: int, tp: int) -> list[dict[str, 
 class Providers(NamedTuple):
     """One model three times; None on ranks that only wait."""
 
-    theirs: Any
-    whole: GPT | None
+    reference: Any
+    full: GPT | None
     split: GPT | None
 
 
@@ -170,24 +170,24 @@ def runs_of(models: Providers, case: Case, batch: int, tp: int) -> dict[str, tup
     """The name of each run -> what it calls, and on how many threads."""
     ids = torch.randint(32000, (batch, case.prompt), generator=torch.Generator().manual_seed(1))
 
-    def by(model: Any, **more: Any) -> Run | None:
-        greedy = dict(max_new_tokens=case.new, do_sample=False, **more)
+    def call(model: Any, **options: Any) -> Run | None:
+        greedy = dict(max_new_tokens=case.new, do_sample=False, **options)
         return None if model is None else lambda: model.generate(ids, **greedy)
 
-    runs = {"transformers": (by(models.theirs, pad_token_id=0), 1), "TP = 1": (by(models.whole), 1)}
+    runs = {"transformers": (call(models.reference, pad_token_id=0), 1), "TP = 1": (call(models.full), 1)}
     if models.split is not None and case.name == "decode":
-        runs |= {"TP": (by(models.split), 1), "threads": (by(models.whole), tp)}
+        runs |= {"TP": (call(models.split), 1), "threads": (call(models.full), tp)}
     return runs
 
 
 def providers(name: str, dtype: torch.dtype, folder: str) -> Providers:
-    first, group = dist.get_rank() == 0, dist.group.WORLD
-    theirs = made(name, dtype, folder) if first else None
+    leader, group = dist.get_rank() == 0, dist.group.WORLD
+    reference = written(name, dtype, folder) if leader else None
     dist.barrier()
-    whole = GPT.from_pretrained(folder, dtype=dtype) if first else None
+    full = GPT.from_pretrained(folder, dtype=dtype) if leader else None
     alone = dist.get_world_size() == 1
     return Providers(
-        theirs, whole, None if alone else GPT.from_pretrained(folder, dtype=dtype, tp=TensorParallel(group))
+        reference, full, None if alone else GPT.from_pretrained(folder, dtype=dtype, tp=TensorParallel(group))
     )
 
 
@@ -200,8 +200,8 @@ def run(rank: int, args: argparse.Namespace, port: int, folder: str, results: An
         for dtype in args.dtype:
             models = providers(name, DTYPES[dtype], str(Path(folder, f"{name}-{dtype}")))
             for case, batch in cases:
-                found = measure(args.rounds, runs_of(models, case, batch, args.tp))
-                for row in rows_of(found, case.new, args.tp) if rank == 0 else []:
+                times = measure(args.rounds, runs_of(models, case, batch, args.tp))
+                for row in rows_of(times, case.new, args.tp) if rank == 0 else []:
                     results.put(dict(model=name, dtype=dtype, batch=batch, **case._asdict()) | row)
     dist.barrier()
     if rank == 0:

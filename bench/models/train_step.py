@@ -91,7 +91,7 @@ class OurStack(torch.nn.Module):
 
     def load(self, layers: list[dict[str, Tensor]]) -> None:
         D, H = self.args.width, self.args.heads
-        theirs = {
+        peers = {
             "attention.out": "out",
             "mlp.fc1": "fc1",
             "mlp.fc2": "fc2",
@@ -103,12 +103,12 @@ class OurStack(torch.nn.Module):
             if path == "norm_in" or path.endswith(
                 "norm_mlp"
             ):  # the first norm of the next block, or the final one, which is 1 and 0
-                at = 0 if path == "norm_in" else int(path.split(".")[1]) + 1
-                if at < len(layers):
-                    p.data.copy_(layers[at][f"norm1.{leaf}"])
+                index = 0 if path == "norm_in" else int(path.split(".")[1]) + 1
+                if index < len(layers):
+                    p.data.copy_(layers[index][f"norm1.{leaf}"])
                 continue
             _, layer, module = path.split(".", 2)
-            full = layers[int(layer)][f"{theirs[module]}.{leaf}"]
+            full = layers[int(layer)][f"{peers[module]}.{leaf}"]
             if module == "attention.qkv":  # rows q, k, v of all heads -> [H, 3, E, ...]
                 full = full.view(3, H, D // H, *full.shape[1:]).transpose(0, 1)
             p.data.copy_(full.reshape(spec.shape)[spec.local(tp)])
@@ -117,8 +117,8 @@ class OurStack(torch.nn.Module):
         self.count += 1
         rng = make_rng(1, self.count)
         weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
-        how = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
-        h, *normed = norm_in(x, weight, bias, eps=1e-5, **how)
+        shape = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
+        h, *normed = norm_in(x, weight, bias, eps=1e-5, **shape)
         normed = Normed(*normed)
         for block in self.blocks:
             h, normed = block(h, normed, batch=self.args.batch, rng=rng)
@@ -134,11 +134,11 @@ def providers(
     x, dy = (torch.randn(args.batch, args.seq, args.width, generator=gen).to(dtype) for _ in range(2))
     shard = lambda t, dim: t.chunk(R, dim)[rank].contiguous()
     rows = lambda t: shard(t.transpose(0, 1).reshape(-1, args.width), 0)
-    made = {}
+    models = {}
     for saving in ("fastest", "smallest"):
         stack = OurStack(args, TensorParallel(mesh, sequence_parallel=True), dtype, attention_dropout, saving)
         stack.load(layers)
-        made[f"tpfuse {saving}"] = (
+        models[f"tpfuse {saving}"] = (
             stack,
             rows(x),
             torch.stack([rows(dy), *(torch.zeros_like(rows(dy)) for _ in range(R - 1))]),
@@ -150,7 +150,7 @@ def providers(
             block.load(layer)
         return Stack([wrap(block) for block in blocks], wrap_norm(torch.nn.LayerNorm(args.width).to(dtype)))
 
-    made["DTensor TP+SP"] = (
+    models["DTensor TP+SP"] = (
         plain(lambda b: dtensor_block(b, mesh), lambda n: dtensor_norm(n, mesh)),
         shard(x, 1),
         shard(dy, 1),
@@ -161,12 +161,12 @@ def providers(
         ]
         for block, layer in zip(blocks, layers, strict=True):
             block.load(layer)
-        made["megatron-core TP"] = Stack(blocks, torch.nn.LayerNorm(args.width).to(dtype)), x.clone(), dy
+        models["megatron-core TP"] = Stack(blocks, torch.nn.LayerNorm(args.width).to(dtype)), x.clone(), dy
     except ImportError:
         if rank == 0:
             print("megatron-core is not installed (pip install --no-deps megatron-core): left out", file=sys.stderr)
-    made["one process"] = plain() if rank == 0 else None, x.clone(), dy
-    return made
+    models["one process"] = plain() if rank == 0 else None, x.clone(), dy
+    return models
 
 
 # ---- measurement ----
@@ -193,19 +193,19 @@ def saved_bytes(module: torch.nn.Module, x: Tensor) -> int:
     """Bytes kept for backward, each storage once, parameters not counted."""
     plain = lambda t: t.to_local() if hasattr(t, "to_local") else t
     ignore = {plain(p).untyped_storage().data_ptr() for p in module.parameters()}
-    seen: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = plain(t).untyped_storage()
         if storage.data_ptr() not in ignore:
-            seen[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return t
 
-    kept = []  # storages stay alive, so that no address is used twice
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), kept.append(t))[0], lambda t: t):
+    tensors = []  # storages stay alive, so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), tensors.append(t))[0], lambda t: t):
         y = module(x.detach().requires_grad_())
     del y
-    return sum(seen.values())
+    return sum(storages.values())
 
 
 def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int) -> float:
@@ -217,9 +217,9 @@ def peak_rss(module: torch.nn.Module | None, x: Tensor, dy: Tensor, threads: int
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed goes back, or it would be used unseen
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = _rss_mib("VmRSS")
+        start = _rss_mib("VmRSS")
         step(module, x, dy, threads)
-        grown = _rss_mib("VmHWM") - before
+        grown = _rss_mib("VmHWM") - start
     except (OSError, AttributeError):
         step(module, x, dy, threads)
         grown = float("nan")
@@ -232,10 +232,10 @@ def _rss_mib(field: str) -> float:
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
-def compare(args, made: dict, rank: int) -> dict[str, float]:
+def compare(args, models: dict, rank: int) -> dict[str, float]:
     """Largest difference of each output from the one-process one, over its largest value; dropout off."""
     outputs = {}
-    for name, (module, x, _) in made.items():
+    for name, (module, x, _) in models.items():
         if module is None:
             continue
         module.eval()
@@ -253,9 +253,9 @@ def compare(args, made: dict, rank: int) -> dict[str, float]:
 
 
 def _gather(x: Tensor, dim: int) -> Tensor:
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, x)
-    return torch.cat(every, dim)
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts, dim)
 
 
 def run(rank: int, args, port: int, results) -> None:
@@ -267,16 +267,16 @@ def run(rank: int, args, port: int, results) -> None:
     for dtype in args.dtype:
         for attention_dropout in args.attention_dropout:
             torch.manual_seed(0)  # layers used alone draw their weights from torch's generator, the same on every rank
-            made = providers(args, DTYPES[dtype], attention_dropout, rank, mesh)
-            error = compare(args, made, rank)
-            saved = {name: saved_bytes(module, x) for name, (module, x, _) in made.items() if module is not None}
-            times = {name: [] for name in made}
+            models = providers(args, DTYPES[dtype], attention_dropout, rank, mesh)
+            error = compare(args, models, rank)
+            saved = {name: saved_bytes(module, x) for name, (module, x, _) in models.items() if module is not None}
+            times = {name: [] for name in models}
             for i in range(args.rounds + 2):
-                for name, (module, x, dy) in made.items():
+                for name, (module, x, dy) in models.items():
                     seconds = step(module, x, dy, args.tp if name == "one process" else 1)
                     if i >= 2:
                         times[name].append(seconds)
-            peak = {name: peak_rss(*parts, args.tp if name == "one process" else 1) for name, parts in made.items()}
+            peak = {name: peak_rss(*parts, args.tp if name == "one process" else 1) for name, parts in models.items()}
             if rank == 0:
                 rows += summary(args, dtype, attention_dropout, times, saved, peak, error)
     if rank == 0:

@@ -19,13 +19,13 @@ import pathlib
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--rounds", type=int, default=12, help="training steps of each (default 12; 0: none)")
-    made.add_argument("--sleep", type=float, default=0.06, help="seconds of F, of I and of W of a rank (default 0.06)")
-    made.add_argument("--sleep-rounds", type=int, default=7, help="sleeping steps of each schedule (default 7)")
-    for name, value, what in (
+    parser.add_argument("--rounds", type=int, default=12, help="training steps of each (default 12; 0: none)")
+    parser.add_argument("--sleep", type=float, default=0.06, help="seconds of a rank's F, I and W each (default 0.06)")
+    parser.add_argument("--sleep-rounds", type=int, default=7, help="sleeping steps of each schedule (default 7)")
+    for name, value, help_text in (
         ("ranks", 4, "processes"),
         ("micro-batches", 8, "parts of a batch"),
         ("batch", 16, "sequences a step"),
@@ -34,9 +34,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ("heads", 4, "of attention"),
         ("layers", 8, "a multiple of twice --ranks"),
     ):
-        made.add_argument(f"--{name}", type=int, default=value, help=f"{what} (default {value})")
-    made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
-    args = made.parse_args(argv)
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{help_text} (default {value})")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
+    args = parser.parse_args(argv)
     if args.layers % (2 * args.ranks):
-        made.error(f"--layers must be a multiple of twice --ranks={args.ranks}, got {args.layers}")
+        parser.error(f"--layers must be a multiple of twice --ranks={args.ranks}, got {args.layers}")
     return args

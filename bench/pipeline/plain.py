@@ -27,12 +27,12 @@ PLACES = {"out": "attention.out", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "norm2": "
 class Stage(nn.Module):
     """Some layers of a GPT-2, its embedding in front of the first, its last norm and head behind the last."""
 
-    def __init__(self, whole: GPT, layers: Sequence[int]):
+    def __init__(self, model: GPT, layers: Sequence[int]):
         super().__init__()
-        c, last = whole.config, whole.config.num_layers - 1
-        tensors = {name: p.detach() for name, p in whole.named_parameters()}
+        c, final = model.config, model.config.num_layers - 1
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
         norm = lambda layer: "norm_in" if layer == 0 else f"blocks.{layer - 1}.norm_mlp"
-        self.first, self.last = layers[0] == 0, layers[-1] == last
+        self.first, self.last = layers[0] == 0, layers[-1] == final
         if self.first:
             self.embedding = nn.Embedding.from_pretrained(tensors["embedding.weight"].clone(), False)
             self.positions = nn.Parameter(tensors["positions.weight"].clone())
@@ -50,7 +50,7 @@ class Stage(nn.Module):
             self.blocks.append(block)
         if self.last:
             self.norm = nn.LayerNorm(c.hidden_size)
-            self.norm.load_state_dict({leaf: tensors[f"{norm(last + 1)}.{leaf}"] for leaf in ("weight", "bias")})
+            self.norm.load_state_dict({leaf: tensors[f"{norm(final + 1)}.{leaf}"] for leaf in ("weight", "bias")})
             self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
             self.head.weight.data.copy_(tensors["head.weight"])
 
@@ -65,19 +65,19 @@ class Stage(nn.Module):
 class Pipeline:
     """One of torch's schedules, called as tpfuse's pipelines are."""
 
-    def __init__(self, whole: GPT, name: str, micro_batches: int):
+    def __init__(self, model: GPT, name: str, micro_batches: int):
         rank, size = dist.get_rank(), dist.get_world_size()
         chunks = SCHEDULES[name].chunks[0]
         (places,) = placement(name, size, chunks)
-        count, layers = len(places), whole.config.num_layers // len(places)
+        count, layers = len(places), model.config.num_layers // len(places)
         self.model = nn.ModuleList()
         stages = []
         for i in (i for i, place in enumerate(places) if place == rank):
-            self.model.append(Stage(whole, range(i * layers, (i + 1) * layers)))
+            self.model.append(Stage(model, range(i * layers, (i + 1) * layers)))
             stages.append(PipelineStage(self.model[-1], i, count, torch.device("cpu")))
         loss = lambda logits, labels: F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        given = stages if chunks > 1 else stages[0]
-        self.schedule = getattr(schedules, THEIRS[name])(given, n_microbatches=micro_batches, loss_fn=loss)
+        make = getattr(schedules, THEIRS[name])
+        self.schedule = make(stages if chunks > 1 else stages[0], n_microbatches=micro_batches, loss_fn=loss)
         self.first, self.last = (any(getattr(s, end) for s in self.model) for end in ("first", "last"))
 
     def step(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ class _Sleep(torch.autograd.Function):
         return dy.clone(), None, None
 
 
-def runtime(made: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -> Runtime:
+def runtime(order: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) -> Runtime:
     """Returns this rank's runtime, whose passes sleep ``seconds`` of their stage."""
-    store = WeightGradients() if SCHEDULES[made.schedule].split else None
+    store = WeightGradients() if SCHEDULES[order.schedule].split else None
 
     def run(chunk: Chunk, x: Tensor | None, call: Any) -> Tensor:
         x = torch.zeros(ROWS.shape).requires_grad_() if x is None else x
@@ -59,28 +59,28 @@ def runtime(made: Order, group: dist.ProcessGroup, seconds: Sequence[Passes]) ->
         return y.sum() if chunk.is_last else y
 
     chunks = [
-        Chunk(i, made.stages, range(0), c)
-        for c, ranks in enumerate(made.ranks)
+        Chunk(i, order.stages, range(0), c)
+        for c, ranks in enumerate(order.ranks)
         for i, rank in enumerate(ranks)
         if rank == group.rank()
     ]
     shapes = Shapes(ROWS, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
     device, build = torch.device("cpu"), None if store is None else store.take
     stages = [ChunkStage(c, run, shapes, device=device, group=group, build=build) for c in chunks]
-    return Runtime(stages, made, backward=True)
+    return Runtime(stages, order, backward=True)
 
 
-def alike(made: Order, seconds: float) -> list[Passes]:
+def alike(order: Order, seconds: float) -> list[Passes]:
     """Returns stages of which a rank's take ``seconds`` together, for F, I and W each."""
-    return [Passes(*[seconds / made.chunks] * 3)] * made.stages
+    return [Passes(*[seconds / order.chunks] * 3)] * order.stages
 
 
-def step(made: Runtime, micro_batches: int) -> float:
+def step(pipeline: Runtime, micro_batches: int) -> float:
     """Returns the seconds of a step from a common start; the slowest rank counts."""
     calls = [SimpleNamespace(inputs=SimpleNamespace(tokens=torch.zeros(1, 1, dtype=torch.int64)))] * micro_batches
     dist.barrier()
     begin = time.perf_counter()
-    made.run(calls, lambda place: None, None)
+    pipeline.run(calls, lambda place: None, None)
     return slowest(time.perf_counter() - begin)
 
 
@@ -104,8 +104,8 @@ def communication(rounds: int) -> float:
     for _ in range(10 * rounds + 1):
         dist.barrier()
         begin = time.perf_counter()
-        for way in (dist.send, dist.recv) if dist.get_rank() % 2 == 0 else (dist.recv, dist.send):
-            way(x, peer)
+        for transfer in (dist.send, dist.recv) if dist.get_rank() % 2 == 0 else (dist.recv, dist.send):
+            transfer(x, peer)
         times.append(slowest(time.perf_counter() - begin) / 2)
     return statistics.median(times[1:])
 
@@ -119,15 +119,15 @@ def measure(micro_batches: int, seconds: float, rounds: int, say: Any) -> dict[s
     say("sleeping stages: what an action and a message take")
     constants = dict(overhead=overhead(micro_batches, seconds, rounds), communication=communication(rounds))
     orders = {name: order(name, size, micro_batches) for name in SCHEDULES}
-    runtimes = {name: runtime(made, dist.group.WORLD, alike(made, seconds)) for name, made in orders.items()}
+    runtimes = {name: runtime(plan, dist.group.WORLD, alike(plan, seconds)) for name, plan in orders.items()}
     times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for i in range(rounds + 1):
-        for name, made in runtimes.items():
+        for name, pipeline in runtimes.items():
             say(f"sleeping stages: round {i} of {rounds}, {name}")
-            taken = step(made, micro_batches)
+            taken = step(pipeline, micro_batches)
             times[name] += [taken] if i else []  # the first makes connections
-    for name, made in orders.items():
-        timeline = simulate(made, *[seconds / made.chunks] * 3, **constants)
+    for name, plan in orders.items():
+        timeline = simulate(plan, *[seconds / plan.chunks] * 3, **constants)
         taken, asleep = min(times[name]), 3 * seconds * micro_batches
         rows.append(
             dict(

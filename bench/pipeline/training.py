@@ -26,8 +26,8 @@ def text() -> Tensor:
 
 def config(args: argparse.Namespace) -> GPTConfig:
     sizes = dict(hidden_size=args.width, num_layers=args.layers, num_heads=args.heads, max_positions=args.seq)
-    none = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
-    return GPTConfig(vocab_size=256, activation="gelu_tanh", tie_embeddings=False, **none, **sizes)
+    rates = dict(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+    return GPTConfig(vocab_size=256, activation="gelu_tanh", tie_embeddings=False, **rates, **sizes)
 
 
 class Saved:
@@ -38,21 +38,21 @@ class Saved:
         self.counts: dict[int, int] = {}
         self.alive = self.peak = 0
 
-    def pack(self, t: Tensor) -> "_Kept":
-        kept, key, size = _Kept(t), t.untyped_storage()._cdata, t.untyped_storage().nbytes()
+    def pack(self, t: Tensor) -> "_Alive":
+        saved, key, size = _Alive(t), t.untyped_storage()._cdata, t.untyped_storage().nbytes()
         if key not in self.apart:
             self.counts[key] = self.counts.get(key, 0) + 1
             self.alive += size * (self.counts[key] == 1)
             self.peak = max(self.peak, self.alive)
-            weakref.finalize(kept, self._freed, key, size)
-        return kept
+            weakref.finalize(saved, self._freed, key, size)
+        return saved
 
     def _freed(self, key: int, size: int) -> None:
         self.counts[key] -= 1
         self.alive -= size * (self.counts[key] == 0)
 
 
-class _Kept:
+class _Alive:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
@@ -60,28 +60,28 @@ class _Kept:
 def measure(args: argparse.Namespace, say: Any) -> list[dict[str, Any]]:
     """Runs every pipeline in turn, ``args.rounds`` times; speed is the ratio of neighbouring steps, over tpfuse's
     1F1B."""
-    made, size, m = config(args), dist.get_world_size(), args.micro_batches
+    sizes, size, m = config(args), dist.get_world_size(), args.micro_batches
     group = dist.group.WORLD
-    whole = GPT(made, seed=0)
+    full = GPT(sizes, seed=0)
     pipelines: dict[tuple[str, str], Any] = {}
     for name in SCHEDULES:
-        model = GPT(made, seed=0, stage=(dist.get_rank(), size, name, None, _layers(name, size, args.layers)))
+        model = GPT(sizes, seed=0, stage=(dist.get_rank(), size, name, None, _layers(name, size, args.layers)))
         pipelines["tpfuse", name] = schedule(model, group, name, m)
         if name in THEIRS:
-            pipelines["torch", name] = Pipeline(whole, name, m)
-    every = text()
+            pipelines["torch", name] = Pipeline(full, name, m)
+    text_ids = text()
     times: dict[tuple[str, str], list[float]] = {key: [] for key in pipelines}
     losses: dict[tuple[str, str], float] = {}
     saved: dict[tuple[str, str], int] = {}
     for i in range(args.rounds + 1):
-        begin = torch.randint(len(every) - args.seq, (args.batch,), generator=torch.Generator().manual_seed(i))
-        ids = torch.stack([every[b : b + args.seq] for b in begin.tolist()]).long()
+        begin = torch.randint(len(text_ids) - args.seq, (args.batch,), generator=torch.Generator().manual_seed(i))
+        ids = torch.stack([text_ids[b : b + args.seq] for b in begin.tolist()]).long()
         for key, pipeline in pipelines.items():
             say(f"training: round {i} of {args.rounds}, {' '.join(key)}")
             if i == 0:  # makes connections, and counts
                 counted = Saved(ids, *pipeline.model.parameters())
-                with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda kept: kept.tensor):
-                    losses[key] = float(_last(pipeline.step(input_ids=ids, labels=ids)))
+                with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda saved: saved.tensor):
+                    losses[key] = float(_shared(pipeline.step(input_ids=ids, labels=ids)))
                 saved[key] = int(slowest(counted.peak))
             else:
                 dist.barrier()
@@ -115,8 +115,8 @@ def _layers(name: str, size: int, layers: int) -> list[int]:
     return [layers // count] * count
 
 
-def _last(loss: Tensor) -> Tensor:
+def _shared(loss: Tensor) -> Tensor:
     """Returns the loss of the rank that has one; tpfuse's is on all."""
-    every = loss.detach().clone()
-    dist.all_reduce(every, op=dist.ReduceOp.MAX)
-    return every
+    largest = loss.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest

@@ -1,4 +1,4 @@
-"""What a training step takes where replicas' links are slow, by how gradients are averaged.
+"""Times of a training step where replicas' links are slow, by how gradients are averaged.
 
     python -m bench.sparse_gradients                 0.1, 0.3, 1, 10 Gbit/s and unshaped (root: network namespaces)
     python -m bench.sparse_gradients --json bench/results/sparse_gradients.json

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import documents
 from bench._link import End, at_rates
 from bench.overlap import seconds
 from bench.port import free_port
@@ -45,7 +46,7 @@ def methods(args: argparse.Namespace) -> dict[str, Callable[[DistributedDataPara
 
 def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
     """Returns a training step of each method, of a model of its own."""
-    made = {}
+    providers = {}
     for name, register in methods(args).items():
         config = GPTConfig(
             vocab_size=256,
@@ -69,8 +70,8 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[int], None]]:
             optimizer.step()
             optimizer.zero_grad()
 
-        made[name] = step
-    return made
+        providers[name] = step
+    return providers
 
 
 # ---- measurement ----
@@ -81,16 +82,16 @@ def worker(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], po
     torch.set_num_threads(1)
     init = f"tcp://{ends[rank].master}:{port}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=len(ends))
-    every, shown = steps(args), Progress(long=True)
-    times: dict[str, list[float]] = {name: [] for name in every}
+    choices, progress = steps(args), Progress(long=True)
+    times: dict[str, list[float]] = {name: [] for name in choices}
     for i in range(args.rounds + UNTIMED):
-        for name, step in every.items():
+        for name, step in choices.items():
             if rank == 0:
-                shown.show(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
+                progress.show(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
             took = seconds(lambda step=step, i=i: step(i))
             if i >= UNTIMED:
                 times[name].append(took)
-    shown.done()
+    progress.done()
     if rank == 0:
         results.put(times)
     dist.barrier()
@@ -110,13 +111,13 @@ def measure(args: argparse.Namespace, gbit: float, ends: list[End]) -> dict[str,
         seconds={name: statistics.median(took) for name, took in times.items()},
         over_dense={name: statistics.quantiles(ratios, n=4) for name, ratios in over.items()},
     )
-    print(page.line(row), flush=True)
+    print(documents.line(page.line(row)), flush=True)
     return row
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    print(page.head(list(methods(args))))
+    print(documents.table(page.heads(list(methods(args))), []))
     rows = []
     for ranks in args.ranks:
         rows += at_rates(args.rate, ranks, lambda gbit, ends: measure(args, gbit, ends))

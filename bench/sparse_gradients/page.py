@@ -3,7 +3,7 @@
 python -m bench.sparse_gradients.page
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,23 @@ def rate(gbit: float) -> str:
     return f"{gbit:g}" if gbit else "unshaped"
 
 
-def head(methods: Sequence[str]) -> str:
-    heads = "replicas", "Gbit/s", "dense, ms", *(name for name in methods if name != "dense")
-    return f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
+def heads(methods: Iterable[str]) -> tuple[str, ...]:
+    return "replicas", "Gbit/s", "dense, ms", *(name for name in methods if name != "dense")
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> list[str]:
     """A step's milliseconds, and each method's time over it with quartiles."""
     cells = [str(row["ranks"]), rate(row["gbit"]), f"{1e3 * row['seconds']['dense']:.0f}"]
     for name, (low, middle, high) in row["over_dense"].items():
         if name != "dense":
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 def links(result: dict[str, Any]) -> str:
     if not result:
         return f"Steps over links of a given rate: {NOT_YET}."
-    return "\n".join([head(list(result["rows"][0]["seconds"])), *map(line, result["rows"])])
+    return documents.table(heads(result["rows"][0]["seconds"]), map(line, result["rows"]))
 
 
 # ---- a model trained ----
@@ -50,14 +49,13 @@ def training(result: dict[str, Any]) -> str:
     if not result:
         return f"A model trained: {NOT_YET}."
     held_out = f"held out after {result['steps']} steps, bits per byte"
-    heads = "", held_out, "over dense", "MB sent by a rank, in all", "in a step after the warm-up"
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    dense = result["rows"][0]
+    columns = "", held_out, "over dense", "MB sent by a rank, in all", "in a step after the warm-up"
+    lines, dense = [], result["rows"][0]
     for row in result["rows"]:
         bits, base = row["held_out"][-1][1], dense["held_out"][-1][1]
         cells = row["name"], f"{bits:.3f}", f"{100 * (bits / base - 1):+.1f} %", f"{row['bytes'] / 1e6:.0f}"
-        lines.append(f"| {' | '.join(cells)} | {row['bytes_a_step'] / 1e6:.3f} |")
-    return "\n".join(lines)
+        lines.append((*cells, f"{row['bytes_a_step'] / 1e6:.3f}"))
+    return documents.table(columns, lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -70,8 +68,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for row in result["rows"]:
-        at, bits, sent = zip(*row["held_out"], strict=True)
-        axes[0].plot(at, bits, label=row["name"])
+        steps, bits, sent = zip(*row["held_out"], strict=True)
+        axes[0].plot(steps, bits, label=row["name"])
         axes[1].plot([x / 1e9 for x in sent], bits)
     axes[0].set(xlabel="step", ylabel="held out, bits per byte")
     axes[1].set(xlabel="GB sent by a rank", xlim=0)

@@ -15,13 +15,13 @@ class TopkA:
 
     def __call__(self, bucket: dist.GradBucket) -> torch.Tensor:
         x = bucket.buffer()
-        kept = self.residuals.get(bucket.index())
-        if kept is None or len(kept) != len(x):
-            kept = torch.zeros_like(x)
-        kept = self.residuals[bucket.index()] = kept + x
+        residual = self.residuals.get(bucket.index())
+        if residual is None or len(residual) != len(x):
+            residual = torch.zeros_like(x)
+        residual = self.residuals[bucket.index()] = residual + x
         k = max(1, round(self.density * len(x)))
-        mine, _ = largest(kept, k)
-        kept[mine.index] = 0
+        mine, _ = largest(residual, k)
+        residual[mine.index] = 0
         index, value = torch.zeros(k, dtype=torch.int32), x.new_zeros(k)
         index[: len(mine)], value[: len(mine)] = mine.index.int(), mine.value
         size = self.group.size()
@@ -36,6 +36,6 @@ class TopkA:
 
 
 def topk_a_hook(state: TopkA, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(state(bucket))
-    return done
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(state(bucket))
+    return future

@@ -1,4 +1,4 @@
-"""What the choice of large entries costs in what is learnt: the demo's model trained with and without it.
+"""The demo's model trained with and without a choice of large entries, and what that costs in what is learnt.
 
     python -m bench.sparse_gradients.training --json bench/results/sparse_training.json
     python -m bench.sparse_gradients.page            the table and the picture of docs/training.md, from that file
@@ -48,24 +48,24 @@ def log_of(args: argparse.Namespace, setting: tuple[float, float] | None) -> lis
     if setting is not None:
         density, warmup = setting
         options |= {"ok-topk": density, "ok-topk-warmup": max(1, round(warmup * args.steps))}
-    with tempfile.TemporaryDirectory() as out:
-        flags = [f"--{name}={value}" for name, value in options.items()] + [f"--out={out}"]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [f"--{name}={value}" for name, value in options.items()] + [f"--out={folder}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
         environment = os.environ | dict(OMP_NUM_THREADS="1")
         subprocess.run([*command, str(SCRIPT), *flags], env=environment, stdout=subprocess.DEVNULL, check=True)
-        return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
 
 
-def row_of(name: str, log: list[dict[str, Any]], whole: int) -> dict[str, Any]:
+def row_of(name: str, log: list[dict[str, Any]], dense: int) -> dict[str, Any]:
     """``held_out``: (step, bits per byte, bytes that rank 0 has sent until then); ``whole``: bytes of a dense step."""
     sent, held_out = 0, []
     for record in log:
         if "loss" in record:
-            last = record.get("bytes_sent", whole)
-            sent += last
+            sent = record.get("bytes_sent", dense)
+            sent += sent
         else:
             held_out.append([record["step"], record["held_out_bits"], sent])
-    return dict(name=name, held_out=held_out, bytes=sent, bytes_a_step=last)
+    return dict(name=name, held_out=held_out, bytes=sent, bytes_a_step=sent)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, setting in SETTINGS.items():
         print(name, file=sys.stderr, flush=True)
         logs[name] = log_of(args, setting)
-    whole = max(record.get("bytes_sent", 0) for log in logs.values() for record in log)  # of a warm-up step
-    rows = [row_of(name, log, whole) for name, log in logs.items()]
+    dense = max(record.get("bytes_sent", 0) for log in logs.values() for record in log)  # of a warm-up step
+    rows = [row_of(name, log, dense) for name, log in logs.items()]
     result = dict(torch=torch.__version__, steps=args.steps, rate=args.rate, replicas=REPLICAS, rows=rows)
     print(page.training(result))
     if args.json:

@@ -9,7 +9,7 @@ import pytest
 from tests.attack import fuzz
 
 HUNDREDS = [("base", 300), ("adapter", 150)]
-THOUSANDS = [pytest.param(reader, 5000, marks=pytest.mark.slow) for reader in fuzz.READERS]
+THOUSANDS = [pytest.param(reader, 2000, marks=pytest.mark.slow) for reader in fuzz.READERS]
 
 
 @pytest.mark.parametrize("reader, count", HUNDREDS + THOUSANDS)

@@ -90,7 +90,7 @@ def test_a_difference_is_seen(tmp_path, what):
 )
 def test_lost_steps_are_counted(background, promised, reached, fault):
     known = dict(harm=None, seconds=1.0, lost=None, faults=["before"])
-    done = soak.Done(background=background, promised=promised, reached=reached, **known)
+    done = soak.Outcome(background=background, promised=promised, reached=reached, **known)
     counted = soak.with_lost(done, 20)
     assert counted.lost == reached - 20 and counted.faults == ["before"] + [fault] * (fault is not None)
 

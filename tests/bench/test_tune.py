@@ -108,7 +108,7 @@ def launcher(monkeypatch):
 
 
 def test_what_launchers_ask_is_heard(launcher):
-    with tune.asked() as asks:
+    with tune.questions() as asks:
         launcher.launch(8)
         launcher.launch(7)  # the same bucket
         launcher.launch(16)

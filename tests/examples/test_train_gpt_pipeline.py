@@ -235,7 +235,7 @@ def test_a_pipelines_rows_hold_each_document_once(monkeypatch):
     found = []
     for rank in range(2):
         mine = batches(monkeypatch, rank, "--pack --micro-batches 4")
-        given = mine.whole(5)
+        given = mine.merged(5)
         ids, labels = given["input_ids"], given["labels"]
         assert (
             len(ids) == 4 and ids.shape == labels.shape and ids.shape[1] % 32 == 0 and given["first_sample"] == 4 * rank
@@ -254,7 +254,7 @@ def test_more_micro_batches_than_documents_are_filled_up(monkeypatch):
     mine = batches(monkeypatch, 0, "--pack --micro-batches 4")
     few = mine._replace(text=mine.text, spans=mine.spans[:1])
     monkeypatch.setattr(type(few), "_documents", lambda self, step: [torch.arange(1, 6), torch.arange(1, 9)])
-    given = few.whole(0)
+    given = few.merged(0)
     assert given["input_ids"].shape == (4, 32) and sorted((given["labels"] >= 0).sum(1).tolist()) == [0, 0, 5, 8]
 
 

@@ -30,7 +30,7 @@ def run(job: str, context: Context) -> None:
     for form in tune.with_and_without_dropout(bench):
         for mode in ("fwd", "bwd"):
             call = calls(form.providers["tpfuse"], sets, form.p, mode, random)
-            with tune.asked() as asks:
+            with tune.questions() as asks:
                 call(0)
             for ask in asks:
                 for candidate in tune.neighbours(dict(ask.default))[int(number) - 1 :: int(count)]:

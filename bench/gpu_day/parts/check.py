@@ -42,21 +42,22 @@ def check(name: str, tiny: bool, device: torch.device) -> dict:
     shape, fn = cases.small(bench, tiny), bench.providers["tpfuse"]
     make = lambda: bench.inputs(Random(DTYPES["bf16"], device, 0), *shape)
     errors = Errors(bench, make)
-    found, allowed = errors.against_truth(fn)["step"], errors.allowed
+    deviations, allowed = errors.against_truth(fn)["step"], errors.allowed
     dropped = results(fn, make(), bench.p, torch.bfloat16)["step"]
     finite = all(bool(t.isfinite().all()) for t in dropped)
-    right = finite and all(error <= most for error, most in zip(found, allowed, strict=True))
+    right = finite and all(error <= most for error, most in zip(deviations, allowed, strict=True))
     with count() as counted:
         results(fn, make(), bench.p, torch.bfloat16)
     kernels = sorted({kernel.name for call in counted.calls for kernel in call.kernels})
-    shown = dict(errors=found, allowed=allowed, finite=finite, kernels=kernels, ops=[call.op for call in counted.calls])
-    return dict(op=name, shape="x".join(map(str, shape)), right=right, **shown)
+    ops = [call.op for call in counted.calls]
+    record = dict(errors=deviations, allowed=allowed, finite=finite, kernels=kernels, ops=ops)
+    return dict(op=name, shape="x".join(map(str, shape)), right=right, **record)
 
 
 def headline(rows: list[dict]) -> str:
     right = [row for row in rows if row["right"]]
-    seen = {name for row in rows for name in row["ops"]}
-    never = sorted(name for name, each in _op.OPS.items() if each.launch is not None and name not in seen)
+    names = {name for row in rows for name in row["ops"]}
+    never = sorted(name for name, op in _op.OPS.items() if op.launch is not None and name not in names)
     return f"{len(right)} of {len(rows)} ops right; left to the gpu tests: {', '.join(never)}"
 
 

@@ -13,23 +13,23 @@ from bench.gpu_day.tools import SECTIONS, counters
 
 
 def jobs(context: Context) -> list[str]:
-    """Of "case mode kernel"; one that says why where there is nothing to look at."""
-    found = longest(context.rows("time of each kernel"), 2 if context.tiny else 5)
-    return [f"{row['case']} {row['mode']} {row['kernel']}" for row in found] or ["no kernel was timed"]
+    """Returns jobs of the form "case mode kernel"; one that says why where no kernel was timed."""
+    kernels = longest(context.rows("time of each kernel"), 2 if context.tiny else 5)
+    return [f"{row['case']} {row['mode']} {row['kernel']}" for row in kernels] or ["no kernel was timed"]
 
 
 def run(job: str, context: Context) -> None:
-    ncu, words = tool("ncu"), job.split()
-    if len(words) != 4:
+    ncu, fields = tool("ncu"), job.split()
+    if len(fields) != 4:
         raise Absent(job)
     sections = [word for name in SECTIONS for word in ("--section", name)]
-    how = ["--csv", "--page", "raw", "--clock-control", "none", *sections, "--kernel-name", words[3]]
-    how += ["--launch-skip", "1", "--launch-count", "1"]
-    program = [sys.executable, "-m", "bench.gpu_day.parts.counters", *words[:3], *["--rehearse"] * context.tiny]
-    done = subprocess.run([ncu, *how, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout[-2000:])
-    for row in counters(done.stdout):
-        context.emit(dict(case=" ".join(words[:2]), mode=words[2]) | row)
+    options = ["--csv", "--page", "raw", "--clock-control", "none", *sections, "--kernel-name", fields[3]]
+    options += ["--launch-skip", "1", "--launch-count", "1"]
+    program = [sys.executable, "-m", "bench.gpu_day.parts.counters", *fields[:3], *["--rehearse"] * context.tiny]
+    result = subprocess.run([ncu, *options, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(result.stdout[-2000:])
+    for row in counters(result.stdout):
+        context.emit(dict(case=" ".join(fields[:2]), mode=fields[2]) | row)
 
 
 def headline(rows: list[dict]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.gpu_day.part import Context, needs
+from bench.gpu_day.part import Context, require
 from tpfuse.models import GPT
 from tpfuse.tools.bench.run import attempt
 
@@ -47,31 +47,31 @@ def jobs(context: Context) -> list[str]:
 
 @torch.no_grad()
 def run(job: str, context: Context) -> None:
-    needs("transformers")
+    require("transformers")
     import transformers
 
     prompt, new, batch = (4, 3, 2) if context.tiny else (PROMPT, NEW, BATCH)
     torch.manual_seed(0)
     with context.device:
-        theirs = transformers.AutoModelForCausalLM.from_config(_config(job, context.tiny)).to(BF16).eval()
+        reference = transformers.AutoModelForCausalLM.from_config(_config(job, context.tiny)).to(BF16).eval()
     with tempfile.TemporaryDirectory(dir=context.scratch) as folder:
-        theirs.save_pretrained(folder)
+        reference.save_pretrained(folder)
         ours = GPT.from_pretrained(folder, device=context.device, dtype=BF16)
     ids = torch.randint(257, (batch, prompt), device=context.device)
     plain = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
     calls = {
         "tpfuse": lambda: ours.generate(ids, max_new_tokens=new),
         "tpfuse, CUDA graph": lambda: ours.generate(ids, max_new_tokens=new, cuda_graph=True),
-        "transformers": lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), **plain),
+        "transformers": lambda: reference.generate(ids, attention_mask=torch.ones_like(ids), **plain),
     }
-    made, rates, notes = {}, {}, []
+    outputs, rates, notes = {}, {}, []
     for name, call in calls.items():
         with attempt(name, notes), warnings.catch_warnings():
             warnings.filterwarnings("error", "generate: goes on without a CUDA graph")  # whose figure it would not be
-            made[name] = call()[:, prompt:]
+            outputs[name] = call()[:, prompt:]
             rates[name] = batch * new / seconds(call, context.device)
-    same = {name: float((made["tpfuse"] == tokens).double().mean()) for name, tokens in made.items()}
-    sizes = dict(parameters=sum(p.numel() for p in theirs.parameters()), batch=batch, prompt=prompt, new=new)
+    same = {name: float((outputs["tpfuse"] == tokens).double().mean()) for name, tokens in outputs.items()}
+    sizes = dict(parameters=sum(p.numel() for p in reference.parameters()), batch=batch, prompt=prompt, new=new)
     context.emit(dict(family=job, **sizes, tokens_per_s=rates, same_tokens=same))
     if notes:
         raise RuntimeError("; ".join(notes))

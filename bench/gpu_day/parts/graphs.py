@@ -77,9 +77,9 @@ def _block(context: Context) -> None:
         y = module(x, make_rng(0, step, device=device))
         return [y.detach().clone(), *(g.clone() for g in torch.autograd.grad(y, [x, *module.parameters()], dy))]
 
-    found = [(both_ways(graphed, step), both_ways(eager, step)) for step in range(STEPS)]
-    difference = max(rms_error(a, b) for mine, theirs in found for a, b in zip(mine, theirs, strict=True))
-    change = all(not torch.equal(found[i][0][0], found[0][0][0]) for i in range(1, STEPS))
+    pairs = [(both_ways(graphed, step), both_ways(eager, step)) for step in range(STEPS)]
+    difference = max(rms_error(a, b) for ours, plain in pairs for a, b in zip(ours, plain, strict=True))
+    change = all(not torch.equal(pairs[i][0][0], pairs[0][0][0]) for i in range(1, STEPS))
     row = dict(what="block", replays=STEPS, difference=difference, allowed=1e-2, masks_change=change)
     call = lambda module: lambda _: torch.autograd.grad(module(x, rng), [x, *module.parameters()], dy)
     judged(context, row, dict(eager=call(eager), graph=call(graphed)))
@@ -103,9 +103,9 @@ def _step(context: Context) -> None:
 
         def step(model=model, optimizer=optimizer, loss=loss, ids=ids) -> None:
             optimizer.zero_grad(set_to_none=False)
-            made = model(ids, labels=ids, first_sample=0).loss
-            made.backward()
-            loss.copy_(made.detach())
+            value = model(ids, labels=ids, first_sample=0).loss
+            value.backward()
+            loss.copy_(value.detach())
             tpfuse.clip_grad_norm_(model, 1.0)
             optimizer.step()
 
@@ -122,17 +122,17 @@ def _step(context: Context) -> None:
 
 
 def _masks_change(context: Context) -> bool:
-    """Whether the loss of one batch differs from replay to replay, weights being what they are."""
+    """Returns whether the loss of one batch differs from replay to replay, weights being what they are."""
     model, ids = model_of(context.tiny, context.device)
     with torch.no_grad():
         loss = torch.zeros((), device=context.device)
         forward = lambda: loss.copy_(model(ids, labels=ids, first_sample=0).loss)
         warm(forward)
-        replay, seen = capture(forward), []
+        replay, losses = capture(forward), []
         for _ in range(STEPS):
             replay()
-            seen.append(float(loss))
-    return len(set(seen)) == STEPS
+            losses.append(float(loss))
+    return len(set(losses)) == STEPS
 
 
 def headline(rows: list[dict]) -> str:

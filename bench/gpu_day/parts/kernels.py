@@ -24,26 +24,26 @@ TURNS = 5
 def timed() -> Iterator[dict[str, list[float]]]:
     """Yields {kernel: milliseconds of each launch}, full after the block.  Launchers run every time, and the device is
     waited for after each launch; it waits before, or the host's time for the launch would be what is timed."""
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     start = launch._start
 
     def watched(kernel, grid, device, **call):
         if device.type != "cuda":
             began = time.perf_counter()
             compiled = start(kernel, grid, device, **call)
-            found[kernel.fn.__name__].append(1e3 * (time.perf_counter() - began))
+            times[kernel.fn.__name__].append(1e3 * (time.perf_counter() - began))
             return compiled
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(AHEAD)
-        before.record()
+        begin.record()
         compiled = start(kernel, grid, device, **call)
-        after.record()
-        after.synchronize()
-        found[kernel.fn.__name__].append(before.elapsed_time(after))
+        end.record()
+        end.synchronize()
+        times[kernel.fn.__name__].append(begin.elapsed_time(end))
         return compiled
 
     with mock.patch.object(launch, "_start", watched), mock.patch.object(replay, "REPLAY", False):
-        yield found
+        yield times
 
 
 def call_of(name: str, mode: str, context: Context) -> Callable[[], object]:
@@ -62,18 +62,18 @@ def run(job: str, context: Context) -> None:
     for mode in ("fwd", "bwd"):
         call = call_of(job, mode, context)
         call()
-        with timed() as found:
+        with timed() as times:
             for _ in range(1 if context.tiny else TURNS):
                 call()
-        for kernel, ms in found.items():
+        for kernel, ms in times.items():
             context.emit(dict(case=job, mode=mode, kernel=kernel, us=1e3 * statistics.median(ms), launches=len(ms)))
 
 
 def longest(rows: list[dict], most: int = 5) -> list[dict]:
     """One row for each kernel, where it takes longest."""
     by_time = sorted((row for row in rows if "us" in row), key=lambda row: -row["us"])
-    first = {row["kernel"]: row for row in reversed(by_time)}
-    return sorted(first.values(), key=lambda row: -row["us"])[:most]
+    by_name = {row["kernel"]: row for row in reversed(by_time)}
+    return sorted(by_name.values(), key=lambda row: -row["us"])[:most]
 
 
 def headline(rows: list[dict]) -> str:

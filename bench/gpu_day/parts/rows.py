@@ -11,12 +11,12 @@ COMPILED = "by torch.compile: "  # before a case
 
 
 def jobs(context: Context, ops: tuple[str, ...] = (), but: tuple[str, ...] = (), compiled: bool = False) -> list[str]:
-    names = [cases.name_of(*case) for case in cases.in_turn(ops or cases.others(but), context.tiny)]
+    names = [cases.name_of(*case) for case in cases.in_turn(ops or cases.remaining(but), context.tiny)]
     return [COMPILED * compiled + name for name in names]
 
 
 def card_of(context: Context) -> Card:
-    """As the setup measured it."""
+    """Returns the card as the setup measured it."""
     return Card(**next(row["card"] for row in context.rows("setup") if "card" in row))
 
 
@@ -26,10 +26,10 @@ def run(job: str, context: Context) -> None:
     mine = ["compile"] if compiled else [who for who in bench.names if who != "compile" and who not in PEERS]
     modes = ["fwd", "bwd", "step"] if bench.name in LOSSES else ["fwd", "bwd"]
     setting = Setting(card_of(context), context.device, 0.0 if context.tiny else SECONDS, keep=context.emit)
-    made, notes = measure(BenchCase(bench, shape, "bf16", modes, mine), setting)
+    measured_rows, notes = measure(BenchCase(bench, shape, "bf16", modes, mine), setting)
     for note in notes:
         context.emit(dict(note=note))
-    if not made:
+    if not measured_rows:
         raise RuntimeError("; ".join(notes))
 
 
@@ -39,5 +39,5 @@ def headline(rows: list[dict]) -> str:
     if not ours:
         return f"{len([row for row in rows if 'op' in row])} rows"
     worst = min(ours, key=lambda row: row["roofline"])
-    where = f"{worst['op']} {worst['shape']} {worst['mode']}"
-    return f"{len(ours)} rows of tpfuse; farthest from its roofline: {where}, {100 * worst['roofline']:.0f} %"
+    place = f"{worst['op']} {worst['shape']} {worst['mode']}"
+    return f"{len(ours)} rows of tpfuse; farthest from its roofline: {place}, {100 * worst['roofline']:.0f} %"

@@ -24,11 +24,13 @@ def run(job: str, context: Context) -> None:
         context.emit(row)
     ops = [name for name in (TINY if context.tiny else discover()) if name not in clean]
     program = [sys.executable, "-u", "-m", "bench.gpu_day.parts.check", *ops, *["--rehearse"] * context.tiny]
-    own = dict(PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # every tensor is an allocation: what lies beyond it is not ours
+    variables = dict(
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )  # every tensor is an allocation: what lies beyond it is not ours
     options = ["--tool", job, "--launch-timeout", "120", *OPTIONS.get(job, [])]  # torch's import takes its time
     watched, errors = [tool("compute-sanitizer"), *options, *names, *program], 0
     with subprocess.Popen(
-        watched, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        watched, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for row in sanitized(process.stdout):
             context.emit(row)

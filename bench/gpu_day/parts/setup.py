@@ -1,4 +1,4 @@
-"""Whether this machine can run the day at all, and what it is: packages, versions, the card and its two ceilings."""
+"""The machine: whether it can run the day at all, packages, versions, the card and its two ceilings."""
 
 import ast
 import contextlib
@@ -18,15 +18,15 @@ KERNELS = "triton"  # the library imports without it, and has no kernels then
 
 def imported() -> dict[str, str]:
     """Package -> the first file of the library that imports it when it is imported itself."""
-    found: dict[str, str] = {KERNELS: "kernels/runtime/triton.py"}
+    modules: dict[str, str] = {KERNELS: "kernels/runtime/triton.py"}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names:
-                found.setdefault(name, str(path.relative_to(PACKAGE)))
-    found.pop(PACKAGE.name, None)
-    return dict(sorted(found.items()))
+                modules.setdefault(name, str(path.relative_to(PACKAGE)))
+    modules.pop(PACKAGE.name, None)
+    return dict(sorted(modules.items()))
 
 
 def jobs(context: Context) -> list[str]:
@@ -39,11 +39,11 @@ def run(job: str, context: Context) -> None:
 
 def _machine(context: Context) -> None:
     versions, missing = dict(python=platform.python_version()), []
-    for name, where in imported().items():
+    for name, path in imported().items():
         try:
             versions[name] = getattr(importlib.import_module(name), "__version__", "?")
         except ImportError as error:
-            missing.append(f"{name}, which tpfuse/{where} imports ({error})")
+            missing.append(f"{name}, which tpfuse/{path} imports ({error})")
     if missing:
         raise RuntimeError(f"not installed: {'; '.join(missing)}")
     for name in OPTIONAL:

@@ -23,7 +23,7 @@ def jobs(context: Context) -> list[str]:
 
 def run(job: str, context: Context) -> None:
     steps, batch, seq, width, depth = (2, 1, 8, 32, 1) if context.tiny else (300, 16, 256, 256, 4)
-    every = max(steps // POINTS, 1)
+    stride = max(steps // POINTS, 1)
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = dict(hidden_size=width, num_layers=depth, num_heads=width // 32, max_positions=seq)
     drop = dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), 0.1)
@@ -43,11 +43,11 @@ def run(job: str, context: Context) -> None:
         tpfuse.clip_grad_norm_(model, 1.0)
         optimizer.step()
         losses.append(loss.detach())
-        if len(losses) == every:
+        if len(losses) == stride:
             curve.append(float(torch.stack(losses).mean()))
             losses = []
     seconds = time.perf_counter() - began
-    context.emit(dict(dtype=job, steps=steps, every=every, curve=curve, tokens_per_s=steps * batch * seq / seconds))
+    context.emit(dict(dtype=job, steps=steps, every=stride, curve=curve, tokens_per_s=steps * batch * seq / seconds))
     falls = curve[-1] < 0.9 * curve[0] if not context.tiny else math.isfinite(sum(curve))  # a few bytes tell no more
     if not falls:
         raise AssertionError(f"{job}: the loss goes from {curve[0]:.3f} to {curve[-1]:.3f}")

@@ -11,8 +11,8 @@ from bench.gpu_day.results import load
 NAME = __name__
 
 
-def part(*jobs: str, name: str = "part", seconds: float = 60, each: float = 30, **rest) -> Part:
-    return Part(name, NAME, seconds, each, options=dict(names=jobs), **rest)
+def part(*jobs: str, name: str = "part", seconds: float = 60, job_seconds: float = 30, **rest) -> Part:
+    return Part(name, NAME, seconds, job_seconds, options=dict(names=jobs), **rest)
 
 
 def day(out, *stages, **options) -> Day:
@@ -43,7 +43,7 @@ def run(job, context):
         context.emit(dict(pid=sleeper.pid))
         sleeper.wait()
     if job == "sees":
-        context.emit(dict(seen=context.known))
+        context.emit(dict(seen=context.known_rows))
     if job.startswith("waits for "):
         mine, other = (context.scratch / name for name in job.removeprefix("waits for ").split(" as "))
         other.touch()

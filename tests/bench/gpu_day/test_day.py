@@ -61,7 +61,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
         return now() + late[0]
 
     monkeypatch.setattr("bench.gpu_day.children.time", types.SimpleNamespace(time=clock))
-    assert day(tmp_path, [part("hangs", "good", each=500, seconds=5000)], seconds=9000).run() == 1
+    assert day(tmp_path, [part("hangs", "good", job_seconds=500, seconds=5000)], seconds=9000).run() == 1
     jobs = jobs_of(tmp_path)
     assert (jobs["hangs"]["status"], jobs["good"]["status"]) == ("timed out", "done")
     assert all(gone(row["pid"]) for row in jobs["hangs"]["rows"])
@@ -119,7 +119,7 @@ def test_a_kill_leaves_what_was_found_and_no_process(tmp_path, how):
         "good": "done", "hangs": "timed out", "last": "not reached",
     }  # fmt: skip
     assert all(gone(row["pid"]) for row in hangs["rows"])
-    assert day(tmp_path / "next", [part("good", "hangs", "last", each=1.0)], resume=tmp_path).run() == 1
+    assert day(tmp_path / "next", [part("good", "hangs", "last", job_seconds=1.0)], resume=tmp_path).run() == 1
 
 
 # ---- a later call ----

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import tune
-from bench.gpu_day.part import Absent, Context, needs, tool
+from bench.gpu_day.part import Absent, Context, require, tool
 from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
@@ -59,7 +59,7 @@ def test_what_is_not_installed_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch sees no GPU here; --rehearse"):
         setup.run("machine", Context(False, tmp_path, {}, print))
-    for missing in (lambda: needs("there_is_none"), lambda: tool("there-is-none")):
+    for missing in (lambda: require("there_is_none"), lambda: tool("there-is-none")):
         with pytest.raises(Absent, match="is not installed here"):
             missing()
 
@@ -108,7 +108,7 @@ def test_what_tuning_will_try_is_dealt_out(tmp_path, monkeypatch):
     ask, ran = tune.Ask("k", "sm_90", "bf16 8x8", (("A", 128), ("num_warps", 4))), []
 
     @contextlib.contextmanager
-    def asked():
+    def questions():
         yield [ask]
 
     def call(i):
@@ -116,7 +116,7 @@ def test_what_tuning_will_try_is_dealt_out(tmp_path, monkeypatch):
         if ran[-1] == dict(A=64):
             raise RuntimeError("out of resource")
 
-    monkeypatch.setattr(tune, "asked", asked)
+    monkeypatch.setattr(tune, "questions", questions)
     monkeypatch.setattr(candidates, "calls", lambda *_: call)
     monkeypatch.setattr(replay, "REPLAY", True)
     found = []
