@@ -33,7 +33,7 @@ TEXTS = sorted(
     path
     for pattern in ("*.*", "Makefile", ".ci/*", "tpfuse/**/*.py", "tests/**/*.py", "bench/**/*.py", "examples/**/*.py")
     for path in ROOT.glob(pattern)
-    if path.suffix in {".py", ".md", ".toml", ".txt", ""} and path.is_file()
+    if path.suffix in {".py", ".md", ".toml", ".txt", ""} and path.is_file() and path.name != ".git"  # of a worktree
 )
 
 

@@ -57,15 +57,15 @@ def log_of(args: argparse.Namespace, setting: tuple[float, float] | None) -> lis
 
 
 def row_of(name: str, log: list[dict[str, Any]], dense: int) -> dict[str, Any]:
-    """``held_out``: (step, bits per byte, bytes that rank 0 has sent until then); ``whole``: bytes of a dense step."""
+    """``held_out``: (step, bits per byte, bytes that rank 0 has sent until then); ``dense``: bytes of a dense step."""
     sent, held_out = 0, []
     for record in log:
         if "loss" in record:
-            sent = record.get("bytes_sent", dense)
-            sent += sent
+            in_step = record.get("bytes_sent", dense)
+            sent += in_step
         else:
             held_out.append([record["step"], record["held_out_bits"], sent])
-    return dict(name=name, held_out=held_out, bytes=sent, bytes_a_step=sent)
+    return dict(name=name, held_out=held_out, bytes=sent, bytes_a_step=in_step)
 
 
 def main(argv: list[str] | None = None) -> None:

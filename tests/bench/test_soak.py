@@ -99,7 +99,7 @@ def test_harms_follow_from_the_seed():
     draw = lambda seed: [harm for harm, _ in zip(soak.harms(random.Random(seed), 4), range(2 * len(soak.HARMS)))]
     drawn = draw("0/1")
     assert drawn == draw("0/1") != draw("0/2")
-    assert sorted((harm.what, harm.whom) for harm in drawn) == sorted(2 * soak.HARMS)
+    assert sorted((harm.action, harm.whom) for harm in drawn) == sorted(2 * soak.HARMS)
 
 
 def test_a_slope_and_its_error():
