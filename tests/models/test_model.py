@@ -196,53 +196,23 @@ def test_torch_compile(name, backend):
 # ---- errors: named, the same on every rank, nobody waits ----
 
 
-def split_heads(world, call):
-    GPT(replace(GPT_CONFIG, num_heads=6), tp=make_tp(world))
+def config(**changes):
+    """The errors of a model made with another config; a function gives a value by the rank."""
+    of = lambda value, rank: value(rank) if callable(value) else value
+    return lambda world, call: GPT(
+        replace(GPT_CONFIG, **{key: of(value, world.rank) for key, value in changes.items()}), tp=make_tp(world)
+    )
 
 
-def split_ffn(world, call):
-    GPT(replace(GPT_CONFIG, ffn_size=82), tp=make_tp(world))
-
-
-def split_vocab(world, call):
-    GPT(replace(GPT_CONFIG, vocab_size=9), tp=make_tp(world))  # chunks of 3: the fourth rank has none
-
-
-def config_differs(world, call):
-    GPT(replace(GPT_CONFIG, dropout=0.1 * (world.rank + 1)), tp=make_tp(world))
-
-
-def seed_differs(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world), seed=world.rank)
-
-
-def saving_differs(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world), saving=("fastest", "smallest")[world.rank % 2])
+def option(name, value, cls=GPT):
+    """The errors of a model made with an option whose value the rank decides."""
+    config = MODELS["gpt" if cls is GPT else "bert"][1]
+    return lambda world, call: cls(config, tp=make_tp(world), **{name: value(world.rank)})
 
 
 def dtype_differs(world, call):
     with default_dtype((F32, F64)[world.rank % 2]):
         GPT(GPT_CONFIG, tp=make_tp(world))
-
-
-def sequence_parallel_differs(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world, world.rank == 0))
-
-
-def head_differs(world, call):
-    Bert(MODELS["bert"][1], tp=make_tp(world), masked_lm=world.rank == 0)
-
-
-def unknown_saving(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world), saving="none")
-
-
-def ids_differ(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world))(call["input_ids"] + (world.rank == 1))
-
-
-def shape_differs(world, call):
-    GPT(GPT_CONFIG, tp=make_tp(world))(call["input_ids"][:, world.rank :])
 
 
 def no_dp(world, call):
@@ -258,26 +228,39 @@ def calls(**changes):
 
 ERRORS = {
     "split_heads": (
-        split_heads,
+        config(num_heads=6),
         r"ParallelAttention: num_heads=6 is not divisible by tensor-parallel size 4; use 1, 2, 3 or 6",
     ),
-    "split_ffn": (split_ffn, r"ParallelMLP: ffn_size=82 is not divisible by tensor-parallel size 4; use 1 or 2"),
-    "split_vocab": (split_vocab, r"VocabParallelEmbedding: num_embeddings=9 leaves a rank"),
+    "split_ffn": (
+        config(ffn_size=82),
+        r"ParallelMLP: ffn_size=82 is not divisible by tensor-parallel size 4; use 1 or 2",
+    ),
+    # chunks of 3: the fourth rank has none
+    "split_vocab": (config(vocab_size=9), r"VocabParallelEmbedding: num_embeddings=9 leaves a rank"),
     "config_differs": (
-        config_differs,
+        config(dropout=lambda rank: 0.1 * (rank + 1)),
         r"GPT: config must be the same .* rank 0: GPTConfig\(.*dropout=0.1.* rank 1: .*dropout=0.2",
     ),
-    "seed_differs": (seed_differs, r"GPT: seed must be the same .* rank 0: 0; rank 1: 1"),
-    "saving_differs": (saving_differs, r"GPT: saving must be the same .*smallest"),
+    "seed_differs": (option("seed", int), r"GPT: seed must be the same .* rank 0: 0; rank 1: 1"),
+    "saving_differs": (
+        option("saving", lambda rank: ("fastest", "smallest")[rank % 2]),
+        r"GPT: saving must be the same .*smallest",
+    ),
     "dtype_differs": (dtype_differs, r"GPT: dtype must be the same .*float64"),
     "sequence_parallel_differs": (
-        sequence_parallel_differs,
+        lambda world, call: make_tp(world, world.rank == 0),
         r"TensorParallel: sequence_parallel must be the same .*True; rank 1: False",
     ),
-    "head_differs": (head_differs, r"Bert: pooler and masked_lm must be the same"),
-    "unknown_saving": (unknown_saving, r"saving must be one of fastest, smallest, got 'none'"),
-    "ids_differ": (ids_differ, r"GPT: input_ids must be the same .* sampler over the whole world"),
-    "shape_differs": (shape_differs, r"GPT: input_ids must be the same"),
+    "head_differs": (option("masked_lm", lambda rank: rank == 0, Bert), r"Bert: pooler and masked_lm must be the same"),
+    "unknown_saving": (option("saving", lambda rank: "none"), r"saving must be one of fastest, smallest, got 'none'"),
+    "ids_differ": (
+        lambda world, call: GPT(GPT_CONFIG, tp=make_tp(world))(call["input_ids"] + (world.rank == 1)),
+        r"GPT: input_ids must be the same .* sampler over the whole world",
+    ),
+    "shape_differs": (
+        lambda world, call: GPT(GPT_CONFIG, tp=make_tp(world))(call["input_ids"][:, world.rank :]),
+        r"GPT: input_ids must be the same",
+    ),
     "no_dp": (no_dp, r"GPT: dropout is on and the world is larger .* dp=, or the call first_sample="),
     "label": (calls(labels=lambda ids: ids.where(ids != ids[0, 1], 97)), r"labels must lie in 0 to 96, got \[97\]"),
     "label below": (
