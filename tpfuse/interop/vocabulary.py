@@ -27,7 +27,7 @@ from ..models.files.read import NamedTensors
 from ..models.files.write import full_tensor
 from ..models.head import LMHead
 from ..models.model import Model
-from ..models.rows import Rows
+from ..models.rows import BatchRows
 from ..parallel import TensorParallel
 from ..ranks.agreement import Agreement, Header, agree
 from ..ranks.messages import together
@@ -54,8 +54,8 @@ class InputEmbeddings(VocabParallelEmbedding):
         if self._agreement is not None:
             self._agreement(self.tp.group, {"input_ids": ids}, {})
         check_ids("get_input_embeddings(): input_ids", ids, self.num_embeddings)
-        rows = Rows(ids.shape, self.tp)
-        return rows.whole(super().forward(rows.all(ids, -1)))
+        rows = BatchRows(ids.shape, self.tp)
+        return rows.collected(super().forward(rows.all(ids, -1)))
 
 
 class OutputEmbeddings(LMHead):
@@ -81,7 +81,7 @@ class OutputEmbeddings(LMHead):
             "get_output_embeddings()", self.embedding[0] if self._parameters.get("weight") is None else self
         )
         check(hidden.dim() == 3, f"get_output_embeddings(): hidden states must be [B, S, D], got {tuple(hidden.shape)}")
-        rows = Rows(hidden.shape[:2], self.tp)
+        rows = BatchRows(hidden.shape[:2], self.tp)
         normed = Normed(expanded("get_output_embeddings()", rows.share(hidden), self.tp))
         return whole_logits(rows.back(super().forward(normed, local(self.weight))), self.vocab_size, self.tp)
 

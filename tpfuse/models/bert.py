@@ -17,7 +17,6 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
-from ..layers import Call, VocabParallelEmbedding
 from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.module import replicated
@@ -31,10 +30,10 @@ from .embed import Lookup, embed
 from .families import FAMILIES, SEQUENCE
 from .files.read import ModelDirectory
 from .gpt import packed_positions
-from .head import Dense, LMHead, Table, WholeNorm
+from .head import LMHead, ReplicatedLinear, WholeNorm
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
-from .rows import Rows
+from .rows import BatchRows
 from .stack import make_block
 from .stages import Batch
 
@@ -51,7 +50,7 @@ class Bert(Model):
 
     config_class = BertConfig
     config: BertConfig
-    transform: Dense | None
+    transform: ReplicatedLinear | None
     transform_norm: LayerNorm | None
     head: LMHead | None
 
@@ -76,40 +75,37 @@ class Bert(Model):
             pooler = needed or (config.hf.pooler and not (masked_lm or classifier is not None))
         check(needed or not pooler or config.hf.pooler, f"Bert: a {config.family} model has no pooler, got pooler=True")
         check(pooler or not needed, "Bert: Classifier(per='sequence') reads the pooler, got pooler=False")
-        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier, stage=stage)
-        super().__init__(config, tp=tp, dp=dp, seed=seed, **how, pooler=pooler, masked_lm=masked_lm)
-        c, tp = config, self.tp
+        super().__init__(
+            config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, stage=stage, classifier=classifier,
+            pooler=pooler, masked_lm=masked_lm,
+        )  # fmt: skip
+        c, tp, stages = config, self.tp, self.stages
         with torch.device("meta"):
-            first, last = self.stages.has_first, self.stages.has_last
-            if self.stages.has_embedding:
-                self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, init_std=c.init_std)
-            else:
-                self.register_module("embedding", None)
-            learned, typed = first and c.rope is None, first and c.type_vocab_size
-            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
-            self.types = Table(c.type_vocab_size, c.hidden_size, tp, c.init_std) if typed else None
+            self._make_embedding()
+            self.positions = self._make_table(c.learned_positions)
+            self.types = self._make_table(c.type_vocab_size)
             make_norm = lambda: LayerNorm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
-            if first:
+            if stages.has_first:
                 self.norm_in = make_norm()
             else:
                 self.register_module("norm_in", None)
-            self.blocks = self.stages.make_blocks(
+            self.blocks = stages.make_blocks(
                 lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
                 make_norm if enters(c.wiring) else None,
             )
-            pooler, masked_lm = pooler and last, masked_lm and last
-            dense: dict[str, Any] = dict(tp=tp, init_std=c.init_std)
-            self.pooler = Dense(c.hidden_size, c.hidden_size, of_rows=False, **dense) if pooler else None
-            self.transform, self.transform_norm, self.head = None, None, None
+            pooler, masked_lm = pooler and stages.has_last, masked_lm and stages.has_last
+            width = c.hidden_size
+            self.pooler = ReplicatedLinear(width, width, tp=tp, init_std=c.init_std, of_rows=False) if pooler else None
+            self.transform, self.transform_norm = None, None
             if masked_lm or transforms:
                 of_rows = masked_lm or (classifier is not None and classifier.per != SEQUENCE)
-                dense |= dict(of_rows=of_rows, activation=c.head_activation or c.activation, bias=c.head_bias)
-                self.transform = Dense(c.hidden_size, c.hidden_size, **dense)
+                self.transform = ReplicatedLinear(
+                    width, width, tp=tp, init_std=c.init_std, of_rows=of_rows, bias=c.head_bias,
+                    activation=c.head_activation or c.activation,
+                )  # fmt: skip
                 norm = LayerNorm if of_rows else WholeNorm
-                self.transform_norm = norm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
-            if masked_lm:
-                head: dict[str, Any] = dict(bias=True, tied=c.tie_embeddings, init_std=c.init_std)
-                self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head)
+                self.transform_norm = norm(width, c.eps, c.norm_bias, tp=tp)
+            self.head = self._make_head(bias=True) if masked_lm else None
             self.classifier = ClassifierHead("Bert", classifier, c, tp) if classifier is not None else None
         self._tables: tuple[Any, list[tuple[Tensor, Tensor]]] = None, []
         self._choose_recompute(recompute)
@@ -178,29 +174,25 @@ class Bert(Model):
         cure = "the masked-LM head; make the model with masked_lm=True"
         check_asked("Bert", inputs, self.stages.head or self.classifier is not None, cure)
         longest = self._check_call(inputs)
-        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        blocks = Call(rows.batch, rows.seq, rng, inputs.key_mask)
-        if self.config.rope is not None:
-            packed = inputs.cu_seqlens
-            blocks = blocks._replace(cu_seqlens=packed, max_seqlen=longest, rope=self._rope(rows, inputs))
-        return Batch(inputs, rows, rng, blocks)
+        rows = BatchRows(inputs.shape, self.tp)
+        return self._batch(inputs, rows, longest, None if self.config.rope is None else self._rope(rows, inputs))
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
-        return self._embed(batch.rows, batch.inputs, batch.rng)
+        return self._embed(batch.rows, batch.inputs, batch.call.rng)
 
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
-        inputs, rows, rng, _ = batch
+        inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
         if not self.config.post_norm:
             h = normed.rows
         if self.classifier is not None and self.classifier.of_rows:
             x = h if self.transform is None else self._transform(h).rows
             return Output(*self.classifier.score_rows(x, rows, inputs, rng), hidden_states=states)
         if self.classifier is not None:
-            pooled = self._pool(rows.whole(h), inputs, rng)
+            pooled = self._pool(rows.collected(h), inputs, rng)
             assert pooled is not None  # the head has one
             return Output(*self.classifier.score_pooled(pooled, inputs, rng), hidden_states=states)
         if self.head is None:
-            hidden = rows.whole(h)
+            hidden = rows.collected(h)
             return Output(last_hidden_state=hidden, pooler_output=self._pool(hidden, inputs), hidden_states=states)
         labels = None if inputs.labels is None else rows.all(inputs.labels, IGNORE)
         loss, logits = self.head.loss_and_logits(
@@ -227,7 +219,7 @@ class Bert(Model):
         self._check_inputs(inputs, longest)
         return longest
 
-    def _embed(self, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
+    def _embed(self, rows: BatchRows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor, Normed]:
         c, (ids, position_ids, type_ids) = self.config, (inputs.input_ids, inputs.position_ids, inputs.token_type_ids)
         if position_ids is None and self.positions is not None:
             position_ids = self._default_positions(inputs)
@@ -257,7 +249,7 @@ class Bert(Model):
             return real.cumsum(1) * real + (c.first_position - 1)
         return torch.arange(c.first_position, c.first_position + seq, device=device).expand(batch, -1)
 
-    def _rope(self, rows: Rows, inputs: Inputs) -> Rope | Ropes:
+    def _rope(self, rows: BatchRows, inputs: Inputs) -> Rope | Ropes:
         """Returns the tables of rotary positions, and the row of theirs that each row has: those of a document where
         documents are packed."""
         c, device, position_ids = self.config, inputs.tokens.device, inputs.position_ids

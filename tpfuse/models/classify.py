@@ -36,9 +36,9 @@ from ..parallel import TensorParallel
 from .config.model import ModelConfig
 from .families import PER, SEQUENCE, TOKEN, Family
 from .files.source import Source
-from .head import Dense
+from .head import ReplicatedLinear
 from .inputs import Inputs, readable
-from .rows import Rows
+from .rows import BatchRows
 
 REGRESSION, SINGLE, MULTI = PROBLEMS = "regression", "single_label_classification", "multi_label_classification"
 _FIELDS: dict[str, Rule] = dict(
@@ -127,7 +127,7 @@ class Classifier:
         return config | {key: value for key, value in fields.items() if value is not None}
 
 
-class ClassifierHead(Dense):
+class ClassifierHead(ReplicatedLinear):
     """The head of a :class:`Classifier`; its call is logits of rows."""
 
     repr_fields = "classifier", "in_features", "out_features"
@@ -213,9 +213,11 @@ class ClassifierHead(Dense):
             return REGRESSION
         return SINGLE if getattr(labels, "dtype", None) in (torch.int64, torch.int32) else MULTI
 
-    def score_rows(self, x: Tensor, rows: Rows, inputs: Inputs, rng: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def score_rows(
+        self, x: Tensor, rows: BatchRows, inputs: Inputs, rng: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
         """This rank's x [m, D] -> the loss where there are labels, and logits [B, S, L] or [B, L]"""
-        logits = rows.whole(self(x, rng, rows.first, rows.batch))
+        logits = rows.collected(self(x, rng, rows.first, rows.batch))
         if self.classifier.per == SEQUENCE:
             samples = torch.arange(rows.batch, device=logits.device)
             logits = logits[samples, last_tokens(inputs, self.classifier.pad_token_id)]

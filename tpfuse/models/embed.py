@@ -15,13 +15,13 @@ from ..layers.norm import LayerNorm
 from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..sequence_parallel.crossings import expanded
-from .head import Table
+from .head import ReplicatedTable
 
 
 class Lookup(NamedTuple):
     """A replicated table and the row of it that each of this rank's rows has, int64 [m]."""
 
-    table: Table
+    table: ReplicatedTable
     rows: Tensor
 
 

@@ -19,7 +19,6 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
-from ..layers import Call, VocabParallelEmbedding
 from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
@@ -33,10 +32,10 @@ from .families import FAMILIES
 from .files.names import head_weights
 from .files.read import ModelDirectory
 from .generation.generate import generate
-from .head import LMHead, Table
+from .head import LMHead
 from .inputs import Inputs, check_asked, check_packed
 from .model import Model, Output
-from .rows import Rows
+from .rows import BatchRows
 from .stack import make_block
 from .stages import Batch
 
@@ -74,28 +73,21 @@ class GPT(Model):
         stage: Stage | tuple[Any, ...] | None = None,
     ):
         lm_head = lm_head and classifier is None
-        how: dict[str, Any] = dict(saving=saving, recompute=recompute, classifier=classifier, stage=stage)
-        super().__init__(config, tp=tp, dp=dp, seed=seed, **how, lm_head=lm_head)
-        c, tp = config, self.tp
+        super().__init__(
+            config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, stage=stage, classifier=classifier,
+            lm_head=lm_head,
+        )  # fmt: skip
+        c, tp, stages = config, self.tp, self.stages
         with torch.device("meta"):
-            scale = c.hidden_size**0.5 if c.scaled_embedding else None
-            table: dict[str, Any] = dict(scale=scale, init_std=c.init_std)
-            first, last = self.stages.has_first, self.stages.has_last
-            if self.stages.has_embedding:
-                self.embedding = VocabParallelEmbedding(c.vocab_size, c.hidden_size, tp=tp, **table)
-            else:
-                self.register_module("embedding", None)
-            learned = first and c.rope is None
-            self.positions = Table(c.max_positions, c.hidden_size, tp, c.init_std) if learned else None
+            self._make_embedding(c.hidden_size**0.5 if c.scaled_embedding else None)
+            self.positions = self._make_table(c.learned_positions)
             make_norm = lambda: norm_layer(c.norm_shape, c.hidden_size, tp=tp)
-            self.norm_in = make_norm() if enters(c.wiring) and first else None
-            self.blocks = self.stages.make_blocks(
+            self.norm_in = make_norm() if enters(c.wiring) and stages.has_first else None
+            self.blocks = stages.make_blocks(
                 lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
                 make_norm if enters(c.wiring) else None,
             )
-            head: dict[str, Any] = dict(bias=False, tied=c.tie_embeddings, init_std=c.init_std)
-            head |= dict(softcap=c.logit_softcap)
-            self.head = LMHead(c.hidden_size, c.vocab_size, tp=tp, **head) if lm_head and last else None
+            self.head = self._make_head(bias=False, softcap=c.logit_softcap) if lm_head and stages.has_last else None
             self.classifier = ClassifierHead("GPT", classifier, c, tp) if classifier is not None else None
         self._tables: dict[bool, tuple[tuple[Any, ...], list[tuple[Tensor, Tensor]]]] = {}
         self._choose_recompute(recompute)
@@ -183,25 +175,23 @@ class GPT(Model):
             below = inputs.shape[1]
             inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
-        rows, rng = Rows(inputs.shape, self.tp), self._rng(inputs)
-        packed, longest = inputs.cu_seqlens, None if inputs.cu_seqlens is None else longest
+        rows = BatchRows(inputs.shape, self.tp)
         rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
-        blocks = Call(rows.batch, rows.seq, rng, inputs.key_mask, cu_seqlens=packed, max_seqlen=longest, rope=rope)
-        return Batch(inputs, rows, rng, blocks)
+        return self._batch(inputs, rows, longest, rope)
 
     def _count_labels(self, inputs: Inputs) -> Tensor:
         assert inputs.labels is not None
         return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum()
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
-        return self._embed(batch.rows, batch.inputs.tokens, batch.inputs.position_ids, batch.rng)
+        return self._embed(batch.rows, batch.inputs.tokens, batch.inputs.position_ids, batch.call.rng)
 
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
-        inputs, rows, rng, _ = batch
+        inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
         if self.classifier is not None:
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
         if self.head is None:
-            return Output(last_hidden_state=rows.whole(normed.rows), hidden_states=states)
+            return Output(last_hidden_state=rows.collected(normed.rows), hidden_states=states)
         labels = None
         if inputs.labels is not None:
             labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
@@ -218,7 +208,7 @@ class GPT(Model):
         return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
 
     def _embed(
-        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+        self, rows: BatchRows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
     ) -> tuple[Tensor, Normed]:
         """Embeds tokens: ids [B, S], or rows [B, S, D] in their place -> h and n of the first block."""
         c, ids = self.config, tokens if tokens.dim() == 2 else None
@@ -236,7 +226,7 @@ class GPT(Model):
         return embed(self.embedding, self.norm_in, x, drop, positions=positions, recompute=self.recompute is not None)
 
     def _rope(
-        self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
+        self, rows: BatchRows, position_ids: Tensor | None, device: torch.device, below: int | None = None
     ) -> Rope | Ropes | None:
         """Returns the tables of rotary positions, and the row of theirs that each row has.
 

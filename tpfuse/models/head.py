@@ -19,7 +19,7 @@ from ..sequence_parallel import gather_linear_cross_entropy
 from ..sequence_parallel.loss import gather_stats
 
 
-class Table(ParallelModule):
+class ReplicatedTable(ParallelModule):
     """Learned rows [P, D], replicated: positions, token types."""
 
     weight: nn.Parameter
@@ -33,7 +33,7 @@ class Table(ParallelModule):
         return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
 
 
-class Dense(ParallelModule):
+class ReplicatedLinear(ParallelModule):
     """A replicated linear layer, for rows of this rank or for values that are the same on every rank."""
 
     repr_fields = "in_features", "out_features", "activation"

@@ -12,6 +12,7 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..layers.block import TransformerBlock
+from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
 from ..layers.module import initialize, local, module_state
@@ -27,9 +28,9 @@ from .files.names import FileOrigin, ModelFiles
 from .files.read import ModelDirectory, load
 from .files.write import save
 from .groups import Groups
-from .head import LMHead
+from .head import LMHead, ReplicatedTable
 from .inputs import Inputs, check_given, check_inputs, check_tokens
-from .rows import Rows
+from .rows import BatchRows
 from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
 
@@ -102,6 +103,28 @@ class Model(nn.Module):
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
+    def _make_embedding(self, scale: float | None = None) -> None:
+        """Makes the embedding, where a stage here needs it."""
+        c = self.config
+        if self.stages.has_embedding:
+            self.embedding = VocabParallelEmbedding(
+                c.vocab_size, c.hidden_size, tp=self.tp, scale=scale, init_std=c.init_std
+            )
+        else:
+            self.register_module("embedding", None)
+
+    def _make_table(self, count: int) -> ReplicatedTable | None:
+        """Returns ``count`` learned rows that are added to the embedding's; None for none, and on other stages."""
+        c = self.config
+        return ReplicatedTable(count, c.hidden_size, self.tp, c.init_std) if count and self.stages.has_first else None
+
+    def _make_head(self, *, bias: bool, softcap: float | None = None) -> LMHead:
+        c = self.config
+        return LMHead(
+            c.hidden_size, c.vocab_size, tp=self.tp, bias=bias, tied=c.tie_embeddings, init_std=c.init_std,
+            softcap=softcap,
+        )  # fmt: skip
+
     def _materialize(self) -> None:
         """Gives the modules, which were made on the meta device, storage and initial weights.
 
@@ -144,10 +167,10 @@ class Model(nn.Module):
     def _run_blocks(self, h: Tensor, normed: Normed, batch: Batch) -> tuple[Tensor, Normed, tuple[Tensor, ...] | None]:
         """Runs the blocks -> h and n of the last, and hidden_states [B, S, D] where they are to be returned."""
         states: list[Tensor] | None = [] if batch.inputs.output_hidden_states else None
-        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, call=batch.blocks)
+        h, normed = run_blocks(self.blocks, h, normed, states=states, full=self._full, call=batch.call)
         if states is None:
             return h, normed, None
-        return h, normed, tuple(map(batch.rows.whole, (*states, normed.rows)))
+        return h, normed, tuple(map(batch.rows.collected, (*states, normed.rows)))
 
     # ---- a call ----
 
@@ -174,8 +197,8 @@ class Model(nn.Module):
         """
         self.stages.check_whole("input_embeddings")
         check_tokens(type(self).__name__, input_ids)
-        rows = Rows(input_ids.shape, self.tp)
-        return rows.whole(self.embedding(rows.all(input_ids, -1)))
+        rows = BatchRows(input_ids.shape, self.tp)
+        return rows.collected(self.embedding(rows.all(input_ids, -1)))
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
@@ -204,7 +227,13 @@ class Model(nn.Module):
             return None
         return make_rng(self.seed, *self._counters(inputs, len(inputs.tokens)), inputs.tokens.device)
 
-    def _embedding_dropout(self, rows: Rows, rng: Tensor | None) -> EmbeddingDropout:
+    def _batch(self, inputs: Inputs, rows: BatchRows, longest: int | None, rope: Rope | Ropes | None) -> Batch:
+        """Returns a checked call, with the record that all of its blocks get."""
+        packed, rng, mask = inputs.cu_seqlens, self._rng(inputs), inputs.key_mask
+        call = Call(rows.batch, rows.seq, rng, mask, cu_seqlens=packed, max_seqlen=longest, rope=rope)
+        return Batch(inputs, rows, call)
+
+    def _embedding_dropout(self, rows: BatchRows, rng: Tensor | None) -> EmbeddingDropout:
         return EmbeddingDropout(self.config.embedding_dropout if self.training else 0.0, rng, rows.first, rows.batch)
 
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from ..collectives import collect, split
 from ..parallel import TensorParallel
 
 
-class Rows:
+class BatchRows:
     """[B, S] as sequence-major rows s * B + b, padded to a multiple of the row shards, and this rank's share."""
 
     def __init__(self, shape: torch.Size, tp: TensorParallel):
@@ -26,7 +26,7 @@ class Rows:
         rows = nn.functional.pad(x.transpose(0, 1).flatten(0, 1), (0, 0, 0, self.count - self.batch * self.seq))
         return split(rows, self.tp) if self.tp.sequence_parallel else rows
 
-    def whole(self, rows: Tensor) -> Tensor:
+    def collected(self, rows: Tensor) -> Tensor:
         """This rank's [m, D] -> [B, S, D], the same on every rank."""
         return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
 

@@ -37,10 +37,10 @@ def saving_of(name: str, saving: str | None, recompute: str | None) -> str:
 
 def make_block(config: ModelConfig, layer: int, *, tp: TensorParallel, saving: str) -> TransformerBlock:
     """Returns block ``layer`` of a model, whose initial output projections have GPT-2's scale where its family says."""
-    c, last = config, layer == config.num_layers - 1
+    c, place = config, LAST if layer == config.num_layers - 1 else INNER
     out_std = c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None
     return TransformerBlock.of(
-        c.attention_shape(layer), c.mlp_shape, c.norm_shape, wiring=c.wiring, place=LAST if last else INNER,
+        c.attention_shape(layer), c.mlp_shape, c.norm_shape, wiring=c.wiring, place=place,
         layer=layer, dropout=c.dropout, saving=saving, tp=tp, init=Init(c.init_std, out_std),
     )  # fmt: skip
 
@@ -52,13 +52,13 @@ def run_blocks(
 
     ``states`` gets the h that enters each.
     """
-    last: Any = None
-    for last in blocks:
+    block: Any = None
+    for block in blocks:
         if states is not None:
             states.append(h)
         recomputes = full and torch.is_grad_enabled()
-        h, normed = _recomputed(last, h, normed, call) if recomputes else last(h, normed, call=call)
-    if last is not None and not last.post_norm and served_backward(last):
+        h, normed = _recomputed(block, h, normed, call) if recomputes else block(h, normed, call=call)
+    if block is not None and not block.post_norm and served_backward(block):
         normed = normed._replace(n=_beside_unused(normed.n, h))
     return h, normed
 
@@ -66,8 +66,8 @@ def run_blocks(
 def _beside_unused(n: Tensor, h: Tensor) -> Tensor:
     """A frame of its own: torch.compile, which gives up that of the loop above at a graph break, cannot begin one at a
     Function's apply."""
-    beside: Tensor = _BesideUnused.apply(n, h)
-    return beside
+    same: Tensor = _BesideUnused.apply(n, h)
+    return same
 
 
 class _BesideUnused(Function):
@@ -98,23 +98,23 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
         return h, Normed(n)
     if recipe is None or block.post_norm:  # in post-norm n is h
         return _normed(checkpoint(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n, **options))
-    first, shape, differentiated = [n], n.shape, n.requires_grad
+    forward, shape, differentiated = [n], n.shape, n.requires_grad
     (_, *tensors), constants = recipe.tensors, recipe.constants
 
-    def from_recipe(h: Tensor, *kept: Any) -> tuple[Any, ...]:
-        if first:  # in forward, where the graph goes on to what made n
-            return _flat(block(h, Normed(first.pop()), call=call))
-        n = norm_apply(Recompute(h.detach(), *kept, *constants)).expand(shape).requires_grad_(differentiated)
+    def from_recipe(h: Tensor, *saved: Any) -> tuple[Any, ...]:
+        if forward:  # where the graph goes on to what made n
+            return _flat(block(h, Normed(forward.pop()), call=call))
+        n = norm_apply(Recompute(h.detach(), *saved, *constants)).expand(shape).requires_grad_(differentiated)
         return _flat(block(h, Normed(n), call=call))
 
     return _normed(checkpoint(from_recipe, h, *tensors, **options))
 
 
-def _flat(made: tuple[Tensor, Normed]) -> tuple[Any, ...]:
-    h, (n, recompute) = made
+def _flat(output: tuple[Tensor, Normed]) -> tuple[Any, ...]:
+    h, (n, recompute) = output
     return h, n, recompute
 
 
-def _normed(made: tuple[Any, ...]) -> tuple[Tensor, Normed]:
-    h, *normed = made
+def _normed(flat: tuple[Any, ...]) -> tuple[Tensor, Normed]:
+    h, *normed = flat
     return h, Normed(*normed)

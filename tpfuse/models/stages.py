@@ -26,7 +26,7 @@ from ..sequence_parallel.crossings import expanded
 from .config.model import ModelConfig
 from .groups import Groups
 from .inputs import ALIGNED, Inputs, check_tokens
-from .rows import Rows
+from .rows import BatchRows
 from .stack import FULL, run_blocks
 
 
@@ -37,9 +37,8 @@ class Batch(NamedTuple):
     """
 
     inputs: Inputs
-    rows: Rows
-    rng: Tensor | None
-    blocks: Call  # what every block is called with
+    rows: BatchRows
+    call: Call  # of every block
 
 
 class StagedModel(Protocol):
@@ -161,7 +160,7 @@ class ModelStages:
         """
         h, normed = model._embedded(batch) if chunk.is_first else self._received(model, chunk, x)
         blocks = [model.blocks[layer] for layer in chunk.layers]
-        h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, call=batch.blocks)
+        h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, call=batch.call)
         if not chunk.is_last:
             return h
         loss: Tensor | None = model._finish(h, normed, batch, None).loss

@@ -31,7 +31,7 @@ from ...layers.linear import RowParallelLinear
 from ...layers.module import local
 from ...layers.norm import LayerNorm, SplitNorm
 from ...layers.wiring import Branch, Join, Norm, norm_names, run
-from ..rows import Rows
+from ..rows import BatchRows
 from .model import CausalModel
 from .shared_memory import Exchange, exchange
 
@@ -316,7 +316,7 @@ class _Turning:
 
     def __call__(self, positions: Tensor) -> _Turn:
         """positions [B, n] -> the turns of rows [n B]"""
-        rope = self.model._rope(Rows(positions.shape, self.model.tp), positions, positions.device, self.columns)
+        rope = self.model._rope(BatchRows(positions.shape, self.model.tp), positions, positions.device, self.columns)
         assert rope is not None
         rope = rope[self.which] if isinstance(rope, Ropes) else rope
         assert rope.positions is not None

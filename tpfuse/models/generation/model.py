@@ -11,9 +11,9 @@ from ...layers.embedding import VocabParallelEmbedding
 from ...layers.wiring import Normed
 from ...parallel import TensorParallel
 from ..config.gpt import GPTConfig
-from ..head import LMHead, Table
+from ..head import LMHead, ReplicatedTable
 from ..inputs import Inputs
-from ..rows import Rows
+from ..rows import BatchRows
 from ..stages import ModelStages
 
 
@@ -24,7 +24,7 @@ class CausalModel(Protocol):
     config: GPTConfig
     stages: ModelStages
     embedding: VocabParallelEmbedding
-    positions: Table | None
+    positions: ReplicatedTable | None
     norm_in: Any
     blocks: nn.ModuleList
     head: LMHead | None
@@ -35,9 +35,9 @@ class CausalModel(Protocol):
     def _compare(self, call: str, arguments: dict[str, Any]) -> None: ...
     def _check_inputs(self, inputs: Inputs) -> None: ...
     def _embed(
-        self, rows: Rows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
+        self, rows: BatchRows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
     ) -> tuple[Tensor, Normed]: ...
     def _rope(
-        self, rows: Rows, position_ids: Tensor | None, device: torch.device, below: int | None = None
+        self, rows: BatchRows, position_ids: Tensor | None, device: torch.device, below: int | None = None
     ) -> Rope | Ropes | None: ...
     def _tied(self) -> Tensor | None: ...

@@ -4,7 +4,6 @@ a cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from ...kernels.attn.options import as_key_mask
 from ...layers.cache import KVCache, Place
 from ...layers.call import Call
 from ...ranks.agreement import any_rank
-from ..rows import Rows
+from ..rows import BatchRows
 from .direct import Direct, applies
 from .model import CausalModel
 from .request import Request
@@ -112,16 +111,14 @@ def pass_of(model: CausalModel, request: Request) -> Pass:
     direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
     pieces, switch = pieces_of(model, request.ids), model.config.switches_at
 
-    def make(seen: Tensor, ids: Tensor) -> Pass:
-        kept: dict[str, Any] = dict(padded=request.padded)
+    def make(visible: Tensor, ids: Tensor) -> Pass:
         if direct:
-            sizes: dict[str, Any] = dict(prompt=-(-ids.shape[1] // pieces), new=seen.shape[1] - ids.shape[1])
-            run = Direct(model, seen, **kept, **sizes)
+            prompt, new = -(-ids.shape[1] // pieces), visible.shape[1] - ids.shape[1]
+            run = Direct(model, visible, padded=request.padded, prompt=prompt, new=new)
             return Pass(run, run.caches, pieces=pieces, direct=True)
-        caches = [KVCache(seen, **kept) for _ in model.blocks]
-        return Pass(
-            lambda ids, positions: by_layers(model, caches, ids, positions), caches, pieces=pieces, direct=False
-        )
+        caches = [KVCache(visible, padded=request.padded) for _ in model.blocks]
+        by_blocks = lambda ids, positions: by_layers(model, caches, ids, positions)
+        return Pass(by_blocks, caches, pieces=pieces, direct=False)
 
     if switch is None or request.visible.shape[1] <= switch:
         return make(request.visible, request.ids)
@@ -137,12 +134,11 @@ def pieces_of(model: CausalModel, ids: Tensor) -> int:
 
 def by_layers(model: CausalModel, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
     """One pass on the path of training, over every feature that a model's layers have."""
-    rows, first = Rows(ids.shape, model.tp), caches[0].length == 0
+    rows, cache = BatchRows(ids.shape, model.tp), caches[0]
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
     h, normed = model._embed(rows, valid, positions, None)
-    seen = caches[0].mask
-    rope = model._rope(rows, positions, ids.device, below=seen.shape[1])
-    mask = seen[:, : rows.seq] if first and caches[0].padded else None
+    rope = model._rope(rows, positions, ids.device, below=cache.mask.shape[1])
+    mask = cache.mask[:, : rows.seq] if cache.length == 0 and cache.padded else None
     call = Call(rows.batch, rows.seq, key_mask=as_key_mask("attention_mask", mask), rope=rope)
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, call=call._replace(cache=cache))
