@@ -7,6 +7,7 @@ The first norm belongs to the embedding, and each block owns the norm after its 
 final norm.  Without norms before attention and the MLP n is h, but behind the last block.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ class GPT(Model):
         cached = self._tables.get(kind)
         if cached is None or cached[0] != key or len(cached[1][0][0]) < length * len(stretches):
             with torch.inference_mode(False):  # the calls to come may need what backward can save
-                tables = [self._rotation(options, length, stretches, device) for options in c.rotations]
+                tables = [self._rotation(rope, length, stretches, device) for rope in c.ropes]
             self._tables[kind] = cached = key, tables
         positions = None if position_ids is None else rows.all(position_ids, 0)[: rows.batch * rows.seq]
         if positions is not None and position_ids is not None and switch is not None:
@@ -265,12 +266,20 @@ class GPT(Model):
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 
     def _rotation(
-        self, options: dict[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
+        self, rope: Mapping[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of ``length`` positions, for calls of each of ``stretches`` one below another."""
-        tables = [rope_table(self.config.head_size, length, **options, seq_len=n, device=device) for n in stretches]
-        cos, sin = zip(*tables, strict=True)
-        return (cos[0], sin[0]) if len(tables) == 1 else (torch.cat(cos), torch.cat(sin))
+        c, scaling = self.config, dict(rope)
+        table = lambda seq_len: rope_table(
+            c.head_size,
+            length,
+            scaling=scaling,
+            max_position_embeddings=c.max_positions,
+            seq_len=seq_len,
+            device=device,
+        )
+        cos, sin = zip(*map(table, stretches), strict=True)
+        return (cos[0], sin[0]) if len(cos) == 1 else (torch.cat(cos), torch.cat(sin))
 
     generate = generate
 

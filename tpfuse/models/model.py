@@ -210,8 +210,10 @@ class Model(nn.Module):
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
         checked = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
-        limits: dict[str, Any] = dict(most=self.config.max_positions, start=self.config.first_position, longest=longest)
-        check_inputs(type(self).__name__, checked, **limits, device=next(self.parameters()).device)
+        check_inputs(
+            type(self).__name__, checked, most=self.config.max_positions, start=self.config.first_position,
+            longest=longest, device=next(self.parameters()).device,
+        )  # fmt: skip
         if self.classifier is not None:
             self.classifier.check_call(inputs)
 

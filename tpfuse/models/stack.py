@@ -1,5 +1,6 @@
 """A model's blocks one after another, each kept whole for backward or recomputed from its input."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,12 +93,12 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
     No random state is kept: dropout's masks are functions of positions.
     """
     n, recipe = normed
-    options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
+    rerun = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if torch.compiler.is_compiling():  # whose graphs return tensors
-        h, n = checkpoint(lambda h, n: _flat(block(h, Normed(n), call=call))[:2], h, n, **options)
+        h, n = rerun(lambda h, n: _flat(block(h, Normed(n), call=call))[:2], h, n)
         return h, Normed(n)
     if recipe is None or block.post_norm:  # in post-norm n is h
-        return _normed(checkpoint(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n, **options))
+        return _normed(rerun(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n))
     forward, shape, differentiated = [n], n.shape, n.requires_grad
     (_, *tensors), constants = recipe.tensors, recipe.constants
 
@@ -107,7 +108,7 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
         n = norm_apply(Recompute(h.detach(), *saved, *constants)).expand(shape).requires_grad_(differentiated)
         return _flat(block(h, Normed(n), call=call))
 
-    return _normed(checkpoint(from_recipe, h, *tensors, **options))
+    return _normed(rerun(from_recipe, h, *tensors))
 
 
 def _flat(output: tuple[Tensor, Normed]) -> tuple[Any, ...]:

@@ -111,7 +111,8 @@ def test_only_dynamic_positions_past_the_trained_length_are_stretched(kind, own,
     )
     config = replace(GPT_CONFIG, family="llama", rope=rope)
     assert config.stretched == (stretched and kind == "dynamic")
-    short, long = (rope_table(4, 2, **config.rope_arguments, seq_len=n)[0] for n in (1, config.max_positions))
+    options = dict(scaling=dict(config.rope), max_position_embeddings=config.max_positions)
+    short, long = (rope_table(4, 2, **options, seq_len=n)[0] for n in (1, config.max_positions))
     assert torch.equal(short, long) != config.stretched
 
 

@@ -89,18 +89,6 @@ class GPTConfig(ModelConfig):
         )  # fmt: skip
 
     @property
-    def rope_arguments(self) -> dict[str, Any]:
-        """The arguments of :func:`tpfuse.kernels.rotary.table.rope_table` beside head width and length."""
-        return dict(scaling=dict(self.rope or {}), max_position_embeddings=self.max_positions)
-
-    @property
-    def rotations(self) -> list[dict[str, Any]]:
-        """The arguments of each table of rotary positions: of all layers, or of those without a window and those with
-        one."""
-        local = [] if self.local_rope is None else [self.rope_arguments | dict(scaling=dict(self.local_rope))]
-        return [self.rope_arguments, *local]
-
-    @property
     def attention_scale(self) -> float | None:
         """The factor of attention scores; None: head_size ** -0.5."""
         return None if self.attention_scalar is None else self.attention_scalar**-0.5

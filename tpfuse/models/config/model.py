@@ -189,8 +189,8 @@ class ModelConfig:
 
     def _check_ropes(self) -> None:
         for rope in self.ropes:
-            sizes = dict(head_size=self.head_size, max_positions=self.max_positions)
-            check_rope(self._name, rope, self.hf.rotary_keys, **sizes)
+            keys, head_size, most = self.hf.rotary_keys, self.head_size, self.max_positions
+            check_rope(self._name, rope, keys, head_size=head_size, max_positions=most)
 
     @property
     def _name(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import COUNT, Rule, check_number, described, limited
 from .passes import Pass
-from .request import Request
+from .request import GenerationRequest
 from .sampling import Scores
 from .stopping import Stopping, is_end
 
@@ -63,7 +63,7 @@ class _Hypotheses(NamedTuple):
 class Search:
     """The beams of every prompt.  ``text`` [B n, S + new] and ``token`` [B n, 1] are those that run on."""
 
-    def __init__(self, request: Request, beams: Beams, scores: Scores):
+    def __init__(self, request: GenerationRequest, beams: Beams, scores: Scores):
         ids, self.n = request.ids, beams.num_beams
         (self.batch, self.prompt), self.beams, self.scores = ids.shape, beams, scores
         self.ends, self.new = request.ends, request.new
@@ -138,7 +138,7 @@ class Search:
 
 
 def search(
-    request: Request, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, interval: int
+    request: GenerationRequest, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, interval: int
 ) -> Tensor:
     """Returns the best sequences [B x sequences, S + new]; every ``interval`` tokens the search ends if no better ones
     can come."""

@@ -77,8 +77,7 @@ class Direct:
         self.model, self.exchange = model, exchange(model.tp, seen.device)
         dtype = model.embedding.weight.dtype
         self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-        rotations = 0 if model.config.rope is None else len(model.config.rotations)
-        self.turnings = [_Turning(model, seen.shape[1], i) for i in range(rotations)]
+        self.turnings = [_Turning(model, seen.shape[1], i) for i in range(len(model.config.ropes))]
         self.norm = _norm(model.norm_in) if model.norm_in is not None else None
         self.form = form_for(dtype, rows=len(seen), times=new)
         tied, self.capped = model._tied(), model.head.capped

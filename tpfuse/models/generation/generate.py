@@ -20,7 +20,7 @@ from .graph import GraphStep, may_capture
 from .listening import Listener
 from .model import CausalModel
 from .passes import pass_of
-from .request import Length, Request, checked
+from .request import GenerationRequest, Length, checked
 from .sampling import Chooser, Processor, Sampling, Scores, callables
 from .step import TokenStep
 from .stopping import Stopping, until_all_ended
@@ -150,7 +150,7 @@ def generate(
 
 def _begun(
     model: CausalModel,
-    request: Request,
+    request: GenerationRequest,
     processors: tuple[Processor, ...],
     on_prompt: Callable[[int, int], None] = lambda *_: None,
 ) -> TokenStep:
@@ -166,7 +166,7 @@ def _begun(
 
 
 def _continued(
-    step: TokenStep, run: Callable[[], None], request: Request, listeners: tuple[Stopping, Listener]
+    step: TokenStep, run: Callable[[], None], request: GenerationRequest, listeners: tuple[Stopping, Listener]
 ) -> Tensor:
     """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
     (stopping, listener), ids, scores = listeners, request.ids, step.choose.scores
@@ -195,7 +195,12 @@ def _continued(
 
 
 def _searched(
-    model: CausalModel, request: Request, beams: Beams, *, processors: tuple[Processor, ...], stopping: Stopping
+    model: CausalModel,
+    request: GenerationRequest,
+    beams: Beams,
+    *,
+    processors: tuple[Processor, ...],
+    stopping: Stopping,
 ) -> Tensor:
     """Returns the prompts, and behind them the best sequences."""
     ids = request.ids

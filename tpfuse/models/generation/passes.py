@@ -15,7 +15,7 @@ from ...ranks.agreement import any_rank
 from ..rows import BatchRows
 from .direct import Direct, applies
 from .model import CausalModel
-from .request import Request
+from .request import GenerationRequest
 
 PIECE = 2048  # rows
 
@@ -39,7 +39,7 @@ class Pass:
             self.place.advance()
         return self.run(ids, positions)
 
-    def read(self, request: Request, on_prompt: Callable[[int, int], None]) -> Tensor:
+    def read(self, request: GenerationRequest, on_prompt: Callable[[int, int], None]) -> Tensor:
         """Returns the prompts' logits [B, V/R]; calls ``on_prompt(columns read, columns)`` behind each piece."""
         ids, count = request.ids, 0
         for piece, positions in zip(*(t.tensor_split(self.pieces, 1) for t in (ids, request.positions)), strict=True):
@@ -77,7 +77,7 @@ class _Switching(Pass):
 
     alike = False
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: Request, limit: int):
+    def __init__(self, make: Callable[[Tensor, Tensor], Pass], request: GenerationRequest, limit: int):
         super().__init__(self._go_on, [], pieces=1, direct=True)
         self.make, self.limit, self.visible = make, limit, request.visible
         self.now: Pass | None = None
@@ -106,7 +106,7 @@ class _Switching(Pass):
         self.ids, self.positions = self.ids[rows], self.positions[rows]
 
 
-def pass_of(model: CausalModel, request: Request) -> Pass:
+def pass_of(model: CausalModel, request: GenerationRequest) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
     direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
     pieces, switch = pieces_of(model, request.ids), model.config.switches_at

@@ -38,7 +38,7 @@ class Length(NamedTuple):
     pad_token_id: int | None = None
 
 
-class Request(NamedTuple):
+class GenerationRequest(NamedTuple):
     """Prompts [B, S] that end at column S, with what follows them."""
 
     ids: Tensor
@@ -63,7 +63,7 @@ class Request(NamedTuple):
 
 def checked(
     model: CausalModel, prompt: tuple[Tensor | None, Tensor | None], sampling: Sampling, beams: int, length: Length
-) -> Request:
+) -> GenerationRequest:
     """Returns the request for ``prompt``, ids and their mask [B, S].
 
     ValueError, which names the argument, for what no model takes.
@@ -95,7 +95,7 @@ def checked(
     order = torch.sort(mask.int(), dim=1, stable=True).indices  # padding first, tokens in their order
     ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     check_ids("generate: input_ids", ids.masked_fill(~mask, 0), vocab)
-    return Request(
+    return GenerationRequest(
         ids.masked_fill(~mask, 0 if pad is None else pad),
         mask,
         padded=attention_mask is not None,

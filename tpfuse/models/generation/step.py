@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .passes import Pass
-from .request import Request
+from .request import GenerationRequest
 from .sampling import Chooser
 from .stopping import is_end
 
@@ -18,7 +18,7 @@ class TokenStep:
     ``token`` [B, 1] is the last one's.  ``prompt_logits`` [B, V/R] are the logits that the prompts give.
     """
 
-    def __init__(self, request: Request, forward: Pass, choose: Chooser, prompt_logits: Tensor):
+    def __init__(self, request: GenerationRequest, forward: Pass, choose: Chooser, prompt_logits: Tensor):
         self.prompt_logits, self.forward, self.choose = prompt_logits, forward, choose
         self.pad, self.ends = request.pad, request.ends
         ids, n = request.ids.repeat_interleave(request.sequences, 0), request.sequences
