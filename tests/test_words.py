@@ -47,7 +47,7 @@ LATE: dict[str, tuple[int, int, int]] = {
 }
 # Class names that still stand in several files.
 TWICE: set[str] = set(
-    ("Asked Backward Call Linear Loss Message Norm Place Rows Saved Work _Block _Layer ").split()
+    ("Asked Backward Call Linear Loss Message Norm Place Request Rows Saved Work _Block _Layer ").split()
 )
 
 
