@@ -1,4 +1,7 @@
-"""Rules that hold for the tree as a whole: imports, argument lists, what the library promises never to do."""
+"""Rules that hold for the tree as a whole: imports, argument lists, what the library promises never to do.
+
+Spans: every source of tpfuse/, and where the files of tests/ stand.
+"""
 
 import ast
 import importlib
@@ -338,8 +341,8 @@ LOOSE: dict[str, str] = dict.fromkeys(
 )
 RECORDS = ["kernels", "ranks", "sequence_parallel", "layers", "pipeline", "parallel", "collectives"]
 # Of rooms that are not there yet, how many are left beside LOOSE; and of the whole library, at most
-LATE = {"kernels": 54, "layers": 111, "sequence_parallel": 4}
-ALL = 458
+LATE = {"kernels": 54, "layers": 13}
+ALL = 277
 
 
 def loose_arguments(source):
@@ -406,16 +409,6 @@ def test_loose_arguments_are_seen():
 
 TESTS = sorted(path for path in ROOT.glob("tests/**/test_*.py"))
 ELSEWHERE: set[str] = {
-    "tests/attack/test_directory.py",
-    "tests/attack/test_inputs.py",
-    "tests/attack/test_ranks.py",
-    "tests/bench/test_account.py",
-    "tests/bench/test_plan_check.py",
-    "tests/docs/test_contributing.py",
-    "tests/docs/test_documents.py",
-    "tests/docs/test_site.py",
-    "tests/docs/test_tree.py",
-    "tests/examples/test_train_gpt_pipeline.py",
     "tests/kernels/attn/test_features.py",
     "tests/kernels/attn/test_launch.py",
     "tests/kernels/norm/test_dropout.py",
@@ -427,11 +420,7 @@ ELSEWHERE: set[str] = {
     "tests/kernels/test_driver.py",
     "tests/kernels/test_hostile.py",
     "tests/kernels/test_overflow.py",
-    "tests/test_architecture.py",
-    "tests/test_composition.py",
-    "tests/test_packaging.py",
     "tests/tools/plan/intra/test_searches.py",
-    "tests/tools/plan/test_published.py",
 }  # which do not yet
 
 

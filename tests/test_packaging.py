@@ -1,4 +1,7 @@
-"""The wheel holds the package as the tree has it: every module and every table, and nothing else."""
+"""The wheel holds the package as the tree has it: every module and every table, and nothing else.
+
+Spans: pyproject.toml.
+"""
 
 import pathlib
 import subprocess

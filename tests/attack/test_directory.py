@@ -1,4 +1,7 @@
-"""What a directory of unknown origin can and cannot do, case by case."""
+"""What a directory of unknown origin can and cannot do, case by case.
+
+Spans: tpfuse/models/files, tpfuse/training/checkpoint and tpfuse/interop, whose readers meet the same spoilt files.
+"""
 
 import functools
 import json

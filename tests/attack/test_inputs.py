@@ -1,5 +1,8 @@
 """Odd arguments, from a table: each is right, or an error that names the function and the argument, and a call that is
-refused leaves the model as it was."""
+refused leaves the model as it was.
+
+Spans: the public functions and models of tpfuse/, by one table of odd values.
+"""
 
 import math
 import re

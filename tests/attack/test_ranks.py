@@ -3,6 +3,8 @@
 A call is a training step, an evaluation, a generation; what a rank does otherwise is drawn from ALTERED and MODES.
 Nothing may be silently wrong, hang, abort, or end in an error of another kind, and afterwards the model goes on as if
 the refused call had not been.
+
+Spans: tpfuse/ranks and the calls of tpfuse/models that compare what ranks do.
 """
 
 import contextlib

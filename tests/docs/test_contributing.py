@@ -1,4 +1,7 @@
-"""The worked diffs of CONTRIBUTING.md are of this tree: a file holds what a diff adds, and not what it takes away."""
+"""The worked diffs of CONTRIBUTING.md are of this tree: a file holds what a diff adds, and not what it takes away.
+
+Spans: CONTRIBUTING.md.
+"""
 
 import pathlib
 import re

@@ -1,6 +1,8 @@
 """The README and the pages of docs/: their Python blocks run, their shell commands parse, their links lead somewhere.
 
 The blocks of one page run in order, in one namespace and in a fresh directory that holds a small GPT-2 at path/to/gpt2.
+
+Spans: README.md, CHANGELOG.md and docs/*.md.
 """
 
 import importlib

@@ -1,5 +1,8 @@
 """docs/tree.md lists every folder of tpfuse/, the folders' docstrings every file, and every path that the documents
-name exists."""
+name exists.
+
+Spans: docs/tree.md and the docstrings of tpfuse/**/__init__.py.
+"""
 
 import ast
 import pathlib
