@@ -420,7 +420,6 @@ ELSEWHERE: set[str] = {
     "tests/kernels/test_driver.py",
     "tests/kernels/test_hostile.py",
     "tests/kernels/test_overflow.py",
-    "tests/tools/plan/intra/test_searches.py",
 }  # which do not yet
 
 

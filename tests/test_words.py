@@ -26,7 +26,6 @@ DEEP = {"bench", "kernels", "models", "tools", "training"}  # whose folders are 
 LATE: dict[str, tuple[int, int, int]] = {
     "bench/compile": (26, 3, 2),
     "bench/kernels": (4, 0, 3),
-    "bench/plan": (6, 3, 0),
     "kernels": (9, 0, 0),
     "kernels/attn": (93, 8, 1),
     "kernels/gemm": (19, 3, 2),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from bench.pipeline import sleeping
 from tpfuse.pipeline import simulate
-from tpfuse.pipeline.schedules import SCHEDULES
+from tpfuse.pipeline.schedules import Order
 from tpfuse.tools.ledger.layer import with_layers
 from tpfuse.tools.ledger.machine import DEFAULT, Machine
 from tpfuse.tools.ledger.presets import load_config
@@ -34,12 +34,11 @@ from tpfuse.tools.plan.check import correlation, measure
 from tpfuse.tools.plan.cluster import preset, this_machine
 from tpfuse.tools.plan.costs import CostModel, cost_model
 from tpfuse.tools.plan.explain import label
-from tpfuse.tools.plan.in_flight import ordered
 from tpfuse.tools.plan.report import cells
 from tpfuse.tools.plan.search import candidates
 from tpfuse.tools.plan.spans import SpanCache
-from tpfuse.tools.plan.split import Job, Split
-from tpfuse.tools.plan.step import Load, micro_batches
+from tpfuse.tools.plan.split import Job
+from tpfuse.tools.plan.step import Load
 
 STAGES = 4
 
@@ -54,7 +53,7 @@ class PlanErrors(NamedTuple):
 
     @property
     def errors(self) -> list[float]:
-        """How far off the predictions are, in %."""
+        """Errors of the predictions, in %."""
         return [100 * (p / m - 1) for p, m in zip(self.predicted, self.measured, strict=True)]
 
     def row(self) -> str:
@@ -104,38 +103,42 @@ class SleepTimes(NamedTuple):
 
 
 def passes(load: Load, scale: float) -> list[sleeping.Passes]:
-    """Returns the seconds of a plan's stages, ``scale`` times as long; a backward pass that is whole is an I."""
-    F, B, I, W = (load.stages.seconds(kind).tolist() for kind in "FBIW")  # noqa: E741
-    two_passes = SCHEDULES[load.split.schedule].split
-    rows = zip(F, I if two_passes else B, W if two_passes else [0.0] * len(W), strict=True)
-    return [sleeping.Passes(*(scale * seconds for seconds in row)) for row in rows]
+    """Returns the seconds of a plan's stages, ``scale`` times as long."""
+    return [sleeping.Passes(*(scale * seconds for seconds in row)) for row in zip(*load.passes, strict=True)]
 
 
-def asleep(splits: list[Split], seconds: list[list[sleeping.Passes]], counts: list[int], rounds: int) -> SleepTimes:
+class Sleeper(NamedTuple):
+    """A plan whose stages sleep: the actions of its ranks, the seconds of its stages, and its micro-batches."""
+
+    order: Order
+    stages: list[sleeping.Passes]
+    micro_batches: int
+
+
+def asleep(sleepers: list[Sleeper], rounds: int) -> SleepTimes:
     """Returns the fastest of ``rounds`` steps of each plan; every rank calls it."""
     overhead, communication = sleeping.overhead(8, 0.01, 5), sleeping.communication(10)
-    work, times = list(zip(splits, seconds, counts, strict=True)), []
-    for split, stages, count in progress(work, "sleeping", long=True) if dist.get_rank() == 0 else work:
-        runtime = sleeping.runtime(ordered(split.schedule, split.pp, count, split.chunks), dist.group.WORLD, stages)
-        steps = [sleeping.step(runtime, count) for _ in range(rounds + 1)]
+    times = []
+    for x in progress(sleepers, "sleeping", long=True) if dist.get_rank() == 0 else sleepers:
+        runtime = sleeping.runtime(x.order, dist.group.WORLD, x.stages)
+        steps = [sleeping.step(runtime, x.micro_batches) for _ in range(rounds + 1)]
         times.append(min(steps[1:]))  # the step before these makes connections
     return SleepTimes(times, overhead, communication)
 
 
-def sleepers(job: Job, *, fastest: float, rounds: int) -> PlanErrors:
+def sleeping_stages(job: Job, *, fastest: float, rounds: int) -> PlanErrors:
     """Compares all plans of four stages, scaled so that the fastest takes ``fastest`` seconds."""
     staged = loads(job, STAGES, cost_model(preset("a100-80gb", STAGES)), pp=STAGES)
     scale = fastest / min(load.timeline().seconds for load in staged)
-    splits, seconds = [load.split for load in staged], [passes(load, scale) for load in staged]
-    counts = [micro_batches(job, split) for split in splits]
-    slept = on_ranks(STAGES, asleep, splits, seconds, counts, rounds)
-    predicted = []
-    for split, stages, count in zip(splits, seconds, counts, strict=True):
-        actions = ordered(split.schedule, split.pp, count, split.chunks)
-        F, I, W = map(list, zip(*stages, strict=True))  # noqa: E741
-        overheads = dict(communication=slept.communication, overhead=slept.overhead)
-        predicted.append(simulate(actions, F, I, W, **overheads).seconds)
-    names = [", ".join(map(str, cells(split))) for split in splits]
+    sleepers = [Sleeper(load.order(), passes(load, scale), load.count) for load in staged]
+    slept = on_ranks(STAGES, asleep, sleepers, rounds)
+    predicted = [
+        simulate(
+            x.order, *map(list, zip(*x.stages, strict=True)), communication=slept.communication, overhead=slept.overhead
+        ).seconds
+        for x in sleepers
+    ]
+    names = [", ".join(map(str, cells(load.split))) for load in staged]
     return PlanErrors("four stages that sleep", names, predicted, slept.steps)
 
 
@@ -153,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for compared in (
         training(Machine.load(args.machine), trained, steps=args.steps),
-        sleepers(staged, fastest=args.fastest, rounds=args.rounds),
+        sleeping_stages(staged, fastest=args.fastest, rounds=args.rounds),
     ):
         print(compared.text(), flush=True)
         rows.append(compared.row())

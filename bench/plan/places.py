@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     @property
     def behind(self) -> float:
-        """How much longer its step takes than the best one's, in %."""
+        """Seconds of its step beyond the best one's, in %."""
         return 100 * (self.published.seconds / self.best.seconds - 1)
 
 

@@ -28,20 +28,20 @@ class Row(NamedTuple):
     """A number of a paper, and ours."""
 
     table: str
-    what: str
+    case: str
     unit: str
     ours: float
     paper: float
 
     @property
     def error(self) -> float:
-        """How far off ours is, in %."""
+        """Error of ours, in %."""
         return 100 * (self.ours / self.paper - 1)
 
 
 # ---- Korthikanti et al. 2022: one layer of 22B, micro-batch 4, tp 8 ----
 
-LAYER = (  # what, sequence parallel, split, milliseconds forward and backward
+LAYER = (  # case, sequence parallel, split, milliseconds forward and backward
     ("no recomputation", False, Split(tp=8, micro_batch=4), 19.6),
     ("sequence parallel", True, Split(tp=8, micro_batch=4), 19.0),
     ("full recomputation", False, Split(tp=8, micro_batch=4, full=True), 27.2),
@@ -54,10 +54,10 @@ def one_layer() -> list[Row]:
     """Table 4."""
     cluster, job = preset("a100-80gb", 8), Job(PUBLISHED[0].config, 4, 2048, torch.float16)
     rows = []
-    for what, parallel, split, paper in LAYER:
+    for case, parallel, split, paper in LAYER:
         (block, *_) = MegatronCosts(cluster, sequence_parallel=parallel)(job, split).blocks
         ours = 1e3 * (block.seconds("F") + block.seconds("B"))
-        rows.append(Row("table 4", what, "ms", ours=ours, paper=paper))
+        rows.append(Row("table 4", case, "ms", ours=ours, paper=paper))
     return rows
 
 
@@ -109,8 +109,8 @@ def of_model(p: Published) -> list[Row]:
         Row("table 5", f"GPT {p.name}, selective, sequence parallel", "s", ours=selective.seconds, paper=p.seconds),
     ]
     if p.name == "1t":
-        what, ours = "GPT 1t, the same, if no rank waited", selective.without_bubble
-        rows.append(Row("table 5", what, "s", ours=ours, paper=p.seconds))
+        case, ours = "GPT 1t, the same, if no rank waited", selective.without_bubble
+        rows.append(Row("table 5", case, "s", ours=ours, paper=p.seconds))
     return rows
 
 
@@ -181,9 +181,11 @@ def pipefisher() -> list[Row]:
             timeline = simulate(actions, FORWARD, BACKWARD / 2, BACKWARD / 2)
             work = [Work(rank, depth * CURVATURE + INVERSION) for rank in range(depth)]
             ours = timeline.seconds, 100 * timeline.bubble, demand(timeline, work)
-            for what, unit, value, published in zip(("step", "bubble", "work"), ("ms", "%", "bubbles"), ours, paper):
-                what = f"{what} of {schedule}, D = N = {depth}"
-                rows.append(Row("schedules", what, unit, ours=value, paper=published))
+            for quantity, unit, value, published in zip(
+                ("step", "bubble", "work"), ("ms", "%", "bubbles"), ours, paper
+            ):
+                case = f"{quantity} of {schedule}, D = N = {depth}"
+                rows.append(Row("schedules", case, unit, ours=value, paper=published))
     return rows
 
 
@@ -199,7 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
 def report(rows: Sequence[tuple[str, Row]]) -> str:
     """Returns rows, each with its paper, as a table of a page of docs."""
     cells = [
-        f"| {source}, {r.table} | {r.what} | {r.unit} | {r.ours:.4g} | {r.paper:.4g} | {r.error:+.1f} % |"
+        f"| {source}, {r.table} | {r.case} | {r.unit} | {r.ours:.4g} | {r.paper:.4g} | {r.error:+.1f} % |"
         for source, r in rows
     ]
     return "\n".join(["| from | what | unit | here | paper | error |", "|---|---|---|---|---|---|", *cells])

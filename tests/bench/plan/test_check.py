@@ -28,6 +28,6 @@ def test_all_plans_of_two_processes_run():
 @pytest.mark.slow
 def test_all_plans_of_sleeping_stages_run():
     job = Job(load_config("gpt-3m"), 4, 32)
-    compared = check.sleepers(job, fastest=0.05, rounds=1)
+    compared = check.sleeping_stages(job, fastest=0.05, rounds=1)
     assert len(compared.measured) == len(compared.predicted) > 10
     assert all(m > 0.5 * p for p, m in zip(compared.predicted, compared.measured, strict=True))  # none is left out

@@ -35,7 +35,7 @@ def test_one_layer_of_korthikantis_table_4():
     rows = published.one_layer()
     check(rows, 5)
     in_the_page(published.KORTHIKANTI, rows)
-    times = {row.what: row.ours for row in rows}
+    times = {row.case: row.ours for row in rows}
     assert times["sequence parallel"] < times["no recomputation"] < times["selective"] < times["full recomputation"]
 
 

@@ -5,16 +5,7 @@ whole group the ring's rate is one device's.  Between units it is the smallest r
 members in a unit, m rings run at a time, each entering and leaving by another network card, so a group has m cards;
 groups that lie side by side in a unit share its cards.
 
-    device = "a100-80gb"             # or a table: name, peak.bfloat16, bandwidth, memory, gemm, attention, ...
-    devices = 64
-    [[levels]]
-    ranks = 8                        # devices of a unit
-    bandwidth = 230e9                # bytes a second that a device sends inside it
-    latency = 3.4e-6                 # seconds
-    [[levels]]
-    ranks = 64
-    bandwidth = 25e9
-    latency = 14e-6
+A cluster can be read from a TOML file (docs/plan.md).
 """
 
 import sys

@@ -55,7 +55,7 @@ class AllReduceTimes(NamedTuple):
         note = f"the fastest of {', '.join(OWN)}, at {rate}, {duration(latency)} and {duration(overhead)} a message"
         return f"{table(header, rows)}\n{note}; --json has all algorithms"
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         return dict(link=self.link._asdict(), ranks=list(self.ranks), sizes=list(self.sizes), seconds=self.times)
 
 

@@ -164,7 +164,7 @@ def cluster_of(args: Namespace) -> Cluster:
 
 def fixed_of(text: str | None) -> Fixed:
     """Returns the fields of "tp=8,schedule=zbv,full=yes,layers=3-4-4-3"; ValueError for an unknown field or value."""
-    fixed: dict[str, Any] = {}
+    fixed = dict[str, object]()
     for field in filter(None, (text or "").split(",")):
         name, equals, value = (x.strip() for x in field.partition("="))
         check(bool(equals), f"plan: --fix is FIELD=VALUE,.., got {field!r}")

@@ -82,7 +82,7 @@ class Plans(NamedTuple):
             notes.insert(0, "interrupted: the best so far")
         return "\n".join([table(header, rows), *notes])
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns plain numbers; examples/train_gpt.py --plan runs the first of ``plans``."""
         job = dict(batch=self.job.batch, seq=self.job.seq, dtype=str(self.job.dtype).removeprefix("torch."))
         job |= dict(optimizer=self.job.optimizer, num_layers=self.job.config.num_layers)
@@ -108,7 +108,7 @@ def cells(split: Split) -> tuple[str, int, str, str, str]:
     return split.mesh, split.micro_batch, saving, replicas, schedule
 
 
-def as_json(step: StepEstimate) -> dict[str, Any]:
+def as_json(step: StepEstimate) -> dict[str, object]:
     """Returns a plan's numbers: fields of Split, seconds by part, and bytes of each pipeline rank."""
     memory = [dict(m._asdict(), total=m.total) for m in step.memory]
     values = dict(step.split._asdict(), micro_batches=step.micro_batches, seconds=step.seconds, parts=step.parts)

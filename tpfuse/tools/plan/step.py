@@ -20,7 +20,7 @@ import numpy as np
 from ...kernels.runtime.errors import check
 from ...pipeline.action import BACKWARD, FORWARD, KINDS
 from ...pipeline.clock import OrderArrays
-from ...pipeline.schedules import SCHEDULES, placement
+from ...pipeline.schedules import SCHEDULES, Order, placement
 from ...pipeline.simulator import Timeline, simulate
 from .costs import CostModel
 from .in_flight import in_flight, ordered
@@ -143,12 +143,19 @@ class Load:
         split = SCHEDULES[self.split.schedule].split
         return float((start + self.busy + (tail if split else np.maximum(tail, finish))).max())
 
+    @property
+    def passes(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of each stage's F, I and W, as of :func:`simulate`; a backward pass that is whole counts as I."""
+        F, B, I, W = (self.stages.seconds(kind).tolist() for kind in KINDS)  # noqa: E741
+        return (F, I, W) if SCHEDULES[self.split.schedule].split else (F, B, [0.0] * len(W))
+
+    def order(self) -> Order:
+        """Returns the actions of all ranks."""
+        return ordered(self.split.schedule, self.split.pp, self.count, self.split.chunks)
+
     def timeline(self) -> Timeline:
         """Returns when each pass of a step runs on each rank, without sums and optimizer after the last."""
-        split, two_passes = self.split, SCHEDULES[self.split.schedule].split
-        actions = ordered(split.schedule, split.pp, self.count, split.chunks)
-        F, B, I, W = (self.stages.seconds(kind).tolist() for kind in KINDS)  # noqa: E741
-        return simulate(actions, F, I if two_passes else B, W if two_passes else [0.0] * len(W), communication=self.hop)
+        return simulate(self.order(), *self.passes, communication=self.hop)
 
     def step(self) -> StepEstimate:
         """Runs the clock."""

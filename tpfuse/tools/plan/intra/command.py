@@ -4,7 +4,7 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
 from ...command import (
@@ -155,7 +155,7 @@ class Layouts(NamedTuple):
                 pages += [f"{SECOND}: {difference(self.space, best, self.solutions[SECOND])}"]
         return "\n\n".join(pages)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         results = {name: result.json() for name, result in self.results().items()}
         return dict(variables=self.space.problem.variables, found=results, took=self.times, failed=self.failed)
 

@@ -1,7 +1,7 @@
 """Reports of a solution: the layouts of all ops, each change of layout with its cost, and the cost of any other layout
 of an op."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...ledger.text import duration, quantity, table
 from .problem import Solution
@@ -98,7 +98,7 @@ class Result(NamedTuple):
             ]
         )
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Returns plain numbers and lists."""
         plain = self._asdict()
         plain["ops"] = [c._asdict() for c in self.ops]

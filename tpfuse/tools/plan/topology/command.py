@@ -68,8 +68,8 @@ class NetworkTable(NamedTuple):
         note = f"{self.accelerators} accelerators of sixteen 400 Gb/s links; % of what all of them can inject"
         return "\n".join([table(header, rows), note, *(f"left out: {why}" for why in self.left_out)])
 
-    def json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {name: row._asdict() for name, row in self.rows.items()}
+    def json(self) -> dict[str, object]:
+        values: dict[str, object] = {name: row._asdict() for name, row in self.rows.items()}
         return {"accelerators": self.accelerators, **values, "left out": self.left_out}
 
 
