@@ -81,7 +81,8 @@ def _ring(n: int) -> Messages:
 
     def half(shift: int, adds: bool) -> list[Round]:
         parts = lambda i: [(r, (r + shift - i) % n) for r in range(n)]
-        return [tuple(Message(r, (r + 1) % n, part, part + 1, adds) for r, part in parts(i)) for i in range(n - 1)]
+        message = lambda r, part: Message(r, (r + 1) % n, part, part + 1, adds=adds)
+        return [tuple(message(r, part) for r, part in parts(i)) for i in range(n - 1)]
 
     return Messages(n, n, (*half(0, adds=True), *half(1, adds=False)))
 

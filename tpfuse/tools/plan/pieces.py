@@ -124,7 +124,8 @@ class LedgerCosts:
     def _priced(self, job: Job, split: Split, runs: PieceRuns, shapes: PieceShapes) -> Pieces:
         def piece(calls: PieceCalls, stage: int, sizes: ShapeCounts) -> PieceCost:
             passes = {kind: self._seconds(calls.passes[kind], job.dtype, split) for kind in KINDS}
-            return PieceCost(passes, calls.saved, calls.held, runs.transient[stage], _elements(sizes), sizes)
+            alive, elements = runs.transient[stage], _elements(sizes)
+            return PieceCost(passes, calls.saved, calls.held, transient=alive, parameters=elements, sizes=sizes)
 
         blocks = {window: piece(calls, _MIDDLE, shapes.block) for window, calls in runs.blocks.items()}
         return Pieces(

@@ -36,7 +36,7 @@ def best_plans(
     """
     costs, cache = cost_model(cluster, share=memory_share), SpanCache()
     result = search(job, cluster.devices, costs, fixed=fixed, keep=keep, cache=cache)
-    plans = Plans(job, cluster, costs, result, fixed, cache)
+    plans = Plans(job, cluster, costs, result, fixed=fixed, cache=cache)
     if not plans.steps:
         check(plans.result.complete, "plan: interrupted before the first plan")
         raise ValueError(_nothing_fits(plans))

@@ -66,13 +66,13 @@ class Spans:
         self._border = _row(pieces.border, split) if pieces.border else np.zeros_like(self._head)
         self._transient = max(p.transient for p in (*pieces.blocks, *([pieces.border] if pieces.border else [])))
         self._spans: dict[tuple[bool, bool], SpanCosts] = {}  # by whether the stage has the embedding, and the head
-        self._shares: dict[int, tuple[float, float, float, Array]] = {}  # by dp: elements of the pieces
+        self._shares: dict[int, tuple[Array, tuple[float, float, float]]] = {}  # by dp: elements of the pieces
         self._totals: dict[int, Stages] = {}
         self._partitions: dict[int, tuple[int, ...] | None] = {}
 
     def cut(self, layers: tuple[int, ...]) -> "Stages":
         """Returns the stages of so many blocks each."""
-        return Stages(_spans(self._sums, self._embedding, self._border, self._head, layers))
+        return Stages(_spans(self._sums, (self._embedding, self._border, self._head), layers))
 
     def elements(self, layers: tuple[int, ...], split: Split) -> Elements:
         """Returns each stage's elements: on the rank, in its FSDP shard, and gathered at once.  A pipeline stage is
@@ -92,13 +92,13 @@ class Spans:
     def _stage_elements(self, layers: tuple[int, ...], dp: int) -> Array:
         """Returns the elements of stages that FSDP over ``dp`` ranks leaves a rank."""
         if dp not in self._shares:
-            ends = self.pieces.embedding, self.pieces.border, self.pieces.head
-            embedding, border, head = (piece.share(dp) if piece else 0.0 for piece in ends)
+            outer = self.pieces.embedding, self.pieces.border, self.pieces.head
+            embedding, border, head = (piece.share(dp) if piece else 0.0 for piece in outer)
             shares = {id(block): block.share(dp) for block in {id(b): b for b in self.pieces.blocks}.values()}
             sums = np.cumsum([0.0, *(shares[id(block)] for block in self.pieces.blocks)])
-            self._shares[dp] = embedding, border, head, sums
-        embedding, border, head, sums = self._shares[dp]
-        return _spans(sums, embedding, border, head, layers)
+            self._shares[dp] = sums, (embedding, border, head)
+        sums, ends = self._shares[dp]
+        return _spans(sums, ends, layers)
 
     def transient(self, count: int) -> Array:
         """Returns, for each of ``count`` stages, the most bytes that a pass has alive besides what it keeps."""
@@ -137,8 +137,10 @@ class Spans:
         return self._spans[ends]
 
 
-def _spans(sums: Array, embedding: Any, border: Any, head: Any, layers: tuple[int, ...]) -> Array:
-    """Returns what stages of so many blocks have, given cumulative sums over blocks and the ends' own."""
+def _spans(sums: Array, ends: tuple[Any, Any, Any], layers: tuple[int, ...]) -> Array:
+    """Returns the sums of stages of so many blocks, from cumulative sums over blocks and those of embedding, border and
+    head."""
+    embedding, border, head = ends
     stages: Array = np.diff(sums[np.cumsum([0, *layers])], axis=0)
     stages[0] += embedding
     stages[1:] += border

@@ -169,7 +169,16 @@ class Load:
         waits = seconds - sum(parts.values()) - sum(tail.values())
         parts |= {PP: waits if split.pp > 1 else 0.0} | tail
         elements = float(self.parameters[rank])
-        return StepEstimate(split, self.count, seconds, parts, rank, elements, self.memory, self.hop)
+        return StepEstimate(
+            split,
+            self.count,
+            seconds,
+            parts,
+            rank=rank,
+            parameters=elements,
+            memory=self.memory,
+            hop=self.hop,
+        )
 
 
 @lru_cache(maxsize=32)

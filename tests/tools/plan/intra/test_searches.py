@@ -1,4 +1,7 @@
-"""The searches on problems of any kind: integer programming against choices choice, coordinate descent against it."""
+"""The searches on problems of any kind: integer programming against all choices, coordinate descent against it.
+
+Spans: tpfuse/tools/plan/intra/milp.py, coordinate_descent.py and problem.py, which solve the same problems.
+"""
 
 import builtins
 import itertools

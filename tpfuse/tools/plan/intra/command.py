@@ -200,7 +200,7 @@ def solve(args: Namespace) -> Layouts:
         f"{args.model}, batch {args.batch} x {args.seq}, {args.blocks} of {job.config.num_layers} blocks on"
         f" {' x '.join(map(str, sizes))} ranks, {'weights split' if args.split_weights else memory}"
     )
-    return Layouts(title, space, solutions, times, failed, explained=args.explain)
+    return Layouts(title, space, solutions, times=times, failed=failed, explained=args.explain)
 
 
 def _megatron(space: Space, axes: tuple[int, ...]) -> Solution:

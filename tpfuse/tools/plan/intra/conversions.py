@@ -113,9 +113,8 @@ class Conversions:
                 n, size, link = mesh.sizes[axis], tensor.size / cut, mesh.links[axis]
                 collectives = [COLLECTIVES[name] for name in names if name is not None]
                 sent = sum(c.volume(n) for c in collectives) * size
-                step = ConversionStep(
-                    axis, start, end, names, sent, sum(seconds(c, n, size, link) for c in collectives)
-                )
+                time = sum(seconds(c, n, size, link) for c in collectives)
+                step = ConversionStep(axis, start, end, names, sent=sent, seconds=time)
                 b = self.index[end]
                 self._steps[a, b], self._next[a, b] = step, b
                 self.seconds[a, b], self.sent[a, b] = step.seconds, step.sent

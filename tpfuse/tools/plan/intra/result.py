@@ -58,7 +58,9 @@ class Result(NamedTuple):
         ops, changes = [], []
         for op, s in zip(space.graph.ops, space.chosen(solution)):
             weight = s.weight if op.weights else None
-            ops.append(OpLayout(op.name, s.input, weight, s.output, s.computes + s.sums, s.sent, s.memory))
+            ops.append(
+                OpLayout(op.name, s.input, weight, s.output, seconds=s.computes + s.sums, sent=s.sent, memory=s.memory)
+            )
         for edge, steps in space.changes(solution):
             change = LayoutChange(
                 space.graph.ops[edge.source].name,
