@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tests.tools.plan.intra.dtensors import Sent, all_to_all, gradients, laid_out, placements, walked
-from tpfuse.models import GPTConfig
+from tpfuse.models import BertConfig, GPTConfig
 from tpfuse.tools.ledger.shapes import Shape
 from tpfuse.tools.plan import Link
 from tpfuse.tools.plan.intra.conversions import Mesh
@@ -20,19 +20,24 @@ from tpfuse.tools.plan.intra.space import Rates, Space
 from tpfuse.tools.plan.split import Job
 
 BATCH, SEQ = 4, 8
+SIZES = dict(vocab_size=64, max_positions=16, hidden_size=32, num_layers=3, num_heads=8, dropout=0.0)
 LINK = Link(1e-6, 1e9)
 
 
-def config(kind):
-    sizes = dict(vocab_size=64, max_positions=16, hidden_size=32, num_layers=3, num_heads=8, dropout=0.0)
-    if kind == "llama":
-        sizes |= dict(norm="rms", gated=True, num_kv_heads=4, ffn_size=48, activation="silu")
-    return GPTConfig(**sizes)
+LLAMA = dict(norm="rms", gated=True, num_kv_heads=4, ffn_size=48, activation="silu")
+CONFIGS = {  # one of each wiring, and a gated one
+    "gpt": GPTConfig(**SIZES),
+    "llama": GPTConfig(**SIZES, **LLAMA),
+    "bert": BertConfig(**SIZES),
+    "neox": GPTConfig(**SIZES, parallel_residual=True),
+    "gemma": GPTConfig(**SIZES, **LLAMA, branch_norm=True),
+    "olmo": GPTConfig(**SIZES, **LLAMA, branch_norm=True, pre_norm=False),
+}
 
 
 def space(kind, sizes, **rates):
     rates = dict(flops=1e9, bytes=1e9) | rates
-    graph = stack(Job(config(kind), BATCH, SEQ, torch.float64))
+    graph = stack(Job(CONFIGS[kind], BATCH, SEQ, torch.float64))
     return Space(graph, Mesh(sizes, (LINK,) * len(sizes)), Rates(**rates))
 
 
@@ -111,7 +116,7 @@ def one_process(graph, s):
 
 def planned(mesh, space, kind, solution):
     """-> whether every op leaves its declared layout, the largest error, and the bytes that this rank has sent."""
-    s, graph, chosen = Shape.of(config(kind)), space.graph, space.chosen(solution)
+    s, graph, chosen = Shape.of(CONFIGS[kind]), space.graph, space.chosen(solution)
     x, ws, y, grad, expected = one_process(graph, s)
     declared = []
     with all_to_all():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tools.plan.intra.blocks import CONFIGS
 from tpfuse.models import GPTConfig
 from tpfuse.tools.ledger import model_flops
 from tpfuse.tools.ledger.mfu import forward_flops
@@ -62,11 +63,28 @@ def test_blocks_follow_one_another():
     assert by_name["1.add 1"] == ["1.out", "0.add 2"] and by_name["2.add 2"] == ["2.fc 2", "2.add 1"]
 
 
+WIRED = {  # inputs of ops that do not read the op before them; the last op is the stream that enters the block
+    "bert": {"add 1": ["out", "norm 2"], "add 2": ["fc 2", "norm 1"]},
+    "neox": {"norm 2": ["add 2"], "qkv": ["norm 1"], "add 1": ["out", "add 2"], "fc 1": ["norm 2"]}
+    | {"add 2": ["fc 2", "add 1"]},
+    "gemma": {"add 1": ["norm 2", "add 2"], "add 2": ["norm 4", "add 1"]},
+    "olmo": {"add 1": ["norm 1", "add 2"], "add 2": ["norm 2", "add 1"]},
+}
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_other_wirings(kind):
+    graph, s = stack(Job(CONFIGS[kind], 1, 8)), Shape.of(CONFIGS[kind])
+    names = [op.name for op in graph.ops]
+    inputs = {op.name: [names[u] for u in op.inputs] for op in graph.ops}
+    assert inputs == {name: [names[i - 1]] for i, name in enumerate(names)} | WIRED[kind]
+    assert len(names) == (12 if kind == "gemma" else 10)
+    assert sum(op.weights for op in graph.ops if op.kind == LINEAR) == s.weights
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: stack(Job(load_config("bert-base"), 1, 8)), "got post_norm=True"),
-        (lambda: stack(Job(GPTConfig(**SIZES, parallel_residual=True), 1, 8)), "got parallel_residual=True"),
         (lambda: stack(Job(GPTConfig(**SIZES), 1, 8), blocks=0), "blocks must be a positive integer, got 0"),
         (lambda: stack(Job(GPTConfig(**SIZES), 0, 8)), "batch and seq must be positive, got 0 and 8"),
     ],

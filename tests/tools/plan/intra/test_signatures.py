@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.tools.plan.intra.blocks import BATCH, SEQ, config, run, space
+from tests.tools.plan.intra.blocks import BATCH, CONFIGS, SEQ, run, space
 from tests.tools.plan.intra.dtensors import Sent, gradients, laid_out, placements
 from tpfuse.tools.ledger.shapes import Shape
 from tpfuse.tools.plan.intra.graph import ADD, LINEAR, Tensor
@@ -14,7 +14,7 @@ from tpfuse.tools.plan.intra.signatures import FORKED, REPLICATE, SHARDS, SIGNAT
 def signed(world, kind):
     """For each op of a block and each of its signatures: the op, what is wrong, and the largest error."""
     mesh, results = init_device_mesh("cpu", (world.size,)), []
-    s, sp = Shape.of(config(kind)), space(kind, (world.size,))
+    s, sp = Shape.of(CONFIGS[kind]), space(kind, (world.size,))
     for k, op in enumerate(sp.graph.ops):
         read = sp.graph.read(op)
         torch.manual_seed(k)

@@ -7,21 +7,27 @@ The counts are those of one forward and one backward pass over the whole, before
     attention   12 M S H E  3 (in + out)       q, k, v, o | q, k, v, o, do, and dq, dk, dv: scores stay on the chip
     norm        0           3 in + 2 out       x, y | x, dy, dx
     activation  0           3 in + 2 out       x, y | x, dy, dx
-    add         0           8 out              branch, residual, sum | dy, branch's dx; and where the residual forks,
-                                               two gradients and their sum
+    add         0           8 out              branch, residual, sum | dy, branch's dx; and at the fork of the residual
+                                               that each add joins, two gradients and their sum
 
-M rows, S positions, W elements of a weight, H heads of width E; flops as of model_flops (all keys, causal or not).
+The ops and their inputs follow the block's wiring (tpfuse/layers/wiring.py); each norm is an op of its own.  M
+rows, S positions, W elements of a weight, H heads of width E; flops as of model_flops (all keys, causal or not).
 """
 
 from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
+from ....layers.wiring import WIRINGS, Branch, Norm, Steps
 from ...ledger.memory import OPTIMIZERS
 from ...ledger.shapes import Shape
 from ..split import Job
 
 LINEAR, ATTENTION, NORM, ACTIVATION, ADD = "linear", "attention", "norm", "activation", "add"
-OPS = 10  # of a block
+ENTRY = -1  # as an input: the stream that enters a block
+_BRANCHES = {
+    "attention": (("qkv", LINEAR), ("attention", ATTENTION), ("out", LINEAR)),
+    "mlp": (("fc 1", LINEAR), ("activation", ACTIVATION), ("fc 2", LINEAR)),
+}
 
 
 class Tensor(NamedTuple):
@@ -60,46 +66,72 @@ class Graph(NamedTuple):
         return self.ops[op.inputs[0]].output
 
 
+class _Node(NamedTuple):
+    """An op of any block: name, kind, and the indices of its inputs in the block; ENTRY: the stream that enters it."""
+
+    name: str
+    kind: str
+    inputs: tuple[int, ...]
+
+
+def block_nodes(steps: Steps) -> list[_Node]:
+    """Returns the ops of a block that runs ``steps``; the last one's output is the stream that leaves it."""
+    nodes: list[_Node] = []
+    stream, reads, output = ENTRY, dict[str | None, int](), ENTRY
+
+    def add(kind: str, *inputs: int, name: str | None = None) -> int:
+        count = 1 + sum(node.kind == kind for node in nodes)
+        nodes.append(_Node(name or f"{kind} {count}", kind, inputs))
+        return len(nodes) - 1
+
+    for step in steps:
+        if isinstance(step, Norm):
+            reads[step.to] = add(NORM, stream)
+        elif isinstance(step, Branch):
+            output = reads.pop(step.name, stream)
+            for name, kind in _BRANCHES[step.name]:
+                output = add(kind, output, name=name)
+        else:
+            output = output if step.branch_norm is None else add(NORM, output)
+            stream = add(ADD, output, stream)
+            reads[step.to] = stream if step.norm is None else add(NORM, stream)
+            stream = reads[step.to] if step.stream else stream
+    assert stream == len(nodes) - 1
+    return nodes
+
+
 def stack(job: Job, blocks: int = 1) -> Graph:
-    """Returns the ops of ``blocks`` blocks, of which the last one's output enters the first: the whole stack is these
-    over and over.
+    """Returns the ops of ``blocks`` blocks, of which the last one's output enters the one at the front: the model is
+    these over and over.
 
     ``job.batch``: sequences that the whole mesh runs at once.  Biases of linear layers are left out.  ValueError for
-    blocks that are not a norm before attention and one before the MLP, one after the other.
+    numbers that are not positive.
     """
     c, s = job.config, Shape.of(job.config)
-    for name, usual in (("post_norm", False), ("parallel_residual", False), ("branch_norm", False), ("pre_norm", True)):
-        found = getattr(c, name, usual)
-        check(found == usual, f"plan: layouts are of pre-norm blocks, attention before the MLP; got {name}={found}")
     check(blocks >= 1, f"plan: blocks must be a positive integer, got {blocks}")
     check(job.batch >= 1 and job.seq >= 1, f"plan: batch and seq must be positive, got {job.batch} and {job.seq}")
     rows, element = job.batch * job.seq, job.dtype.itemsize
     tensor = lambda width, units: Tensor(job.batch, job.seq, units, rows * width * element)
-    h, qkv, heads = tensor(s.D, s.D), tensor(s.qkv, s.G), tensor(s.H * s.E, s.H)
-    wide, narrow = tensor(s.ffn_in, s.F), tensor(s.F, s.F)
-    vectors = s.D * (2 if c.norm == "layer" and c.norm_bias else 1)
-    ops: list[BlockOp] = []
+    h, vectors = tensor(s.D, s.D), s.D * (2 if c.norm == "layer" and c.norm_bias else 1)
+    shapes = {  # elements of weights, output; by name or by kind
+        "qkv": (s.D * s.qkv, tensor(s.qkv, s.G)),
+        "attention": (0, tensor(s.H * s.E, s.H)),
+        "out": (s.H * s.E * s.D, h),
+        "fc 1": (s.D * s.ffn_in, tensor(s.ffn_in, s.F)),
+        "activation": (0, tensor(s.F, s.F)),
+        "fc 2": (s.F * s.D, h),
+        NORM: (vectors, h),
+        ADD: (0, h),
+    }
+    nodes, ops = block_nodes(WIRINGS[c.wiring]), list[BlockOp]()
+    shaped = [shapes.get(node.name) or shapes[node.kind] for node in nodes]
     for k in range(blocks):
-        first = OPS * k
-        before = (first - 1) % (OPS * blocks)
-        rest = [  # name, kind, parameters, output, inputs
-            ("norm 1", NORM, vectors, h, (before,)),
-            ("qkv", LINEAR, s.D * s.qkv, qkv, (first,)),
-            ("attention", ATTENTION, 0, heads, (first + 1,)),
-            ("out", LINEAR, s.H * s.E * s.D, h, (first + 2,)),
-            ("add 1", ADD, 0, h, (first + 3, before)),
-            ("norm 2", NORM, vectors, h, (first + 4,)),
-            ("fc 1", LINEAR, s.D * s.ffn_in, wide, (first + 5,)),
-            ("activation", ACTIVATION, 0, narrow, (first + 6,)),
-            ("fc 2", LINEAR, s.F * s.D, h, (first + 7,)),
-            ("add 2", ADD, 0, h, (first + 8, first + 4)),
-        ]
-        sources = {first + i: output for i, (_, _, _, output, _) in enumerate(rest)} | {before: h}
-        for name, kind, weights, output, inputs in rest:
+        for (name, kind, inputs), (weights, output) in zip(nodes, shaped):
+            read = h if inputs[0] == ENTRY else shaped[inputs[0]][1]
             flops = {LINEAR: 6 * rows * weights, ATTENTION: 12 * rows * job.seq * s.H * s.E}.get(kind, 0)
-            moved = _moved(kind, sources[inputs[0]].size, output.size)
-            name = f"{k}.{name}" if blocks > 1 else name
-            ops.append(BlockOp(name, kind, flops=flops, moved=moved, weights=weights, output=output, inputs=inputs))
+            moved, name = _moved(kind, read.size, output.size), f"{k}.{name}" if blocks > 1 else name
+            sources = tuple((k * len(nodes) + i) % (blocks * len(nodes)) for i in inputs)
+            ops.append(BlockOp(name, kind, flops=flops, moved=moved, weights=weights, output=output, inputs=sources))
     return Graph(tuple(ops), element, (2 * element + OPTIMIZERS[job.optimizer](element)) * s.L / blocks)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ....kernels.runtime.errors import check
 from .. import split
 from .conversions import COLLECTIVES, Conversions, ConversionStep, Mesh
-from .graph import ADD, ATTENTION, LINEAR, NORM, BlockOp, Graph, Tensor
+from .graph import ACTIVATION, ADD, ATTENTION, LINEAR, NORM, BlockOp, Graph, Tensor
 from .problem import Edge, Floats, Pick, Problem, Solution
 from .signatures import (
     BATCH,
@@ -170,8 +170,8 @@ class Space:
         for op in self.graph.ops:
             types = (SEQUENCE, SEQUENCE) if op.kind in (NORM, ADD) else (WIDTH, WIDTH)
             if op.kind == LINEAR:
-                after_a_norm = self.graph.ops[op.inputs[0]].kind == NORM
-                types = (FORKED, WIDTH) if after_a_norm else (WIDTH, PARTIAL)
+                ends_a_branch = self.graph.ops[op.inputs[0]].kind in (ATTENTION, ACTIVATION)
+                types = (WIDTH, PARTIAL) if ends_a_branch else (FORKED, WIDTH)
             targets.append([types if k in axes else (BATCH, BATCH) for k in range(len(self.mesh.sizes))])
         return targets
 
