@@ -106,27 +106,21 @@ def anothers(file):
     shutil.copy(file.parents[1] / "other" / "step-00000001" / file.name, file)
 
 
-DAMAGE = [truncated, one_byte_less, emptied, grown, missing, a_folder, a_pipe, a_dangling_link]
+NOT_FILES = [a_folder, a_pipe, a_dangling_link]
+DAMAGE = [(name, damage) for name in (SHARD, "meta.json") for damage in (truncated, one_byte_less, emptied, grown)]
+DAMAGE += [(name, damage) for name in (SHARD, "meta.json") for damage in (missing, *NOT_FILES)]
+DAMAGE += [(SHARD, anothers), *(("latest", damage) for damage in NOT_FILES)]
 
 
-@pytest.mark.parametrize("name", [SHARD, "meta.json"])
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name, damage", DAMAGE, ids=lambda x: getattr(x, "__name__", x))
 def test_damaged_files(tmp_path, name, damage):
     path = save_checkpoint(tmp_path, *made(steps=1), step=1)
-    refused(tmp_path, path / name, damage)
-
-
-def test_a_swapped_shard(tmp_path):
-    path = save_checkpoint(tmp_path, *made(steps=1), step=1)
-    refused(tmp_path, path / SHARD, anothers)
-
-
-def refused(directory, file, damage):
+    file = tmp_path / name if name == "latest" else path / name
     damage(file)
     model, optimizer = made(seed=1, steps=1)
     before = state(model, optimizer)
     with pytest.raises((OSError, ValueError)) as caught:
-        load_checkpoint(directory, model, optimizer)
+        load_checkpoint(tmp_path, model, optimizer)
     assert str(caught.value).startswith("load_checkpoint: ") and str(file) in str(caught.value)
     assert_equal(state(model, optimizer), before)
 
@@ -206,14 +200,6 @@ def test_latest_is_a_plain_name(tmp_path, name):
             (tmp_path / "run" / "link").symlink_to(tmp_path / "other" / "step-00000002")
         with pytest.raises((OSError, ValueError), match="load_checkpoint: .*latest"):
             load_checkpoint(tmp_path / "run", *made())
-
-
-@pytest.mark.parametrize("damage", [a_folder, a_pipe, a_dangling_link], ids=lambda d: d.__name__)
-def test_a_latest_that_is_no_file(tmp_path, damage):
-    save_checkpoint(tmp_path, *made(), step=1)
-    damage(tmp_path / "latest")
-    with pytest.raises(OSError, match="load_checkpoint: .*latest"):
-        load_checkpoint(tmp_path, *made())
 
 
 def all_refuse(world, directory, file):

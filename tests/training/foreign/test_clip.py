@@ -261,9 +261,3 @@ def test_a_compiled_step_of_a_plain_model_has_no_break():
     want = get_total_norm([p.grad for p in model.parameters()])
     step = torch.compile(lambda: clip_grad_norm_(model.parameters(), 0.1), fullgraph=True, backend="eager")
     torch.testing.assert_close(step(), want)
-
-
-def test_what_everybody_has_imported_keeps_its_face():
-    for function, words in ((get_total_norm, "Compute the norm"), (clip_grads_with_norm_, "Scale the gradients")):
-        assert pickle.loads(pickle.dumps(function)) is function and words in function.__doc__
-        assert list(inspect.signature(function).parameters)[-1] == "foreach"

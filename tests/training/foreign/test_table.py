@@ -10,7 +10,7 @@ import types
 
 import pytest
 from torch import nn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
 from tpfuse.training.foreign.behind import replace
@@ -98,9 +98,16 @@ def test_each_kind_is_replaced_and_put_back(owner, caller, name):
     setattr(owner, name, raw)
 
 
-def test_classes_are_pickled_as_before():
+def test_what_is_replaced_keeps_its_face():
     install()
-    assert pickle.loads(pickle.dumps(Optimizer)) is Optimizer
+    for record in TABLE:
+        if isinstance(record.owner, type):
+            assert pickle.loads(pickle.dumps(record.owner)) is record.owner
+        elif not isinstance(record.owner, str):
+            function = getattr(record.owner, record.name)
+            assert pickle.loads(pickle.dumps(function)) is function and len(function.__doc__) > 100
+            assert "args" not in inspect.signature(function).parameters
+    assert list(inspect.signature(DistributedDataParallel).parameters)[0] == "module"
 
 
 def test_what_is_off_refuses_nothing(ranks):
