@@ -23,13 +23,14 @@ from tests.models.common import of_files
 from tests.models.exact import EXACT
 from tests.models.families.test_llama_like import LLAMA3, ROPE, YARN, oracle
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.models.families import CAUSAL
 from tpfuse.training.packing import packed_batch
 
 F64 = torch.float64
 MAX, NEW = 24, 5
 DAILY = "gpt2", "llama", "mistral", "qwen2", "qwen3"
 GEMMA = "gemma2", "gemma3_text"
-LATER = "gpt_neox", "phi3", "starcoder2", *GEMMA, "olmo2"
+LATER = tuple(name for name in CAUSAL if name not in DAILY)
 FAMILIES = DAILY + LATER
 ROWS = "left", "right", "packed"
 SIZES = 1, 2, 4
