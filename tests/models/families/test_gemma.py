@@ -1,7 +1,6 @@
 """What Gemma 2, Gemma 3 and OLMo 2 have of their own: defaults of their config.json, two kinds of rotary positions,
 what is refused; and a model of all of it under everything that a model runs under."""
 
-import copy
 import json
 from dataclasses import replace
 
@@ -10,15 +9,12 @@ import torch
 import transformers
 from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config
 
-from tests.common import assert_equal, error, make_tp
-from tests.models import test_classify
+from tests.common import make_tp
 from tests.models.families.test_llama_like import LOCAL, SIZES, config_of, their_config
 from tests.models.generation.test_direct import GEMMA
-from tpfuse import parallelize
 from tpfuse.models import GPT, Classifier, GPTConfig
 from tpfuse.models.families import FAMILIES
 
-CLASSIFIERS = [("gemma2", "sequence"), ("gemma2", "token"), ("gemma3", "sequence"), ("olmo2", "sequence")]
 THEIRS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "olmo2": Olmo2Config}
 
 
@@ -82,24 +78,6 @@ def test_the_older_keys_of_both_rotations():
     old = keys | dict(rope_theta=1e4, rope_scaling=scaling, rope_local_base_freq=100.0, sliding_window_pattern=2)
     assert GPTConfig.from_hf(old) == new == GPTConfig.from_hf(Gemma3TextConfig(**old).to_dict())
     assert GPTConfig.from_hf(json.loads(json.dumps(new.to_hf()))) == new
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, per", CLASSIFIERS)
-def test_classifiers_as_transformers(ranks, tmp_path, name, per):
-    model = test_classify.make(name, per)
-    model.save_pretrained(folder := tmp_path / name)
-    call = test_classify.batch(per, "left")
-    seen = call["attention_mask"].bool() if per == "token" else slice(None)
-    cut = lambda found: found | dict(logits=found["logits"][seen])  # padding that sees nothing is 0 here, a mean there
-    want = cut(test_classify.want(model, call))
-    for got in ranks(2, test_classify._split, folder, True, call):
-        test_classify.close(cut(got), want)
-    GPT.from_pretrained(folder, dtype=torch.float64).save_pretrained(again := tmp_path / "again")
-    assert_equal(dict(type(model).from_pretrained(again, dtype=torch.float64).state_dict()), dict(model.state_dict()))
-    ours = parallelize(copy.deepcopy(model))
-    got = ours(**{k: v for k, v in call.items() if k != "labels"})
-    assert error(got.logits[seen], want["logits"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo2"])
