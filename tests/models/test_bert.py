@@ -1,11 +1,9 @@
 """Bert: its shapes, token types, padding, pooler and head."""
 
-import re
-
 import pytest
 import torch
 
-from tests.common import assert_close, assert_equal, make_tp
+from tests.common import assert_close, assert_equal
 from tests.models.common import BERT_CONFIG, MORE_SHAPES, SHAPES, batch, default_dtype, narrow, run
 from tpfuse.models import Bert
 
@@ -82,14 +80,8 @@ ERRORS = {
 }
 
 
-def message(world, name):
-    with pytest.raises(ValueError) as caught:
-        ERRORS[name][0](Bert(BERT_CONFIG, tp=make_tp(world)), dict(input_ids=batch(BERT_CONFIG)["input_ids"]))
-    torch.distributed.barrier()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_named_and_the_same_on_every_rank(ranks, name):
-    first, second = ranks(2, message, name)
-    assert first == second and re.search(ERRORS[name][1], first), first
+def test_errors_are_named(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        call(Bert(BERT_CONFIG), dict(input_ids=batch(BERT_CONFIG)["input_ids"]))

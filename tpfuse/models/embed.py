@@ -63,18 +63,11 @@ def embed(
         positions=None if positions is None else positions.rows,
         type_weight=None if types is None else on_rows(local(types.table.weight), tp),
         types=None if types is None else types.rows,
-        weight=weight,
-        norm_bias=bias,
-        eps=1e-5 if norm is None else norm.eps,
+        weight=weight, norm_bias=bias, eps=1e-5 if norm is None else norm.eps,
         norm="layer" if norm is None else norm.kind,
-        p=drop.p,
-        rng=drop.rng,
-        first_row=drop.first_row,
-        batch=drop.batch,
-        post_norm=post_norm,
-        ranks=tp.row_shards,
-        recompute=recompute,
-    )
+        p=drop.p, rng=drop.rng, first_row=drop.first_row, batch=drop.batch,
+        post_norm=post_norm, ranks=tp.row_shards, recompute=recompute,
+    )  # fmt: skip
     return h, Normed(n, recipe)
 
 

@@ -142,23 +142,12 @@ class GPT(Model):
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
         inputs = Inputs(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            token_type_ids=token_type_ids,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            loss_normalizer=loss_normalizer,
-            step=step,
-            first_sample=first_sample,
-            return_logits=return_logits,
-            output_hidden_states=output_hidden_states,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
+            input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
+            position_ids=position_ids, token_type_ids=token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            loss_normalizer=loss_normalizer, step=step, first_sample=first_sample, return_logits=return_logits,
+            output_hidden_states=output_hidden_states, label_smoothing=label_smoothing, z_loss=z_loss,
             reduction=reduction,
-        )
+        )  # fmt: skip
         self._admit(inputs)
         batch = self._begin(inputs)
         h, normed = self._embedded(batch)
