@@ -160,6 +160,7 @@ class Bert(Model):
         return output
 
     def _begin(self, inputs: Inputs) -> Batch:
+        """Checks a call, and makes its rows and the record that all blocks get."""
         cure = "the masked-LM head; make the model with masked_lm=True"
         check_asked("Bert", inputs, self.stages.head or self.classifier is not None, cure)
         longest = self._check_call(inputs)
@@ -167,9 +168,11 @@ class Bert(Model):
         return self._batch(inputs, rows, longest, None if self.config.rope is None else self._rope(rows, inputs))
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
+        """Returns h and n of the first block."""
         return self._embed(batch.rows, batch.inputs, batch.call.rng)
 
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
+        """Runs the head, the classifier or the pooler on h and n of the last block."""
         inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
         if not self.config.post_norm:
             h = normed.rows

@@ -157,6 +157,7 @@ class GPT(Model):
         return output
 
     def _begin(self, inputs: Inputs) -> Batch:
+        """Checks a call, and makes its rows and the record that all blocks get."""
         check(inputs.token_type_ids is None, "GPT: there are no token types, so token_type_ids must be None")
         cure = "the language-model head; make the model with lm_head=True"
         check_asked("GPT", inputs, self.stages.head or self.classifier is not None, cure)
@@ -174,9 +175,11 @@ class GPT(Model):
         return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum()
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
+        """Returns h and n of the first block."""
         return self._embed(batch.rows, batch.inputs.tokens, batch.inputs.position_ids, batch.call.rng)
 
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
+        """Runs the head, the classifier or the pooler on h and n of the last block."""
         inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
         if self.classifier is not None:
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
