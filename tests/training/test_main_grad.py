@@ -32,7 +32,7 @@ from tpfuse.kernels.gemm.op import ROWS, linear, linear_wgrad_add
 from tpfuse.kernels.runtime.main_grad import PLACES
 from tpfuse.layers.shards import wholes
 from tpfuse.models import GPT, Bert
-from tpfuse.sequence_parallel.records import Needs, WeightGrad, adding
+from tpfuse.sequence_parallel.records import WantedGrads, WeightGrad, adding
 from tpfuse.training.main_grad import stepped
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -224,8 +224,8 @@ def test_a_unit_adds_when_it_is_run():
     total, later = torch.zeros(3, 5), []
     unit = WeightGrad(torch.randn(4, 3), torch.randn(4, 5), F32, None)
     add = adding(lambda write: write(total), None)
-    needs = Needs(weight=True, run=lambda name, work: later.append(lambda: add(name, work)) or (None, None))
-    assert needs.run("weight", unit) == (None, None)
+    grads = WantedGrads(weight=True, run=lambda name, work: later.append(lambda: add(name, work)) or (None, None))
+    assert grads.run("weight", unit) == (None, None)
     assert not total.any()
     later[0]()
     torch.testing.assert_close(total, unit.run()[0])

@@ -24,7 +24,7 @@ from ..kernels.runtime.op import Composed, dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
-from ..sequence_parallel.records import MLP, Linear, MLPSaved, Needs, Saved, adding
+from ..sequence_parallel.records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads, adding
 from .module import local
 from .wiring import Branch, Join, Norm, Normed, Steps, norm_names, run, run_backward
 
@@ -115,7 +115,7 @@ class _Forward:
         (constants, options, p, _) = self.layer
         parts: Tensor
         if step.name == "attention":
-            qkv, _ = plain.gather_linear_fwd(n, Linear(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
+            qkv, _ = plain.gather_linear_fwd(n, LinearWeights(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
             qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
             o, lse = attention_fwd(qkv, options)
             parts = plain.linear_exchange_fwd(o, p.out_weight, ONE)
@@ -198,21 +198,21 @@ class _Backward:
         dn: Tensor
         if step.name == "attention":
             n, qkv, o, lse = self.take(4)
-            needs = Needs(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
-            needs = _adding(needs, totals.qkv, totals.out)
-            do, made["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, needs=needs, tp=ONE)
+            grads = WantedGrads(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
+            grads = _adding(grads, totals.qkv, totals.out)
+            do, made["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, grads=grads, tp=ONE)
             dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
             w = _linear(p.qkv_weight, None)[0]
             dn, made["qkv_weight"], made["qkv_bias"] = plain.gather_linear_bwd(
-                dqkv, w, n=Saved(n, ONE), needs=needs, tp=ONE
+                dqkv, w, n=SavedInput(n, ONE), grads=grads, tp=ONE
             )
         else:
             n, z, a = self.take(3)
             mlp = MLP(_linear(p.fc1_weight, None)[0], None, p.fc2_weight, constants.activation)
-            needs = Needs(wanted.fc1_weight, dtype_of(p.fc1_bias) if wanted.fc1_bias else None, wanted.fc2_weight)
-            needs, saved = _adding(needs, totals.fc1, totals.fc2), MLPSaved(Saved(n, ONE), z, a)
+            grads = WantedGrads(wanted.fc1_weight, dtype_of(p.fc1_bias) if wanted.fc1_bias else None, wanted.fc2_weight)
+            grads, saved = _adding(grads, totals.fc1, totals.fc2), MLPSaved(SavedInput(n, ONE), z, a)
             dn, made["fc1_weight"], made["fc1_bias"], made["fc2_weight"] = plain.gather_mlp_exchange_bwd(
-                dparts, mlp, saved=saved, needs=needs, tp=ONE
+                dparts, mlp, saved=saved, grads=grads, tp=ONE
             )
         return dn
 
@@ -264,12 +264,12 @@ def _shaped(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     return gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)
 
 
-def _adding(needs: Needs, weight: Tensor | None, out_weight: Tensor | None) -> Needs:
-    """Returns needs whose gradients are added to these totals, where there are any."""
+def _adding(grads: WantedGrads, weight: Tensor | None, out_weight: Tensor | None) -> WantedGrads:
+    """Returns the gradients, added to these totals if there are any."""
     if weight is None and out_weight is None:
-        return needs
+        return grads
     adder = lambda total: None if total is None else lambda write: write(total)
-    return needs._replace(run=adding(adder(weight), adder(out_weight)))
+    return grads._replace(run=adding(adder(weight), adder(out_weight)))
 
 
 def _with_totals(request: Request, weights: tuple[Main | None, ...]) -> Request:

@@ -22,7 +22,7 @@ from .choice import choose
 from .column_linear import run_gather_linear
 from .crossings import expanded
 from .forms import overlapped
-from .records import AttentionSaved, Linear, Needs, Projections, Saved, handed_over, restore, save, wanted
+from .records import AttentionSaved, LinearWeights, Projections, SavedInput, WantedGrads, handed_over, restore, save
 from .row_linear import run_linear_exchange
 
 
@@ -36,17 +36,17 @@ class _GatherAttentionExchange(Function):
         w: Tensor,
         b: Tensor | None,
         w_out: Tensor,
-        how: tuple[tuple[int, int], Later | None],
+        extra: tuple[tuple[int, int], Later | None],
         options: Options,
         tp: TensorParallel,
         recompute: Recompute | None,
     ) -> Tensor:
-        """``how``: heads a group and their width, and what is handed over."""
-        heads, after = how
+        """``extra``: heads a group and their width, and the deferral of weight gradients."""
+        heads, deferral = extra
         weights = Projections(w, b, w_out, *heads)
-        parts, *kept = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
-        save(ctx, (w, w_out, *kept, *options[:TENSORS]), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains, ctx.after = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out), after
+        parts, *tensors = overlapped.gather_attention_exchange_fwd(n, weights, options, tp)
+        save(ctx, (w, w_out, *tensors, *options[:TENSORS]), SavedInput.of(n, recompute, tp))
+        ctx.args, ctx.mains, ctx.deferral = (heads, options[TENSORS:], dtype_of(b), tp), mains(w, w_out), deferral
         return parts
 
     @staticmethod
@@ -54,12 +54,11 @@ class _GatherAttentionExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w, w_out, qkv, o, lse, *tensors), n = restore(ctx)
         heads, constants, dtype, tp = ctx.args
-        weight, bias, out_weight = wanted(ctx, bias=True, out=True)
         weights = Projections(w, None, w_out, *heads)
-        needs = Needs(weight, dtype if bias else None, out_weight).at(ctx.after, ctx.mains)
+        grads = WantedGrads.of(ctx, ("weight", "bias", "out_weight"), dtype)
         saved = AttentionSaved(n, qkv, o, lse, options=Options(*tensors, *constants))
-        dn, dw, db, dw_out = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, needs=needs, tp=tp)
-        return dn, dw, handed_over(ctx.after, db), dw_out, *[None] * 4
+        dn, dw, db, dw_out = overlapped.gather_attention_exchange_bwd(dp, weights, saved=saved, grads=grads, tp=tp)
+        return dn, dw, handed_over(ctx.deferral, db), dw_out, *[None] * 4
 
 
 def gather_attention_exchange(
@@ -99,11 +98,11 @@ def gather_attention_exchange(
     if form is overlapped:
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
         checked = checked_options(qkv_shape, options, seq=seq, scale=scale)
-        after = later(x, qkv_weight, qkv_bias, out_weight)
+        deferral = later(x, qkv_weight, qkv_bias, out_weight)
         weights = qkv_weight, qkv_bias, out_weight
-        if after is not None:
+        if deferral is not None:
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
-        return _GatherAttentionExchange.apply(x, *weights, (heads, after), checked, tp, recompute)
-    qkv = run_gather_linear(x, Linear(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
+        return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), checked, tp, recompute)
+    qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
     o = attend(qkv.view(len(qkv), -1, *heads), options, seq=seq, scale=scale)
     return run_linear_exchange(o, out_weight, tp, form)

@@ -65,7 +65,7 @@ class OverlapSizes(NamedTuple):
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """The seconds of communication, of computation, and of the cost of overlapping them; needs ``measured``."""
+        """The seconds of communication, of computation, and of the cost of overlapping them; grads ``measured``."""
         assert self.measured is not None
         rate, link, message = self.measured
         return self.bytes / link, self.flops / rate, self.messages * message + _PIECES * self.flops / rate

@@ -22,7 +22,7 @@ from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
 from .forms import Form
-from .records import Linear, Needs, Saved, handed_over, restore, save, wanted
+from .records import LinearWeights, SavedInput, WantedGrads, handed_over, restore, save
 
 
 class GatherLinear(Function):
@@ -38,9 +38,9 @@ class GatherLinear(Function):
         form: Form,
         deferral: Later | None,
     ) -> Tensor:
-        y, z = form.gather_linear_fwd(n, Linear(w, b, activation), tp)
-        save(ctx, (w, None if activation == "none" else z), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b), tp, form), mains(w, None), deferral
+        y, z = form.gather_linear_fwd(n, LinearWeights(w, b, activation), tp)
+        save(ctx, (w, None if activation == "none" else z), SavedInput.of(n, recompute, tp))
+        ctx.args, ctx.mains, ctx.deferral = (activation, dtype_of(b), tp, form), mains(w, None), deferral
         return y
 
     @staticmethod
@@ -48,14 +48,14 @@ class GatherLinear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (w, z), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
-        weight, bias, _ = wanted(ctx, bias=True)
-        dy, dtype, db = dy.contiguous(), dtype if bias else None, None
-        if z is not None:
-            dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=dtype)
-        needs = Needs(weight, dtype if z is None else None).at(ctx.after, ctx.mains)
-        dn, dw, db_here = form.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
-        db = (db_here if db is None else db) if bias else None
-        return dn, dw, handed_over(ctx.after, db), *[None] * 5
+        grads, dy = WantedGrads.of(ctx, ("weight", "bias"), dtype), dy.contiguous()
+        if z is None:
+            dn, dw, db = form.gather_linear_bwd(dy, w, n=n, grads=grads, tp=tp)
+        else:
+            dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=grads.bias)
+            dn, dw, _ = form.gather_linear_bwd(dy, w, n=n, grads=grads._replace(bias=None), tp=tp)
+            db = None if grads.bias is None else db
+        return dn, dw, handed_over(ctx.deferral, db), *[None] * 5
 
 
 def gather_linear(
@@ -80,11 +80,11 @@ def gather_linear(
     x, weight, bias = autocast(x, weight, bias)
     x = expanded("gather_linear", x, tp)
     form = choose("gather_linear", x, weight, tp=tp, columns=columns)
-    return run_gather_linear(x, Linear(weight, bias, activation), tp=tp, recompute=recompute, form=form)
+    return run_gather_linear(x, LinearWeights(weight, bias, activation), tp=tp, recompute=recompute, form=form)
 
 
 def run_gather_linear(
-    x: Tensor, linear: Linear, *, tp: TensorParallel, recompute: Recompute | None, form: Form
+    x: Tensor, linear: LinearWeights, *, tp: TensorParallel, recompute: Recompute | None, form: Form
 ) -> Tensor:
     """gather_linear of arguments that have been checked: x [R, m, D] with stride 0."""
     w, b, activation = linear

@@ -22,7 +22,7 @@ from ..kernels.runtime.main_grad import mains, wanted
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .crossings import expanded, gather_rows, scatter_rows
-from .records import Saved, restore, save
+from .records import SavedInput, restore, save
 
 
 def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
@@ -47,7 +47,7 @@ class _GatherLinearCrossEntropy(Function):
     ) -> Tensor:
         stats = linear_cross_entropy_stats(Linear(gather_rows(n, tp), w, b), labels, loss)
         losses, lse = row_losses(gather_stats(stats, tp), labels, loss)
-        save(ctx, (w, b, labels, lse), Saved.of(n, recompute, tp))
+        save(ctx, (w, b, labels, lse), SavedInput.of(n, recompute, tp))
         ctx.loss, ctx.tp, ctx.mains = loss, tp, mains(w)
         return losses
 

@@ -26,7 +26,7 @@ from ..parallel import TensorParallel
 from .choice import choose
 from .crossings import expanded
 from .forms import Form
-from .records import MLP, MLPSaved, Needs, Saved, handed_over, restore, save, wanted
+from .records import MLP, MLPSaved, SavedInput, WantedGrads, handed_over, restore, save
 
 
 class GatherMLPExchange(Function):
@@ -46,8 +46,8 @@ class GatherMLPExchange(Function):
         activation, keep, deferral = options
         mlp = MLP(w1, b1, w2, activation)
         parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=keep, tp=tp)
-        save(ctx, (w1, w2, z, a), Saved.of(n, recompute, tp))
-        ctx.args, ctx.mains, ctx.after = (activation, dtype_of(b1), tp, form), mains(w1, w2), deferral
+        save(ctx, (w1, w2, z, a), SavedInput.of(n, recompute, tp))
+        ctx.args, ctx.mains, ctx.deferral = (activation, dtype_of(b1), tp, form), mains(w1, w2), deferral
         return parts
 
     @staticmethod
@@ -55,11 +55,10 @@ class GatherMLPExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         (w1, w2, z, a), n = restore(ctx)
         activation, dtype, tp, form = ctx.args
-        weight, bias, out_weight = wanted(ctx, bias=True, out=True)
         mlp = MLP(w1, None, w2, activation)
-        needs = Needs(weight, dtype if bias else None, out_weight).at(ctx.after, ctx.mains)
-        dn, dw1, db1, dw2 = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), needs=needs, tp=tp)
-        return dn, dw1, handed_over(ctx.after, db1), dw2, *[None] * 4
+        grads = WantedGrads.of(ctx, ("weight", "bias", "out_weight"), dtype)
+        dn, dw1, db1, dw2 = form.gather_mlp_exchange_bwd(dp, mlp, saved=MLPSaved(n, z, a), grads=grads, tp=tp)
+        return dn, dw1, handed_over(ctx.deferral, db1), dw2, *[None] * 4
 
 
 def gather_mlp_exchange(

@@ -1,12 +1,10 @@
-"""What the forms of an op take and give, as records.
+"""Records of the arguments and results of an op's forms.
 
-A weight's gradient is a unit of work of its own, with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the
-rows of its input have yet to be gathered.  A form hands it to ``needs.run`` with the weight's name among the fields of
-``Needs``, and it is run at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
-(:class:`tpfuse.MainGrad`): the unit adds to the sum so far, whenever it is run, and returns no gradient.  Where
-backward hands the gradients of weights over (kernels/runtime/deferred.py) ``run`` leaves the unit in a store and
-returns (None, None).  Another kind of weights (experts, which are no single linear layer) brings its own record of
-weights and its own unit: anything with ``run()`` and ``add_to(total)``.
+A weight's gradient is a unit of work with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the rows of its
+input have yet to be gathered.  A form passes it to ``grads.run`` with the weight's name among the fields of
+``WantedGrads``, which runs it at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
+(:class:`tpfuse.MainGrad`): the unit adds to the total and returns no gradient.  If backward defers the gradients of
+weights (kernels/runtime/deferred.py) ``run`` leaves the unit in a store and returns (None, None).
 """
 
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from .crossings import gather_rows
 # ---- weights ----
 
 
-class Linear(NamedTuple):
+class LinearWeights(NamedTuple):
     """act(x w' + b): w [N, D], b [N]."""
 
     w: Tensor
@@ -57,15 +55,15 @@ class Projections(NamedTuple):
 # ---- what is saved for backward ----
 
 
-class Saved(NamedTuple):
-    """An op's input n until backward: its one shard [1, m, D], or what makes it again; never what was gathered."""
+class SavedInput(NamedTuple):
+    """An op's input n until backward: its one shard [1, m, D], or a recipe to compute it again; never gathered rows."""
 
     n: Tensor | Recompute
     tp: TensorParallel
 
     @staticmethod
-    def of(n: Tensor, recompute: Recompute | None, tp: TensorParallel) -> "Saved":
-        return Saved(n[:1] if recompute is None else recompute, tp)
+    def of(n: Tensor, recompute: Recompute | None, tp: TensorParallel) -> "SavedInput":
+        return SavedInput(n[:1] if recompute is None else recompute, tp)
 
     def expanded(self) -> Tensor:
         """Returns n [R, m, D] with stride 0."""
@@ -77,7 +75,7 @@ class Saved(NamedTuple):
         return gather_rows(self.expanded(), self.tp)
 
 
-def save(ctx: Any, tensors: tuple[Tensor | None, ...], saved: Saved) -> None:
+def save(ctx: Any, tensors: tuple[Tensor | None, ...], saved: SavedInput) -> None:
     """Saves ``tensors`` and n for backward."""
     n, tp = saved
     if isinstance(n, Recompute):
@@ -88,17 +86,17 @@ def save(ctx: Any, tensors: tuple[Tensor | None, ...], saved: Saved) -> None:
         ctx.saved = len(tensors), None, tp
 
 
-def restore(ctx: Any) -> tuple[tuple[Any, ...], Saved]:
-    """Returns what ``save`` was given."""
+def restore(ctx: Any) -> tuple[tuple[Any, ...], SavedInput]:
+    """Returns the tensors and n that ``save`` saved."""
     (count, constants, tp), tensors = ctx.saved, ctx.saved_tensors
     n = tensors[count] if constants is None else Recompute(*tensors[count:], *constants)
-    return tensors[:count], Saved(n, tp)
+    return tensors[:count], SavedInput(n, tp)
 
 
 class MLPSaved(NamedTuple):
-    """n; z [M, F], the activation's input; a [M, F], its output, unless backward is to make it again."""
+    """n; z [M, F], the activation's input; a [M, F], its output, or None to compute it again in backward."""
 
-    n: Saved
+    n: SavedInput
     z: Tensor
     a: Tensor | None
 
@@ -106,7 +104,7 @@ class MLPSaved(NamedTuple):
 class AttentionSaved(NamedTuple):
     """n; attention's tensors and options."""
 
-    n: Saved
+    n: SavedInput
     qkv: Tensor
     o: Tensor
     lse: Tensor
@@ -136,10 +134,10 @@ class WeightGrad(NamedTuple):
 
 
 class GatheredWeightGrad(NamedTuple):
-    """A WeightGrad for whose x rows are gathered first."""
+    """A WeightGrad whose x is gathered first."""
 
     dy: Tensor
-    n: Saved
+    n: SavedInput
     dtype: torch.dtype
     bias: torch.dtype | None
 
@@ -162,12 +160,12 @@ def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
     return work.run()
 
 
-Add = Callable[[Callable[[Tensor], Any]], Any]  # calls what it is given with a total, and returns its result
+Add = Callable[[Callable[[Tensor], Any]], Any]  # calls a function with a total, and returns its result
 
 
 def adding(weight: Add | None, out_weight: Add | None) -> Run:
-    """Returns a ``run`` that adds a weight's gradient to the total that ``Add`` gives; where there is none it runs the
-    work."""
+    """Returns a ``run`` that adds a weight's gradient to the total of its ``Add``; if that is None it returns the
+    gradient."""
 
     def run_adding(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
         add = weight if name == "weight" else out_weight
@@ -176,9 +174,10 @@ def adding(weight: Add | None, out_weight: Add | None) -> Run:
     return run_adding
 
 
-class Needs(NamedTuple):
-    """Which gradients of weights are asked for: those of the linear layer whose input is gathered, and of the one whose
-    output is scattered; a bias's in which dtype.  ``run`` is given the name of each weight and the work for it."""
+class WantedGrads(NamedTuple):
+    """The weights whose gradients backward computes: that of the linear layer whose input is gathered (``weight``) and
+    of the one whose output is scattered (``out_weight``); and the dtype of the bias's gradient, None without it.
+    ``run`` is called with the name of each weight and the work for it."""
 
     weight: bool = False
     bias: torch.dtype | None = None
@@ -187,31 +186,40 @@ class Needs(NamedTuple):
 
     @property
     def at_once(self) -> bool:
-        """Whether gradients are wanted as tensors, and now, so that an opaque op may make them."""
+        """True if gradients are returned as tensors, at once, so that an opaque op may compute them."""
         return self.run is run
 
-    def at(self, deferral: Later | None, mains: tuple[Main | None, ...] | None) -> "Needs":
-        """Returns the needs of weights whose gradients are handed over, or which have these places."""
-        return self.added(mains) if deferral is None else self._replace(run=_handing_over(deferral))
+    @staticmethod
+    def of(ctx: Any, inputs: tuple[str, ...], bias: torch.dtype | None = None) -> "WantedGrads":
+        """Returns the gradients that backward computes now, adds to totals, or defers.
 
-    def added(self, mains: tuple[Main | None, ...] | None) -> "Needs":
-        """Returns the needs of weights with these places, of the weight and of the out_weight."""
-        if mains is None:
-            return self
-        weight, out_weight = mains
+        ``inputs``: the names of forward's inputs after x.  ``bias``: the dtype of the bias.
+        """
+        deferral: Later | None = ctx.deferral
+        if deferral is None:
+            wanted = {name for name, need in zip(inputs, ctx.needs_input_grad[1:], strict=False) if need}
+        else:
+            wanted = set(filter(deferral.wants, inputs))
+        grads = WantedGrads("weight" in wanted, bias if "bias" in wanted else None, "out_weight" in wanted)
+        if deferral is not None:
+            return grads._replace(run=_deferring(deferral))
+        return grads if ctx.mains is None else grads._added(*ctx.mains)
+
+    def _added(self, weight: Main | None, out_weight: Main | None) -> "WantedGrads":
+        """Returns these gradients, added to the totals of the weights that have one."""
         return self._replace(
             weight=self.weight and (weight is None or weight.wanted),
             out_weight=self.out_weight and (out_weight is None or out_weight.wanted),
-            run=adding(*(None if main is None else main.add for main in mains)),
+            run=adding(*(None if main is None else main.add for main in (weight, out_weight))),
         )
 
 
-def _handing_over(deferral: Later) -> Run:
+def _deferring(deferral: Later) -> Run:
     """Returns a ``run`` that leaves the work in a store."""
-    places = deferral.mains or (None, None)
+    weight, out_weight = deferral.mains or (None, None)
 
-    def hand_over(name: str, work: Work) -> tuple[None, None]:
-        main = places[0 if name == "weight" else 1]
+    def defer(name: str, work: Work) -> tuple[None, None]:
+        main = weight if name == "weight" else out_weight
 
         def make() -> None:
             dw, db = work.run() if main is None else (None, main.add(work.add_to))
@@ -221,21 +229,12 @@ def _handing_over(deferral: Later) -> Run:
         deferral.store.add(make, work)
         return None, None
 
-    return hand_over
+    return defer
 
 
-def wanted(ctx: Any, *, bias: bool = False, out: bool = False) -> tuple[bool, bool, bool]:
-    """Whether backward is to make, or to hand over, the gradients of the weight, the bias and the out_weight, which
-    stand behind x in this order."""
-    if ctx.after is not None:
-        return ctx.after.wants("weight"), ctx.after.wants("bias"), ctx.after.wants("out_weight")
-    _, weight, *rest = ctx.needs_input_grad
-    return weight, bias and rest[0], out and rest[1]
-
-
-def handed_over(after: Later | None, gradient: Tensor | None) -> Tensor | None:
-    """Returns a bias's gradient where autograd takes it; else hands it over."""
-    if after is None:
+def handed_over(deferral: Later | None, gradient: Tensor | None) -> Tensor | None:
+    """Returns a bias's gradient for autograd; None if it is deferred, which this does."""
+    if deferral is None:
         return gradient
-    after.keep("bias", gradient)
+    deferral.keep("bias", gradient)
     return None

@@ -19,14 +19,14 @@ from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .choice import choose
 from .forms import Form
-from .records import Needs
+from .records import WantedGrads
 
 
 class LinearExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel, form: Form, deferral: Later | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.args, ctx.mains, ctx.after = (tp, form), mains(None, w), deferral
+        ctx.args, ctx.mains, ctx.deferral = (tp, form), mains(None, w), deferral
         return form.linear_exchange_fwd(x, w, tp)
 
     @staticmethod
@@ -34,9 +34,8 @@ class LinearExchange(Function):
     def backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         tp, form = ctx.args
-        weight = ctx.needs_input_grad[1] if ctx.after is None else ctx.after.wants("out_weight")
-        needs = Needs(out_weight=weight).at(ctx.after, ctx.mains)
-        dx, dw = form.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
+        grads = WantedGrads.of(ctx, ("out_weight",))
+        dx, dw = form.linear_exchange_bwd(dp, w, x=x, grads=grads, tp=tp)
         return dx, dw, None, None, None
 
 

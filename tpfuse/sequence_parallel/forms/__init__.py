@@ -5,7 +5,7 @@ All forms give the same values and send the same bytes; :mod:`..choice` decides 
 travel under wgrads runs these itself: work that is to be done later (see :mod:`..records`) is the plain form's.
 
 Shapes: n, dn, dp, parts [R, m, D], one of them expanded with stride 0 if it stands for one shard; x, y, dy [M, ...].
-Gradients of weights that ``needs`` does not ask for are None.
+Gradients of weights that ``grads`` does not ask for are None.
 
 overlapped  with sequence parallelism: messages travel while GEMMs run, forward and backward
 plain       a message, then its GEMM: the definition, the path at R = 1, and the fallback of the others
@@ -17,17 +17,17 @@ from typing import Protocol
 from torch import Tensor
 
 from ...parallel import TensorParallel
-from ..records import MLP, Linear, MLPSaved, Needs, Saved
+from ..records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads
 
 
 class Form(Protocol):
     """The functions of each module."""
 
-    def gather_linear_fwd(self, n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    def gather_linear_fwd(self, n: Tensor, linear: LinearWeights, tp: TensorParallel) -> tuple[Tensor, Tensor]:
         """Returns y and z, its value before the activation (empty for "none")."""
 
     def gather_linear_bwd(
-        self, dy: Tensor, w: Tensor, *, n: Saved, needs: Needs, tp: TensorParallel
+        self, dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns dn, unsummed, dw and db."""
 
@@ -35,7 +35,7 @@ class Form(Protocol):
         """Returns parts."""
 
     def linear_exchange_bwd(
-        self, dp: Tensor, w: Tensor, *, x: Tensor, needs: Needs, tp: TensorParallel
+        self, dp: Tensor, w: Tensor, *, x: Tensor, grads: WantedGrads, tp: TensorParallel
     ) -> tuple[Tensor, Tensor | None]:
         """Returns dx and dw."""
 
@@ -45,6 +45,6 @@ class Form(Protocol):
         """Returns parts, z and, with ``keep``, act(z)."""
 
     def gather_mlp_exchange_bwd(
-        self, dp: Tensor, mlp: MLP, *, saved: MLPSaved, needs: Needs, tp: TensorParallel
+        self, dp: Tensor, mlp: MLP, *, saved: MLPSaved, grads: WantedGrads, tp: TensorParallel
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Returns dn, unsummed, dw1, db1 and dw2."""

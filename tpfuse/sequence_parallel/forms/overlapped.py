@@ -12,7 +12,7 @@ from ...parallel import TensorParallel
 from ..overlap import attention as attention_ops
 from ..overlap import linear as linear_ops
 from ..overlap import mlp as mlp_ops
-from ..records import MLP, AttentionSaved, Linear, MLPSaved, Needs, Projections, Saved, WeightGrad
+from ..records import MLP, AttentionSaved, LinearWeights, MLPSaved, Projections, SavedInput, WantedGrads, WeightGrad
 from . import plain
 
 
@@ -20,20 +20,20 @@ def _name(tp: TensorParallel) -> str:
     return tp.group_name or ""  # several ranks have a name
 
 
-def gather_linear_fwd(n: Tensor, linear: Linear, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+def gather_linear_fwd(n: Tensor, linear: LinearWeights, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     return linear_ops.gather_linear_fwd(n, linear, tp.group_name)
 
 
 def gather_linear_bwd(
-    dy: Tensor, w: Tensor, *, n: Saved, needs: Needs, tp: TensorParallel
+    dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not needs.weight:
-        return plain.gather_linear_bwd(dy, w, n=n, needs=needs, tp=tp)
-    work = WeightGrad(dy, n.expanded(), w.dtype, needs.bias)
-    if not needs.at_once:
-        return linear_ops.gather_linear_bwd_by(needs.run, w, work, _name(tp))
+    if not grads.weight:
+        return plain.gather_linear_bwd(dy, w, n=n, grads=grads, tp=tp)
+    work = WeightGrad(dy, n.expanded(), w.dtype, grads.bias)
+    if not grads.at_once:
+        return linear_ops.gather_linear_bwd_by(grads.run, w, work, _name(tp))
     dn, dw, db = linear_ops.gather_linear_bwd(w, work, tp.group_name)
-    return dn, dw, None if needs.bias is None else db
+    return dn, dw, None if grads.bias is None else db
 
 
 def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
@@ -41,12 +41,12 @@ def linear_exchange_fwd(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def linear_exchange_bwd(
-    dp: Tensor, w: Tensor, *, x: Tensor, needs: Needs, tp: TensorParallel
+    dp: Tensor, w: Tensor, *, x: Tensor, grads: WantedGrads, tp: TensorParallel
 ) -> tuple[Tensor, Tensor | None]:
-    if not needs.out_weight:
-        return plain.linear_exchange_bwd(dp, w, x=x, needs=needs, tp=tp)
-    if not needs.at_once:
-        return linear_ops.linear_exchange_bwd_by(needs.run, dp, x, w, group_name=_name(tp))
+    if not grads.out_weight:
+        return plain.linear_exchange_bwd(dp, w, x=x, grads=grads, tp=tp)
+    if not grads.at_once:
+        return linear_ops.linear_exchange_bwd_by(grads.run, dp, x, w, group_name=_name(tp))
     return linear_ops.linear_exchange_bwd(dp, x, w, tp.group_name)
 
 
@@ -58,17 +58,17 @@ def gather_mlp_exchange_fwd(
 
 
 def gather_mlp_exchange_bwd(
-    dp: Tensor, mlp: MLP, *, saved: MLPSaved, needs: Needs, tp: TensorParallel
+    dp: Tensor, mlp: MLP, *, saved: MLPSaved, grads: WantedGrads, tp: TensorParallel
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    if not (needs.weight and needs.out_weight):
-        return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, needs=needs, tp=tp)
-    inputs = mlp_ops.MLPBackward(dp, saved.n.expanded(), saved.z, saved.a, bias=needs.bias)
-    if needs.at_once:
+    if not (grads.weight and grads.out_weight):
+        return plain.gather_mlp_exchange_bwd(dp, mlp, saved=saved, grads=grads, tp=tp)
+    inputs = mlp_ops.MLPBackward(dp, saved.n.expanded(), saved.z, saved.a, bias=grads.bias)
+    if grads.at_once:
         gradients = mlp_ops.gather_mlp_exchange_bwd(inputs, mlp, tp.group_name)
     else:
-        gradients = mlp_ops.gather_mlp_exchange_bwd_by(needs.run, inputs, mlp, _name(tp))
+        gradients = mlp_ops.gather_mlp_exchange_bwd_by(grads.run, inputs, mlp, _name(tp))
     dn, dw1, db1, dw2 = gradients
-    return dn, dw1, None if needs.bias is None else db1, dw2
+    return dn, dw1, None if grads.bias is None else db1, dw2
 
 
 # ---- attention between its projections: this form alone has it as one op ----
@@ -82,19 +82,19 @@ def gather_attention_exchange_fwd(
 
 
 def gather_attention_exchange_bwd(
-    dp: Tensor, weights: Projections, *, saved: AttentionSaved, needs: Needs, tp: TensorParallel
+    dp: Tensor, weights: Projections, *, saved: AttentionSaved, grads: WantedGrads, tp: TensorParallel
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns dn, unsummed, dw, db and dw_out."""
     n, qkv, o, lse, options = saved
-    if needs.weight and needs.out_weight:
-        inputs = attention_ops.AttentionBackward(dp, n.expanded(), qkv, o=o, lse=lse, bias=needs.bias)
-        if needs.at_once:
+    if grads.weight and grads.out_weight:
+        inputs = attention_ops.AttentionBackward(dp, n.expanded(), qkv, o=o, lse=lse, bias=grads.bias)
+        if grads.at_once:
             gradients = attention_ops.gather_attention_exchange_bwd(inputs, weights, options, tp.group_name)
         else:
             separate = attention_ops.gather_attention_exchange_bwd_by
-            gradients = separate(needs.run, inputs, weights, options, group_name=_name(tp))
+            gradients = separate(grads.run, inputs, weights, options, group_name=_name(tp))
         dn, dw, db, dw_out = gradients
-        return dn, dw, None if needs.bias is None else db, dw_out
-    do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, needs=needs, tp=tp)
+        return dn, dw, None if grads.bias is None else db, dw_out
+    do, dw_out = plain.linear_exchange_bwd(dp, weights.w_out, x=o, grads=grads, tp=tp)
     dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
-    return *plain.gather_linear_bwd(dqkv, weights.w, n=n, needs=needs, tp=tp), dw_out
+    return *plain.gather_linear_bwd(dqkv, weights.w, n=n, grads=grads, tp=tp), dw_out

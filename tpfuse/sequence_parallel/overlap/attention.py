@@ -21,7 +21,7 @@ from ...kernels.attn.op import attention_bwd, attention_fwd
 from ...kernels.attn.options import Options, scores
 from ...kernels.runtime.op import GEMM, Cost, acc_dtype, new_vector, op
 from ..flight import Flight, pieces
-from ..records import Linear, Projections, Run, WeightGrad, run
+from ..records import LinearWeights, Projections, Run, WeightGrad, run
 from .steps import (
     gather_and_multiply,
     gather_in_background,
@@ -76,7 +76,7 @@ def gather_attention_exchange_fwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """n [R, m, D] -> parts [R, m, D], qkv [M, G, Q + 2, E], o [M, K], lse [B, H, S]."""
     label, (R, m, D) = "gather_attention_exchange forward", n.shape
-    linear, w_out = Linear(weights.w, weights.b, "none"), weights.w_out
+    linear, w_out = LinearWeights(weights.w, weights.b, "none"), weights.w_out
     qkv, _ = gather_and_multiply(f"{label} (n)", n, linear, group_name)
     qkv = qkv.view(R * m, -1, weights.heads_per_group, weights.head_width)
     if not _by_tiles(qkv, m, options.batch):

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.gemm.activation import width
 from ...kernels.runtime.op import GEMM, Cost, new_vector, op
 from ..flight import Flight, pieces
-from ..records import Linear, Run, WeightGrad, run
+from ..records import LinearWeights, Run, WeightGrad, run
 from .steps import (
     gather_and_multiply,
     gather_in_background,
@@ -22,7 +22,7 @@ from .steps import (
 # ---- gather_linear ----
 
 
-def gather_linear_fwd_ref(n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+def gather_linear_fwd_ref(n: Tensor, linear: LinearWeights, group_name: str) -> tuple[Tensor, Tensor]:
     """-> y, z (empty for "none")."""
     return gather_and_multiply("gather_linear forward", n, linear, group_name)
 
@@ -46,7 +46,7 @@ def gather_linear_bwd_by(
     return flight.finish(), dw, db
 
 
-def _gather_linear_fwd_fake(n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+def _gather_linear_fwd_fake(n: Tensor, linear: LinearWeights, group_name: str) -> tuple[Tensor, Tensor]:
     rows, w = row_count(n), linear.w
     z = n.new_empty(0) if linear.activation == "none" else n.new_empty(rows, len(w))
     return n.new_empty(rows, len(w) // width(linear.activation)), z

@@ -10,7 +10,7 @@ from ...kernels.gemm.activation import width
 from ...kernels.gemm.op import activation_fwd
 from ...kernels.runtime.op import Cost, least, new_vector
 from ..flight import Flight, pieces
-from ..records import Linear
+from ..records import LinearWeights
 
 
 def gemm(x: Tensor, w: Tensor, b: Tensor | None, result: Tensor) -> None:
@@ -44,7 +44,7 @@ def multiply_and_send(flight: Flight, x: Tensor, w: Tensor) -> Flight:
     return flight
 
 
-def gather_and_multiply(label: str, n: Tensor, linear: Linear, group_name: str) -> tuple[Tensor, Tensor]:
+def gather_and_multiply(label: str, n: Tensor, linear: LinearWeights, group_name: str) -> tuple[Tensor, Tensor]:
     """Returns y and z (empty for "none") of all rows; each peer's rows are multiplied as they land."""
     w, b, activation = linear
     cut, z = pieces(n.shape[1]), n.new_empty(*n.shape[:2], len(w))
