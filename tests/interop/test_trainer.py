@@ -11,7 +11,7 @@ from tpfuse import TensorParallel, TrainerMixin, parallelize
 
 pytest.importorskip("accelerate")
 DROPOUT = dict(attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
-LAYOUTS = [(1, 2), (2, 1), (2, 2)]
+LAYOUTS = [(2, 1), (2, 2)]  # (1, 2) is resumed below, to the same numbers
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
