@@ -44,9 +44,7 @@ LATE: dict[str, tuple[int, int, int]] = {
     "training/checkpoint": (0, 0, 1),
 }
 # Class names that still stand in several files.
-TWICE: set[str] = set(
-    ("Asked Backward Call Loss Message Norm Place Request Rows Work _Block _Layer ").split()
-)
+TWICE: set[str] = set(("Asked Backward Call Loss Message Norm Place Request Rows Work _Block _Layer ").split())
 
 
 class Words(NamedTuple):
