@@ -26,8 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import idle
 from bench.measured import host
-from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, replay, rms_norm
 from tpfuse.kernels.runtime import launch, op
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Normed, Rope, TransformerBlock

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
 from tpfuse.tools.accuracy import rms_errors

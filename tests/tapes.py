@@ -1,6 +1,6 @@
 """Tapes of launchers between tests, apart from conftest.py: processes whose kernels are compiled import this."""
 
-from tpfuse.kernels.replay.replay import Replayed
+from tpfuse.kernels.replay import Replayed
 from tpfuse.kernels.runtime.op import OPS
 
 

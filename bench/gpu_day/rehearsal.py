@@ -17,14 +17,14 @@ def install(module: str) -> None:
     import torch
 
     from tests import interpreter_bf16, interpreter_speed
-    from tpfuse.kernels.replay import replay
+    from tpfuse.kernels import replay
     from tpfuse.tools.bench import measure
 
     interpreter_bf16.install()
     interpreter_speed.install()
     torch.set_num_threads(1)
     replay.REPLAY = False  # a plan starts compiled kernels, of which there are none
-    replay.LAUNCHED.add("cpu")
+    replay.calls.LAUNCHED.add("cpu")
     torch.compile = lambda fn, **options: fn
     measure.interleaved.__kwdefaults__["least"] = 1
     measure.MOST_SETS = 8

@@ -19,7 +19,7 @@ import triton
 from triton.backends import nvidia
 from triton.backends.nvidia.driver import CudaDriver
 
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import launch
 
 ARCH, STREAM = "sm_90", 7
@@ -107,8 +107,8 @@ def install() -> None:
     _load(pathlib.Path(_FOLDER.name))
     triton.runtime.driver.set_active(_Driver())
     launch._start, launch._pretended = _start, launch.Target(ARCH, launch.MULTIPROCESSORS[ARCH])
-    replay.stream_of = lambda device: STREAM
-    replay.LAUNCHED.add("cpu")
+    replay.calls.stream_of = lambda device: STREAM
+    replay.calls.LAUNCHED.add("cpu")
     _ATEN = torch.library.Library("aten", "IMPL")
     _ATEN.impl("mm", _product, "CPU", allow_override=True)
     _ATEN.impl("addmm", _product, "CPU", allow_override=True)

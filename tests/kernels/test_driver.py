@@ -31,7 +31,7 @@ def _started(op: str, label: str) -> tuple[list[tuple[str, str]], list[tuple[str
     """(kernel, hash of its binary) of what a call starts, and of what bench.compile compiles for it."""
     from bench import idle
     from bench.compile._compile import build
-    from tpfuse.kernels.replay import replay
+    from tpfuse.kernels import replay
     from tpfuse.kernels.runtime import launch
 
     call, found = importlib.import_module(f"bench.compile.{op}").CALLS[label], []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.common import make_tp
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Normed, Rope, TransformerBlock, one_node
 from tpfuse.layers import block as blocks
@@ -184,8 +184,8 @@ def test_the_bytes_saved_are_the_same(monkeypatch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_of_the_whole_block(monkeypatch, kind, frozen):
     """Bitwise the block itself, on other tensors than those it was recorded with; a CPU's ops stand for kernels."""
-    monkeypatch.setattr(replay, "LAUNCHED", {"cpu"})
-    monkeypatch.setattr(replay, "stream_of", lambda device: 0)
+    monkeypatch.setattr(replay.calls, "LAUNCHED", {"cpu"})
+    monkeypatch.setattr(replay.calls, "stream_of", lambda device: 0)
     functions = one_node._forward, one_node._backward
     for function in functions:
         monkeypatch.setattr(function, "tapes", {})

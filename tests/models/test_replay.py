@@ -15,7 +15,7 @@ import torch
 from tests.models.common import BERT_CONFIG, GPT_CONFIG
 from tests.models.families.test_llama_like import config_of
 from tpfuse import clip_grad_norm_
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.models import GPT, Bert
 
 B, S = 3, 24

@@ -18,9 +18,10 @@ from ..kernels.norm.records import ALONE, POST, PRE, Add, Wanted
 from ..kernels.norm.records import Norm as NormArguments
 from ..kernels.norm.records import Saved as NormSaved
 from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM as FUSED
+from ..kernels.replay import Composed
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import Main, mains
-from ..kernels.runtime.op import Composed, dtype_of
+from ..kernels.runtime.op import dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain

@@ -7,7 +7,7 @@ from bench import tune
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
 from bench.gpu_day.parts import tuning
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.tools.bench.definition import DTYPES, Random
 from tpfuse.tools.bench.run import calls

@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu_day import cases
 from bench.gpu_day.part import Context
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import launch
 from tpfuse.tools.bench.definition import DTYPES, Random, discover
 from tpfuse.tools.bench.measure import AHEAD

@@ -13,7 +13,7 @@ from bench.gpu_day.part import Absent, Context, require, tool
 from bench.gpu_day.parts import candidates, counters, kernels, rows, setup, suite, tuning
 from bench.gpu_day.parts.layers import of
 from bench.gpu_day.plan import DAY, SETUP, WORTH, parts, stages
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import launch
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.tools.bench.definition import discover

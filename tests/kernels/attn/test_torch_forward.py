@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 
 from tests.kernels.attn.test_launch import DEVICE, both, features, random
 from tests.no_sync import GPU, no_sync
+from tpfuse.kernels import replay
 from tpfuse.kernels.attn import torch_forward
 from tpfuse.kernels.attn.config import config, default_config
 from tpfuse.kernels.attn.op import attention_bwd as bwd
 from tpfuse.kernels.attn.op import attention_fwd as fwd
 from tpfuse.kernels.attn.options import Options
-from tpfuse.kernels.replay import replay
 from tpfuse.kernels.replay.recorder import recording
 from tpfuse.kernels.replay.tape import tape
 from tpfuse.kernels.runtime import launch as _launch

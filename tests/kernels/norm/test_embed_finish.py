@@ -15,7 +15,7 @@ from tpfuse.kernels.norm.records import DROP, PRE, Add, Norm, Saved, Wanted
 from tpfuse.kernels.norm.verbs import EMBED_FINISH
 from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
 
-fwd, bwd, *_ = EMBED_FINISH
+_, fwd, bwd = EMBED_FINISH
 FP32, BF16 = torch.float32, torch.bfloat16
 W, IDS, P, V, D, STAT = (
     torch.randn(5, 7),

@@ -21,7 +21,7 @@ from tpfuse.sequence_parallel.crossings import reduce_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-fwd, bwd, *_ = REDUCE_BIAS_DROPOUT_ADD_NORM
+_, fwd, bwd = REDUCE_BIAS_DROPOUT_ADD_NORM
 
 ALL = dict(bias=True, residual=True, norm=True, beta=True, dropout=True, rms=False)
 LEFT_OUT = [

@@ -18,7 +18,7 @@ from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
 P, D, V, STAT = torch.randn(2, 3, 7), torch.randn(3, 7), torch.randn(7), torch.rand(3)
 MASK = Mask(RNG, 0.3, site=2, first_row=1, batch=2)
 FP32, BF16 = torch.float32, torch.bfloat16
-FWD, BWD, *_ = REDUCE_BIAS_DROPOUT_ADD_NORM
+_, FWD, BWD = REDUCE_BIAS_DROPOUT_ADD_NORM
 LAYER, RMS = (Saved(D, STAT[:n], STAT, V, kind) for n, kind in ((3, "layer"), (0, "rms")))
 NONE = Saved(None, None, None, None, "layer")
 ALL = Wanted(FP32, True, FP32, FP32)

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from tests.kernels.runtime.test_op import samples
 from tests.tapes import forget
-from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, rms_norm
-from tpfuse.kernels.replay import replay
-from tpfuse.kernels.replay.replay import Call, Replayed, call_of
-from tpfuse.kernels.runtime import op as _op
+from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, replay, rms_norm
+from tpfuse.kernels.replay import Replayed, read
 from tpfuse.kernels.runtime.op import OPS, flatten
 from tpfuse.kernels.runtime.philox import make_rng
 
@@ -53,7 +51,7 @@ def _call(op, args) -> tuple[list, list[Tensor]]:
     with torch.no_grad():
         result = op(*args)
     outputs = [result] if isinstance(result, Tensor) else list(result)
-    tensors, seen, started = call_of(args).tensors, [], []
+    tensors, seen, started = read(args).tensors, [], []
     for kernel in idle.STARTED:
         if kernel.name == "mm":
             told = [(_place(t.data_ptr(), tensors, outputs, seen), t.shape, t.stride()) for t in kernel.params]
@@ -124,9 +122,9 @@ def _kinds() -> dict[str, list[bool]]:
     before, replay.REPLAY = replay.REPLAY, False
     found["off"] = [run(parts)]
     replay.REPLAY = before
-    stream, replay.stream_of = replay.stream_of, lambda device: None
+    stream, replay.calls.stream_of = replay.calls.stream_of, lambda device: None
     found["another device is current"] = [run(parts)]
-    replay.stream_of = stream
+    replay.calls.stream_of = stream
     found["on again"] = [run(parts)]
     op.launch.launcher = launcher
     return found
@@ -182,14 +180,14 @@ def _compared() -> tuple[list[bool], list[list], list[list]]:
     for _ in range(2):
         for given in calls:
             _call(op, given)
-    looked, read = [], _op.call_of
-    _op.call_of = lambda given: (looked.append(given), read(given))[1]
+    looked, run = [], Replayed.run
+    Replayed.run = lambda self, args, call: (looked.append(args), run(self, args, call))[1]
     found, started = [], []
     for given in calls:
         looked.clear()
         started.append(_call(op, given)[0])
         found.append(not looked)
-    _op.call_of = read
+    Replayed.run = run
     before, replay.REPLAY = replay.REPLAY, False
     launched = [_call(op, given)[0] for given in calls]
     replay.REPLAY = before
@@ -223,10 +221,10 @@ def _public(name: str) -> tuple[list, list, int, str]:
 
     for _ in range(3):
         started()
-    looked, read = [], _op.call_of
-    _op.call_of = lambda given: (looked.append(given), read(given))[1]
+    looked, run = [], Replayed.run
+    Replayed.run = lambda self, args, call: (looked.append(args), run(self, args, call))[1]
     replayed = started()
-    _op.call_of = read
+    Replayed.run = run
     before, replay.REPLAY = replay.REPLAY, False
     launched = started()
     replay.REPLAY = before
@@ -290,11 +288,11 @@ def test_a_check_of_what_needs_a_gradient_is_made_after_replays(idle):
 def _limited() -> int:
     from tpfuse.kernels.norm.triton_forward import reduce_launch
 
-    replayed = Replayed(reduce_launch.launcher)
-    replay.LIMIT, before = 3, replay.LIMIT
+    replayed = Replayed(reduce_launch)
+    replay.calls.LIMIT, before = 3, replay.calls.LIMIT
     for m in range(1, 6):
         replayed(torch.ones(2, m, 4))
-    replay.LIMIT = before
+    replay.calls.LIMIT = before
     return len(replayed.tapes)
 
 
@@ -306,17 +304,15 @@ def test_tapes_are_bounded(idle):
 
 
 def key(*args):
-    call = Call()
-    assert call.read(args)
-    return call.key
+    return read(args).key()
 
 
 def test_a_key_holds_all_that_a_launcher_may_read():
     x = torch.ones(4, 6)
     others = [x.double(), torch.ones(4, 5), torch.ones(6, 4).t(), torch.ones(8, 6)[::2], x.to("meta")]
     assert key(x) == key(torch.zeros(4, 6)) and all(key(x) != key(other) for other in others)
-    assert len({tuple(key(x, other)) for other in (x, torch.ones(4, 6), 0, 1, None)}) == 5
-    assert key(x, 1) != key(x, 2) and key(x, None) != key(x, 0) and key(x, "a") != key(x, "b")
+    assert len({key(x, other) for other in (x, torch.ones(4, 6), 0, 1, None)}) == 5
+    assert key(x, 1) != key(x, 2) and key(x, None) != key(x, 0) != key(x, False) and key(x, "a") != key(x, "b")
 
 
 def test_what_is_left_to_the_launcher(monkeypatch):
@@ -326,18 +322,18 @@ def test_what_is_left_to_the_launcher(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: captured, raising=False)
     captured = False
     gpu, other, runtime = torch.device("cuda", 0), torch.device("cuda", 1), triton.knobs.runtime
-    assert replay.stream_of(gpu) == 7 and replay.stream_of(other) is None
+    assert replay.calls.stream_of(gpu) == 7 and replay.calls.stream_of(other) is None
     runtime.launch_exit_hook.add(print)
     try:
-        assert replay.stream_of(gpu) is None
+        assert replay.calls.stream_of(gpu) is None
     finally:
         runtime.launch_exit_hook.remove(print)
-    assert replay.stream_of(gpu) == 7
+    assert replay.calls.stream_of(gpu) == 7
     captured = True
-    assert replay.stream_of(gpu) is None
+    assert replay.calls.stream_of(gpu) is None
     captured = False
     monkeypatch.setattr(runtime, "launch_enter_hook", print)
-    assert replay.stream_of(gpu) is None
+    assert replay.calls.stream_of(gpu) is None
 
 
 def test_on_a_cpu_nothing_is_recorded():
@@ -351,6 +347,6 @@ def test_a_test_on_a_gpu_leaves_no_tape():
     """One that replaces what launchers ask or allocate with would leave it to the next."""
     launchers = [op.launch for op in OPS.values() if isinstance(op.launch, Replayed)]
     for launcher in launchers:
-        launcher.tapes[("a key",)] = launcher.known[("constants",)] = None
+        launcher.tapes[("a key",)] = launcher.guarded[("constants",)] = None
     forget()
-    assert launchers and not any(launcher.tapes or launcher.known for launcher in launchers)
+    assert launchers and not any(launcher.tapes or launcher.guarded for launcher in launchers)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernels.replay.recorder import recorder, recording
+from tpfuse.kernels.replay.recorder import active_recorder, recording
 from tpfuse.kernels.replay.tape import ALLOCATE, tape
 from tpfuse.kernels.runtime.counters import COUNTERS, address, counters
 from tpfuse.kernels.runtime.triton import started_by
@@ -31,8 +31,8 @@ def doubled(out, x, by=0.0):
     """Starts it as kernels.runtime.launch does."""
     args, kernel = (out, x, x.numel(), by), Doubled()
     kernel.run(1, 1, 1, 3, kernel.function, kernel.packed_metadata, None, None, None, *args)
-    if recorder() is not None:
-        recorder().start(kernel, (1, 1, 1), args)
+    if active_recorder() is not None:
+        active_recorder().start(kernel, (1, 1, 1), args)
     return out
 
 
@@ -248,7 +248,7 @@ def test_a_descriptor_holds_an_address():
         block_shape = [1]
 
     def function(x):
-        recorder().start(Doubled(), (1, 1, 1), (Descriptor(), x))
+        active_recorder().start(Doubled(), (1, 1, 1), (Descriptor(), x))
         return x + 1
 
     assert taped(function, random(4)) is None
@@ -262,9 +262,9 @@ def test_views_of_arguments_in_one_storage_have_no_tape():
 
 def test_recordings_end_with_an_error_too():
     with pytest.raises(ZeroDivisionError), recording([]):
-        assert recorder() is not None
+        assert active_recorder() is not None
         raise ZeroDivisionError
-    assert recorder() is None
+    assert active_recorder() is None
 
 
 def test_counters_are_those_of_the_stream():

@@ -1,5 +1,6 @@
 """The machinery of an op, and the completeness of the other files: every op in the library went through opcheck."""
 
+import contextlib
 import functools
 import importlib
 import pathlib
@@ -11,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpfuse.kernels
-from tpfuse.kernels.norm.core import Verb
+from tpfuse.kernels.norm.core import NormOps
+from tpfuse.kernels.replay import read
 from tpfuse.kernels.runtime import op as _op
 from tpfuse.kernels.runtime.errors import check
 from tpfuse.kernels.runtime.op import ELEMENTWISE, NAMESPACE, Cost, Op, acc_dtype, autocast, least, op, sum_parts
@@ -34,7 +36,7 @@ def test_every_op_is_checked():
         importlib.import_module(m.name) for m in pkgutil.walk_packages(tpfuse.kernels.__path__, "tpfuse.kernels.")
     ]
     values = [value for module in modules for value in vars(module).values()]
-    values += [op for value in values if isinstance(value, Verb) for op in value]
+    values += [op for value in values if isinstance(value, NormOps) for op in value]
     ops = {value.name for value in values if isinstance(value, Op)}
     assert len(ops) > 10 and ops == {op.name for op, _ in samples().values()}
 
@@ -219,7 +221,18 @@ def test_a_call_is_not_direct_in_a_trace_or_a_transform():
 
 def test_what_the_dispatcher_resolves():
     meta, constants = torch.ones(2, device="meta"), (None, Window(5, None), 2.0, "a", BF16)
-    assert _op.call_of((*constants, PLAIN)).device == PLAIN.device and not _op.call_of((PLAIN,)).double
-    assert _op.call_of((PLAIN, Window(5, meta))) is None and _op.call_of((Window(5, meta), PLAIN)) is None
-    assert _op.call_of(constants) is None and _op.call_of(([PLAIN],)) is None
-    assert _op.call_of((PLAIN, Window(5, PLAIN.double()))).double
+    assert read((*constants, PLAIN)).device == PLAIN.device and not read((PLAIN,)).double
+    assert read((PLAIN, Window(5, meta))).device is None and read(constants).device is None
+    assert read(([PLAIN],)) is None and read((PLAIN, Window(5, PLAIN.double()))).double
+
+
+def test_a_check_comes_before_the_implementation():
+    def refuse(x, factor):
+        check(factor > 0, "factor")
+
+    checked = Op("checked", twice_scaled_ref, kind=ELEMENTWISE, check=refuse)
+    with torch.no_grad():
+        assert torch.equal(checked(torch.ones(2, 3), 2.0), torch.full((2, 3), 2.0))
+        for context in (contextlib.nullcontext(), torch.enable_grad()):  # called directly, and by the dispatcher
+            with context, pytest.raises(ValueError, match="factor"):
+                checked(torch.ones(2, 3), 0.0)

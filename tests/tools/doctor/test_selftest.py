@@ -8,7 +8,7 @@ import torch
 from tests.common import Recorder
 from tests.planted import scaled
 from tpfuse import TensorParallel, kernels
-from tpfuse.kernels.replay import replay
+from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import op, philox
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.tools.doctor.report import FAULT, OK
@@ -91,8 +91,8 @@ def test_an_op_that_raises_is_named(planted):
 def test_the_kernels_pass_and_a_wrong_one_does_not(monkeypatch, planted):
     """Launchers in Triton's interpreter, picked on the CPU as they are on a GPU."""
     monkeypatch.setattr(replay, "REPLAY", False)  # which needs a GPU's stream
-    monkeypatch.setattr(replay, "LAUNCHED", replay.LAUNCHED | {"cpu"})
-    monkeypatch.setattr(op, "LAUNCHED", replay.LAUNCHED)
+    monkeypatch.setattr(replay.calls, "LAUNCHED", replay.calls.LAUNCHED | {"cpu"})
+    monkeypatch.setattr(op, "LAUNCHED", replay.calls.LAUNCHED)
     assert {f.status for f in [*selftest.results(CPU), *block.alone(CPU)]} == {OK}
     planted("dropout_fwd", lambda right, x, mask: right(x, mask._replace(site=mask.site + 1)))
     assert {f.name for f in selftest.results(CPU) if f.status == FAULT} == {"dropout", "dropout's mask"}

@@ -23,11 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ATTENTION, Composed, acc_dtype, autocast, op
+from ..runtime.op import ATTENTION, acc_dtype, autocast, op
+from ..runtime.philox import active_rng
 from .cpu import bwd_cpu, fwd_cpu
 from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
-from .options import TENSORS, DecodeOptions, Options, checked_options
+from .options import TENSORS, DecodeOptions, Options, check_options, default_seq
 from .reference import attention_bwd_ref, attention_decode_ref, attention_fwd_ref
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import fwd_cost, fwd_launch
@@ -49,8 +50,17 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Ten
     return q.new_empty(len(q), q[0].numel())
 
 
-attention_fwd = op(attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, cost=fwd_cost)
-attention_bwd = op(attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, cost=bwd_cost)
+def _check_fwd(qkv: Tensor, options: Options) -> None:
+    check_options(qkv.shape, options)
+
+
+attention_fwd = op(
+    attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, check=_check_fwd, replay=True,
+    cost=fwd_cost,
+)  # fmt: skip
+attention_bwd = op(
+    attention_bwd_ref, kind=ATTENTION, launch=bwd_launch, cpu=bwd_cpu, fake=_bwd_fake, replay=True, cost=bwd_cost
+)
 attention_decode = op(
     attention_decode_ref, kind=ATTENTION, launch=decode_launch, cpu=decode_cpu, fake=_decode_fake, cost=decode_cost
 )
@@ -63,35 +73,17 @@ class _Attention(Function):
     """Takes the options whole: none of their tensors is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, given: Options, seq: int | None, scale: float | None) -> Tensor:
-        o, lse = _forward(qkv, given, seq, scale)
-        ctx.save_for_backward(qkv, o, lse, *given[:TENSORS])
-        ctx.args = given[TENSORS:], seq, scale
+    def forward(ctx: Any, qkv: Tensor, options: Options) -> Tensor:
+        o, lse = attention_fwd(qkv, options)
+        ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
+        ctx.numbers = options[TENSORS:]
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         qkv, o, lse, *tensors = ctx.saved_tensors
-        numbers, seq, scale = ctx.args
-        dqkv: Tensor = _backward((do.contiguous(), qkv, o, lse), Options(*tensors, *numbers), seq, scale)
-        return dqkv, None, None, None
-
-
-@Composed
-def _forward(qkv: Tensor, given: Options, seq: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """-> o, lse; the checks are part of what is recorded, so that a call which is replayed has passed them."""
-    if qkv.dim() != 4 or qkv.shape[2] < 3 or qkv.shape[3] < 1:
-        raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
-    return attention_fwd(qkv, checked_options(qkv.shape, given, seq=seq, scale=scale))
-
-
-@Composed
-def _backward(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor], given: Options, seq: int | None, scale: float | None
-) -> Tensor:
-    """do, qkv, o, lse -> dqkv; the options are completed as in forward, which a replay does not do again."""
-    return attention_bwd(*tensors, checked_options(tensors[1].shape, given, seq=seq, scale=scale))
+        return attention_bwd(do.contiguous(), qkv, o, lse, Options(*tensors, *ctx.numbers)), None
 
 
 # ---- public ----
@@ -144,10 +136,13 @@ def attention(
     Raises ValueError for shapes, dtypes and numbers that break these rules; on a GPU also for E > 256 (but in fp64), on
     a CPU for cu_seqlens that do not rise and documents longer than max_seqlen.
     """
+    if qkv.dim() != 4 or qkv.shape[2] < 3 or qkv.shape[3] < 1:
+        raise ValueError(f"attention: qkv must be [M, G, Q + 2, E], got {tuple(qkv.shape)}")
     options = Options(
-        key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions, rng=rng,
-        batch=batch, max_seqlen=max_seqlen, causal=causal, window=window, softcap=softcap, interleaved=interleaved,
-        p=p, site=site, first_head=first_head,
+        key_mask=key_mask, cu_seqlens=cu_seqlens, bias=bias, cos=cos, sin=sin, positions=positions,
+        rng=active_rng("attention", p, rng), batch=batch, seq=default_seq(len(qkv), batch) if seq is None else seq,
+        max_seqlen=max_seqlen, causal=causal, window=window, scale=qkv.shape[3] ** -0.5 if scale is None else scale,
+        softcap=softcap, interleaved=interleaved, p=p, site=site, first_head=first_head,
     )  # fmt: skip
     return attend(qkv, options, seq=seq, scale=scale)
 
@@ -155,4 +150,5 @@ def attention(
 def attend(qkv: Tensor, options: Options, *, seq: int | None, scale: float | None) -> Tensor:
     """Computes :func:`attention` of its options as one record; their ``seq`` and ``scale`` are not read."""
     (qkv,) = autocast(qkv)
-    return _Attention.apply(qkv.contiguous(), options, seq, scale)
+    output: Tensor = _Attention.apply(qkv.contiguous(), options)
+    return output

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.launch import target
 from ..runtime.philox import active_rng
-from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_numbers, described
+from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_number, check_numbers, described
 
 INF = float("inf")
 LOG2E = 1.4426950408889634
@@ -98,20 +98,33 @@ def check_width(x: Tensor) -> None:
     check(fits, f"attention: on a GPU a head has at most {GPU_WIDTH} columns (fp64 excepted), got {E}")
 
 
+def default_seq(rows: int, batch: int) -> int:
+    """Returns the positions of a sample; ValueError where ``rows`` are no multiple of ``batch``."""
+    if type(batch) is not int or batch < 1:
+        check_number("attention: batch", batch, COUNT)
+    if rows % batch:
+        raise ValueError(f"attention: qkv's {rows} rows must be a multiple of batch = {batch}, or seq given")
+    return rows // batch
+
+
 def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None, scale: float | None) -> Options:
     """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
     (their defaults where None), and without ``rng`` where p drops nothing."""
-    (M, G, slots, E), batch = shape, options.batch
-    check_numbers("attention", dict(batch=batch, seq=seq, scale=scale, softcap=options.softcap), _NUMBERS)
-    if seq is None and M % batch:  # messages made in advance would cost more than the checks
-        raise ValueError(f"attention: qkv's {M} rows must be a multiple of batch = {batch}, or seq given")
     options = options._replace(
-        seq=M // batch if seq is None else seq,
-        scale=E**-0.5 if scale is None else scale,
+        seq=default_seq(shape[0], options.batch) if seq is None else seq,
+        scale=shape[3] ** -0.5 if scale is None else scale,
         rng=active_rng("attention", options.p, options.rng),
     )
-    seq = options.seq
-    if seq * batch > M:
+    check_options(shape, options)
+    return options
+
+
+def check_options(shape: tuple[int, ...], options: Options) -> None:
+    """Raises the ValueError of ``attention`` on qkv of ``shape`` for options that break its rules."""
+    (M, G, slots, E), batch, seq = shape, options.batch, options.seq
+    numbers = dict(batch=batch, seq=seq, scale=options.scale, softcap=options.softcap)
+    check_numbers("attention", numbers, _NUMBERS)
+    if seq * batch > M:  # a message made in advance would cost more than the check
         raise ValueError(f"attention: seq x batch = {seq} x {batch} rows are more than qkv's {M}")
     window, bias, cu_seqlens = options.window, options.bias, options.cu_seqlens
     check(window is None or window >= 1, f"attention: window must be at least 1, got {window}")
@@ -127,7 +140,6 @@ def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None
         heads = 1 if bias.dim() and len(bias) == 1 else G * (slots - 2)
         _check_tensor("bias", bias, bias.dtype, (heads, seq, seq))
     _check_rotation(E, options)
-    return options
 
 
 def _check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime.launch import has_tma, launch, target
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
@@ -283,7 +282,6 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
 # ---- launcher and cost ----
 
 
-@Replayed
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
     check_width(qkv)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime.launch import has_tma, launch, next_power_of_2, target
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
@@ -307,7 +306,6 @@ def _form(
     return (None, None), dict(STATIC=static) | shape
 
 
-@Replayed
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)

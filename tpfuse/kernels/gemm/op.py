@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import ELEMENTWISE, GEMM, Composed, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import (
     linear_dgrad_act_cost,
@@ -168,24 +168,34 @@ def _linear_dgrad_act_cpu(
     return _activation_bwd_cpu(dy @ w, z, activation, rebuild, bias=bias, dz=dz, y=y)
 
 
-activation_fwd = op(activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu)
+def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> None:
+    check_linear("linear", x, w, b, activation)
+
+
+activation_fwd = op(
+    activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu, replay=True
+)
 activation_bwd = op(
     activation_bwd_ref,
     kind=ELEMENTWISE,
     launch=activation_bwd_launch,
     cpu=_activation_bwd_cpu,
+    replay=True,
     cost=activation_bwd_cost,
 )
-linear_fwd = op(linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, cost=linear_fwd_cost)
-linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, cost=linear_dgrad_cost)
+linear_fwd = op(
+    linear_fwd_ref, kind=GEMM, launch=linear_fwd_launch, check=_check_fwd, replay=True, cost=linear_fwd_cost
+)
+linear_dgrad = op(linear_dgrad_ref, kind=GEMM, launch=linear_dgrad_launch, replay=True, cost=linear_dgrad_cost)
 linear_dgrad_act = op(
     linear_dgrad_act_ref,
     kind=GEMM,
     launch=linear_dgrad_act_launch,
     cpu=_linear_dgrad_act_cpu,
+    replay=True,
     cost=linear_dgrad_act_cost,
 )
-linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, cost=linear_wgrad_cost)
+linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, replay=True, cost=linear_wgrad_cost)
 linear_wgrad_add = op(
     linear_wgrad_add_ref,
     kind=GEMM,
@@ -201,8 +211,8 @@ linear_wgrad_add = op(
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
-        y, z = _forward(x, w, b, activation)
-        ctx.save_for_backward(x, w, z)
+        y, z = linear_fwd(x, w, b, activation)
+        ctx.save_for_backward(x, w, None if activation == "none" else z)
         ctx.activation, ctx.bias, ctx.mains = activation, dtype_of(b), mains(w)
         return y
 
@@ -211,50 +221,18 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
         _, weight, bias, _ = ctx.needs_input_grad
-        tensors, asked = (dy.contiguous(), x, w, z), (weight, ctx.bias if bias else None)
+        dy, dtype, db, dw = dy.contiguous(), ctx.bias if bias else None, None, None
+        if z is not None:
+            dy, db, _ = activation_bwd(dy, z, ctx.activation, rebuild=False, bias=dtype)
+        rest = dtype if z is None else None  # of the bias gradient, where it is not made yet
         main = wanted(ctx.mains)
-        if main is None:
-            return *_gradients(tensors, ctx.activation, *asked), None
-        dx, db = main.add(lambda total: _gradients_adding(tensors, ctx.activation, total, asked[1]))
-        return dx, None, db, None
-
-
-@Composed
-def _forward(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """-> y, z (None without an activation); the checks are part of what is recorded, so that a call which is replayed
-    has passed them."""
-    check_linear("linear", x, w, b, activation=activation)
-    y, z = linear_fwd(x, w, b, activation)
-    return y, None if activation == "none" else z
-
-
-@Composed
-def _gradients(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, weight: bool, bias: torch.dtype | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dy, x, W and z (None without an activation) -> dx, dW and db, the last two where they are asked for."""
-    dy, x, w, z = tensors
-    dw = db = None
-    if z is not None:
-        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
-    if weight:
-        dw, db_plain = linear_wgrad(dy, x, w.dtype, bias if z is None else None)
-        db = db_plain if z is None else db
-    elif z is None and bias is not None:
-        db = column_sum(dy, bias)
-    return linear_dgrad(dy, w), dw, None if bias is None else db
-
-
-def _gradients_adding(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], activation: str, total: Tensor, bias: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """As ``_gradients``, but dW is added to ``total`` [N, K] -> dx and db."""
-    dy, x, w, z = tensors
-    db = None
-    if z is not None:
-        dy, db, _ = activation_bwd(dy, z, activation, rebuild=False, bias=bias)
-    db_plain = linear_wgrad_add(dy, x, total, bias if z is None else None)
-    return linear_dgrad(dy, w), None if bias is None else db_plain if z is None else db
+        if main is not None:
+            db_rest = main.add(lambda total: linear_wgrad_add(dy, x, total, rest))
+        elif weight:
+            dw, db_rest = linear_wgrad(dy, x, w.dtype, rest)
+        else:
+            db_rest = column_sum(dy, rest)
+        return linear_dgrad(dy, w), dw, None if dtype is None else db_rest if z is None else db, None
 
 
 # ---- public ----

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime.device import load
 from ..runtime.launch import launch, multiprocessors
 from ..runtime.op import Cost, least, new_vector
@@ -125,7 +124,6 @@ def partial_rows(dy: Tensor) -> int:
 # ---- launchers ----
 
 
-@Replayed
 def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     z = z.contiguous()
     y = z.new_empty(z.shape[0], z.shape[1] // width(activation)) if y is None else y
@@ -135,7 +133,6 @@ def activation_fwd_launch(z: Tensor, activation: str, y: Tensor | None = None) -
     return y
 
 
-@Replayed
 def activation_bwd_launch(
     dy: Tensor,
     z: Tensor,
@@ -152,7 +149,6 @@ def activation_bwd_launch(
     return dz, db, z.new_empty(0) if y is None else y
 
 
-@Replayed
 def column_sum_launch(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, N] -> [N], summed in fp32 and rounded to ``dtype``"""
     return _sum_columns(x.contiguous(), "none", dtype, dict(z_ptr=None, dz_ptr=None, y_ptr=None))

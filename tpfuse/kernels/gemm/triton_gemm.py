@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime import tuning
 from ..runtime.device import load, swizzle
 from ..runtime.launch import describable, has_tma, launch, target
@@ -254,7 +253,6 @@ def gemm(
     return c
 
 
-@Replayed
 def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     M, K, N = *x.shape, len(w)
     plain = activation == "none"
@@ -267,14 +265,12 @@ def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -
     return (z, z.new_empty(0)) if plain else (activation_fwd_launch(z, activation), z)
 
 
-@Replayed
 def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
     M, K, N = *dy.shape, w.shape[1]
     config = fused("linear_dgrad", "none", dy, (M, N, K))
     return gemm(Product("NN", dy, w, config), dy.new_empty(M, N)) if config else dy @ w
 
 
-@Replayed
 def linear_dgrad_act_launch(
     dy: Tensor,
     w: Tensor,
@@ -309,7 +305,6 @@ def linear_dgrad_act_launch(
     )
 
 
-@Replayed
 def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The bias gradient is a pass over dy of its own: in the GEMM it would take the operand through registers."""
     db = new_vector(dy, 0, None) if bias is None else column_sum_launch(dy, bias)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ..lookup.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.op import ELEMENTWISE, NORM, Composed, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
-from ..runtime.philox import Mask, active_rng, keep_rows, scale
-from .kinds import KINDS, check_kind, normalize, normalize_backward
+from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
+from ..runtime.philox import NO_MASK, Mask, active_rng, keep_rows, scale
+from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
@@ -188,7 +188,7 @@ def _bwd_fake(
     return dparts, like.new_empty(rows, dtype=dtype), new_vector(like, D, wanted.bias), dgamma, dbeta
 
 
-norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch)
+norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch, replay=True)
 
 
 # ---- the sum over ranks alone ----
@@ -199,21 +199,41 @@ def reduce_parts_ref(parts: Tensor) -> Tensor:
     return sum_parts(parts).to(parts.dtype)
 
 
-reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch)
+reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch, replay=True)
 
 
-class Verb(NamedTuple):
-    """An op and its backward, under the name that the ledger prints; and what autograd calls instead, which is replayed
-    whole."""
+# ---- the op pairs ----
 
+
+class NormOps(NamedTuple):
+    """An op and its backward, under the name that the ledger prints."""
+
+    name: str
     fwd: Op
     bwd: Op
-    forward: Composed
-    backward: Composed
+
+
+Check = Callable[[Tensor, Add, Norm, Mask, str], None]  # raises ValueError for what the public functions do not take
+
+
+def norm_ops(name: str, check: Check, blocked: bool = False) -> NormOps:
+    """Registers NAME_fwd and NAME_bwd; ``blocked``: on CPU in blocks of rows."""
+    fwd = Op(
+        f"{name}_fwd", fused_norm_fwd_ref, fwd_launch, kind=NORM, cpu=fwd_cpu if blocked else None, fake=_fwd_fake,
+        check=check, replay=True, cost=fwd_cost,
+    )  # fmt: skip
+    bwd = Op(
+        f"{name}_bwd", fused_norm_bwd_ref, bwd_launch, kind=NORM, cpu=bwd_cpu if blocked else None, fake=_bwd_fake,
+        replay=True, mutates=("out",), cost=bwd_cost,
+    )  # fmt: skip
+    return NormOps(name, fwd, bwd)
+
+
+# ---- autograd ----
 
 
 class Weights(NamedTuple):
-    """What a fused norm differentiates beside the parts; see Add and Norm."""
+    """The tensors that a fused norm differentiates beside the parts; see Add and Norm."""
 
     bias: Tensor | None = None
     position_weight: Tensor | None = None
@@ -223,8 +243,8 @@ class Weights(NamedTuple):
     beta: Tensor | None = None
 
 
-class Asked(NamedTuple):
-    """What a fused norm is asked for, beside what it differentiates; the first TENSORS fields are tensors."""
+class NormOptions(NamedTuple):
+    """The arguments of a fused norm that it does not differentiate; the first TENSORS fields are tensors."""
 
     rng: Tensor | None = None
     positions: Tensor | None = None
@@ -237,116 +257,88 @@ class Asked(NamedTuple):
     kind: str = "layer"
     order: str = PRE
     ranks: int = 1  # that n is expanded to
-    recompute: bool = False  # whether it is to be told how to recompute n
+    recompute: bool = False  # return a Recompute beside n
 
     def mask(self, name: str) -> Mask:
         """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
         rng = active_rng(name, self.p, self.rng)
-        return Mask(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
+        return NO_MASK if rng is None else Mask(rng, self.p, self.site, first_row=self.first_row, batch=self.batch)
 
 
 TENSORS: Final = 3
-Check = Callable[[Tensor, Add, Norm, str], None]  # raises ValueError for what the verb does not take
+NOTHING: Final = Add()
 
 
-def verb(name: str, check: Check | None = None, blocked: bool = False) -> Verb:
-    """Registers NAME_fwd and NAME_bwd; ``blocked``: on CPU in blocks of rows."""
-    forward: dict[str, Any] = dict(launch=fwd_launch, fake=_fwd_fake, cost=fwd_cost, cpu=fwd_cpu if blocked else None)
-    backward: dict[str, Any] = dict(launch=bwd_launch, fake=_bwd_fake, cost=bwd_cost, cpu=bwd_cpu if blocked else None)
-    fwd = Op(f"{name}_fwd", fused_norm_fwd_ref, **forward, kind=NORM)
-    bwd = Op(f"{name}_bwd", fused_norm_bwd_ref, **backward, kind=NORM, mutates=("out",))
+class _FusedNorm(Function):
+    """-> the next h, n.expand(ranks, m, D), and a Recompute for n, whose tensors autograd does not see.
 
-    def run(parts: Tensor, weights: Weights, asked: Asked) -> tuple[Any, ...]:
-        """-> what goes on as h (None for "alone"), n [ranks, m, D]; h, mean and rstd for the State; copies of gamma and
-        beta where n is to be recomputed; what backward makes, and the tables' (rows, dtype), if any.
+    n is returned expanded, so that autograd carries its unsummed gradients into the one backward kernel, and dparts
+    goes back expanded, so that the exchange behind it is an all-gather.
+    """
 
-        The checks are part of what is recorded, so that a call which is replayed has passed them.
-        """
+    @staticmethod
+    def forward(ctx: Any, ops: NormOps, options: NormOptions, parts: Tensor, *weights: Any) -> tuple[Any, ...]:
+        """``weights`` are the fields of Weights."""
         bias, position_weight, type_weight, residual, gamma, beta = weights
-        add = Add(bias, position_weight, asked.positions, type_weight, types=asked.types, residual=residual)
-        norm, order = Norm(gamma, beta, asked.eps, asked.kind), asked.order
-        check_kind(name, asked.kind, asked.eps)
-        if check is not None:
-            check(parts, add, norm, order)
-        making = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype), len(parts)
-        tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))
-        last = making, tables if any(tables) else None
-        h, n, mean, rstd = fwd(parts, add, norm, asked.mask(name), order=order)
+        order, ranks, add = options.order, options.ranks, NOTHING
+        if order != ALONE:
+            add = Add(bias, position_weight, options.positions, type_weight, types=options.types, residual=residual)
+        norm, mask = Norm(gamma, beta, options.eps, options.kind), options.mask(ops.name)
+        h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order)
+        if order == ALONE:
+            h = parts[0]
+        dtypes = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
+        tables = None
+        if position_weight is not None or type_weight is not None:
+            tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))
+        ctx.args = ops, options[TENSORS:], dtypes, len(parts), tables
+        ctx.set_materialize_grads(False)
         if gamma is None:
-            return h, h.expand(asked.ranks, -1, -1), None, None, None, None, None, *last
-        made = None if order == ALONE else h
-        copies = [None if w is None or not asked.recompute or order == DROP else w.clone() for w in (gamma, beta)]
-        return n if order in (POST, DROP) else made, n.expand(asked.ranks, -1, -1), made, mean, rstd, *copies, *last
+            ctx.save_for_backward(None, None, None, None, *options[:TENSORS])
+            return h, h.expand(ranks, -1, -1), None
+        ctx.save_for_backward(h, mean, rstd, gamma, *options[:TENSORS])
+        stream = h.view_as(h) if order == ALONE else n if order in (POST, DROP) else h
+        if not options.recompute or order == DROP:
+            return stream, n.expand(ranks, -1, -1), None
+        copies = gamma.clone(), None if beta is None else beta.clone()
+        recompute = Recompute(h.detach(), mean, rstd, *copies, norm.eps, norm.kind, n.dtype)
+        return stream, n.expand(ranks, -1, -1), recompute
 
-    def back(gradients: Gradients, state: State, making: Making, asked: Asked) -> tuple[Tensor | None, ...]:
-        """-> dparts [R, m, D], dbias, dresidual, dgamma, dbeta; None where there is none"""
-        (dh, dn), gamma, order, (wanted, R) = gradients, state[3], asked.order, making
-        dh, saved = None if dh is None else dh.contiguous(), Saved(*state, kind=asked.kind)
-        dparts, dresidual, dbias, dgamma, dbeta = bwd(dn, dh, saved, asked.mask(name), order=order, wanted=wanted)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
+        ops, constants, wanted, R, tables = ctx.args
+        h, mean, rstd, gamma, *tensors = ctx.saved_tensors
+        options = NormOptions(*tensors, *constants)
+        order = options.order
+        if dn is None and (dh is None or order == ALONE):
+            return None, None, None if dh is None else dh.expand(R, -1, -1), *Weights()
+        dh, saved = None if dh is None else dh.contiguous(), Saved(h, mean, rstd, gamma, options.kind)
+        dparts, dresidual, dbias, dgamma, dbeta = ops.bwd(dn, dh, saved, options.mask(ops.name), order, wanted)
+        dtables: Any = (None, None)
+        if tables is not None:
+            dtables = [
+                None if table is None else embedding_bwd(dparts, index, 0, *table)
+                for table, index in zip(tables, tensors[1:], strict=True)
+            ]
         normed = gamma is not None and (dn is not None or order in (POST, DROP))
         return (
+            None,
+            None,
             dparts.expand(R, -1, -1),
             None if wanted.bias is None else dbias,
+            *dtables,
             None if wanted.residual is None else dresidual,
             dgamma if normed else None,
             dbeta if normed and wanted.beta else None,
         )
 
-    return Verb(fwd, bwd, Composed(run), Composed(back))
 
-
-# ---- autograd ----
-
-NOTHING = Add()
-Gradients = tuple[Tensor | None, Tensor | None]  # of h and n
-Making = tuple[Wanted, int]  # and the number of parts
-State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # h, mean, rstd, gamma; None without a norm
-GAMMA: Final = Weights._fields.index("gamma")
-
-
-class _FusedNorm(Function):
-    """-> what goes on as h, n.expand(ranks, m, D), and how to recompute n, whose tensors autograd does not see.
-
-    n is returned expanded, so that autograd carries the unsummed gradients of it into the one backward kernel, and
-    dparts goes back expanded, so that the exchange behind it is an all-gather.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ops: Verb, asked: Asked, parts: Tensor, *weights: Any) -> tuple[Any, ...]:
-        """``weights`` are the fields of Weights."""
-        on, n, h, mean, rstd, own_gamma, own_beta, making, tables = ops.forward(parts, weights, asked)
-        if asked.order == ALONE:
-            h = parts[0]
-            on = h.view_as(h)
-        ctx.save_for_backward(h, mean, rstd, weights[GAMMA], *asked[:TENSORS])
-        ctx.args = ops, asked[TENSORS:], making, tables
-        ctx.set_materialize_grads(False)
-        if own_gamma is None:
-            return on, n, None
-        how: dict[str, Any] = dict(beta=own_beta, eps=asked.eps, kind=asked.kind, dtype=n.dtype)
-        return on, n, Recompute(h.detach(), mean, rstd, own_gamma, **how)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, dn: Tensor | None, _: None) -> tuple[Any, ...]:
-        ops, constants, making, tables = ctx.args
-        h, mean, rstd, gamma, *tensors = ctx.saved_tensors
-        asked = Asked(*tensors, *constants)
-        if dn is None and (dh is None or asked.order == ALONE):
-            return None, None, None if dh is None else dh.expand(making[1], -1, -1), *Weights()
-        dparts, dbias, *others = ops.backward((dh, dn), (h, mean, rstd, gamma), making, asked)
-        if tables is None:
-            return None, None, dparts, dbias, None, None, *others
-        dtables = [
-            None if table is None else embedding_bwd(dparts[0], index, 0, *table)
-            for table, index in zip(tables, tensors[1:], strict=True)
-        ]
-        return None, None, dparts, dbias, *dtables, *others
-
-
-def fused_norm(ops: Verb, parts: Tensor, weights: Weights, asked: Asked) -> tuple[Tensor, Tensor, Recompute | None]:
-    """Runs a verb with gradients.  parts [R, m, D] -> what goes on as h [m, D], n [ranks, m, D] with stride 0 (h
-    without a norm), and how to recompute n (None where it is not asked for, without a norm, and where n has been
+def fused_norm(
+    ops: NormOps, parts: Tensor, weights: Weights, options: NormOptions
+) -> tuple[Tensor, Tensor, Recompute | None]:
+    """Runs a fused norm with gradients.  parts [R, m, D] -> the next h [m, D], n [ranks, m, D] with stride 0 (h without
+    a norm), and the record that recomputes n (None unless ``options.recompute``, without a norm, and where n has been
     dropped out)."""
-    on: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, asked, parts, *weights)
-    return on
+    outputs: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, options, parts, *weights)
+    return outputs

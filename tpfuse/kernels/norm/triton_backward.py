@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime.counters import counters
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
@@ -175,7 +174,6 @@ def backward(
     reduce_vectors(partials, vectors, early=config["EARLY"])
 
 
-@Replayed
 def bwd_launch(
     dn: Tensor | None,
     dh: Tensor | None,

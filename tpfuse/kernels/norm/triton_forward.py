@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..replay.replay import Replayed
 from ..runtime.device import load, sum_ranks
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, least, moved
@@ -278,7 +277,6 @@ def forward(parts: Tensor, add: Add, norm: Norm, mask: Mask, *, order: str, out:
     launch(kernel, grid, device, *args, D=D, R=R, KIND=KINDS[norm.kind], DROP_N=order == DROP, **config)
 
 
-@Replayed
 def fwd_launch(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_fwd."""
     _, m, D = parts.shape
@@ -304,7 +302,6 @@ def fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     return cost._replace(read=cost.read + moved(h)) if D > FWD_ROW and rstd.numel() else cost
 
 
-@Replayed
 def apply_launch(recipe: Recompute) -> Tensor:
     """The launcher of norm_apply."""
     m, D = recipe.h.shape
@@ -317,7 +314,6 @@ def apply_launch(recipe: Recompute) -> Tensor:
     return y
 
 
-@Replayed
 def reduce_launch(parts: Tensor) -> Tensor:
     """The launcher of reduce_parts.
 
@@ -330,7 +326,6 @@ def reduce_launch(parts: Tensor) -> Tensor:
     return drop_launch(parts.reshape(len(parts), n // D, D), NO_MASK).view(parts.shape[1:])
 
 
-@Replayed
 def drop_launch(parts: Tensor, mask: Mask) -> Tensor:
     """[R, m, D] -> [m, D]: the launcher of dropout, of one part."""
     total = parts.new_empty(parts.shape[1:])

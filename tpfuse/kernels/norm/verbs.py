@@ -9,12 +9,14 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, acc_dtype, autocast, op
 from ..runtime.philox import Mask, active_rng
 from .alone import NORM
-from .core import Asked, Weights, drop, fused_norm, verb
+from .core import NormOptions, Weights, drop, fused_norm, norm_ops
+from .kinds import check_kind
 from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
 from .triton_forward import drop_launch
 
 
-def check_norm(name: str, norm: Norm, post_norm: bool) -> None:
+def _check_norm(name: str, norm: Norm, post_norm: bool) -> None:
+    check_kind(name, norm.kind, norm.eps)
     if norm.gamma is None and (norm.beta is not None or post_norm):
         raise ValueError(f"{name}: norm_bias and post_norm need weight")
 
@@ -32,16 +34,16 @@ def norm_in(
     ranks: int = 1,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
-    """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and how to recompute n: None unless
-    ``recompute`` asks for it.
+    """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and the record that recomputes n (None
+    without ``recompute``).
 
     ``norm`` is one of KINDS; the residual stream h goes on, and the gradients of n come back from ``ranks`` peers
     unsummed.
     """
     (x,) = autocast(x)
     weights = Weights(gamma=gamma, beta=beta)
-    asked = Asked(eps=eps, kind=norm, order=ALONE, ranks=ranks, recompute=recompute)
-    return fused_norm(NORM, x[None], weights, asked)
+    options = NormOptions(eps=eps, kind=norm, order=ALONE, ranks=ranks, recompute=recompute)
+    return fused_norm(NORM, x[None], weights, options)
 
 
 # ---- between two GEMMs ----
@@ -76,25 +78,25 @@ def reduce_bias_dropout_add_norm(
     """
     parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
     weights = Weights(bias, residual=residual, gamma=weight, beta=norm_bias)
-    asked = Asked(
+    options = NormOptions(
         rng if p else None, p=p, site=site, first_row=first_row, batch=batch,
         eps=eps, kind=norm, order=POST if post_norm else PRE, ranks=ranks, recompute=recompute,
     )  # fmt: skip
-    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, asked)
+    return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, options)
 
 
-def _check_reduce(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
+def _check_reduce(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> None:
     name = "reduce_bias_dropout_add_norm"
     if parts.dim() != 3:
         raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
     check_vectors(name, D, bias=add.bias, weight=norm.gamma, norm_bias=norm.beta)
-    check_norm(name, norm, order == POST)
+    _check_norm(name, norm, order == POST)
     if add.residual is not None and add.residual.shape != (m, D):
         raise ValueError(f"{name}: residual must have shape {(m, D)}, got {add.residual.shape}")
 
 
-REDUCE_BIAS_DROPOUT_ADD_NORM = verb("reduce_bias_dropout_add_norm", _check_reduce, blocked=True)
+REDUCE_BIAS_DROPOUT_ADD_NORM = norm_ops("reduce_bias_dropout_add_norm", _check_reduce, blocked=True)
 
 
 # ---- behind an embedding's lookup ----
@@ -129,19 +131,19 @@ def embed_finish(
     """
     (parts,) = autocast(parts)
     weights = Weights(position_weight=position_weight, type_weight=type_weight, gamma=weight, beta=norm_bias)
-    asked = Asked(
+    options = NormOptions(
         rng if p else None, positions, types, p=p, site=site, first_row=first_row, batch=batch,
         eps=eps, kind=norm, order=DROP if post_norm else PRE, ranks=ranks, recompute=recompute,
     )  # fmt: skip
-    return fused_norm(EMBED_FINISH, parts, weights, asked)
+    return fused_norm(EMBED_FINISH, parts, weights, options)
 
 
-def _check_embed(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
+def _check_embed(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> None:
     name = "embed_finish"
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
     check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
-    check_norm(name, norm, order == DROP)
+    _check_norm(name, norm, order == DROP)
     for what, table, index in (
         ("position", add.position_weight, add.positions),
         ("type", add.type_weight, add.types),
@@ -156,7 +158,7 @@ def _check_embed(parts: Tensor, add: Add, norm: Norm, order: str) -> None:
         )
 
 
-EMBED_FINISH = verb("embed_finish", _check_embed)
+EMBED_FINISH = norm_ops("embed_finish", _check_embed)
 
 
 # ---- dropout alone ----
@@ -171,6 +173,7 @@ dropout_fwd = op(
     dropout_fwd_ref,
     kind=ELEMENTWISE,
     launch=lambda x, mask: drop_launch(x[None], mask),
+    replay=True,
     fake=lambda x, _: x.new_empty(x.shape),
 )
 

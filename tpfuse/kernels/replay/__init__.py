@@ -1,6 +1,13 @@
-"""The launches of a call, recorded once and done again without its Python code.
+"""Calls that start kernels, recorded once and done again without their Python.
 
-recorder  what a launcher does, written down
-replay    a launcher's call recorded once and done again without it
-tape      what was written down, done again on other tensors
+calls     a call's kind, and the replay of one whose kind is known
+recorder  the events of a call: allocations, ops of torch, kernels started
+tape      a Python function, written from recorded events, that repeats them on other tensors
 """
+
+from .calls import UNKNOWN, Composed, Replayed, eager, read
+from .recorder import active_recorder
+
+REPLAY = True  # False: every launcher runs every time
+
+__all__ = ["REPLAY", "UNKNOWN", "Composed", "Replayed", "active_recorder", "eager", "read"]

@@ -1,10 +1,11 @@
-"""Writes down what a function does to tensors: allocations, other calls of torch's ops (a GEMM, a sum, a fill) and
-kernels started, each with where its tensors came from: an argument, or one that was made on the way, as it is or a view
-of it."""
+"""The events of a call: tensors allocated, other ops of torch (a GEMM, a sum, a fill) and kernels started.
+
+Each event names its tensors by where they come from: an argument or a tensor made on the way, whole or a view of it.
+"""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,20 @@ from ..runtime.counters import are_counters
 FRESH = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-class Place(NamedTuple):
-    """Where a tensor comes from: a slot's tensor (arguments come first, then what was made), or a view of it."""
+class Source(NamedTuple):
+    """Where a tensor comes from: a slot's tensor (arguments have the first slots, tensors made on the way the next), or
+    a view of it."""
 
     slot: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, elements behind the slot's first
 
 
-class Places(tuple[Place, ...]):
+class Sources(tuple[Source, ...]):
     """Those of a list of tensors."""
 
 
-class Made(NamedTuple):
-    """A tensor that was allocated, dense, and the slot that holds it from then on."""
+class Allocation(NamedTuple):
+    """A dense tensor without values, and the slot that holds it from then on."""
 
     slot: int
     shape: tuple[int, ...]
@@ -38,16 +40,16 @@ class Made(NamedTuple):
     device: str  # its type; the device is the one of the call
 
 
-class Asked(NamedTuple):
-    """A call of torch's that was not merely a view."""
+class TorchCall(NamedTuple):
+    """A call of an op of torch's that makes or writes a tensor."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]  # a Place for each tensor, Places for a list of them
-    options: dict[str, Any]
-    made: tuple[tuple[int | None, int], ...]  # (which of its outputs, None: its one; the slot that holds it)
+    args: tuple[Any, ...]  # a Source for each tensor, Sources for a list of them
+    options: Mapping[str, object]
+    results: tuple[tuple[int | None, int], ...]  # (index among its outputs, None: its only one; the slot that holds it)
 
 
-class Started(NamedTuple):
+class Start(NamedTuple):
     """A kernel that was started, with every argument in order, constants included; an Address for each tensor."""
 
     kernel: Any
@@ -60,30 +62,30 @@ class Address(NamedTuple):
     offset: int  # bytes
 
 
-class Counters(NamedTuple):
-    """The address of those of the stream, which is asked for at each start."""
+class CounterAddress(NamedTuple):
+    """The address of the stream's counters, which is looked up at each start."""
 
     device: torch.device
 
 
-Event = Made | Asked | Started
+Event = Allocation | TorchCall | Start
 
 
 class Unrepeatable(Exception):
-    """What was done cannot be done again on other tensors."""
+    """The call did something that a tape cannot do again on other tensors."""
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is done to ``given`` and to what is made of them; ``broken`` where it cannot be repeated."""
+    """Records what is done to ``arguments`` and to tensors made of them; ``broken`` where that cannot be repeated."""
 
-    def __init__(self, given: Sequence[Tensor]):
+    def __init__(self, arguments: Sequence[Tensor]):
         super().__init__()
-        self.given = given
+        self.arguments = arguments
         self.events: list[Event] = []
         self.broken = False
-        self.slots = [_Slot(t) for t in given]
+        self.slots = [_Slot(t) for t in arguments]
         self.storages: dict[int, int | None] = {}  # storage -> its slot; None: of several arguments
-        for i, t in enumerate(given):
+        for i, t in enumerate(arguments):
             self.storages[_storage(t)] = None if _storage(t) in self.storages else i
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +97,7 @@ class Recorder(TorchDispatchMode):
             self.broken = True
         return out
 
-    def _called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+    def _called(self, func: Any, args: tuple[Any, ...], named: Mapping[str, object], out: Any) -> None:
         if func.namespace != "aten":
             raise Unrepeatable
         several = isinstance(out, (tuple, list))
@@ -104,39 +106,39 @@ class Recorder(TorchDispatchMode):
             for value in (*args, *named.values()):
                 _plain(value)
             return
-        lie = {_storage(t) for t in tree_leaves((args, named)) if isinstance(t, Tensor)}
-        views = [_storage(o) in lie for o in outputs]  # not by the schema: reshape(), to() and their like may copy
+        inputs = {_storage(t) for t in tree_leaves((args, named)) if isinstance(t, Tensor)}
+        views = [_storage(o) in inputs for o in outputs]  # not by the schema: reshape(), to() and their like may copy
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if func._schema.name in FRESH and outputs[0].is_contiguous():
-            self.events.append(self._made(outputs[0]))
+            self.events.append(self._allocation(outputs[0]))
         elif writes or not views or not all(views):
-            places = tuple(map(self._asked, args))
+            sources = tuple(map(self._torch_argument, args))
             for value in named.values():
                 _plain(value)
-            made = tuple((i if several else None, self._make(o)) for i, o in enumerate(outputs) if not views[i])
-            self.events.append(Asked(func, places, named, made))
+            results = tuple((i if several else None, self._new_slot(o)) for i, o in enumerate(outputs) if not views[i])
+            self.events.append(TorchCall(func, sources, named, results))
 
-    def _made(self, t: Tensor) -> Made:
-        """Returns what is written down of a tensor that was allocated."""
-        if self.given and t.device != self.given[0].device:
+    def _allocation(self, t: Tensor) -> Allocation:
+        if self.arguments and t.device != self.arguments[0].device:
             raise Unrepeatable
-        return Made(self._make(t), tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device.type)
+        return Allocation(self._new_slot(t), tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device.type)
 
-    def _asked(self, arg: Any) -> Any:
-        """Returns an argument of torch's with a Place for a tensor, and Places for a list of tensors."""
+    def _torch_argument(self, arg: Any) -> Any:
+        """Returns an argument of torch's with a Source for a tensor, and Sources for a list of tensors."""
         if isinstance(arg, (tuple, list)) and arg and all(isinstance(part, Tensor) for part in arg):
-            return Places(map(self.place, arg))
-        return self.place(arg) if isinstance(arg, Tensor) else _plain(arg)
+            return Sources(map(self.source, arg))
+        return self.source(arg) if isinstance(arg, Tensor) else _plain(arg)
 
-    def _make(self, t: Tensor) -> int:
-        """Returns a new slot for what a call made, whose storage may have the identity of one that was freed."""
+    def _new_slot(self, t: Tensor) -> int:
+        """Returns a slot for a new tensor, whose storage may have the identity of one that was freed."""
         self.storages[_storage(t)] = len(self.slots)
         self.slots.append(_Slot(t))
         return len(self.slots) - 1
 
     def start(self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        """Records a kernel that was started."""
         try:
-            self.events.append(Started(kernel, grid, tuple(map(self._argument, args))))
+            self.events.append(Start(kernel, grid, tuple(map(self._argument, args))))
         except Unrepeatable:
             self.broken = True
 
@@ -148,30 +150,31 @@ class Recorder(TorchDispatchMode):
         return self._address(arg) if isinstance(arg, Tensor) else arg
 
     def _slot(self, t: Tensor) -> int:
-        for i, given in enumerate(self.given):
-            if t is given:
+        for i, argument in enumerate(self.arguments):
+            if t is argument:
                 return i
         slot = self.storages.get(_storage(t))
         if slot is None:  # older than the call; or two arguments in one storage, which may lie otherwise next time
             raise Unrepeatable
         return slot
 
-    def _address(self, t: Tensor) -> Address | Counters | int:
+    def _address(self, t: Tensor) -> Address | CounterAddress | int:
         if t.numel() == 0:  # it has none
             return 0
         if are_counters(t):
-            return Counters(t.device)
+            return CounterAddress(t.device)
         slot = self._slot(t)
         return Address(slot, int(t.data_ptr()) - self.slots[slot].address)
 
-    def place(self, t: Tensor) -> Place:
+    def source(self, t: Tensor) -> Source:
+        """Returns where a tensor comes from; Unrepeatable for one that is older than the call."""
         index = self._slot(t)
         slot = self.slots[index]
         if t.dtype != slot.dtype:
             raise Unrepeatable
         offset = int(t.storage_offset()) - slot.offset
         same = offset == 0 and t.shape == slot.shape and t.stride() == slot.stride
-        return Place(index, None if same else (tuple(t.shape), t.stride(), offset))
+        return Source(index, None if same else (tuple(t.shape), t.stride(), offset))
 
 
 class _Slot:
@@ -200,8 +203,8 @@ class _Current(threading.local):  # backward runs in a thread of its own
 _current = _Current()
 
 
-def recorder() -> Recorder | None:
-    """Returns that of this thread, while it records."""
+def active_recorder() -> Recorder | None:
+    """Returns the recorder of this thread; None while it records nothing."""
     return _current.recorder
 
 
@@ -210,7 +213,7 @@ def recording(tensors: Sequence[Tensor]) -> Iterator[Recorder]:
     """Records what this thread does inside."""
     before, _current.recorder = _current.recorder, Recorder(tensors)
     try:
-        with _current.recorder as made:
-            yield made
+        with _current.recorder as active:
+            yield active
     finally:
         _current.recorder = before

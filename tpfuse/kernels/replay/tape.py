@@ -1,22 +1,21 @@
-"""What a function of tensors did, done again without its Python.
+"""A Python function that repeats recorded events on other tensors of the same shapes.
 
-A :class:`Tape` is a function that is written for what was recorded, a line for each step: it allocates, calls torch,
-and starts compiled kernels with addresses, on other tensors of the same shapes.  What was made is freed after its last
-use, so that a replay holds no more memory than the function did.  ``print(tape.source)`` shows what it does.
+It has a line for each event: it allocates, calls torch, and starts compiled kernels with addresses.  A tensor is freed
+after its last use, so that a replay holds no more memory than the recorded call did.  ``print(tape.source)`` shows it.
 """
 
 import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.counters import address
 from ..runtime.triton import started_by
-from .recorder import Address, Asked, Counters, Event, Made, Place, Places, Recorder, Unrepeatable
+from .recorder import Address, Allocation, CounterAddress, Event, Recorder, Source, Sources, TorchCall, Unrepeatable
 
 _torch: Any = torch._C._dynamo.guards  # untyped
 SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
@@ -32,106 +31,105 @@ ALLOCATE = {  # by type of device: (shape, strides, dtype) -> a new tensor on th
 
 
 class Tape:
-    """What is done in each replay.  Its function is written when it is first wanted: many kinds of call come once."""
+    """The events of a call, and its outputs.  The function is written when it is first needed: many kinds come once."""
 
-    def __init__(self, events: Sequence[Event], given: int, outputs: Sequence[Any], single: bool):
-        self.events, self.given, self.outputs = events, given, outputs
+    def __init__(self, events: Sequence[Event], arguments: int, outputs: Sequence[Any], single: bool):
+        self.events, self.outputs = events, outputs
+        self.arguments = arguments  # number of tensors in the call
         self.single = single  # the function returns one tensor, not a tuple
 
     @functools.cached_property
+    def _writer(self) -> "_Writer":
+        return _Writer(self)
+
+    @property
     def source(self) -> str:
-        return self._written.source
+        return self._writer.source
 
     @functools.cached_property
-    def replay(self) -> Callable[[list[Tensor], list[int], int], Any]:
+    def replay(self) -> Callable[[Sequence[Tensor], list[int], int], Any]:
         """The function: (tensors, addresses, stream) -> what the recorded one would return for ``tensors``, which lie
         at ``addresses``."""
-        source, bound = self._written
-        exec(source, bound)
-        made: Callable[[list[Tensor], list[int], int], Any] = bound["replay"]
-        return made
-
-    @functools.cached_property
-    def _written(self) -> "Written":
-        return _Writer(self).written()
-
-
-class Written(NamedTuple):
-    source: str
-    bound: dict[str, Any]  # what has no literal, by name
+        exec(self._writer.source, self._writer.bound)
+        function: Callable[[Sequence[Tensor], list[int], int], Any] = self._writer.bound["replay"]
+        return function
 
 
 def tape(recorded: Recorder, result: Any) -> Tape | None:
-    """Returns the tape of what gave ``result``, a tensor or a tuple of tensors and constants; None if none can be."""
+    """Returns the tape of a call that returned ``result``, a tensor or a tuple of tensors and constants; None if it
+    cannot be repeated."""
     single = isinstance(result, Tensor)
     try:
-        outputs = [recorded.place(t) if isinstance(t, Tensor) else t for t in ((result,) if single else result)]
+        outputs = [recorded.source(t) if isinstance(t, Tensor) else t for t in ((result,) if single else result)]
     except Unrepeatable:
         return None
     if recorded.broken or not recorded.events:
         return None
-    return Tape(recorded.events, len(recorded.given), outputs, single)
+    return Tape(recorded.events, len(recorded.arguments), outputs, single)
 
 
 class _Writer:
     """Writes a tape's source: the i-th slot's tensor is t<i>, and it lies at a<i>."""
 
     def __init__(self, tape: Tape):
-        self.tape = tape
-        self.bound: dict[str, Any] = {}
+        self.bound: dict[str, Any] = {}  # by name: what has no literal
         self.names: dict[int, str] = {}  # those of ``bound``, by identity
         leaves = list(_leaves([tape.outputs, *map(_arguments, tape.events)]))
-        self.places = [leaf for leaf in leaves if isinstance(leaf, Place)]
+        self.sources = [leaf for leaf in leaves if isinstance(leaf, Source)]
         self.addressed = {leaf.slot for leaf in leaves if isinstance(leaf, Address)}
-        self.whole: set[int] = set()  # slots whose tensors are made in the shape of their one view
+        self.reshaped: set[int] = set()  # slots whose tensors are made in the shape of their one view
+        self.source = self._source(tape)
 
-    def written(self) -> Written:
-        events, given, outputs = self.tape.events, self.tape.given, self.tape.outputs
-        last = {slot: i for i, event in enumerate(events) for slot in _slots(event)}
-        kept = {place.slot for place in _leaves(outputs) if isinstance(place, Place)}
-        used = kept.union(*(_slots(event) for event in events if not isinstance(event, Made)))
-        names = [f"{''.join(f'{letter}{i}, ' for i in range(given))}" for letter in "ta"]
+    def _source(self, tape: Tape) -> str:
+        events, arguments = tape.events, tape.arguments
+        last_use = {slot: i for i, event in enumerate(events) for slot in _slots(event)}
+        returned = {leaf.slot for leaf in _leaves(tape.outputs) if isinstance(leaf, Source)}
+        used = returned.union(*(_slots(event) for event in events if not isinstance(event, Allocation)))
+        names = [f"{''.join(f'{letter}{i}, ' for i in range(arguments))}" for letter in "ta"]
         lines = [f"{names[0]}= tensors", f"{names[1]}= addresses"]
         for i, event in enumerate(events):
-            if isinstance(event, Made) and event.slot not in used:  # as an op's result that nobody looks at
+            if isinstance(event, Allocation) and event.slot not in used:  # as an op's empty result
                 continue
             lines += self._step(event)
-            ended = sorted(s for s in _slots(event) if last[s] == i and s >= given and s not in kept)
+            ended = sorted(s for s in _slots(event) if last_use[s] == i and s >= arguments and s not in returned)
             lines += [f"t{slot} = None" for slot in ended]
-        results = [self._text(output) for output in outputs]
-        lines.append(f"return {results[0] if self.tape.single else _tuple(results)}")
-        return Written("\n    ".join(["def replay(tensors, addresses, stream):", *lines]) + "\n", self.bound)
+        results = [self._text(output) for output in tape.outputs]
+        lines.append(f"return {results[0] if tape.single else _tuple(results)}")
+        return "\n    ".join(["def replay(tensors, addresses, stream):", *lines]) + "\n"
 
     def _step(self, event: Event) -> Iterator[str]:
-        if isinstance(event, Made):
+        if isinstance(event, Allocation):
             shape, strides = self._layout(event)
+            if shape == (0,):  # stands for an output that is not there: every replay returns the same one
+                yield f"t{event.slot} = {self._name(torch.empty(0, dtype=event.dtype, device=event.device))}"
+                return
             yield f"t{event.slot} = {self._name(ALLOCATE[event.device])}({shape}, {strides}, {self._name(event.dtype)})"
             yield from self._address(event.slot)
-        elif isinstance(event, Asked):
-            given = [self._text(arg) for arg in event.args]
-            given += [f"{name}={self._text(value)}" for name, value in event.options.items()]
-            yield f"out = {self._name(SHORT.get(event.function, event.function))}({', '.join(given)})"
-            for which, slot in event.made:
-                yield f"t{slot} = out" if which is None else f"t{slot} = out[{which}]"
+        elif isinstance(event, TorchCall):
+            args = [self._text(arg) for arg in event.args]
+            args += [f"{name}={self._text(value)}" for name, value in event.options.items()]
+            yield f"out = {self._name(SHORT.get(event.function, event.function))}({', '.join(args)})"
+            for index, slot in event.results:
+                yield f"t{slot} = out" if index is None else f"t{slot} = out[{index}]"
                 yield from self._address(slot)
             yield "out = None"
         else:
-            kernel, hooks = event.kernel, (None, None, None)  # nothing looks on: replay.py asks
+            kernel, hooks = event.kernel, (None, None, None)  # calls.py asks whether something looks on
             start = *event.grid, STREAM, kernel.function, kernel.packed_metadata, *hooks, *event.args
-            function, args = started_by(kernel.run, start)
-            yield f"{self._name(function)}({', '.join(map(self._text, args))})"
+            function, parameters = started_by(kernel.run, start)
+            yield f"{self._name(function)}({', '.join(map(self._text, parameters))})"
 
-    def _layout(self, made: Made) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shape and strides in which a tensor is made: its own or, if all that is used of it is one view
-        of the whole, those of the view."""
-        views = {place.view for place in self.places if place.slot == made.slot}
+    def _layout(self, allocation: Allocation) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shape and strides to allocate: a tensor's own or, if it is used as one view of all of it and no
+        otherwise, those of the view."""
+        views = {source.view for source in self.sources if source.slot == allocation.slot}
         if len(views) == 1 and (view := next(iter(views))) is not None:
             shape, strides, offset = view
             length = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            if offset == 0 and length == math.prod(shape) == math.prod(made.shape):
-                self.whole.add(made.slot)
+            if offset == 0 and length == math.prod(shape) == math.prod(allocation.shape):
+                self.reshaped.add(allocation.slot)
                 return shape, strides
-        return made.shape, made.strides
+        return allocation.shape, allocation.strides
 
     def _address(self, slot: int) -> Iterator[str]:
         if slot in self.addressed:
@@ -139,20 +137,20 @@ class _Writer:
 
     def _text(self, value: Any) -> str:
         """Returns an argument or a result as it is written."""
-        if isinstance(value, Place):
+        if isinstance(value, Source):
             slot, view = value
-            if view is None or slot in self.whole:
+            if view is None or slot in self.reshaped:
                 return f"t{slot}"
             shape, strides, offset = view
             start = f", t{slot}.storage_offset() + {offset}" if offset else ""  # its own, by default
             return f"t{slot}.as_strided({shape}, {strides}{start})"
-        if isinstance(value, Places):
+        if isinstance(value, Sources):
             return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Address):
             return f"a{value.slot} + {value.offset}" if value.offset else f"a{value.slot}"
         if value is STREAM:
             return "stream"
-        if isinstance(value, Counters):
+        if isinstance(value, CounterAddress):
             return f"{self._name(address)}({self._name(value.device)}, stream)"
         if type(value) is tuple:
             return _tuple(list(map(self._text, value)))
@@ -171,12 +169,12 @@ def _tuple(texts: list[str]) -> str:
 
 
 def _arguments(event: Event) -> tuple[Any, ...]:
-    return () if isinstance(event, Made) else event.args
+    return () if isinstance(event, Allocation) else event.args
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what a nesting of lists and tuples holds; a Place and an Address are no nesting."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, (Place, Address)):
+    """Yields what a nesting of lists and tuples holds; a Source and an Address are no nesting."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, (Source, Address)):
         for part in value:
             yield from _leaves(part)
     else:
@@ -184,6 +182,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _slots(event: Event) -> set[int]:
-    made = {event.slot} if isinstance(event, Made) else set()
-    made |= {slot for _, slot in event.made} if isinstance(event, Asked) else set()
-    return made | {leaf.slot for leaf in _leaves(_arguments(event)) if isinstance(leaf, (Place, Address))}
+    made = {event.slot} if isinstance(event, Allocation) else set()
+    made |= {slot for _, slot in event.results} if isinstance(event, TorchCall) else set()
+    return made | {leaf.slot for leaf in _leaves(_arguments(event)) if isinstance(leaf, (Source, Address))}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..replay.recorder import recorder
+from ..replay import active_recorder
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
 
@@ -74,7 +74,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """Starts ``kernel`` with the current device set to ``device``; an empty grid starts nothing."""
     if 0 not in grid:
         compiled = _start(kernel, grid, device, args=args, config=config)
-        if (tape := recorder()) is not None:
+        if (tape := active_recorder()) is not None:
             values = dict(zip(kernel.arg_names, args)) | config
             x, y, z, *_ = (*grid, 1, 1)
             tape.start(compiled, (x, y, z), tuple(values[name] for name in kernel.arg_names))

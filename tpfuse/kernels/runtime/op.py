@@ -20,8 +20,8 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
-from ..replay.recorder import recorder
-from ..replay.replay import LAUNCHED, UNKNOWN, Replayed, call_of
+from ..replay import UNKNOWN, Replayed, active_recorder, eager, read
+from ..replay.calls import LAUNCHED
 from .main_grad import cast
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
@@ -89,28 +89,6 @@ def dense(record: R) -> R:
     return make(*(value.contiguous() if isinstance(value, Tensor) else value for value in record))
 
 
-def eager() -> bool:
-    """Returns whether nothing watches or transforms calls of ops: no compiler or tracer (asked first: a trace never
-    sees the rest), no dispatch mode, no functorch transform, no autocast, no profiler, no gradients to record."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or _C._len_torch_dispatch_stack()
-        or _C._is_any_autocast_enabled()
-        or _C._are_functorch_transforms_active()
-        or _C._autograd._profiler_enabled()
-        or _C._get_tracing_state()
-    )
-
-
-class Composed(Replayed):
-    """A function of tensors that calls ops, recorded and replayed whole; where something watches or transforms calls of
-    ops, it makes them."""
-
-    def __call__(self, *args: Any) -> Any:
-        return super().__call__(*args) if eager() else self.launcher(*args)
-
-
 Make = Callable[..., Any]  # makes a record of its fields
 
 
@@ -155,7 +133,9 @@ class Op:
 
     ``fake`` is the reference itself where that needs shapes only; an op with data-dependent control flow brings its
     own.  ``cost(args, outputs)`` is what its launcher moves and computes (:func:`least` unless given), from shapes
-    alone.  All of them take the reference's arguments, records packed.  ``kind`` is one of KINDS.  An op never mutates
+    alone.  ``check(*args)`` raises the ValueError of a call that breaks a rule of shapes, dtypes or numbers.  All of
+    them take the reference's arguments, records packed.  ``kind`` is one of KINDS.  ``replay``: the launcher's calls
+    are recorded, and repeated without it (kernels/replay); a repeated call has passed ``check``.  An op never mutates
     or aliases its inputs; only a backward op may fill an ``out`` it is given (``mutates=("out",)``).  fp64 on a GPU
     runs the reference.
     """
@@ -169,11 +149,14 @@ class Op:
         kind: str,
         cpu: Callable[..., Any] | None = None,
         fake: Callable[..., Any] | None = None,
+        check: Callable[..., None] | None = None,
+        replay: bool = False,
         mutates: tuple[str, ...] = (),
         cost: Callable[[tuple[Any, ...], tuple[Any, ...]], Cost] = least,
     ):
         self.name, self.kind, self._cost = name, kind, cost
-        self.reference, self.cpu, self.launch = reference, cpu or reference, launch
+        self.reference, self.cpu, self.check = reference, cpu or reference, check
+        self.launch = Replayed(launch) if replay and launch is not None else launch
         OPS[name] = self
         self._spelling, self._names = spelling(reference), tuple(inspect.signature(reference).parameters)
         flat_fake = self._flat(fake or reference)
@@ -209,18 +192,20 @@ class Op:
         the host the spelling out, the dispatch and the packing."""
         if named:
             args = self._in_order(args, named)
-        direct = eager()
-        if direct and isinstance(self.launch, Replayed) and (result := self.launch.again(args)) is not UNKNOWN:
+        launch, direct = self.launch, eager()
+        call = read(args) if direct or active_recorder() is not None else None
+        if call is not None and type(launch) is Replayed and (result := launch.again(call)) is not UNKNOWN:
             return result
-        call = call_of(args) if direct or recorder() is not None else None
-        if call is None or call.device is None:
+        if self.check is not None:
+            self.check(*args)
+        device = None if call is None else call.device
+        if call is None or device is None:
             return self.overload(*flatten(args))
-        device = call.device.type
-        if device in LAUNCHED and self.launch is not None and not call.double:
-            return self.launch.run(args, call) if isinstance(self.launch, Replayed) else self.launch(*args)
-        if device == "cpu":
+        if launch is not None and device.type in LAUNCHED and not call.double:
+            return launch.run(args, call) if type(launch) is Replayed else launch(*args)
+        if device.type == "cpu":
             return self.cpu(*args)
-        return self._cuda(*args) if device == "cuda" else self.overload(*flatten(args))
+        return self._cuda(*args) if device.type == "cuda" else self.overload(*flatten(args))
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments, of which those behind ``args`` are given by name, in the reference's order."""

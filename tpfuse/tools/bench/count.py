@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...kernels.replay import replay
+from ...kernels import replay
 from ...kernels.runtime import launch as _launch
 from ...kernels.runtime.op import NAMESPACE, OPS, Cost, least
 
