@@ -322,3 +322,19 @@ def test_scores_declared_are_counted(seq, causal, window):
     assert scores(qkv, options) == (heads * int(left), heads * made)
     forward = attention_fwd.cost((qkv, options), (torch.empty(0), torch.empty(0)))
     assert (forward.flops, forward.scores) == (4 * 8 * heads * int(left), heads * made)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("extra", [{}, dict(softcap=5.0)])
+def test_a_head_alone_has_the_bits_of_the_same_head_among_others(dtype, extra):
+    """Document lengths are odd: a function that rounds the last elements of a tensor in another way is seen."""
+    for S in range(33, 65, 4):
+        qkv, do = torch.randn(S, 3, 3, 8).to(dtype), torch.randn(S, 3, 8).to(dtype)
+        options = Options(seq=S, cu_seqlens=torch.tensor([0, 20, S], dtype=torch.int32), scale=8**-0.5, **extra)
+        o, lse = attention_fwd(qkv, options)
+        dqkv = attention_bwd(do.flatten(1), qkv, o, lse, options)
+        for g in range(3):
+            head = qkv[:, g : g + 1].contiguous()
+            alone, lse_alone = attention_fwd(head, options)
+            assert torch.equal(alone, o[:, 8 * g : 8 * g + 8]) and torch.equal(lse_alone[:, 0], lse[:, g])
+            assert torch.equal(attention_bwd(do[:, g].contiguous(), head, alone, lse_alone, options)[:, 0], dqkv[:, g])

@@ -2,8 +2,9 @@
 scores stay in the cache; no block of keys that a causal mask, a window or a document's end hides as a whole is
 computed.
 
-Scores are in units of log 2: exp2 costs a quarter of exp here.  bench/kernels/cpu.py compares it with ATen's flash
-attention.
+Probabilities come from torch.softmax, which treats every row alike: torch's exp2, as its sigmoid, rounds the last
+elements of a tensor in another way than the others, so that a head's bits would depend on the heads beside it.
+bench/kernels/cpu.py compares this with ATen's flash attention.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
-from .options import INF, LOG2E, DecodeOptions, Options
+from .options import INF, DecodeOptions, Options
 from .reference import angles, attention_decode_ref, by_head, heads, keep_mask, rotate
 
 BLOCK = 128  # positions
@@ -90,17 +91,17 @@ class _Sample:
         return x.view(self.G, self.Q, block.end - block.start, *x.shape[2:])
 
     def scores(self, q: Tensor, block: _Block) -> tuple[Tensor, Tensor | None]:
-        """Returns [G, Q rows, keys] in units of log 2, -inf where masked; and where scores are capped the tanh."""
+        """Returns [G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
         options, (a, e, lo, hi) = self.options, block
         window, softcap = options.window, options.softcap
-        unit = options.scale * LOG2E if softcap is None else options.scale / softcap
+        unit = options.scale if softcap is None else options.scale / softcap
         s, tanh = torch.bmm(q.to(self.acc) * unit, self.kt[:, :, lo:hi]), None
         if softcap is not None:
             tanh = s.tanh_()
-            s = tanh * (softcap * LOG2E)
+            s = tanh * softcap
         by_row = self.by_row(s, block)
         if self.bias is not None:
-            by_row += self.bias[:, :, a:e, lo:hi].to(self.acc) * LOG2E
+            by_row += self.bias[:, :, a:e, lo:hi].to(self.acc)
         if options.causal:
             by_row[..., a - lo :] += torch.full((e - a, e - a), -INF, dtype=s.dtype, device=s.device).triu_(1)
         if window is not None and lo <= e - 1 - window:
@@ -144,19 +145,15 @@ class Forward:
         """Computes o and lse of the queries at positions ``first`` to ``last``."""
         for block in sample.blocks(self.spans, first, last):
             s, _ = sample.scores(sample.rows(sample.q, block), block)
-            top = s.amax(-1, keepdim=True)
+            top, probs = s.amax(-1, keepdim=True), torch.softmax(s, -1)
+            lse = top - probs.amax(-1, keepdim=True).log()
             if sample.may_see_nothing:
-                top.masked_fill_(top == -INF, 0)
-            s.sub_(top).exp2_()
-            total = s.sum(-1, keepdim=True)
-            lse = total.log2().add_(top).div_(LOG2E)
-            if sample.may_see_nothing:
-                lse.masked_fill_(total == 0, INF)
-                total.masked_fill_(total == 0, 1)
+                hidden = top == -INF
+                lse.masked_fill_(hidden, INF)
+                probs.masked_fill_(hidden, 0)
             if self.options.rng is not None:
-                s *= sample.keep_mask(block)
-                total /= scale(self.options.p)
-            o = torch.bmm(s.to(self.o.dtype), sample.v[:, block.first : block.last]).div_(total)
+                probs *= sample.keep_mask(block).mul_(scale(self.options.p))
+            o = torch.bmm(probs.to(self.o.dtype), sample.v[:, block.first : block.last])
             rows = slice(block.start, block.end)
             self._o[sample.b, :, :, rows] = sample.by_row(o, block)
             self._lse[sample.b, :, :, rows] = sample.by_row(lse, block)[..., 0]
@@ -201,7 +198,9 @@ class Backward:
             keys = slice(block.first, block.last)
             q, do, o = (sample.rows(t, block) for t in (sample.q, self.do[sample.b], self.o[sample.b]))
             s, tanh = sample.scores(q, block)
-            probs = s.sub_((sample.rows(self.lse[sample.b], block) * LOG2E)[..., None]).exp2_()
+            probs = torch.softmax(s, -1)
+            if sample.may_see_nothing:
+                probs.masked_fill_(sample.rows(self.lse[sample.b], block)[..., None] == INF, 0)
             dp = torch.bmm(do.to(sample.acc), vt[:, :, keys])
             dropped = probs
             if options.rng is not None:

@@ -87,30 +87,53 @@ def _gelu_tanh_tile(z):
     return z * s, s + 2.0 * z * s * (1.0 - s) * du
 
 
-# ---- CPU: gelu(tanh), one sigmoid for the value and the derivative; bench/kernels/cpu.py times it against ATen's ----
+# ---- CPU: silu and gelu(tanh), one exp for the value and the derivative; bench/kernels/cpu.py times the latter ----
+# torch's sigmoid rounds the last elements of a tensor in another way than the others, torch's exp does not
+
+
+def _silu_rows(z: Tensor) -> Tensor:
+    z = z.to(acc_dtype(z))
+    e = torch.neg(z).exp_().add_(1)  # 1 / sigmoid(z)
+    return torch.div(z, e, out=e)
+
+
+def _silu_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    z = z.to(acc_dtype(z))
+    s = torch.neg(z).exp_().add_(1).reciprocal_()
+    y = z * s
+    return torch.addcmul(s, y, s, value=-1).add_(y).mul_(dy), y
+
 
 _K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
 
 
 def _gelu_tanh_rows(z: Tensor) -> Tensor:
     z = z.to(acc_dtype(z))
-    k = torch.tensor(_K, dtype=z.dtype, device=z.device)
-    return torch.addcmul(k, z, z, value=_C * _K).mul_(z).sigmoid_().mul_(z)
+    k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
+    e = torch.addcmul(k, z, z, value=-_C * _K).mul_(z).exp_().add_(1)  # 1 / sigmoid(2u)
+    return torch.div(z, e, out=e)
 
 
 def _gelu_tanh_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     z = z.to(acc_dtype(z))
-    k = torch.tensor(_K, dtype=z.dtype, device=z.device)
-    slope = torch.addcmul(k, z, z, value=_C * _K)  # 2u / z; 3 slope - 2k is d(2u)/dz
-    s = (slope * z).sigmoid_()
+    k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
+    slope = torch.addcmul(k, z, z, value=-_C * _K)  # -2u / z; -3 slope - 2k is d(2u)/dz
+    s = (slope * z).exp_().add_(1).reciprocal_()
     y = z * s
-    return torch.addcmul(s, torch.addcmul(y, y, s, value=-1), slope.mul_(3).sub_(2 * _K)).mul_(dy), y
+    return torch.addcmul(s, torch.addcmul(y, y, s, value=-1), slope.mul_(-3).sub_(2 * _K)).mul_(dy), y
 
 
 # ---- the table ----
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, aten.silu_backward, _silu_tile, gated="swiglu", huggingface=("silu", "swish")),
+    "silu": Activation(
+        F.silu,
+        aten.silu_backward,
+        _silu_tile,
+        gated="swiglu",
+        huggingface=("silu", "swish"),
+        rows=Rows(_silu_rows, _silu_rows_backward),
+    ),
     "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
     "gelu_tanh": Activation(
         lambda z: F.gelu(z, approximate="tanh"),

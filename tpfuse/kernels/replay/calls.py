@@ -13,6 +13,7 @@ A launcher that does what a tape cannot hold (it reads a value, or makes a host-
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +21,11 @@ import torch
 from torch import _C, Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from .. import replay as _room
 from ..runtime.triton import hooked
 from .recorder import active_recorder, recording
 from .tape import Tape, tape
 
+_room = sys.modules[__package__]  # its REPLAY is read at each call
 LIMIT = 1024  # tapes of a launcher; one more and all are dropped
 COMPARED = 8  # kinds, alike but for their tensors, that guards tell apart
 ALIGNMENT = 16  # bytes: kernels are specialised for pointers that are multiples of this, and for others
