@@ -46,7 +46,7 @@ def test_a_neighbour_has_one_card():
 
 
 def test_where_each_sends_to_every_other():
-    """Of 16 ranks over two nodes a rank has seven others beside it and sends to eight by its own card."""
+    """With 16 ranks over two nodes a rank has seven others beside it and sends to eight by its own card."""
     assert TWO.direct(16, 1) == Link(1e-5, 25e9 * 15 / 8) and TWO.direct(8, 1) == Link(1e-6, 230e9)
     assert TWO.direct(8, 8) == Link(1e-5, 25e9) and TWO.direct(1, 1).bandwidth == 230e9
     assert THREE.direct(8, 1) == Link(2e-6, 60e9 * 7 / 4)
@@ -61,13 +61,13 @@ def test_a_group_too_large():
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_presets(name):
-    node, many = preset(name, 4), preset(name, 1024)
-    assert node.levels[0].ranks == 4 and [level.ranks for level in many.levels] == [8, 1024]
-    assert node.device is DEVICES[name] and many.link(8, 1).bandwidth == pytest.approx(LINKS[name].inside * 230 / 300)
-    assert many.link(16, 8).bandwidth == LINKS[name].network
+    node, nodes = preset(name, 4), preset(name, 1024)
+    assert node.levels[0].ranks == 4 and [level.ranks for level in nodes.levels] == [8, 1024]
+    assert node.device is DEVICES[name] and nodes.link(8, 1).bandwidth == pytest.approx(LINKS[name].inside * 230 / 300)
+    assert nodes.link(16, 8).bandwidth == LINKS[name].network
 
 
-def test_what_presets_refuse():
+def test_presets_that_are_refused():
     for name, devices, message in (
         ("tpu", 8, "device must be one of"),
         ("h100", 12, "devices must fill nodes of 8, got 12"),
@@ -141,18 +141,9 @@ def test_a_file_is_a_cluster(tmp_path):
         ('"a100-80gb"', '"a100"', "device must be a table or one of v100, .*, got 'a100'"),
         ('"a100-80gb"', "3", "device must be a table, got 3"),
         ("devices = 64", "devices = ", "cannot be read as TOML"),
-    ],
-)
-def test_what_a_file_must_not_be(tmp_path, old, new, message):
-    with pytest.raises(ValueError, match=message) as error:
-        reading(tmp_path, FILE.replace(old, new, 1))
-    assert "\n" not in str(error.value)
-
-
-@toml
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
+        ('"a100-80gb"', '"h100"\nlevels = []', r"levels must be \[\[levels\]\] tables, got \[\]"),
+        ('"a100-80gb"', '"h100"\nlevels = 3', r"levels must be \[\[levels\]\] tables, got 3"),
+        # a device of one's own
         ('name = "x"', "name = 3", "device: name must be a string, got 3"),
         ("memory = 64e9", "", "device: needs memory, got"),
         ("memory = 64e9", "memory = 0", "device: memory must be positive and finite, got 0"),
@@ -164,16 +155,15 @@ def test_what_a_file_must_not_be(tmp_path, old, new, message):
         ("1e13", "-1", "peak.float32 must be positive and finite, got -1"),
     ],
 )
-def test_what_a_device_must_not_be(tmp_path, old, new, message):
-    with pytest.raises(ValueError, match=message):
-        reading(tmp_path, FILE.replace('device = "a100-80gb"', "") + CUSTOM.replace(old, new))
+def test_files_that_are_refused(tmp_path, old, new, message):
+    text = FILE if old in FILE else FILE.replace('device = "a100-80gb"', "") + CUSTOM
+    text = text.split("[[levels]]")[0] if "levels =" in new else text
+    with pytest.raises(ValueError, match=message) as error:
+        reading(tmp_path, text.replace(old, new, 1))
+    assert "\n" not in str(error.value)
 
 
 @toml
-def test_levels_that_are_none(tmp_path):
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="cluster.toml cannot be read as TOML: .*No such file"):
         read(tmp_path / "cluster.toml")
-    head = 'device = "h100"\ndevices = 8\n'
-    for levels in ("levels = []", "levels = 3"):
-        with pytest.raises(ValueError, match=r"levels must be \[\[levels\]\] tables, got"):
-            reading(tmp_path, head + levels)

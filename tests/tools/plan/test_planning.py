@@ -43,13 +43,10 @@ def test_a_plan_by_hand(capsys):
         (["--devices", "12"], "plan: devices must fill nodes of 8, got 12"),
         (["--cluster", "none.toml"], "--cluster says the devices; leave out --device(s)"),
         (["--check"], "--check runs plans on this machine: give --device here"),
-        (["--fix", "speed=2"], "--fix knows dp, tp, pp,"),
         (["--fix", "tp"], "--fix is FIELD=VALUE,.., got 'tp'"),
         (["--fix", "tp=two"], "--fix tp must be a positive integer, got 'two'"),
         (["--fix", "full=perhaps"], "full must be one of False, True, got perhaps"),
-        (["--fix", "dp=3"], "no split of 2 devices with dp=3"),
         (["--global-batch", "3", "--fix", "dp=2"], "a batch of 3 that dp x micro-batch divides"),
-        (["--fix", "schedule=best"], "schedule must be one of gpipe,"),
         (["--memory-share", "0.0001", *FEW], "no split of 2 devices holds the model: a rank needs"),
     ],
 )

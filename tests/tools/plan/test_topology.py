@@ -201,13 +201,6 @@ def test_all_to_all_is_what_shortest_paths_carry(network):
     assert all_to_all(network) == pytest.approx(by_networkx(network))
 
 
-@pytest.mark.parametrize("side", [4, 8, 16])
-def test_all_to_all_of_a_torus(side):
-    """An even side: a message's way is side / 2 links long on average (of itself too), and a node has four."""
-    n = side**2
-    assert all_to_all(torus(n)) == pytest.approx((n - 1) / (n * side / 2))
-
-
 def test_no_routing_gives_a_hyperx_more():
     """A message to another row and column leaves two accelerators: of 32 x 32, hardly more than half of injection."""
     assert all_to_all(hamming_mesh(1024, 1)) == pytest.approx(1023 / (62 + 2 * 31**2))
