@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import tpfuse
 from tests.common import assert_close, error, make_tp
 from tests.models.common import batch, default_dtype, whole
+from tests.training.foreign.common import Double
 from tpfuse import TensorParallel, as_dtensor
 from tpfuse.layers.module import local
 from tpfuse.models import GPT, GPTConfig
@@ -198,11 +199,6 @@ def test_a_norm_that_has_no_sum_over_ranks_is_refused(ranks):
     ranks(2, orders)
 
 
-class Half(nn.Module):
-    def forward(self, x):
-        return x / 2
-
-
 def variants(world, how):
     """-> the norm of torch's and of ours of the same model, made in some other way"""
     model = GPT(CONFIG, tp=make_tp(world) if world else None).double()
@@ -212,7 +208,7 @@ def variants(world, how):
     if how == "pickle":
         model = pickle.loads(pickle.dumps(model))
     if how == "parametrized":
-        parametrize.register_parametrization(fc1, "weight", Half())
+        parametrize.register_parametrization(fc1, "weight", Double())
     if how == "pruned":
         prune.custom_from_mask(fc1, "weight", torch.ones_like(fc1.weight))
     if how == "moved":

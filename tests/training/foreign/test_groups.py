@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from tests.common import assert_close, make_tp
 from tests.models.common import GPT_CONFIG, batch, whole
+from tests.training.foreign.common import Double
 from tpfuse import TensorParallel, as_dtensor, clip_grad_norm_
 from tpfuse.layers import ColumnParallelLinear, LayerNorm, ParallelAttention
 from tpfuse.layers.shards import Whole
@@ -55,13 +56,8 @@ def delayed(model):
     return dict(delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.norm_in.weight)
 
 
-class Halved(nn.Module):
-    def forward(self, x):
-        return x / 2
-
-
 def parametrized(model):
-    parametrize.register_parametrization(model.blocks[0].mlp.fc1, "weight", Halved())
+    parametrize.register_parametrization(model.blocks[0].mlp.fc1, "weight", Double())
     for p in model.parameters():
         p.requires_grad_(False)
     inner = model.blocks[0].mlp.fc1.parametrizations

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.common import assert_equal, make_tp
 from tests.models.common import STEP_CONFIG, batch, whole
+from tests.training.foreign.common import Double
 from tpfuse import TensorParallel, param_groups
 from tpfuse.layers import ParallelAttention, ParallelMLP
 from tpfuse.layers.shards import named_specs
@@ -267,10 +268,6 @@ def layers(world):
     torch.manual_seed(0)
     attention = ParallelAttention(16, 8, num_kv_heads=2, tp=tp)
     mlp = ParallelMLP(8, 12, gated=True, tp=tp)
-
-    class Double(torch.nn.Module):
-        def forward(self, w):
-            return 2 * w
 
     torch.nn.utils.parametrize.register_parametrization(mlp.fc1, "weight", Double())
     for layer in (attention, mlp):

@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.common import assert_equal, make_tp
+from tests.training.foreign.common import Double
 from tpfuse.layers import ColumnParallelLinear, RMSNorm
 
 with warnings.catch_warnings():
@@ -16,11 +17,6 @@ with warnings.catch_warnings():
         "spectral_norm": (parametrizations.spectral_norm, torch.nn.utils.spectral_norm),
         "orthogonal": (parametrizations.orthogonal,),
     }
-
-
-class Double(torch.nn.Module):
-    def forward(self, w):
-        return 2 * w
 
 
 def refused(world):
