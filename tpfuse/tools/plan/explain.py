@@ -23,7 +23,7 @@ class Scenario(NamedTuple):
 
 
 def explain(plans: Plans, number: int) -> str:
-    """Returns what plan ``number`` spends its step on, and what would change the choice of the best."""
+    """Returns the explanation of plan ``number``: its parts, what binds the best, and what would change the choice."""
     check(number <= len(plans.steps), f"plan: --explain is one of the {len(plans.steps)} plans, got {number}")
     step, best = plans.steps[number - 1], plans.steps[0]
     changed = scenarios(plans)

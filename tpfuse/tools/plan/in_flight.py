@@ -33,7 +33,8 @@ class InFlight(NamedTuple):
 
 
 def equivalent_count(schedule: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Returns the smallest known number of micro-batches with the same counts in flight as ``micro_batches``."""
+    """Returns a smaller number of micro-batches with the same counts in flight; ``micro_batches`` where none is
+    known."""
     if schedule in ("gpipe", "chimera"):  # GPipe keeps all; Chimera's greedy order does not repeat soon
         return micro_batches
     if len(SCHEDULES[schedule].chunks) > 1:  # the warm-up depends on the length of a round

@@ -57,7 +57,7 @@ def _aside(directions: list[int], columns: int) -> Ring:
 
 
 def rings(network: Network) -> tuple[Ring, ...]:
-    """Returns the rings of an all-reduce over all accelerators: the cycles of a mesh, else one in order of number."""
+    """Returns the rings of an all-reduce over all accelerators: those of :func:`cycles` in a mesh, else one ring."""
     if network.grid is None:
         return (tuple(range(network.accelerators)),)
     return cycles(*network.grid)
