@@ -88,7 +88,7 @@ def layer(s: Sizes) -> Layer:
     """Returns the calls of one layer."""
     h, t, T, p = s.width, s.tp, E * s.tile, s.scores
     per_head, batch = h // s.heads, s.rows // s.seq * s.heads // t
-    qkv, out = _product(s.rows, 3 * h // t, h), _product(s.rows, h, h // t)
+    qkv, project = _product(s.rows, 3 * h // t, h), _product(s.rows, h, h // t)
     fc1, fc2 = _product(s.rows, 4 * h // t, h), _product(s.rows, h, 4 * h // t)
     scores, mixed = _product(s.seq, s.seq, per_head, batch), _product(s.seq, per_head, s.seq, batch)
     norm = _through("layer_norm", T // s.shards, T // s.shards)
@@ -97,7 +97,7 @@ def layer(s: Sizes) -> Layer:
     core = [scores, _through("softmax", E * p, E * p), _through("dropout", E * p, (E + MASK) * p), mixed]
     gelu = _through("bias_gelu", 4 * T // t, 4 * T // t)
     forward = [
-        *(norm, *_gather(s), qkv, copies[0], *core, copies[1], out, *_sum(s), finish),
+        *(norm, *_gather(s), qkv, copies[0], *core, copies[1], project, *_sum(s), finish),
         *(norm, *_gather(s), fc1, gelu, fc2, *_sum(s), finish),
     ]
     shard = (T // s.shards, s.tile // s.shards)
@@ -118,7 +118,7 @@ def layer(s: Sizes) -> Layer:
     # what a gather is forward is a sum backward, and the other way round
     backward = [
         *(*ends, *_gather(s), *_both(fc2), *of_gelu, *_both(fc1), *_sum(s)),
-        *(*ends, *_gather(s), *_both(out), *copies, *of_core, *_both(qkv), *_sum(s)),
+        *(*ends, *_gather(s), *_both(project), *copies, *of_core, *_both(qkv), *_sum(s)),
     ]
     return Layer(forward, core, backward)
 
