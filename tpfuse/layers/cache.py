@@ -12,7 +12,7 @@ from ..kernels.attn.options import DecodeOptions
 from ..kernels.runtime.op import acc_dtype
 
 
-class Place:
+class CachePosition:
     """Index of the next position, held on the device: all caches of a model, whose rows have ``length`` positions,
     share one, and the host need not know how far they are."""
 
@@ -44,10 +44,10 @@ class KVCache:
     def __init__(self, mask: Tensor, *, padded: bool = True):
         self.mask, self.padded = mask, padded
         self.length = 0
-        self.place: Place | None = None
+        self.place: CachePosition | None = None
         self.kv = mask.new_empty(0)  # made by the first positions, which know its shape
 
-    def fix(self, place: Place) -> None:
+    def fix(self, place: CachePosition) -> None:
         """From now on a call stores one position where ``place`` says, with the same shapes and numbers each time."""
         self.place = place
         self.kv[:, :, :, self.length :].zero_()  # what is not seen is multiplied by 0

@@ -53,7 +53,9 @@ def cross_entropy(
     """
     tp = TensorParallel() if tp is None else tp
     first = check_columns("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
-    loss = Loss(vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction)
+    loss = LossOptions(
+        vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
+    )
     loss.compare("cross_entropy", labels, tp)
     return kernel(
         logits, labels, first_token=first, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
@@ -84,7 +86,9 @@ def linear_cross_entropy(
     name, tp = "linear_cross_entropy", TensorParallel() if tp is None else tp
     first = check_columns(f"{name}: weight", len(weight), vocab_size, tp)
     check(x.dim() == 2, f"{name}: x must be rows [m, D], got {tuple(x.shape)}")
-    loss = Loss(vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction)
+    loss = LossOptions(
+        vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
+    )
     loss.compare(name, labels, tp)
     return gather_linear_cross_entropy(
         x, local(weight), labels, local(bias), tp=tp, first_token=first, vocab_size=vocab_size,
@@ -183,7 +187,7 @@ def check_columns(subject: str, columns: int, vocab_size: int, tp: TensorParalle
     return first
 
 
-class Loss(NamedTuple):
+class LossOptions(NamedTuple):
     """Options of a loss, as ranks compare them; see :func:`cross_entropy`."""
 
     vocab_size: int

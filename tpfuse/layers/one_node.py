@@ -83,7 +83,7 @@ NO_TOTALS = Totals()
 PARAMETERS = len(Parameters._fields)
 
 
-class Request(NamedTuple):
+class GradientRequest(NamedTuple):
     """Gradients that backward makes: of which projections' parameters, in which dtypes, and where they are added."""
 
     parameters: Any  # a Parameters of flags
@@ -167,7 +167,7 @@ def _last(steps: Steps) -> Join:
 class _Backward:
     """Runs the steps backwards, on the tensors that forward has saved; ``made`` gets gradients by names."""
 
-    def __init__(self, layer: Layer, saved: tuple[Any, ...], request: Request):
+    def __init__(self, layer: Layer, saved: tuple[Any, ...], request: GradientRequest):
         self.layer, self.saved, self.request = layer, list(saved), request
         self.made: dict[str, Any] = {}
 
@@ -245,7 +245,7 @@ class _Backward:
 
 @Composed
 def _backward(
-    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, saved: tuple[Any, ...], request: Request
+    gradients: tuple[Tensor | None, Tensor | None], layer: Layer, saved: tuple[Any, ...], request: GradientRequest
 ) -> tuple[Tensor | None, ...]:
     """Gradients of h and n as _forward returned them -> those of h, n, the projections' parameters and the norms'.
 
@@ -273,7 +273,7 @@ def _adding(grads: WantedGrads, weight: Tensor | None, out_weight: Tensor | None
     return grads._replace(run=adding(adder(weight), adder(out_weight)))
 
 
-def _with_totals(request: Request, weights: tuple[Main | None, ...]) -> Request:
+def _with_totals(request: GradientRequest, weights: tuple[Main | None, ...]) -> GradientRequest:
     """Returns the request in which gradients of weights that have a total are added to it."""
     flags, names = request.parameters, [f"{name}_weight" for name in Totals._fields]
     for name, main in zip(names, weights, strict=True):
@@ -289,7 +289,7 @@ def _with_totals(request: Request, weights: tuple[Main | None, ...]) -> Request:
 # ---- autograd ----
 
 
-class _Block(Function):
+class _BlockNode(Function):
     """h [m, D], n [1, m, D] (None: h is read in its place) -> h [m, D], n [1, m, D] (None: it is h)."""
 
     @staticmethod
@@ -312,7 +312,7 @@ class _Block(Function):
         norms = PARAMETERS + 2 * len(constants.norms)
         options, state = Options(*saved[norms : norms + TENSORS], *numbers), saved[norms + TENSORS :]
         layer = Layer(constants, options, Parameters(*saved[:PARAMETERS]), saved[PARAMETERS:norms])
-        request = Request(Parameters(*needed[3 : 3 + PARAMETERS]), *dtypes)
+        request = GradientRequest(Parameters(*needed[3 : 3 + PARAMETERS]), *dtypes)
         if ctx.mains is not None:
             request = _with_totals(request, ctx.mains)
         dh, dn, *gradients = _backward((dh, dn), layer, tuple(state), request)
@@ -324,7 +324,7 @@ class _Block(Function):
 def one_node(h: Tensor, normed: Normed | None, layer: Layer) -> tuple[Tensor, Normed]:
     """Runs a block with gradients: h [m, D] and, in a stack, its n -> the same of the next."""
     n = None if normed is None else normed.n if normed.n.dim() == 3 else normed.n[None]
-    h, n_out = _Block.apply(h, n, layer, *layer.parameters, *layer.norms)
+    h, n_out = _BlockNode.apply(h, n, layer, *layer.parameters, *layer.norms)
     return h, Normed(h[None] if n_out is None else n_out)
 
 

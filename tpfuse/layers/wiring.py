@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ..kernels.norm import Recompute, norm_in, reduce_bias_dropout_add_norm
+from ..kernels.norm.records import Norm as NormVectors
 from ..sequence_parallel.crossings import expanded
 from .call import Call
 from .module import replicated
@@ -180,7 +181,7 @@ def run(steps: Steps, runner: Runner[Rows, Read, Parts], h: Rows, n: Read) -> tu
     return h, reads[NEXT]
 
 
-class Backward(Protocol):
+class BackwardRunner(Protocol):
     """The adjoints of a runner's steps, on gradients."""
 
     def norm(self, step: Norm, dh: Tensor, dn: Tensor) -> Tensor: ...
@@ -188,7 +189,9 @@ class Backward(Protocol):
     def join(self, step: Join, dh: Tensor | None, dn: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
-def run_backward(steps: Steps, runner: Backward, dh: Tensor | None, dn: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run_backward(
+    steps: Steps, runner: BackwardRunner, dh: Tensor | None, dn: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Runs a block's steps backwards: gradients of the h and n that :func:`run` returns -> of those it takes.
 
     The gradient of n is None where a norm of the block has read h.
@@ -246,25 +249,19 @@ class Fused:
         return h, Normed(n, recompute)
 
 
-class NormArguments(NamedTuple):
-    """Arguments of a fused kernel's norm; without a weight there is none."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 1e-5
-    kind: str = "layer"
+NO_NORM = NormVectors(eps=1e-5)  # no weight
 
 
-def _replicated(block: Any, steps: Steps) -> tuple[dict[str, Tensor | None], dict[str | None, NormArguments]]:
+def _replicated(block: Any, steps: Steps) -> tuple[dict[str, Tensor | None], dict[str | None, NormVectors]]:
     """Returns the branches' biases and the norms, by their names, for use on this rank's rows: one message."""
     biases = {step.branch: getattr(block, step.branch).out_bias for step in steps if isinstance(step, Join)}
     modules = {name: getattr(block, name) for name in norm_names(steps)}
     vectors = [vector for norm in modules.values() for vector in (norm.weight, norm.bias)]
     made = iter(replicated(block.tp, *biases.values(), *vectors))
     biases = {name: next(made) for name in biases}
-    norms: dict[str | None, NormArguments] = {None: NormArguments()}
+    norms: dict[str | None, NormVectors] = {None: NO_NORM}
     for name, norm in modules.items():
-        norms[name] = NormArguments(next(made), next(made), norm.eps, norm.kind)
+        norms[name] = NormVectors(next(made), next(made), norm.eps, norm.kind)
     return biases, norms
 
 

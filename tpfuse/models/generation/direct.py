@@ -84,8 +84,8 @@ class Direct:
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
-        self.layers = [_Layer(block, self.exchange, first) for block in model.blocks]
-        self.prompt: list[_Layer] = [*self.layers[:-1], _Last(model.blocks[-1], self.exchange, first)]
+        self.layers = [_DirectLayer(block, self.exchange, first) for block in model.blocks]
+        self.prompt: list[_DirectLayer] = [*self.layers[:-1], _Last(model.blocks[-1], self.exchange, first)]
         if first is not self.form:
             self.layers = []
 
@@ -102,12 +102,12 @@ class Direct:
             h, x = layer(h, x, cache, turns[0 if layer.window is None else -1])
         return self.capped(self.head(x))
 
-    def _stack(self, reads: bool) -> list[_Layer]:
+    def _stack(self, reads: bool) -> list[_DirectLayer]:
         if reads:
             return self.prompt
         self.prompt = []
         if not self.layers:
-            self.layers = [_Layer(block, self.exchange, self.form) for block in self.model.blocks]
+            self.layers = [_DirectLayer(block, self.exchange, self.form) for block in self.model.blocks]
         return self.layers
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Direct:
 # ---- one layer ----
 
 
-class _Layer:
+class _DirectLayer:
     """(h, x = norm(h)) of the layer's input -> the same of its output; rows s * batch + b."""
 
     def __init__(self, block: Any, exchange: Exchange, form: Plain):
@@ -180,7 +180,7 @@ class _Layer:
 class _Positions(NamedTuple):
     """The steps of a layer for new positions of a cache; a branch gives what its output projection reads."""
 
-    layer: _Layer
+    layer: _DirectLayer
     cache: KVCache
     turn: _Turn | None
 
@@ -196,7 +196,7 @@ class _Positions(NamedTuple):
         return n if step.stream else h, n
 
 
-class _Last(_Layer):
+class _Last(_DirectLayer):
     """The last layer over the prompt: of all rows the keys and values, of the last position's everything else."""
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attn.options import as_key_mask
-from ...layers.cache import KVCache, Place
+from ...layers.cache import CachePosition, KVCache
 from ...layers.call import Call
 from ...ranks.agreement import any_rank
 from ..rows import BatchRows
@@ -31,7 +31,7 @@ class Pass:
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
         self.run, self.caches, self.pieces, self.direct = run, caches, pieces, direct
-        self.place: Place | None = None
+        self.place: CachePosition | None = None
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids and their positions [B, n] -> this rank's logits [B, V/R] of the last ones."""
@@ -52,7 +52,7 @@ class Pass:
         """Behind the prompts: from now on every call has one token, and is the same to the host."""
         if not self.direct:
             cache = self.caches[0]
-            self.place = Place(len(cache.mask), cache.length, cache.mask.device)
+            self.place = CachePosition(len(cache.mask), cache.length, cache.mask.device)
             for cache in self.caches:
                 cache.fix(self.place)
 
