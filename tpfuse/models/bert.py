@@ -140,7 +140,8 @@ class Bert(Model):
                 [B], or numbers [B, L].
             position_ids: int64 [B, S]; default: 0, 1, ..., or with ``positions_skip_padding`` the tokens counted.
             token_type_ids: int64 [B, S], of a model with token types; default 0.
-            cu_seqlens, max_seqlen: packed documents, where positions are rotary (ModernBERT).
+            cu_seqlens: int32 [N + 1], the bounds of packed documents, where positions are rotary (ModernBERT).
+            max_seqlen: the longest of them.
 
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """

@@ -58,13 +58,15 @@ class Model(nn.Module):
 
     Attributes:
         config: what the model is made of.
-        tp, groups: the tensor-parallel ranks, and all process groups of the model.
+        tp: the tensor-parallel ranks.
+        groups: all process groups of the model.
         stages: the pipeline stages that are here; all of a model made without ``stage``.
         files: its tensors' names in Hugging Face files.
         origin: the directory and config.json that it was read from; None for a model that was not read.
-        seed, step: choose the dropout masks.  ``step`` counts training forwards (a 0-d int64 tensor, no buffer) unless
-            a call brings its own.
-        saving, recompute: what is kept for backward.
+        seed: chooses the initial weights and the dropout masks.
+        step: chooses the masks too: a 0-d int64 tensor, no buffer, that counts training forwards unless a call brings
+            its own.
+        saving: what blocks keep for backward, "fastest" or "smallest".
     """
 
     config_class: ClassVar[type[ModelConfig]]
