@@ -302,7 +302,7 @@ class Soak:
             wait(lambda: not job.process.is_alive() or reached(self.reference) > 0, 600)
             began = time.monotonic()
             self.start_seconds = began - job.began
-            self.progress.show("the undisturbed run")
+            self.progress.update("the undisturbed run")
             job.process.join(600)
             self.step_seconds = (time.monotonic() - began) / STEPS
             if job.process.exitcode != 0:
@@ -328,7 +328,7 @@ class Soak:
         """Does one thing after the other to a job, up to one that ends it -> what was done, and whether it finished."""
         outcomes, harm, seconds = [], None, None
         episode = job.folder.parent.name
-        say = lambda: self.progress.show(f"{len(self.outcomes)} harms; {episode}: step {reached(job.folder)}")
+        say = lambda: self.progress.update(f"{len(self.outcomes)} harms; {episode}: step {reached(job.folder)}")
         faults: list[str] = []
         for drawn_harm in drawn:
             if not job.await_moment(drawn_harm, say):
@@ -375,7 +375,7 @@ class Soak:
             faults += [f"run {number}: {fault}" for fault in self.episode(number)]
             faults += [f"run {number}: {d.harm}: {fault}" for d in self.outcomes[count:] for fault in d.faults]
             number += 1
-        self.progress.done()
+        self.progress.clear()
         return faults
 
 

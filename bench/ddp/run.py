@@ -38,12 +38,12 @@ def _rank(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], por
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(args.rounds + WARM):
         if rank == 0:
-            progress.show(f"{len(ends)} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
+            progress.update(f"{len(ends)} replicas, {gbit:g} Gbit/s: round {i + 1} of {args.rounds + WARM}")
         for name, step in steps.items():
             took = seconds(step) / MICRO_BATCHES.get(name, 1)
             if i >= WARM:
                 times[name].append(took)
-    progress.done()
+    progress.clear()
     if rank == 0:
         results.put(dict(ranks=len(ends), gbit=gbit) | figures(times))
     dist.barrier()

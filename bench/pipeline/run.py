@@ -20,10 +20,10 @@ def run(rank: int, args: argparse.Namespace, port: int, results: mp.SimpleQueue)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     progress = Progress(long=True)
-    say = progress.show if rank == 0 else lambda line: None
+    say = progress.update if rank == 0 else lambda line: None
     rows = training.measure(args, say) if args.rounds else []
     slept = sleeping.measure(args.micro_batches, args.sleep, args.sleep_rounds, say) if args.sleep else {}
-    progress.done()
+    progress.clear()
     if rank == 0:
         results.put(dict(rows=rows, sleeping=slept))
     dist.barrier()

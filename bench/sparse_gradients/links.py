@@ -87,11 +87,11 @@ def worker(rank: int, args: argparse.Namespace, gbit: float, ends: list[End], po
     for i in range(args.rounds + UNTIMED):
         for name, step in choices.items():
             if rank == 0:
-                progress.show(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
+                progress.update(f"{len(ends)} replicas, {page.rate(gbit)} Gbit/s, round {i + 1}: {name}")
             took = seconds(lambda step=step, i=i: step(i))
             if i >= UNTIMED:
                 times[name].append(took)
-    progress.done()
+    progress.clear()
     if rank == 0:
         results.put(times)
     dist.barrier()

@@ -49,7 +49,7 @@ def own(world, sp, dtype, fault):
             torch.set_default_dtype(torch.float32)
 
     found = check_parity(make, dict(x=X.to(dtype), rng=torch.tensor([1, 2, 3])), make_tp(world, sp))
-    first = None if found.first is None else (found.first.kind, found.first.name)
+    first = None if found.first_difference is None else (found.first_difference.kind, found.first_difference.name)
     return first, found.skipped, str(found), {(row.kind, row.name): row.split / row.limit for row in found.rows}
 
 

@@ -84,7 +84,7 @@ def main(parser: ArgumentParser, argv: list[str] | None = None) -> int:
 # ---- output ----
 
 
-def show(args: Namespace, text: str, values: object) -> None:
+def print_result(args: Namespace, text: str, values: object) -> None:
     """Prints the text, or with --json the values."""
     print(json.dumps(values, indent=1, default=str) if args.json else text)
 
@@ -93,7 +93,7 @@ def present(args: Namespace, text: str, values: object, draw: Callable[[Path], o
     """Prints the text, or with --json the values; with --plot draws a picture first."""
     if args.plot:
         draw(args.plot)
-    show(args, text, values)
+    print_result(args, text, values)
     if args.plot and not args.json:
         print(f"\ndrawn to {args.plot}")
 
@@ -101,16 +101,16 @@ def present(args: Namespace, text: str, values: object, draw: Callable[[Path], o
 # ---- values of options ----
 
 
-def bounded(kind: type[N], holds: Callable[[N], bool], words: str) -> Callable[[str], N]:
-    """Returns a type for argparse: a number for which ``holds(number)`` is true; ``words`` go into the error."""
+def bounded(kind: type[N], is_valid: Callable[[N], bool], rule: str) -> Callable[[str], N]:
+    """Returns a type for argparse: a number for which ``is_valid(number)`` is true; ``rule`` goes into the error."""
 
     def parse(text: str) -> N:
         try:
-            if holds(value := kind(text)):
+            if is_valid(value := kind(text)):
                 return value
         except ValueError:
             pass
-        raise ArgumentTypeError(f"must be {words}, got {text}")
+        raise ArgumentTypeError(f"must be {rule}, got {text}")
 
     return parse
 

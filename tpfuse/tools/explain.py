@@ -1,7 +1,7 @@
-"""Which path each layer's messages take, and why."""
+"""The path of each layer's messages, and the reason."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ class Paths(list[Path]):
 
     def __repr__(self) -> str:
         head = ("layer", "op", "path", "rows", "weight", "MB sent", "messages", "reason")
-        shown = lambda value: "" if value is None else str(value)
-        sizes = lambda p: (shown(p.rows), "x".join(map(str, p.weight)), _mb(p.bytes), shown(p.messages))
+        text = lambda value: "" if value is None else str(value)
+        sizes = lambda p: (text(p.rows), "x".join(map(str, p.weight)), _mb(p.bytes), text(p.messages))
         lines = [head, *((p.layer, p.op, p.path, *sizes(p), p.reason) for p in self)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
         return "\n".join(
@@ -52,7 +52,7 @@ class Paths(list[Path]):
         )
 
 
-class _Layer(NamedTuple):
+class _Exchange(NamedTuple):
     """Something that exchanges rows; an MLP's two GEMMs are one, and an attention layer's two projections."""
 
     name: str
@@ -80,7 +80,7 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     )
 
 
-def _layers(model: nn.Module) -> Iterator[_Layer]:
+def _layers(model: nn.Module) -> Iterator[_Exchange]:
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -88,34 +88,34 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield _Layer(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
+            yield _Exchange(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
             columns = len(weight) + module.out.weight.shape[1]
-            yield _Layer(name, "gather_attention_exchange", weight, module.tp, columns=columns)
+            yield _Exchange(name, "gather_attention_exchange", weight, module.tp, columns=columns)
         elif isinstance(module, ColumnParallelLinear):
-            yield _Layer(name, "gather_linear", module.flat()[0], module.tp)
+            yield _Exchange(name, "gather_linear", module.flat()[0], module.tp)
         elif isinstance(module, RowParallelLinear):
-            yield _Layer(name, "linear_exchange", local(module.weight), module.tp)
+            yield _Exchange(name, "linear_exchange", local(module.weight), module.tp)
         elif isinstance(module, LMHead):
-            own = getattr(module, "weight", None)
-            weight = local(tables[module.vocab_size] if own is None else own)
-            yield _Layer(name, "gather_linear", weight, module.tp, columns=module.columns)
+            untied = getattr(module, "weight", None)
+            weight = local(tables[module.vocab_size] if untied is None else untied)
+            yield _Exchange(name, "gather_linear", weight, module.tp, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
             columns = -(-module.num_embeddings // module.tp.size)
-            yield _Layer(name, "embedding", local(module.weight), module.tp, columns=columns)
+            yield _Exchange(name, "embedding", local(module.weight), module.tp, columns=columns)
 
 
 def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
-    """What each of a model's pipeline stages sends to another rank, of a micro-batch of ``rows``."""
+    """Yields the messages of a model's pipeline stages to other ranks, of a micro-batch of ``rows``."""
     if not isinstance(model, Model) or (place := model.stages.place) is None:
         return
     chains, tp = placement(place.schedule, place.ranks, held_by(place)), model.tp
     for chain, stage in ((c.chain, c.stage) for c in model.stages.chunks):
         ends = {"h": stage + 1, "its input's gradient": stage - 1}
-        places = {what: chains[chain][i] for what, i in ends.items() if 0 <= i < len(chains[chain])}
-        sent = [f"{what} to rank {rank}" for what, rank in places.items() if rank != place.rank]
+        ranks = {tensor: chains[chain][i] for tensor, i in ends.items() if 0 <= i < len(chains[chain])}
+        sent = [f"{tensor} to rank {rank}" for tensor, rank in ranks.items() if rank != place.rank]
         size = None if rows is None else -(-rows // tp.row_shards) * model.config.hidden_size * dtype.itemsize
         yield Path(
             layer=f"stage {stage}" + (f" of chain {chain}" if len(chains) > 1 else ""),
@@ -130,14 +130,14 @@ def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[P
 
 
 def _averages(model: nn.Module) -> Iterator[Path]:
-    """What DistributedDataParallel sends in a step, and its settings."""
+    """Yields the messages of DistributedDataParallel in a step, and its settings."""
     replica = replica_of(model)
     if replica is None:
         return
     parameters = [p for p in replica.module.parameters() if p.requires_grad]
     size, caps = replica.process_group.size(), limits(replica)
     gradients = "views of them" if replica.gradient_as_bucket_view else "copied into them"
-    first = f", the first of {caps[0] / 2**20:g}" if len(caps) > 1 else ""
+    lead = f", the first of {caps[0] / 2**20:g}" if len(caps) > 1 else ""
     yield Path(
         layer="data parallel",
         op="all_reduce",
@@ -146,18 +146,18 @@ def _averages(model: nn.Module) -> Iterator[Path]:
         rows=None,
         bytes=2 * (size - 1) * sum(p.numel() * p.element_size() for p in parameters) // size,
         messages=bucket_count(parameters, caps),
-        reason=f"{size} replicas, buckets of {round(caps[-1] / 2**20, 3):g} MiB{first}, gradients {gradients}",
+        reason=f"{size} replicas, buckets of {round(caps[-1] / 2**20, 3):g} MiB{lead}, gradients {gradients}",
     )
 
 
-def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:
+def _path(layer: _Exchange, rows: int | None, dtype: torch.dtype) -> Path:
     name, op, weight, tp, columns = layer
     shape = columns or len(weight), weight.shape[1]
-    options: dict[str, Any] = dict(dtype=dtype, device=weight.device, tp=tp)
-    on = lambda rows: sizes(op, rows, shape, **options)
-    sent = None if rows is None else on(rows)
-    path = "plain" if form_of(op, rows or 1, shape, **options) is plain else "pairwise"
-    reason, least = _reason(op, tp, sent, on)
+    sizes_of = lambda rows: sizes(op, rows, shape, dtype=dtype, device=weight.device, tp=tp)
+    sent = None if rows is None else sizes_of(rows)
+    form = form_of(op, rows or 1, shape, dtype=dtype, device=weight.device, tp=tp)
+    path = "plain" if form is plain else "pairwise"
+    reason, least = _reason(op, tp, sent, sizes_of)
     bytes, messages = (None, None) if sent is None else sent[:2]
     return Path(
         layer=name,
@@ -172,10 +172,10 @@ def _path(layer: _Layer, rows: int | None, dtype: torch.dtype) -> Path:
 
 
 def _reason(
-    op: str, tp: TensorParallel, sent: OverlapSizes | None, on: Callable[[int], OverlapSizes]
+    op: str, tp: TensorParallel, sent: OverlapSizes | None, sizes_of: Callable[[int], OverlapSizes]
 ) -> tuple[str, int | None]:
     """Returns the reason and, if the path depends on rows that are not known, the least that overlap; ``sent`` are the
-    sizes of a call, and ``on(rows)`` those of another."""
+    sizes of a call, and ``sizes_of(rows)`` those of another."""
     if tp.size == 1:
         return "one rank: no messages", None
     if op == "embedding":
@@ -184,12 +184,12 @@ def _reason(
         return "without sequence parallelism nothing of it overlaps", None
     if tp.overlap != "auto":
         return f"overlap={tp.overlap!r}", None
-    if on(1).copied:
+    if sizes_of(1).copied:
         return "one machine: messages are copies by the cores that multiply", None
-    if on(1).measured is None:
+    if sizes_of(1).measured is None:
         return "nobody measured this device, dtype and number of ranks (bench.overlap --write)", None
     if sent is None:
-        least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if on(1 << i).wins), None)
+        least = next((1 << i for i in range(_MOST_ROWS.bit_length()) if sizes_of(1 << i).wins), None)
         if least is None:
             return "no number of rows is worth it", None
         return f"pairwise from about {least} rows, plain below", least

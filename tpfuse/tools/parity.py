@@ -46,10 +46,10 @@ class Parity(NamedTuple):
     @property
     def same(self) -> bool:
         """True where every tensor is the same to rounding."""
-        return self.first is None
+        return self.first_difference is None
 
     @property
-    def first(self) -> ParityRow | None:
+    def first_difference(self) -> ParityRow | None:
         """The first tensor that differs: weights before layers, layers in forward order, gradients last."""
         return next((row for row in self.rows if not row.same), None)
 
@@ -61,7 +61,7 @@ class Parity(NamedTuple):
         lines = [table(("what", "name", "one rank", "split", "limit", ""), cells)]
         if self.skipped:
             lines.append(f"not compared, for their shapes: {', '.join(self.skipped)}")
-        row = self.first
+        row = self.first_difference
         lines.append("the same to rounding" if row is None else f"the first that differs: {row.kind} {row.name}")
         return "\n".join(lines)
 

@@ -56,8 +56,8 @@ class Argument(NamedTuple):
 
     def __str__(self) -> str:
         t = self.tensor.detach()
-        kept = t[t.isfinite()]
-        within = f" in [{kept.min().item():.4g}, {kept.max().item():.4g}]" if kept.numel() else ""
+        finite = t[t.isfinite()]
+        within = f" in [{finite.min().item():.4g}, {finite.max().item():.4g}]" if finite.numel() else ""
         bad = "" if self.faults.finite else f", {self.faults.nan} NaN and {self.faults.inf} infinite"
         return f"{self.name} {str(t.dtype)[6:]} {tuple(t.shape)}{within}{bad}"
 
@@ -71,10 +71,10 @@ def watch(model: nn.Module) -> Iterator[None]:
     and the ranges of the inputs.  Under tensor parallelism each rank watches its own ops; the first to raise leaves the
     others waiting for its message, as any error on one rank does.
     """
-    seen = _Watch(model)
-    handles = [handle for path, module in model.named_modules() for handle in seen.follow(path, module)]
+    mode = _Watch(model)
+    handles = [handle for path, module in model.named_modules() for handle in mode.follow(path, module)]
     try:
-        with seen:
+        with mode:
             yield
     finally:
         for handle in handles:
@@ -95,16 +95,16 @@ class _Watch(TorchDispatchMode):
         """Notes when ``module`` runs, and labels the nodes of the graph that it made."""
 
         @onlooker
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.stack.append((path, {t.grad_fn for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}))
 
         @onlooker
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             path, borders = self.stack.pop()
             _label([t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)], borders, path)
 
-        yield module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        yield module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        yield module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def _place(self, inputs: list[Argument]) -> str:
         """Returns the phase and the module: of the parameter that the op reads, else that runs or made the node."""
@@ -118,8 +118,8 @@ class _Watch(TorchDispatchMode):
         owners = [self.parameters[s].rpartition(".")[0] for a in inputs if (s := _storage(a.tensor)) in self.parameters]
         path = next((owner for owner in owners if owner.startswith(path or "")), path)
         phase = "forward" if not backward else "forward, recomputed in backward" if self.stack else "backward"
-        where = "outside the model" if path is None else path or self.root
-        return f"{phase}, {where}" + (f" ({node.name()})" if node is not None and not self.stack else "")
+        place = "outside the model" if path is None else path or self.root
+        return f"{phase}, {place}" + (f" ({node.name()})" if node is not None and not self.stack else "")
 
     # ---- what happens ----
 
@@ -132,17 +132,17 @@ class _Watch(TorchDispatchMode):
         anything, infinities = self._check_inputs(func, inputs)
         infinities |= any(isinstance(x, float) and math.isinf(x) for x in tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        made = [*tree_leaves(result), *_written(func, args, kwargs)]
-        outputs = {id(t): (i, t) for i, t in reversed(list(enumerate(made))) if _has_numbers(t)}
+        results = [*tree_leaves(result), *_written(func, args, kwargs)]
+        outputs = {id(t): (i, t) for i, t in reversed(list(enumerate(results))) if _has_numbers(t)}
         for index, output in outputs.values():
             if name in _UNINITIALISED:
                 self._excuse(output, True)
                 continue
-            given = Argument(f"output {index}", _plain(output), _count(output))
+            value = Argument(f"output {index}", _plain(output), _count(output))
             allowed = infinities or (func.namespace == NAMESPACE and index in _INFINITE.get(name, ()))
-            if not anything and (given.faults.nan or (given.faults.inf and not allowed)):
-                self._refuse(func, given, inputs, "gives")
-            if not given.faults.finite:
+            if not anything and (value.faults.nan or (value.faults.inf and not allowed)):
+                self._refuse(func, value, inputs, "gives")
+            if not value.faults.finite:
                 self._excuse(output, anything)
         return result
 
@@ -156,8 +156,8 @@ class _Watch(TorchDispatchMode):
             excused = self.excused.get(x.tensor.untyped_storage())
             parameter = self.parameters.get(_storage(x.tensor))
             if parameter is not None or (x.faults.nan and not excused):
-                what = x.name if parameter is None else f"{x.name} = {parameter}"
-                self._refuse(func, x._replace(name=what), inputs, "is given, and no op under watch made,")
+                name = x.name if parameter is None else f"{x.name} = {parameter}"
+                self._refuse(func, x._replace(name=name), inputs, "is given, and no op under watch made,")
             anything |= bool(excused)
             infinities = True
         return anything, infinities
@@ -166,13 +166,13 @@ class _Watch(TorchDispatchMode):
         storage = _plain(t).untyped_storage()
         self.excused[storage] = anything or self.excused.get(storage, False)
 
-    def _refuse(self, func: Any, found: Argument, inputs: list[Argument], verb: str) -> None:
+    def _refuse(self, func: Any, wrong: Argument, inputs: list[Argument], verb: str) -> None:
         name = func._schema.name if func.namespace != NAMESPACE else func._opname
         rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "rank 0"
-        total, (nan, inf), place = found.tensor.numel(), found.faults, self._place([found, *inputs])
-        bad, given = f"{nan} NaN and {inf} infinite of {total} elements", "; ".join(map(str, inputs)) or "none"
+        total, (nan, inf), place = wrong.tensor.numel(), wrong.faults, self._place([wrong, *inputs])
+        bad, ranges = f"{nan} NaN and {inf} infinite of {total} elements", "; ".join(map(str, inputs)) or "none"
         raise FloatingPointError(
-            f"tpfuse.watch: {name} ({place}, {rank}) {verb} {found.name} with {bad}; inputs: {given}"
+            f"tpfuse.watch: {name} ({place}, {rank}) {verb} {wrong.name} with {bad}; inputs: {ranges}"
         )
 
 
@@ -196,8 +196,8 @@ def _is_view(func: Any) -> bool:
     return not schema.is_mutable and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the schema's arguments and what is given for each."""
+def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the schema's arguments with their values."""
     for i, argument in enumerate(func._schema.arguments):
         if i < len(args):
             yield argument, args[i]
@@ -213,7 +213,7 @@ def _arguments(func: Any, args: Any, kwargs: Any, *, overwrites: bool) -> list[A
     """Returns the numbers that an op reads, not those that it overwrites."""
     return [
         Argument(argument.name, _plain(t), _count(t))
-        for argument, value in _given(func, args, kwargs)
+        for argument, value in _bound(func, args, kwargs)
         if not (_writes(argument) and (overwrites or argument.kwarg_only or argument.name == "out"))
         for t in tree_leaves(value)
         if _has_numbers(t)
@@ -221,7 +221,7 @@ def _arguments(func: Any, args: Any, kwargs: Any, *, overwrites: bool) -> list[A
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    return [t for argument, value in _given(func, args, kwargs) if _writes(argument) for t in tree_leaves(value)]
+    return [t for argument, value in _bound(func, args, kwargs) if _writes(argument) for t in tree_leaves(value)]
 
 
 def _plain(t: Tensor) -> Tensor:

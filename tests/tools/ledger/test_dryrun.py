@@ -47,7 +47,7 @@ def _real(world, sequence_parallel, saving, recompute=None):
     model(ids, labels=ids, step=0, first_sample=0)  # compares the ranks' input_ids, once
     with Ledger() as ledger:
         model(ids, labels=ids, step=0, first_sample=0).loss.backward()
-    return {key: row for key, row in ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    return {key: row for key, row in ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
 
 
 @pytest.mark.parametrize("sequence_parallel, saving", [(True, "fastest"), (True, "smallest"), (False, "fastest")])
@@ -55,7 +55,7 @@ def test_a_dry_rank_does_what_a_real_one_does(ranks, sequence_parallel, saving):
     """Every GEMM, attention and collective: calls, bytes, flops."""
     real = ranks(2, _real, sequence_parallel, saving)
     dry = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel, saving=saving))
-    rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
     assert rows == real[0] == real[1]
     assert sum(row.wire for row in rows.values()) == dry.work.wire > 0
 
@@ -64,7 +64,7 @@ def test_a_dry_rank_does_what_a_real_one_does(ranks, sequence_parallel, saving):
 def test_a_dry_rank_recomputes_what_a_real_one_does(ranks, sequence_parallel):
     real = ranks(2, _real, sequence_parallel, "fastest", "full")
     dry = dry_run(SMALL, plan(tp=2, sequence_parallel=sequence_parallel, full=True))
-    rows = {key: row for key, row in dry.ledger.by("op", "phase", "kind").items() if row.wire or row.flops}
+    rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
     assert rows == real[0] == real[1]
     # small all-reduces are one message, a gather and an exchange are two; two pairs of GEMMs a layer
     of_forward = (2 if sequence_parallel else 1) * 2 * SMALL.num_layers

@@ -11,11 +11,11 @@ from tpfuse.parallel import TensorParallel
 from tpfuse.tools.ledger.aten import COMMUNICATION, GEMM
 from tpfuse.tools.ledger.dryrun import fake_world
 from tpfuse.tools.ledger.layer import PLAIN, TABLE, TABLE_FLASH, TABLE_FUSED, compare, take_block, trace
-from tpfuse.tools.ledger.operators import FUSED, UNFUSED, Sizes, flash
+from tpfuse.tools.ledger.operators import FUSED, UNFUSED, LayerSizes, flash
 from tpfuse.tools.ledger.plots import edges, layer_map
 from tpfuse.tools.ledger.presets import load_config
 
-BERT_LARGE = Sizes(B=8, S=512, D=1024, H=16, F=4096)
+BERT_LARGE = LayerSizes(B=8, S=512, D=1024, H=16, F=4096)
 AT_MOST = {"fastest": 835e6, "smallest": 905e6}  # bytes in and out of the ops, forward + backward at 16 bit
 # As launched, more: attention's backward reads its operands in three kernels and the norms' partial sums are added in
 # a second (60 MB); an activation in a pass of its own, which is the path until a GPU has measured otherwise, costs

@@ -1,6 +1,8 @@
 """Closed forms of saved activations against what hooks measure: plain layers, tpfuse's blocks at several sizes; state
 bytes."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,9 +11,8 @@ from tpfuse.layers.block import SAVING
 from tpfuse.models import GPT, BertConfig, GPTConfig
 from tpfuse.parallel import TensorParallel
 from tpfuse.tools.ledger import activation_bytes, parameter_count, saved_bytes, state_bytes
-from tpfuse.tools.ledger.dryrun import fake_world
+from tpfuse.tools.ledger.dryrun import Plan, fake_world, layer_bytes, measured_layer, planned_model
 from tpfuse.tools.ledger.layer import build, token_ids
-from tpfuse.tools.ledger.memory import measured_layer
 from tpfuse.tools.ledger.plain import PlainLayer
 from tpfuse.tools.ledger.presets import load_config
 
@@ -38,10 +39,12 @@ FORMS = {  # tp, sequence parallel, recompute -> of s, h, a, t
 }
 
 
-@pytest.mark.parametrize("way", FORMS)
+@pytest.mark.parametrize("case", FORMS)
 @pytest.mark.parametrize("seq", [128, 2048])
-def test_korthikantis_six(way, seq):
-    assert activation_bytes(config(seq), *way, seq=seq, batch=BATCH) / sbh(seq) == FORMS[way](seq, WIDTH, HEADS, way[0])
+def test_korthikantis_six(case, seq):
+    assert activation_bytes(config(seq), *case, seq=seq, batch=BATCH) / sbh(seq) == FORMS[case](
+        seq, WIDTH, HEADS, case[0]
+    )
 
 
 @pytest.mark.parametrize("seq, expected", [(128, 44.0), (512, 74.0)])
@@ -58,36 +61,36 @@ def test_a_plain_layer(seq, expected, device):
     assert activation_bytes(config(seq), seq=seq, batch=BATCH) / sbh(seq) == expected
 
 
-OURS = {("fastest", True): 32, ("smallest", True): 20}
+def compared(model, plan):
+    """The closed form of a layer's saved bytes, and what hooks measure."""
+    return layer_bytes(model, plan), measured_layer(model, plan)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("saving", SAVING)
-def test_our_block(ranks, sequence_parallel, saving):
+def plans(*ranks):
+    """Plans over ``ranks``, with sequence parallelism and without, by what is saved."""
+    cases = itertools.product(ranks, (True, False), SAVING)
+    return [pytest.param(Plan(n, 1, 512, BATCH, sp, saving), id=f"{n}-{sp}-{saving}") for n, sp, saving in cases]
+
+
+OURS = {"fastest": 32, "smallest": 20}
+
+
+@pytest.mark.parametrize("plan", plans(1, 2, 4))
+def test_our_block(plan):
     """Dropout on; tpfuse's form counts 32 and 20 sbh/t and the statistics in fp32."""
-    seq = 512
-    form = activation_bytes(config(), ranks, sequence_parallel, saving, seq=seq, batch=BATCH)
-    with fake_world(ranks) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
-        measured = measured_layer(config(), tp=tp, seq=seq, batch=BATCH, saving=saving)
+    form, measured = compared(config(), plan)
     assert measured == pytest.approx(form, rel=0.01)
-    if sequence_parallel:
-        assert measured / sbh(seq) == pytest.approx(OURS[saving, True] / ranks, rel=0.01)
+    if plan.sequence_parallel:
+        assert measured / sbh(plan.seq) == pytest.approx(OURS[plan.saving] / plan.tp, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("saving", SAVING)
-def test_a_block_with_its_mlp_beside_attention(ranks, sequence_parallel, saving):
-    """One residual stream less: what attention gives is added, and not kept."""
-    seq, on = 512, config(parallel_residual=True)
-    form, serial = (activation_bytes(c, ranks, sequence_parallel, saving, seq=seq, batch=BATCH) for c in (on, config()))
-    with fake_world(ranks) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
-        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving=saving)
+@pytest.mark.parametrize("plan", plans(1, 2))
+def test_a_block_with_its_mlp_beside_attention(plan):
+    """One residual stream less: attention's result is added, and not kept."""
+    form, measured = compared(config(parallel_residual=True), plan)
     assert measured == pytest.approx(form, rel=0.01)
-    assert serial - form == 2 * sbh(seq) / (ranks if sequence_parallel else 1)
+    shards = plan.tp if plan.sequence_parallel else 1
+    assert layer_bytes(config(), plan) - form == 2 * sbh(plan.seq) / shards
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -95,15 +98,12 @@ def test_a_block_with_its_mlp_beside_attention(ranks, sequence_parallel, saving)
 @pytest.mark.parametrize("norm", ["layer", "rms", "post"])
 def test_our_recomputed_block(ranks, sequence_parallel, norm):
     """2 sbh/t and the statistics of one norm, nothing in post-norm; the norm's own vectors apart."""
-    seq, sizes = 512, dict(vocab_size=512, max_positions=512, hidden_size=WIDTH, num_layers=2, num_heads=HEADS)
-    on = BertConfig(**sizes) if norm == "post" else config(norm=norm)
-    form = activation_bytes(on, ranks, sequence_parallel, "fastest", seq=seq, batch=BATCH, full=True)
-    with fake_world(ranks) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
-        measured = measured_layer(on, tp=tp, seq=seq, batch=BATCH, saving="fastest", full=True)
+    sizes = dict(vocab_size=512, max_positions=512, hidden_size=WIDTH, num_layers=2, num_heads=HEADS)
+    model = BertConfig(**sizes) if norm == "post" else config(norm=norm)
+    form, measured = compared(model, Plan(ranks, 1, 512, BATCH, sequence_parallel, full=True))
     vectors = {"layer": 2, "rms": 1, "post": 0}[norm] * 4 * WIDTH  # in fp32
     assert measured == form + vectors
-    assert form / sbh(seq) == pytest.approx(2 / (ranks if sequence_parallel else 1), rel=0.01)
+    assert form / sbh(512) == pytest.approx(2 / (ranks if sequence_parallel else 1), rel=0.01)
 
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
@@ -117,17 +117,15 @@ BRANCHES = {
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, True), (4, True), (4, False)])
 @pytest.mark.parametrize("form", BRANCHES)
 def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
-    """What they save in a block, and their parameters."""
-    on = config(norm="rms", qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, **BRANCHES[form])
+    """Their saved bytes in a block, and their parameters."""
+    model = config(norm="rms", qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, **BRANCHES[form])
+    plan = Plan(ranks, 1, 512, BATCH, sequence_parallel)
+    for case in (plan, plan._replace(saving="smallest"), plan._replace(full=True)):
+        expected, measured = compared(model, case)
+        assert measured == pytest.approx(expected, rel=0.01), case
     with fake_world(ranks) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel)
-        for options in (dict(saving="fastest"), dict(saving="smallest"), dict(saving="fastest", full=True)):
-            saving, full = options["saving"], options.get("full", False)
-            want = activation_bytes(on, ranks, sequence_parallel, saving, seq=512, batch=BATCH, full=full)
-            measured = measured_layer(on, tp=tp, seq=512, batch=BATCH, **options)
-            assert measured == pytest.approx(want, rel=0.01), options
-        model = build(on, tp=tp, saving="fastest", dtype=torch.bfloat16)
-        assert sum(p.numel() for p in model.parameters()) == parameter_count(on, ranks)
+        count = sum(p.numel() for p in planned_model(model, plan, mesh).parameters())
+    assert count == parameter_count(model, ranks)
 
 
 def _measured(world, saving):

@@ -10,7 +10,7 @@ from tests.forking import START_METHOD, forking
 from tpfuse.models import GPTConfig
 from tpfuse.tools.ledger import machine, processes, steptime
 from tpfuse.tools.ledger.dryrun import Plan, run
-from tpfuse.tools.ledger.machine import Line, Machine, Table, fit
+from tpfuse.tools.ledger.machine import Line, Machine, Speeds, fit
 
 SMALL = GPTConfig(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=4)
 FREE = Line(0.0, 0.0, 0.0)
@@ -23,7 +23,7 @@ def plan(tp=1, dp=1, micro_batch=4):
 
 
 def built(ops=(), messages=(), overhead=0.0, cores=4, worlds=(1, 2, 4)):
-    table = Table(KINDS | dict(ops), MESSAGES | dict(messages), overhead)
+    table = Speeds(KINDS | dict(ops), MESSAGES | dict(messages), overhead)
     return Machine(cores, {"float32": dict.fromkeys(worlds, table)})
 
 
@@ -75,7 +75,7 @@ def test_collectives_over_tp_and_dp():
 
 
 def test_a_collective_of_more_ranks_than_were_measured():
-    table = Table({}, {"all_gather of 2": Line(2.0, 0, 0), "all_gather of 4": Line(4.0, 0, 0)}, 0.0)
+    table = Speeds({}, {"all_gather of 2": Line(2.0, 0, 0), "all_gather of 4": Line(4.0, 0, 0)}, 0.0)
     assert [getattr(table.message("all_gather", ranks), "alpha", None) for ranks in (1, 2, 3, 4, 64)] == [
         None,
         2.0,
@@ -119,7 +119,7 @@ def test_what_was_not_calibrated():
     with pytest.raises(ValueError, match="bfloat16 was not calibrated, only float32"):
         built().table(torch.bfloat16, 1)
     with pytest.raises(ValueError, match="over 2 ranks was not calibrated; run python -m tpfuse calibrate --ranks 2"):
-        alone = Machine(2, {"float32": {1: Table(KINDS, {}, 0.0)}})
+        alone = Machine(2, {"float32": {1: Speeds(KINDS, {}, 0.0)}})
         steptime.predict(SMALL, plan(2), alone, batch=4)
     with pytest.raises(ValueError, match="batch=6 is not divisible by dp 2 x micro_batch 2"):
         steptime.predict(SMALL, plan(1, 2, 2), built(), batch=6)

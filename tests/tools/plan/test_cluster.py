@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from tpfuse.tools.ledger.machine import Line, Machine, Table
+from tpfuse.tools.ledger.machine import Line, Machine, Speeds
 from tpfuse.tools.plan.cluster import LINKS, Cluster, Level, preset, read, this_machine
 from tpfuse.tools.plan.collectives import Link
 from tpfuse.tools.plan.devices import DEVICES
@@ -79,13 +79,13 @@ def test_presets_that_are_refused():
 
 def test_this_machine():
     messages = {"all_reduce of 2": Line(2e-4, 0, 1e-9), "all_reduce of 4": Line(6e-4, 0, 0.0)}
-    machine = Machine(2, {"float32": {2: Table({}, messages, 0.0), 4: Table({}, messages, 0.0)}})
+    machine = Machine(2, {"float32": {2: Speeds({}, messages, 0.0), 4: Speeds({}, messages, 0.0)}})
     two, four = (this_machine(machine, n, torch.float32) for n in (2, 4))
     assert tuple(two.link(2, 1)) == pytest.approx((1e-4, 1e9, 0)) and four.link(4, 1) == Link(
         pytest.approx(1e-4), float("inf")
     )
     assert this_machine(machine, 1, torch.float32).link(1, 1).latency == 0
-    bare = Machine(2, {"float32": {2: Table({}, {}, 0.0)}})
+    bare = Machine(2, {"float32": {2: Speeds({}, {}, 0.0)}})
     with pytest.raises(ValueError, match="all_reduce over 2 ranks was not calibrated"):
         this_machine(bare, 2, torch.float32)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tpfuse.tools.ledger.aten import ATTENTION, COMMUNICATION, ELEMENTWISE, GEMM
-from tpfuse.tools.ledger.machine import Line, Machine, Table
+from tpfuse.tools.ledger.machine import Line, Machine, Speeds
 from tpfuse.tools.ledger.recorder import Entry
 from tpfuse.tools.plan.devices import DEVICES, Device, device, local_cpu
 
@@ -52,7 +52,7 @@ def test_an_unknown_device():
 
 
 LINES = {"linear": Line(1e-5, 1e-10, 1e-9), GEMM: Line(1e-3, 0, 0), ATTENTION: Line(0, 1e-10, 0, 1e-8)}
-MACHINE = Machine(2, {"float32": {1: Table(LINES, {}, 1e-6), 2: Table(LINES, {}, 2e-6)}})
+MACHINE = Machine(2, {"float32": {1: Speeds(LINES, {}, 1e-6), 2: Speeds(LINES, {}, 2e-6)}})
 
 
 def test_local_cpu_as_calibrated():

@@ -145,7 +145,7 @@ def progress(line: str) -> None:
 # ---- what is to be measured ----
 
 
-class Request(NamedTuple):
+class BenchRequest(NamedTuple):
     """A command line, every name and every path checked."""
 
     cases: list[BenchCase]
@@ -154,7 +154,7 @@ class Request(NamedTuple):
     notes: list[str]
 
 
-def requested(args: Namespace) -> Request:
+def requested(args: Namespace) -> BenchRequest:
     """Returns the measurements to make; ValueError or OSError for what cannot be had."""
     device = device_of(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_number("--seconds", args.seconds, NOT_NEGATIVE)
@@ -172,7 +172,7 @@ def requested(args: Namespace) -> Request:
         for shape in shapes_of(bench, texts, device):
             cases += [BenchCase(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
     _check_places(args)
-    return Request(cases, dtypes, device, notes)
+    return BenchRequest(cases, dtypes, device, notes)
 
 
 def _check_places(args: Namespace) -> None:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from ..command import Commands, add_output, show
+from ..command import Commands, add_output, print_result
 from . import doctor
 from .launched import world
 
@@ -27,5 +27,5 @@ def _run(args: Namespace) -> int:
     with world(None) as group:
         report = doctor(args.folder, group)
         if group is None or group.rank() == 0:
-            show(args, report.text, report.json())
+            print_result(args, report.text, report.json())
     return 0 if report.ok else 1

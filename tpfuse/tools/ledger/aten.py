@@ -24,7 +24,7 @@ _NORMS = ("layer_norm", "rms_norm", "batch_norm", "group_norm", "softmax")
 
 
 def kind(name: str, namespace: str) -> str:
-    """Returns which of KINDS an op is."""
+    """Returns the kind of an op, one of KINDS."""
     if namespace in ("c10d", "_c10d_functional"):
         return COMMUNICATION
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
@@ -55,7 +55,7 @@ def cost(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _is_view(schema: torch._C.FunctionSchema) -> bool:
-    """Whether every output is a window on an input."""
+    """Returns True where every output is a window on an input."""
     aliases = [r.alias_info for r in schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 

@@ -26,9 +26,9 @@ from ..command import (
     comma_separated,
     positive,
     present,
-    show,
+    print_result,
 )
-from . import dryrun, layer, machine, memory, mfu, plots, stages, steptime
+from . import dryrun, layer, machine, mfu, plots, stages, steptime
 from .presets import load_config
 from .recorder import mue
 from .shapes import Shape
@@ -161,7 +161,7 @@ def _run_ledger(args: Namespace) -> None:
     if args.ops:
         rows = [
             (*key, r.calls, quantity(r.read, "B"), quantity(r.written, "B"), quantity(r.flops, "flop"))
-            for key, r in fastest.by("op", "kind", "phase").items()
+            for key, r in fastest.sums("op", "kind", "phase").items()
         ]
         header = "op", "kind", "phase", "calls", "read", "written", "computed"
         text += ["\ntpfuse fastest, op by op:", table(header, rows)]
@@ -181,7 +181,7 @@ def _register_memory(commands: Commands) -> None:
 
 
 class _Case(NamedTuple):
-    """A row of the table of activations; the last two as :func:`memory.activation_bytes` takes them."""
+    """A row of the table of activations; the last two as :func:`activation_bytes` takes them."""
 
     name: str
     tp: int
@@ -203,17 +203,13 @@ def _cases(tp: int) -> list[_Case]:
 
 def _run_memory(args: Namespace) -> None:
     config, plan = load_config(args.model), _step_plan(args)
-    s, seq, batch = Shape.of(config), plan.seq, plan.micro_batch
-    unit = seq * batch * s.D
+    s = Shape.of(config)
+    unit = plan.seq * plan.micro_batch * s.D
     rows, values, bars = [], {}, {}
     for name, tp, sp, recompute, full in _cases(args.tp):
-        n = memory.activation_bytes(
-            config, tp, sp, recompute, seq=seq, batch=batch, element_size=plan.dtype.itemsize, full=full
-        )
-        measured = None
-        if recompute in SAVING:
-            case = plan._replace(tp=tp, sequence_parallel=sp, saving=recompute, full=full)
-            measured = _measured_layer(config, case)
+        case = plan._replace(tp=tp, dp=1, sequence_parallel=sp, saving=recompute, full=full)
+        n = dryrun.layer_bytes(config, case)
+        measured = dryrun.measured_layer(config, case) if recompute in SAVING else None
         sizes = quantity(n, "B"), quantity(n * s.L, "B"), quantity(measured, "B") if measured else ""
         rows.append((name, f"{n / unit:.2f}", *sizes))
         bars[name] = {"a layer, bytes / sbh": n / unit}
@@ -236,21 +232,6 @@ def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tup
         return dryrun.memory_table(counted), dryrun.as_json(plan, counted.held, counted.work)
     ranks = stages.run(config, plan, _pipe(args))
     return stages.memory_table(ranks), dict(ranks=stages.as_json(ranks))
-
-
-def _measured_layer(config: ModelConfig, plan: dryrun.Plan) -> int:
-    """Returns the bytes that one more layer of the real model saves."""
-    with dryrun.fake_world(plan.tp) as mesh:
-        tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
-        return memory.measured_layer(
-            config,
-            tp=tp,
-            seq=plan.seq,
-            batch=plan.micro_batch,
-            saving=plan.saving,
-            full=plan.full,
-            dtype=plan.dtype,
-        )
 
 
 # ---- dryrun ----
@@ -303,7 +284,7 @@ def _run_sweep(args: Namespace, config: ModelConfig) -> None:
 def _run_stages(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
         ranks = stages.run(config, _step_plan(args), _pipe(args))
-    show(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
+    print_result(args, stages.report(ranks), dict(config=asdict(config), ranks=stages.as_json(ranks)))
 
 
 def _run_rank(args: Namespace, config: ModelConfig) -> None:
@@ -368,7 +349,7 @@ def _run_mfu(args: Namespace) -> None:
         ("MFU", f"{u.mfu:.1f} %"),
         ("HFU", f"{u.hfu:.1f} %"),
     ]
-    show(args, table(("", "value"), facts), dict(model_flops=flops, **u._asdict()))
+    print_result(args, table(("", "value"), facts), dict(model_flops=flops, **u._asdict()))
 
 
 def _show_published(args: Namespace) -> None:
@@ -379,7 +360,7 @@ def _show_published(args: Namespace) -> None:
         values.append(dict(name=p.name, mfu=u.mfu, published_mfu=p.mfu, hfu=u.hfu, published_hfu=p.hfu))
     columns = ("model", "A100s", "s a step", "MFU %", "published", "HFU %", "published")
     note = "\nTP + SP + selective recompute, Korthikanti et al. 2022 (arXiv:2205.05198); seconds are its inputs"
-    show(args, table(columns, rows) + note, values)
+    print_result(args, table(columns, rows) + note, values)
 
 
 # ---- calibrate, predict ----
@@ -403,7 +384,7 @@ def _register_calibrate(commands: Commands) -> None:
 def _run_calibrate(args: Namespace) -> None:
     measured = machine.calibrate([DTYPES[name] for name in args.dtype], args.ranks, seconds=args.seconds)
     measured.save(args.out)
-    show(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
+    print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
 
 
 def _register_predict(commands: Commands) -> None:

@@ -20,7 +20,7 @@ from ...parallel import TensorParallel
 from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .layer import build, token_ids, with_layers
-from .memory import State, activation_bytes, parameter_count, saved_bytes, state_bytes
+from .memory import StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
 from .mfu import model_flops
 from .recorder import Ledger
 from .shapes import Shape
@@ -51,7 +51,7 @@ def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[De
 
 
 class Plan(NamedTuple):
-    """What is run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
+    """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
 
     tp: int = 1
     dp: int = 1
@@ -64,24 +64,24 @@ class Plan(NamedTuple):
     full: bool = False  # recompute="full": of each block the input is kept
 
 
-class Held(NamedTuple):
-    """What one rank holds, and sends over dp once per step.
+class RankMemory(NamedTuple):
+    """Bytes that one rank holds, and those that it sends over dp once per step.
 
     ``state``: under DDP; ``viewed``: under tpfuse.data_parallel; ``sharded``: under FSDP2.
     ``reduced``: DDP's all-reduces of gradient buckets, calls and bytes sent (a ring sends 2 (dp - 1) / dp of them);
-    ``sharded_wire``: what FSDP sends instead (two all-gathers, a reduce-scatter).
+    ``sharded_wire``: bytes that FSDP sends instead (two all-gathers, a reduce-scatter).
     """
 
     parameters: int
-    state: State
-    viewed: State
-    sharded: State
+    state: StateBytes
+    viewed: StateBytes
+    sharded: StateBytes
     reduced: tuple[int, int]
     sharded_wire: int
 
 
-class Work(NamedTuple):
-    """What a micro-batch, forward and backward, costs one rank.
+class MicroBatchCost(NamedTuple):
+    """Costs of a micro-batch, forward and backward, on one rank.
 
     ``saved``: bytes at the end of forward.  ``peak``: the most alive at once, parameters and their gradients apart.
     ``moved``: bytes read and written.  ``wire``: bytes sent over tp, by ``messages``: (collective, phase) -> (calls,
@@ -107,8 +107,8 @@ class DryRun(NamedTuple):
 
     config: ModelConfig
     plan: Plan
-    held: Held
-    work: Work
+    held: RankMemory
+    work: MicroBatchCost
     ledger: Ledger
 
 
@@ -125,14 +125,14 @@ def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype)
 
 
-def held_by(model: Model, plan: Plan) -> Held:
-    """Returns what this rank holds of a model."""
+def held_by(model: Model, plan: Plan) -> RankMemory:
+    """Returns the memory of this rank's part of a model."""
     parameters: list[Tensor] = list(model.parameters())
     ring = (plan.dp - 1) / plan.dp
     buckets = bucket_count(parameters, BUCKETS) if plan.dp > 1 else 0
     state = functools.partial(state_bytes, model, dp=plan.dp, optimizer=plan.optimizer)
     gradients = sum(p.numel() * p.element_size() for p in parameters)
-    return Held(
+    return RankMemory(
         parameters=sum(p.numel() for p in parameters),
         state=state(),
         viewed=state(bucket_views=True),
@@ -142,32 +142,32 @@ def held_by(model: Model, plan: Plan) -> Held:
     )
 
 
-def _work(model: Model, plan: Plan) -> tuple[Work, Ledger]:
+def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
     ids = token_ids(plan.micro_batch, plan.seq)
-    shown, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
+    progress, count, left = Progress(), len(model.blocks), len(list(model.parameters()))
 
     def forget_gradient(p: Tensor) -> None:
         nonlocal left
         left -= 1
-        shown.show(f"dry run: backward, {left} gradients to go")
+        progress.update(f"dry run: backward, {left} gradients to go")
         p.grad = None
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(forget_gradient)
     for i, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, i=i: shown.show(f"dry run: forward, layer {i + 1} of {count}"))
+        block.register_forward_pre_hook(lambda *_, i=i: progress.update(f"dry run: forward, layer {i + 1} of {count}"))
     with Ledger() as ledger:
         with saved_bytes(model) as saved:
             loss = model(ids, labels=ids).loss
         loss.backward()
-    shown.done()
+    progress.clear()
     total = ledger.total()
     messages = {
         (op, phase): (row.calls, row.wire)
-        for (op, phase, kind), row in ledger.by("op", "phase", "kind").items()
+        for (op, phase, kind), row in ledger.sums("op", "phase", "kind").items()
         if kind == COMMUNICATION
     }
-    work = Work(
+    work = MicroBatchCost(
         saved=saved(),
         peak=ledger.peak,
         gemm_flops=ledger.total(kind=GEMM).flops,
@@ -182,6 +182,26 @@ def _work(model: Model, plan: Plan) -> tuple[Work, Ledger]:
 # ---- against the formulas ----
 
 
+def layer_bytes(config: ModelConfig, plan: Plan) -> float:
+    """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
+    size = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
+    return activation_bytes(config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, **size)
+
+
+def measured_layer(config: ModelConfig, plan: Plan) -> int:
+    """Returns the bytes that one more layer of the real model saves on one rank, on meta tensors."""
+    ids = token_ids(plan.micro_batch, plan.seq)
+
+    def saved_with(layers: int) -> int:
+        model = planned_model(with_layers(config, layers), plan, mesh)
+        with saved_bytes(model) as saved:
+            model(ids, labels=ids)
+        return saved()
+
+    with fake_world(plan.tp, plan.dp) as mesh:
+        return saved_with(2) - saved_with(1)
+
+
 def expected_wire(config: ModelConfig, plan: Plan) -> int:
     """Returns the bytes that a rank sends per micro-batch, of row tiles only.
 
@@ -193,16 +213,15 @@ def expected_wire(config: ModelConfig, plan: Plan) -> int:
     s, R = Shape.of(config), plan.tp
     rows = -(-plan.seq * plan.micro_batch // R)
     tile = (R - 1) * rows * s.D * plan.dtype.itemsize
-    again = 4 * s.L if plan.full else 0
-    return tile * (again + (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4))
+    recomputed = 4 * s.L if plan.full else 0
+    return tile * (recomputed + (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4))
 
 
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
-    """Returns (what, counted, formula, unit), of one rank."""
+    """Returns (name, counted, formula, unit) of one rank's costs."""
     c, plan, work = r.config, r.plan, r.work
     s = Shape.of(c)
-    size: dict[str, int] = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
-    saved = s.L * activation_bytes(c, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, **size)
+    saved = s.L * layer_bytes(c, plan)
     flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
     return [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
@@ -213,7 +232,7 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
 
 
 def memory_table(r: DryRun) -> str:
-    """Returns a table of what one rank holds, under DDP, tpfuse.data_parallel and FSDP."""
+    """Returns a table of one rank's memory, under DDP, tpfuse.data_parallel and FSDP."""
     held, work, plan = r.held, r.work, r.plan
     states = held.state, held.viewed, held.sharded
     parts = "parameters", "gradients", "optimizer", "buckets", "gathered"
@@ -228,15 +247,15 @@ def report(r: DryRun) -> str:
     """Returns a dry run as text."""
     c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
     mode = "sequence parallel" if plan.sequence_parallel else "without sequence parallelism"
-    dtype, kept = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
+    dtype, saving = str(plan.dtype).removeprefix("torch."), "blocks' inputs" if plan.full else plan.saving
     head = (
         f"{s.L} layers, width {s.D}, {s.H} heads, vocabulary {s.V}: {quantity(parameter_count(c))} parameters\n"
-        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {kept}, {dtype};"
+        f"tp {plan.tp} x dp {plan.dp} = {plan.tp * plan.dp} ranks, {mode}, saving {saving}, {dtype};"
         f" a rank's forward + backward of {plan.micro_batch} x {plan.seq} tokens"
     )
     numbers = [
-        (what, quantity(n, unit), quantity(formula, unit), f"{n / formula:.3f}" if formula else "-")
-        for what, n, formula, unit in against_formulas(r)
+        (name, quantity(n, unit), quantity(formula, unit), f"{n / formula:.3f}" if formula else "-")
+        for name, n, formula, unit in against_formulas(r)
     ]
     counted = table(("a rank's", "counted", "formula", "ratio"), numbers)
     rows: list[tuple[object, ...]] = [
@@ -250,13 +269,13 @@ def report(r: DryRun) -> str:
         ("kind", "flops", "bytes read and written"),
         [
             (kind, *(quantity(n, unit) for n, unit in zip((row.flops, row.moved), ("flop", "B"))))
-            for (kind,), row in r.ledger.by("kind").items()
+            for (kind,), row in r.ledger.sums("kind").items()
         ],
     )
     return "\n\n".join([head, counted, memory_table(r), messages, kinds])
 
 
-def as_json(plan: Plan, held: Held, work: Work) -> dict[str, Any]:
+def as_json(plan: Plan, held: RankMemory, work: MicroBatchCost) -> dict[str, Any]:
     """Returns plain numbers, of one rank."""
     messages = [dict(op=op, phase=phase, calls=n, bytes=wire) for (op, phase), (n, wire) in work.messages.items()]
     states = {
@@ -276,8 +295,8 @@ class Point(NamedTuple):
     """One size of a sweep: its costs, or the error."""
 
     plan: Plan
-    held: Held | None = None
-    work: Work | None = None
+    held: RankMemory | None = None
+    work: MicroBatchCost | None = None
     error: str = ""
 
     @property
@@ -298,19 +317,21 @@ def point(config: ModelConfig, plan: Plan) -> Point:
     messages = {}
     for key, (calls, wire) in two.messages.items():
         messages[key] = line(calls, three.messages[key][0]), line(wire, three.messages[key][1])
-    numbers = {name: line(getattr(two, name), getattr(three, name)) for name in Work._fields if name != "messages"}
-    return Point(plan, held, Work(**numbers, messages=messages))
+    numbers = {
+        name: line(getattr(two, name), getattr(three, name)) for name in MicroBatchCost._fields if name != "messages"
+    }
+    return Point(plan, held, MicroBatchCost(**numbers, messages=messages))
 
 
 def sweep(config: ModelConfig, plan: Plan, tps: Sequence[int], ranks: Sequence[int]) -> list[Point]:
     """Runs every tp at every number of ranks it divides; sizes that cannot be split are points with the error."""
     points: list[Point] = []
     plans = [plan._replace(tp=tp, dp=n // tp) for tp in tps for n in ranks if n % tp == 0]
-    for each in progress(plans, "dry run"):
+    for sized in progress(plans, "dry run"):
         try:
-            points.append(point(config, each))
+            points.append(point(config, sized))
         except ValueError as error:
-            points.append(Point(each, error=str(error)))
+            points.append(Point(sized, error=str(error)))
     return points
 
 

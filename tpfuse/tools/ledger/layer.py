@@ -22,7 +22,20 @@ from ...models.stack import FULL
 from ...parallel import TensorParallel
 from ...pipeline.placement import Stage
 from .aten import ATTENTION, GEMM, KINDS
-from .operators import BIAS, COPIES, DROPOUT, FUSED, NORMS, OTHER, PRODUCTS, SOFTMAX, UNFUSED, Operator, Sizes, flash
+from .operators import (
+    BIAS,
+    COPIES,
+    DROPOUT,
+    FUSED,
+    NORMS,
+    OTHER,
+    PRODUCTS,
+    SOFTMAX,
+    UNFUSED,
+    LayerSizes,
+    Operator,
+    flash,
+)
 from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
 from .shapes import Shape
@@ -32,12 +45,12 @@ from .text import quantity, table
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Makes ``dtype`` torch's default dtype for a while."""
-    before = torch.get_default_dtype()
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def build(
@@ -139,7 +152,7 @@ def plain_layer(
 
 
 class Column(NamedTuple):
-    """A way to run the layer: its title, and (part of the layer, entry) of all it does.
+    """A version of the layer: its title, and (part of the layer, entry) of each op.
 
     Entries of the operator table have no storages.
     """
@@ -157,7 +170,7 @@ def _of(column: Column, key: str) -> Row:
     return column.total(lambda _, e: key in (e.kind, e.phase))
 
 
-def _of_table(title: str, operators: list[Operator], sizes: Sizes, element_size: int) -> Column:
+def _of_table(title: str, operators: list[Operator], sizes: LayerSizes, element_size: int) -> Column:
     entries = []
     for o in operators:
         r = sizes.row(o, element_size)
@@ -235,9 +248,9 @@ class Comparison(NamedTuple):
 
     def difference(self) -> list[tuple[str, float, float, str]]:
         """Returns (part, words of plain torch, words of the unfused table, why they differ) for every part."""
-        words = lambda c, part: c.total(lambda p, _: p == part).moved / self.element_size
+        count = lambda c, part: c.total(lambda p, _: p == part).moved / self.element_size
         torch_, table_ = self.columns[:2]
-        return [(part, words(torch_, part), words(table_, part), why) for part, why in _WHY.items()]
+        return [(part, count(torch_, part), count(table_, part), why) for part, why in _WHY.items()]
 
     def _difference(self) -> str:
         rows = [
@@ -269,7 +282,7 @@ PLAIN, TABLE, TABLE_FUSED, TABLE_FLASH = "plain torch", "table unfused", "table 
 def compare(
     config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None
 ) -> Comparison:
-    """Counts every way to run one layer.
+    """Counts every version of one layer.
 
     Grouped heads, gated MLPs and those beside attention have no row in the table of 2020, so for them there are
     tpfuse's columns alone.
@@ -282,7 +295,7 @@ def compare(
         traces[PLAIN] = trace(plain_layer(config, batch=batch, seq=seq, dtype=dtype, activation_dropout=config.dropout))
         scores = batch * s.H * seq * seq * element_size
         columns.append(Column(PLAIN, [(_part(e, scores), e) for e in traces[PLAIN].entries]))
-        sizes = Sizes(B=batch, S=seq, D=s.D, H=s.H, F=s.F)
+        sizes = LayerSizes(B=batch, S=seq, D=s.D, H=s.H, F=s.F)
         for title, operators in ((TABLE, UNFUSED), (TABLE_FUSED, FUSED), (TABLE_FLASH, flash(FUSED))):
             columns.append(_of_table(title, operators, sizes, element_size))
     for saving in SAVING:

@@ -1,4 +1,4 @@
-"""What this machine can do: alpha + flops / rate + bytes / bandwidth for each op and collective.
+"""This machine's speeds: alpha + flops / rate + bytes / bandwidth for each op and collective.
 
 Attention has a term for its scores too, collectives none for flops.  :func:`calibrate` measures them in about a minute,
 on CPU processes of one thread each.  Small models run under the timing ledger, as many at once as a world has ranks,
@@ -48,7 +48,7 @@ class Line(NamedTuple):
         return self.alpha + flops * self.per_flop + moved * self.per_byte + scores * self.per_score
 
 
-class Table(NamedTuple):
+class Speeds(NamedTuple):
     """The speeds of ranks that run at once.
 
     ``ops`` by name and by kind, ``messages`` by collective and the ranks in it (bytes that a rank sends), ``overhead``
@@ -70,9 +70,9 @@ class Machine(NamedTuple):
     """``tables``: by dtype, then by how many ranks ran at once."""
 
     cores: int
-    tables: dict[str, dict[int, Table]]
+    tables: dict[str, dict[int, Speeds]]
 
-    def table(self, dtype: torch.dtype, ranks: int) -> tuple[Table, float]:
+    def table(self, dtype: torch.dtype, ranks: int) -> tuple[Speeds, float]:
         """Returns the table for ``ranks`` at once, and a factor for its seconds.
 
         The factor is above 1 where cores are shared more than was measured.  ValueError for a dtype that was not
@@ -110,7 +110,7 @@ class Machine(NamedTuple):
                     " again"
                 )
             lines = lambda group: {name: Line(*numbers) for name, numbers in group.items()}
-            read = lambda t: Table(lines(t["ops"]), lines(t["messages"]), t["overhead"])
+            read = lambda t: Speeds(lines(t["ops"]), lines(t["messages"]), t["overhead"])
             tables = {dtype: {int(w): read(t) for w, t in worlds.items()} for dtype, worlds in values["tables"].items()}
             return cls(values["cores"], tables)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -167,7 +167,7 @@ def calibrate(
     sizes: Sequence[Size] = SIZES,
 ) -> Machine:
     """Measures this machine, in about ``seconds``; ``worlds`` are the numbers of ranks that run at once."""
-    tables: dict[str, dict[int, Table]] = {}
+    tables: dict[str, dict[int, Speeds]] = {}
     runs = list(itertools.product(dtypes, worlds))
     budget = seconds / len(runs)
     for dtype, world in progress(runs, "calibrating", long=True):
@@ -240,7 +240,7 @@ def _groups() -> dict[int, TensorParallel | None]:
 
 
 def _agreed(over: bool) -> bool:
-    """Whether it is over on any rank: they start each size and stop together, so that as many run at once."""
+    """Returns True on all ranks where it is over on one: they start each size and stop together."""
     any_over = torch.tensor(float(over))
     dist.all_reduce(any_over, op=dist.ReduceOp.MAX)
     return bool(any_over)
@@ -316,15 +316,15 @@ def _all_reduces(rounds: int = 10) -> list[Sample]:
 # ---- fitting ----
 
 
-def _fit_all(ops: dict[str, list[Sample]], messages: dict[str, list[Sample]], steps: list[Step]) -> Table:
+def _fit_all(ops: dict[str, list[Sample]], messages: dict[str, list[Sample]], steps: list[Step]) -> Speeds:
     lines = {name: fit(samples) for name, samples in ops.items()}
-    whole: list[Sample] = [
+    totals: list[Sample] = [
         (sum(lines[name].seconds(*sizes) for name, *sizes in calls), len(calls), 0, wall) for calls, wall in steps
     ]
-    _, stretch, overhead, _ = fit(whole, terms=(1, 2))
-    stretch = stretch or statistics.median(wall / seconds for seconds, _, _, wall in whole)
+    _, stretch, overhead, _ = fit(totals, terms=(1, 2))
+    stretch = stretch or statistics.median(wall / seconds for seconds, _, _, wall in totals)
     stretched = {name: Line(*(stretch * part for part in line)) for name, line in lines.items()}
-    return Table(stretched, {name: fit(samples) for name, samples in messages.items()}, overhead)
+    return Speeds(stretched, {name: fit(samples) for name, samples in messages.items()}, overhead)
 
 
 def fit(samples: list[Sample], terms: Sequence[int] = (0, 1, 2, 3)) -> Line:

@@ -1,4 +1,4 @@
-"""What training keeps in memory: activations saved for backward, in closed form and measured, and parameters' state.
+"""Memory of training: activations saved for backward, in closed form and measured, and the state of parameters.
 
 Saved bytes per layer at 16 bit with dropout on (s positions, b micro-batch, h width, a heads, t tensor-parallel size):
 
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from ...kernels.norm import KINDS
 from ...models.config.model import ModelConfig
-from ...parallel import TensorParallel
-from .layer import build, token_ids, with_layers
 from .shapes import Shape
 
 RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
@@ -58,19 +56,19 @@ def activation_bytes(
         streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
         norm = 8 if KINDS[config.norm].centred else 4  # its statistics
-        before, branches = getattr(config, "pre_norm", True), getattr(config, "branch_norm", False)
+        pre_norm, branches = getattr(config, "pre_norm", True), getattr(config, "branch_norm", False)
         if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
-            return rows * (e * s.D + (0 if config.post_norm or not before else norm)) / shards
+            return rows * (e * s.D + (0 if config.post_norm or not pre_norm else norm)) / shards
         # Side by side attention and MLP have one residual stream in front of them.
-        between = 2 * (streams * e * s.D + norm if before else e * s.D) + branches * 2 * (e * s.D + norm)
-        between -= s.parallel * e * s.D
+        rowwise = 2 * (streams * e * s.D + norm if pre_norm else e * s.D) + branches * 2 * (e * s.D + norm)
+        rowwise -= s.parallel * e * s.D
         inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H + _qk_norms(config, e, t)
-        return rows * (between / shards + inside / t)
-    beside = getattr(config, "pre_norm", True) and getattr(config, "branch_norm", False)
-    between = 2 * (2 * e + 1 + beside * e) * s.D  # each norm's input and output, and the masks of dropout
+        return rows * (rowwise / shards + inside / t)
+    branch_input = getattr(config, "pre_norm", True) and getattr(config, "branch_norm", False)
+    rowwise = 2 * (2 * e + 1 + branch_input * e) * s.D  # each norm's input and output, and the masks of dropout
     inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
     scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
-    return rows * (between / shards + (inside + scores) / t)
+    return rows * (rowwise / shards + (inside + scores) / t)
 
 
 def _qk_norms(config: ModelConfig, e: int, t: int) -> float:
@@ -92,7 +90,7 @@ def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) ->
 
     Meta tensors will do.
     """
-    own = {_storage(p)._cdata for p in (*apart, *([] if model is None else model.parameters()))}
+    excluded = {_storage(p)._cdata for p in (*apart, *([] if model is None else model.parameters()))}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
     total: int | None = None
 
@@ -102,7 +100,7 @@ def saved_bytes(model: nn.Module | None = None, apart: Iterable[Tensor] = ()) ->
         return t
 
     def count() -> int:
-        return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in excluded)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         try:
@@ -116,30 +114,7 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
     return (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
 
 
-def measured_layer(
-    config: ModelConfig,
-    *,
-    tp: TensorParallel | None = None,
-    seq: int,
-    batch: int,
-    saving: str,
-    full: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> int:
-    """Returns the bytes that one more layer of the real model saves on this rank, on meta tensors."""
-
-    def saved_with(layers: int) -> int:
-        model = build(with_layers(config, layers), tp=tp, saving=saving, full=full, dtype=dtype)
-        ids = token_ids(batch, seq)
-        with saved_bytes(model) as saved:
-            out = model(ids, labels=ids, first_sample=0)
-        del out
-        return saved()
-
-    return saved_with(2) - saved_with(1)
-
-
-# ---- what goes with the parameters ----
+# ---- state of parameters ----
 
 
 OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the parameter's own
@@ -149,7 +124,7 @@ OPTIMIZERS: dict[str, Callable[[int], int]] = {  # bytes an element, from the pa
 }
 
 
-class State(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes that a rank holds apart from activations.
 
     ``buckets``: DDP's copies of the gradients, none under tpfuse.data_parallel; ``gathered``: the two largest units
@@ -176,7 +151,7 @@ def state_bytes(
     optimizer: str = "adamw",
     main_grad: bool = False,
     bucket_views: bool = False,
-) -> State:
+) -> StateBytes:
     """Returns the bytes of this rank's shard of a model.
 
     The model is replicated under DDP or, with ``sharded``, split by FSDP2 (each parameter by its first dimension).
@@ -193,18 +168,18 @@ def state_bytes(
     share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()
     bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
     weights = bytes_of(lambda size: size)
-    whole = sum(p.numel() * p.element_size() for p in parameters)
+    total = sum(p.numel() * p.element_size() for p in parameters)
     blocks = getattr(model, "blocks", [])  # None where another pipeline rank holds it
     units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks if block is not None]
-    ends = whole - sum(units)
+    ends = total - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
-    wide = lambda size: max(size, 4) if main_grad else size
+    widened = lambda size: max(size, 4) if main_grad else size
     master = lambda size: 4 if main_grad and size < 4 else 0
-    return State(
+    return StateBytes(
         parameters=weights,
-        gradients=bytes_of(wide),
-        optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](wide(size)) + master(size)),
-        buckets=whole if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
+        gradients=bytes_of(widened),
+        optimizer=bytes_of(lambda size: OPTIMIZERS[optimizer](widened(size)) + master(size)),
+        buckets=total if dp > 1 and not (sharded or main_grad or bucket_views) else 0,
         gathered=gathered,
     )
 
@@ -218,15 +193,15 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     c, s = config, Shape.of(config)
     norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
-    before, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
-    beside = 2 * (before + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
+    pre_norm, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
+    replicated = 2 * (pre_norm + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
     if getattr(c, "qk_norm_all", False):
         inside += c.qk_norm * (s.H + s.G) * s.E
     else:
-        beside += c.qk_norm * 2 * s.E
+        replicated += c.qk_norm * 2 * s.E
     vocabulary = s.V * s.D * (1 if c.tie_embeddings else 2)
-    replicated = (s.P + c.type_vocab_size) * s.D + norm
+    ends = (s.P + c.type_vocab_size) * s.D + norm
     if not c.hf.causal:  # the masked-LM head's bias, its transform and the norm of that
         vocabulary += s.V
-        replicated += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
-    return (vocabulary + s.L * inside) / tp + s.L * beside + replicated
+        ends += s.D * s.D + getattr(c, "head_bias", True) * s.D + norm
+    return (vocabulary + s.L * inside) / tp + s.L * replicated + ends

@@ -1,4 +1,4 @@
-"""How close to the limit: flops that a model needs, and the share of the peak that a measured step reaches.
+"""Flops that a model needs, and the share of the peak that a measured step reaches.
 
     model flops     forward + backward of all GEMMs and of attention's two products (all keys, causal or not), whatever
                     is recomputed
@@ -59,8 +59,8 @@ def hardware_flops(config: ModelConfig, seq: int, batch: int, recompute: str = "
     if recompute not in RECOMPUTE:
         raise ValueError(f"hardware_flops: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
     gemm, attention, _ = forward_flops(config, seq, batch)
-    again = {"none": 0, "selective": 3 * attention, "full": gemm + attention}[recompute]
-    return model_flops(config, seq, batch) + again
+    recomputed = {"none": 0, "selective": 3 * attention, "full": gemm + attention}[recompute]
+    return model_flops(config, seq, batch) + recomputed
 
 
 class Utilization(NamedTuple):
@@ -212,5 +212,5 @@ class ThroughputMeter:
         tokens, flops, mfu = self.tokens_per_s, self.flops_per_s, self.mfu
         if tokens is None or flops is None:
             return "- tokens/s"
-        known = "" if mfu is None else f", MFU {mfu:.1f} %"
-        return f"{tokens:,.0f} tokens/s, {quantity(flops, 'FLOP/s')} a device{known}"
+        share = "" if mfu is None else f", MFU {mfu:.1f} %"
+        return f"{tokens:,.0f} tokens/s, {quantity(flops, 'FLOP/s')} a device{share}"

@@ -27,10 +27,10 @@ PRODUCTS, BIAS, SOFTMAX, DROPOUT, NORMS, OTHER, COPIES = (
 
 
 class Operator(NamedTuple):
-    """A row of the table; ``words`` is as "2T+Wf -> U"."""
+    """A row of the table; ``traffic`` is as "2T+Wf -> U"."""
 
     name: str
-    words: str
+    traffic: str
     part: str
     phase: str
     kind: str
@@ -40,8 +40,8 @@ def _rows(phase: str, text: str) -> list[Operator]:
     kinds = {PRODUCTS: GEMM, SOFTMAX: NORM, NORMS: NORM}
     rows = []
     for line in text.strip().splitlines():
-        name, words, part = (cell.strip() for cell in line.split("|"))
-        rows.append(Operator(name, words, part, phase, kind=kinds.get(part, ELEMENTWISE)))
+        name, traffic, part = (cell.strip() for cell in line.split("|"))
+        rows.append(Operator(name, traffic, part, phase, kind=kinds.get(part, ELEMENTWISE)))
     return rows
 
 
@@ -147,10 +147,10 @@ FUSED = (
 def flash(operators: list[Operator]) -> list[Operator]:
     """Returns the same operators without the words of the scores: P is never written or read (14 P words less)."""
     without = lambda side: "+".join(term for term in side.split("+") if not term.strip().endswith("P")) or "0"
-    return [o._replace(words=" -> ".join(without(side.strip()) for side in o.words.split("->"))) for o in operators]
+    return [o._replace(traffic=" -> ".join(without(side.strip()) for side in o.traffic.split("->"))) for o in operators]
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """B batch, S positions, D width, H heads, F ffn width."""
 
     B: int
@@ -164,7 +164,7 @@ class Sizes(NamedTuple):
         B, S, D, H, F = self
         return dict(T=B * S * D, Q=3 * B * S * D, P=B * H * S * S, U=B * S * F, Wq=3 * D * D, Wo=D * D, Wf=D * F)
 
-    def words(self, side: str) -> int:
+    def count(self, side: str) -> int:
         """Returns the number of words of "2T+Wf"."""
         total = 0
         for term in side.split("+"):
@@ -173,8 +173,8 @@ class Sizes(NamedTuple):
         return total
 
     def row(self, operator: Operator, element_size: int) -> Row:
-        """Returns what an operator moves and computes."""
-        read, written = (element_size * self.words(side) for side in operator.words.split("->"))
+        """Returns the bytes and flops of an operator."""
+        read, written = (element_size * self.count(side) for side in operator.traffic.split("->"))
         return Row(calls=1, read=read, written=written, least=read + written, flops=self.flops(operator))
 
     def flops(self, operator: Operator) -> int:
@@ -182,7 +182,7 @@ class Sizes(NamedTuple):
         if operator.kind != GEMM:
             return 0
         scores = "K'" in operator.name or "PV" in operator.name
-        weight = next((n for symbol, n in self.symbols().items() if symbol[0] == "W" and symbol in operator.words), 0)
+        weight = next((n for symbol, n in self.symbols().items() if symbol[0] == "W" and symbol in operator.traffic), 0)
         if not scores and not weight:
-            raise ValueError(f"operators: {operator.name} is a GEMM of neither a weight nor scores: {operator.words}")
+            raise ValueError(f"operators: {operator.name} is a GEMM of neither a weight nor scores: {operator.traffic}")
         return 2 * self.B * self.S * (self.S * self.D if scores else weight)

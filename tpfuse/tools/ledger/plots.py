@@ -46,24 +46,24 @@ def figure(path: Path, size: tuple[float, float], draw: Draw, *, columns: int = 
 
 
 def edges(entries: Sequence[Entry]) -> list[tuple[int | None, int | None, int]]:
-    """Returns (from, to, bytes): which entry's output another reads.
+    """Returns (from, to, bytes) of each entry's output that another reads.
 
     None: from outside (weights, inputs), or to outside (gradients, outputs).
     """
-    made: dict[int, int] = {}  # storage -> the entry that wrote it last
+    writer: dict[int, int] = {}  # storage -> the entry that wrote it last
     read: set[int] = set()
     inside: list[tuple[int | None, int | None, int]] = []
     for i, e in enumerate(entries):
         for storage, size in e.inputs:
-            inside.append((made.get(storage), i, size))
+            inside.append((writer.get(storage), i, size))
             read.add(storage)
         for storage, _ in e.outputs:
-            made[storage] = i
+            writer[storage] = i
     leaving: list[tuple[int | None, int | None, int]] = [
         (i, None, size)
         for i, e in enumerate(entries)
         for storage, size in e.outputs
-        if made[storage] == i and storage not in read
+        if writer[storage] == i and storage not in read
     ]
     return inside + leaving
 
@@ -73,21 +73,21 @@ def layer_map(comparison: Comparison, path: Path) -> None:
 
     An edge is as wide as its bytes, on one scale.
     """
-    shown = {title: _without_crumbs(ledger) for title, ledger in comparison.traces.items()}
-    widest = max(size for entries in shown.values() for *_, size in edges(entries))
+    entries_of = {title: _without_crumbs(ledger) for title, ledger in comparison.traces.items()}
+    widest = max(size for entries in entries_of.values() for *_, size in edges(entries))
     tallest = max(
-        sum(e.phase == phase for e in entries) for entries in shown.values() for phase in ("forward", "backward")
+        sum(e.phase == phase for e in entries) for entries in entries_of.values() for phase in ("forward", "backward")
     )
 
     def draw(fig: Any, axes: Any) -> None:
-        for ax, (title, entries) in zip(axes, shown.items()):
+        for ax, (title, entries) in zip(axes, entries_of.items()):
             moved = comparison.traces[title].total().moved
             ax.set_title(f"{title}: {quantity(moved, 'B')}")
             _draw_map(ax, entries, widest)
         handles = [axes[0].plot([], [], "s", color=c, label=kind)[0] for kind, c in COLOURS.items()]
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
-    figure(path, (7 * len(shown), max(6, 0.42 * tallest)), draw, columns=len(shown))
+    figure(path, (7 * len(entries_of), max(6, 0.42 * tallest)), draw, columns=len(entries_of))
 
 
 def _without_crumbs(ledger: Ledger) -> list[Entry]:
@@ -109,10 +109,10 @@ def _draw_map(ax: Any, entries: list[Entry], widest: int) -> None:
             bend = 0.25 if a[0] == b[0] else 0.0
         elif end is not None:
             b = points[end]
-            a = _beside(b, end in forward)
+            a = _margin(b, end in forward)
         elif start is not None:
             a = points[start]
-            b = _beside(a, start in forward)
+            b = _margin(a, start in forward)
         else:
             continue
         style: dict[str, Any] = dict(
@@ -137,7 +137,7 @@ def _draw_map(ax: Any, entries: list[Entry], widest: int) -> None:
     ax.axis("off")
 
 
-def _beside(point: tuple[float, float], forward: bool) -> tuple[float, float]:
+def _margin(point: tuple[float, float], forward: bool) -> tuple[float, float]:
     """Returns the point where an edge from or to outside ends."""
     return point[0] + (-0.85 if forward else 0.85), point[1]
 
@@ -147,11 +147,11 @@ def _beside(point: tuple[float, float], forward: bool) -> tuple[float, float]:
 
 def growth(points: Sequence[Point], path: Path) -> None:
     """Draws a sweep: a rank's costs over tp at the most ranks, and over ranks at the largest tp that was run."""
-    done: list[Any] = [p for p in points if p.held is not None]
-    if not done:
+    counted: list[Any] = [p for p in points if p.held is not None]
+    if not counted:
         raise ValueError("--plot: no size of the sweep can be split")
-    most = max(p.ranks for p in done)
-    tp = max(p.plan.tp for p in done)
+    most = max(p.ranks for p in counted)
+    tp = max(p.plan.tp for p in counted)
     costs: dict[str, Callable[[Any], float]] = {
         "DDP state, B": lambda p: p.held.state.total,
         "FSDP state, B": lambda p: p.held.sharded.total,
@@ -170,7 +170,7 @@ def growth(points: Sequence[Point], path: Path) -> None:
         ax.set_xscale("log", base=2)
 
     def draw(fig: Any, axes: Any) -> None:
-        over_tp, over_ranks = [p for p in done if p.ranks == most], [p for p in done if p.plan.tp == tp]
+        over_tp, over_ranks = [p for p in counted if p.ranks == most], [p for p in counted if p.plan.tp == tp]
         side(axes[0], over_tp, lambda p: p.plan.tp, dict(xlabel="tensor-parallel size", title=f"{most} ranks"))
         side(axes[1], over_ranks, lambda p: p.ranks, dict(xlabel="ranks", title=f"tp = {tp}"))
         axes[0].legend(fontsize=8)

@@ -106,8 +106,8 @@ class Ledger(TorchDispatchMode):
             cost = bound = aten.cost(func, args, kwargs, outputs)
             name = func._schema.name.split("::")[1]
             kind = aten.kind(name, func.namespace)
-        inputs = self._numbered(tree_leaves((args, kwargs)), made=False)
-        results = self._numbered(tree_leaves(outputs), made=True)
+        inputs = self._numbered(tree_leaves((args, kwargs)), new=False)
+        results = self._numbered(tree_leaves(outputs), new=True)
         if cost.read or cost.written:
             phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else FORWARD
             wire = _wire(name, args) if kind == aten.COMMUNICATION else cost.sent
@@ -138,7 +138,7 @@ class Ledger(TorchDispatchMode):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _numbered(self, leaves: list[Any], made: bool) -> tuple[tuple[int, int], ...]:
+    def _numbered(self, leaves: list[Any], new: bool) -> tuple[tuple[int, int], ...]:
         """Returns the tensors' storages by number; new ones that an op has made are alive until they are freed."""
         sizes = {}
         for t in leaves:
@@ -148,9 +148,9 @@ class Ledger(TorchDispatchMode):
             key, size = id(storage), storage.nbytes()
             if key not in self._storages:
                 self._count += 1
-                freed = functools.partial(self._freed, key, size * made)
+                freed = functools.partial(self._freed, key, size * new)
                 self._storages[key] = self._count, weakref.ref(storage, freed)
-                self.live += size * made
+                self.live += size * new
                 self.peak = max(self.peak, self.live)
             sizes[self._storages[key][0]] = t.element_size() * t.numel()
         return tuple(sizes.items())
@@ -161,11 +161,11 @@ class Ledger(TorchDispatchMode):
 
     # ---- sums ----
 
-    def total(self, **which: str) -> Row:
+    def total(self, **values: str) -> Row:
         """Returns the sum of all entries, or with ``kind="GEMM", phase="forward"`` of those only."""
-        return add_up(e for e in self.entries if all(getattr(e, key) == value for key, value in which.items()))
+        return add_up(e for e in self.entries if all(getattr(e, key) == value for key, value in values.items()))
 
-    def by(self, *keys: str) -> dict[tuple[str, ...], Row]:
+    def sums(self, *keys: str) -> dict[tuple[str, ...], Row]:
         """Returns sums by any of op, kind and phase, in order of appearance."""
         groups: dict[tuple[str, ...], list[Entry]] = {}
         for e in self.entries:
@@ -173,7 +173,7 @@ class Ledger(TorchDispatchMode):
         return {key: add_up(entries) for key, entries in groups.items()}
 
     def __str__(self) -> str:
-        sums = sorted(self.by("kind", "phase").items(), key=lambda item: aten.KINDS.index(item[0][0]))
+        sums = sorted(self.sums("kind", "phase").items(), key=lambda item: aten.KINDS.index(item[0][0]))
         rows: list[tuple[object, ...]] = []
         for names, row in [*sums, (("total", ""), self.total())]:
             sizes = (quantity(n, "B") for n in (row.read, row.written, row.least, row.wire))

@@ -21,7 +21,7 @@ from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, Order, order
 from .dryrun import Plan, fake_world
 from .layer import build, token_ids
-from .memory import State, saved_bytes, state_bytes
+from .memory import StateBytes, saved_bytes, state_bytes
 from .recorder import Entry, Ledger, Row, add_up
 from .text import progress, quantity, table
 
@@ -29,7 +29,7 @@ Counts = dict[tuple[str, str], Row]  # by op and kind
 
 
 class Pipe(NamedTuple):
-    """How a model is spread over ``ranks``, as :func:`tpfuse.pipeline.order` and ``Stage`` take it."""
+    """A model's spread over ``ranks``, as :func:`tpfuse.pipeline.order` and ``Stage`` take it."""
 
     ranks: int
     schedule: str = "1f1b"
@@ -40,19 +40,19 @@ class Pipe(NamedTuple):
 class StageRun(NamedTuple):
     """A micro-batch's calls of a stage, by pass, and bytes.
 
-    ``beside``: the most alive during a pass beside what is saved, or of a pass backward, beside what it begins with.
-    The others are as of StageWork.
+    ``temporaries``: the most alive during a pass beyond what is saved, or of a backward pass, beyond its start.  The
+    others are as of StageWork.
     """
 
     passes: Mapping[str, Sequence[Entry]]
-    beside: Mapping[str, int]
+    temporaries: Mapping[str, int]
     saved: int
     held: int
     rows: int
 
 
 class StageWork(NamedTuple):
-    """What a micro-batch costs one stage: each pass's ops, and bytes.
+    """Costs of a micro-batch in one stage: each pass's ops, and bytes.
 
     ``saved``: kept from F to B or I.  ``held``: from I to W, by the gradients of weights that wait.  ``rows``: of h as
     it is sent to the next stage, and of its gradient.
@@ -65,7 +65,7 @@ class StageWork(NamedTuple):
     rows: int
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """Messages of a step of one rank: "pp", "dp" or "tp", what they are, how many, and the bytes that it sends, or of a
     sum those that it gives to it."""
 
@@ -86,7 +86,7 @@ class RankRun(NamedTuple):
     order: Order
     stages: Mapping[tuple[int, int], StageWork]  # by chain and stage
     parameters: int
-    state: State
+    state: StateBytes
     gradients: int
     copied: tuple[int, int]
     loss_bytes: int
@@ -97,54 +97,54 @@ class RankRun(NamedTuple):
 
     @property
     def step(self) -> dict[tuple[str, str, str], Row]:
-        """What a step costs this rank, by pass, op and kind; the messages between stages apart."""
-        made: dict[tuple[str, str, str], Row] = {}
+        """Costs of a step on this rank, by pass, op and kind; without the messages between stages."""
+        sums: dict[tuple[str, str, str], Row] = {}
         for a in self.actions:
             for (op, kind), row in self.stages[a.chain, a.stage].passes[a.kind].items():
-                made[a.kind, op, kind] = _sum((made.get((a.kind, op, kind), Row()), row))
-        return made
+                sums[a.kind, op, kind] = _sum((sums.get((a.kind, op, kind), Row()), row))
+        return sums
 
     @property
     def flops(self) -> int:
         return sum(row.flops for row in self.step.values())
 
     @property
-    def kept(self) -> list[int]:
+    def alive(self) -> list[int]:
         """The bytes kept for backward at the end of each action: of every micro-batch in flight what its stage saves,
         or where its weight gradients wait, what these hold."""
-        alive, made = 0, []
+        alive, ends = 0, []
         for a in self.actions:
             work = self.stages[a.chain, a.stage]
             change = {FORWARD: work.saved, BACKWARD: -work.saved, INPUT: work.held - work.saved, WEIGHT: -work.held}
             alive += change[a.kind]
-            made.append(alive)
-        return made
+            ends.append(alive)
+        return ends
 
     @property
     def peak(self) -> int:
         """The bytes of parameters, gradients, optimizer, and activations or, at the end of the step, the gradients of a
         copy on another rank."""
-        return self.state.total + max(*self.kept, self.copied[1])
+        return self.state.total + max(*self.alive, self.copied[1])
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[RankMessage]:
         """Those of a step."""
         sent = [self.stages[a.chain, a.stage].rows for a in self.actions if self._leaves(a)]
-        found = [Message("pp", "send", len(sent), sum(sent))]
+        messages = [RankMessage("pp", "send", len(sent), sum(sent))]
         if self.copied[0]:
-            found.append(Message("pp", "send (gradients of copies)", *self.copied))
-        found.append(Message("pp", "all_reduce (losses)", 1, self.loss_bytes))
+            messages.append(RankMessage("pp", "send (gradients of copies)", *self.copied))
+        messages.append(RankMessage("pp", "all_reduce (losses)", 1, self.loss_bytes))
         if self.plan.dp > 1:
-            found.append(Message("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
-            found.append(Message("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
+            messages.append(RankMessage("dp", "all_reduce (gradients)", self.gradients, self.state.gradients))
+            messages.append(RankMessage("dp", "all_reduce (losses, labels)", 2, self.loss_bytes + 8))
         by_pass = [(f"{op} ({kind})", row) for (kind, op, _), row in self.step.items() if row.wire]
-        return found + [Message("tp", op, row.calls, row.wire) for op, row in by_pass]
+        return messages + [RankMessage("tp", op, row.calls, row.wire) for op, row in by_pass]
 
     def _leaves(self, a: Action) -> bool:
-        """Whether another rank waits for what an action makes."""
-        other = a.stage + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[a.kind]
+        """Returns True where another rank waits for an action's result."""
+        neighbour = a.stage + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[a.kind]
         places = self.order.ranks[a.chain]
-        return a.kind != WEIGHT and 0 <= other < len(places) and places[other] != self.rank
+        return a.kind != WEIGHT and 0 <= neighbour < len(places) and places[neighbour] != self.rank
 
 
 def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
@@ -158,12 +158,12 @@ def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
 
 def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
     schedule = SCHEDULES.get(pipe.schedule)
-    made = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
+    actions = order(pipe.schedule, pipe.ranks, pipe.micro_batches, chunks=pipe.chunks)
     with fake_world(plan.tp, plan.dp, pipe.ranks, rank) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
         stage = Stage(rank, pipe.ranks, pipe.schedule, pipe.chunks)
-        how: dict[str, Any] = dict(saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
-        model = build(config, tp=tp, dp=mesh["dp"] if plan.dp > 1 else None, **how)
+        dp = mesh["dp"] if plan.dp > 1 else None
+        model = build(config, tp=tp, dp=dp, saving=plan.saving, full=plan.full, dtype=plan.dtype, stage=stage)
         split = schedule is not None and schedule.split
         stages = {(c.chain, c.stage): _stage(model, c, plan, split=split) for c in model.stages.chunks}
         copied = [
@@ -172,7 +172,7 @@ def _rank(config: ModelConfig, plan: Plan, pipe: Pipe, rank: int) -> RankRun:
         return RankRun(
             rank,
             plan,
-            made,
+            actions,
             stages,
             parameters=sum(p.numel() for p in model.parameters()),
             state=state_bytes(model, optimizer=plan.optimizer),
@@ -189,36 +189,36 @@ def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
     """
     ids, store = token_ids(plan.micro_batch, plan.seq), WeightGradients()
     (call,) = model.stages.micro_batches(model, 1, dict(input_ids=ids, labels=ids, loss_normalizer=1.0, first_sample=0))
-    given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
-    like = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
-    x = None if chunk.is_first else torch.empty_like(like, requires_grad=True)
-    ends, beside = [0], dict[str, int]()
+    arguments = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+    h = torch.empty(call.rows.per_shard, model.config.hidden_size, dtype=plan.dtype, device="meta")
+    x = None if chunk.is_first else torch.empty_like(h, requires_grad=True)
+    ends, temporaries = [0], dict[str, int]()
 
     def end(kind: str, alive: int) -> None:
-        """Notes how many bytes were alive during a pass, beside ``alive`` of those that it begins or ends with."""
+        """Records the bytes alive during a pass, beyond the ``alive`` that it begins or ends with."""
         ends.append(len(ledger.entries))
-        beside[kind] = max(0, ledger.peak - alive)
+        temporaries[kind] = max(0, ledger.peak - alive)
         ledger.peak = ledger.live
 
     with Ledger() as ledger:
-        with saved_bytes(model, given) as saved, store.deferring() if split else contextlib.nullcontext():
-            made = model.stages.run(model, chunk, x, call)
+        with saved_bytes(model, arguments) as saved, store.deferring() if split else contextlib.nullcontext():
+            output = model.stages.run(model, chunk, x, call)
         end(FORWARD, saved())
         begun = ledger.live
-        made.backward(None if chunk.is_last else like)
+        output.backward(None if chunk.is_last else h)
         end(INPUT, begun)
         begun = ledger.live
-        own = {p.untyped_storage()._cdata for p in (*model.parameters(), *given)}
+        excluded = {p.untyped_storage()._cdata for p in (*model.parameters(), *arguments)}
         held = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in store.held())}
         store.take()()
         end(WEIGHT, begun)
-    (_, forward, back, _), every = ends, ledger.entries
+    (_, forward, back, _), entries = ends, ledger.entries
     return StageRun(
-        {FORWARD: every[:forward], BACKWARD: every[forward:], INPUT: every[forward:back], WEIGHT: every[back:]},
-        beside | {BACKWARD: max(beside[INPUT], beside[WEIGHT])},
+        {FORWARD: entries[:forward], BACKWARD: entries[forward:], INPUT: entries[forward:back], WEIGHT: entries[back:]},
+        temporaries | {BACKWARD: max(temporaries[INPUT], temporaries[WEIGHT])},
         saved=saved(),
-        held=sum(size for key, size in held.items() if key not in own),
-        rows=like.numel() * like.element_size(),
+        held=sum(size for key, size in held.items() if key not in excluded),
+        rows=h.numel() * h.element_size(),
     )
 
 
@@ -247,7 +247,7 @@ def _sum(rows: Iterable[Row]) -> Row:
 
 
 def memory_table(ranks: list[RankRun]) -> str:
-    """Returns a table of what each rank holds."""
+    """Returns a table of each rank's memory."""
     rows = []
     for r in ranks:
         works = r.stages.values()
@@ -258,7 +258,7 @@ def memory_table(ranks: list[RankRun]) -> str:
                 quantity(r.parameters),
                 *(quantity(n, "B") for n in (r.state.parameters, r.state.gradients, r.state.optimizer)),
                 " + ".join(quantity(w.saved, "B") for w in works),
-                quantity(max(r.kept), "B"),
+                quantity(max(r.alive), "B"),
                 quantity(r.peak, "B"),
             )
         )
@@ -268,10 +268,10 @@ def memory_table(ranks: list[RankRun]) -> str:
 
 def report(ranks: list[RankRun]) -> str:
     """Returns a dry run of a pipeline as text."""
-    plan, made = ranks[0].plan, ranks[0].order
+    plan, order = ranks[0].plan, ranks[0].order
     head = (
-        f"{made.schedule} over {len(ranks)} ranks of tp {plan.tp} x dp {plan.dp}, {made.micro_batches} micro-batches of"
-        f" {plan.micro_batch} x {plan.seq} tokens; a step of each rank"
+        f"{order.schedule} over {len(ranks)} ranks of tp {plan.tp} x dp {plan.dp}, {order.micro_batches} micro-batches"
+        f" of {plan.micro_batch} x {plan.seq} tokens; a step of each rank"
     )
     rows = [(r.rank, m.over, m.op, m.calls, quantity(m.bytes, "B")) for r in ranks for m in r.messages]
     flops = table(("rank", "computed"), [(r.rank, quantity(r.flops, "flop")) for r in ranks])
@@ -297,7 +297,7 @@ def as_json(ranks: list[RankRun]) -> list[dict[str, Any]]:
                 )
                 for w in r.stages.values()
             ],
-            saved=max(r.kept),
+            saved=max(r.alive),
             peak=r.peak,
             flops=r.flops,
             messages=[m._asdict() for m in r.messages],

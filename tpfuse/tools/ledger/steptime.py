@@ -1,4 +1,4 @@
-"""How long a training step will take: every op and collective of the dry run, at this machine's calibrated speed.
+"""Predicted time of a training step: every op and collective of the dry run, at this machine's calibrated speed.
 
 A step is k micro-batches forward and backward, DDP's all-reduce of the gradients and AdamW.  Nothing is taken to
 overlap: on CPUs gloo and GEMMs want the same cores.
@@ -132,14 +132,14 @@ def timed(step: Callable[[], None], steps: int) -> float:
 
 
 class Checked(NamedTuple):
-    """A prediction, and what was measured, in seconds."""
+    """A prediction beside the measured seconds, where there are some."""
 
     prediction: Prediction
     measured: float | None = None
 
     @property
     def error(self) -> float | None:
-        """How far off the prediction is, in %."""
+        """The error of the prediction, in %."""
         return None if self.measured is None else 100 * (self.prediction.seconds / self.measured - 1)
 
 
@@ -153,9 +153,9 @@ def check(config: ModelConfig, plans: list[Plan], machine: Machine, *, batch: in
 
 
 def ranking_is_right(checked: list[Checked]) -> bool:
-    """Whether the choices, from fastest to slowest, are in the same order."""
-    by = lambda which: [c.prediction.plan for c in sorted(checked, key=which)]
-    return by(lambda c: c.prediction.seconds) == by(lambda c: c.measured)
+    """Returns True where the choices are predicted in their measured order."""
+    ranking = lambda seconds: [c.prediction.plan for c in sorted(checked, key=seconds)]
+    return ranking(lambda c: c.prediction.seconds) == ranking(lambda c: c.measured)
 
 
 def report(checked: list[Checked]) -> str:

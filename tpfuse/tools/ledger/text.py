@@ -1,4 +1,4 @@
-"""How the ledger prints: aligned tables, quantities with units, progress of what takes long."""
+"""Text of the ledger: aligned tables, quantities with units, progress of long runs."""
 
 import sys
 import time
@@ -36,16 +36,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = [["" if value is None else str(value) for value in row] for row in rows]
     columns: list[tuple[str, ...]] = list(zip(header, *cells)) if cells else [(h,) for h in header]
     widths = [max(map(len, column)) for column in columns]
-    words = [
+    left = [
         i == 0 or not any(c[:1].isdigit() or c[:1] in "-+<" for c in column[1:] if c)
         for i, column in enumerate(columns)
     ]
-    line = lambda row: "  ".join(c.ljust(w) if word else c.rjust(w) for c, w, word in zip(row, widths, words)).rstrip()
+    line = lambda row: "  ".join(c.ljust(w) if text else c.rjust(w) for c, w, text in zip(row, widths, left)).rstrip()
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 
 
 class Progress:
-    """Shows on stderr how far something is.
+    """A line of progress on stderr.
 
     Silent for two seconds (unless ``long``); then to a terminal one line over and over, to anything else a line every
     ten seconds.
@@ -55,23 +55,23 @@ class Progress:
         self.due = time.monotonic() + (0 if long else 2)
         self.shown = False
 
-    def show(self, line: str) -> None:
+    def update(self, line: str) -> None:
         """Shows a line, where one is due."""
         now, terminal = time.monotonic(), sys.stderr.isatty()
         if now >= self.due:
             self.due, self.shown = now + (0.1 if terminal else 10), terminal
             print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
-    def done(self) -> None:
+    def clear(self) -> None:
         """Clears the line."""
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def progress(items: Sequence[T], what: str, *, long: bool = False) -> Iterator[T]:
-    """Yields ``items`` and shows how far it is; ``long``: each takes more than two seconds."""
-    shown = Progress(long=long)
+def progress(items: Sequence[T], action: str, *, long: bool = False) -> Iterator[T]:
+    """Yields ``items`` and shows progress, "action 3 of 8"; ``long``: each takes more than two seconds."""
+    line = Progress(long=long)
     for i, item in enumerate(items):
-        shown.show(f"{what} {i + 1} of {len(items)}")
+        line.update(f"{action} {i + 1} of {len(items)}")
         yield item
-    shown.done()
+    line.clear()

@@ -22,9 +22,9 @@ def register(commands: Commands) -> None:
     p.add_argument(
         "--chunks", type=positive, metavar="N", help="stages on a rank, of interleaved and zero-bubble (default: 2)"
     )
-    for name, what in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
-        words = f"time of the {what} pass of all layers of a rank, in seconds"
-        p.add_argument(f"--{name}", type=seconds, default=1.0, metavar="X", help=words)
+    for name, kind in (("forward", "forward"), ("input", "input-gradient"), ("weight", "weight-gradient")):
+        text = f"time of the {kind} pass of all layers of a rank, in seconds"
+        p.add_argument(f"--{name}", type=seconds, default=1.0, metavar="X", help=text)
     p.add_argument(
         "--communication", type=float, default=0.0, metavar="X", help="time from a rank to the next, in seconds"
     )
@@ -36,7 +36,7 @@ def _run(args: Namespace) -> None:
     present(args, compared.text(), compared.json(), lambda path: gantt.draw(compared.timelines, path))
 
 
-class Compared(NamedTuple):
+class ComparedSchedules(NamedTuple):
     """Timelines by schedule, and of the schedules that cannot do these numbers, why."""
 
     timelines: Mapping[str, Timeline]
@@ -55,14 +55,14 @@ class Compared(NamedTuple):
             for name, t in self.timelines.items()
         ]
         notes = [f"left out: {why}" for why in self.left_out.values()]
-        what = "in flight: the most micro-batches whose activations a rank keeps, of all its layers"
-        return "\n".join((table(_HEADER, rows), what, *notes))
+        note = "in flight: the most micro-batches whose activations a rank keeps, of all its layers"
+        return "\n".join((table(_HEADER, rows), note, *notes))
 
     def json(self) -> dict[str, Any]:
         return {name: _values(name, t) for name, t in self.timelines.items()} | {"left_out": dict(self.left_out)}
 
 
-def compare(args: Namespace, schedules: Sequence[str] | None) -> Compared:
+def compare(args: Namespace, schedules: Sequence[str] | None) -> ComparedSchedules:
     """Runs schedules by the clock; ValueError where one that is named cannot do these numbers."""
     timelines, left_out = {}, {}
     for name in SCHEDULES if schedules is None else schedules:
@@ -72,15 +72,15 @@ def compare(args: Namespace, schedules: Sequence[str] | None) -> Compared:
             if schedules is not None:
                 raise
             left_out[name] = str(error).removeprefix("pipeline: ")
-    return Compared(timelines, left_out)
+    return ComparedSchedules(timelines, left_out)
 
 
 def _timeline(name: str, args: Namespace) -> Timeline:
     open_ = name in SCHEDULES and len(SCHEDULES[name].chunks) > 1
     backward = (args.input + args.weight) / args.forward
-    made = order(name, args.stages, args.micro_batches, chunks=args.chunks if open_ else None, backward=backward)
-    F, I, W = (seconds / made.chunks for seconds in (args.forward, args.input, args.weight))
-    return simulate(made, F, I, W, communication=args.communication)
+    actions = order(name, args.stages, args.micro_batches, chunks=args.chunks if open_ else None, backward=backward)
+    F, I, W = (seconds / actions.chunks for seconds in (args.forward, args.input, args.weight))
+    return simulate(actions, F, I, W, communication=args.communication)
 
 
 def _values(name: str, t: Timeline) -> dict[str, Any]:

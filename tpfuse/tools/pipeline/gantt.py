@@ -34,8 +34,8 @@ def height(timeline: Timeline) -> float:
 
 
 def handles(ax: Any) -> list[Any]:
-    """Returns what a legend of the colours is made of."""
-    return [ax.barh([0], [0], color=COLOURS[kind], label=words) for kind, words in NAMES.items()]
+    """Returns the handles of a legend of the colours."""
+    return [ax.barh([0], [0], color=COLOURS[kind], label=name) for kind, name in NAMES.items()]
 
 
 def rows(ax: Any, name: str, timeline: Timeline) -> None:
@@ -51,7 +51,7 @@ def rows(ax: Any, name: str, timeline: Timeline) -> None:
                 ax.text(event.start + width / 2, r, event.action.micro_batch, ha="center", va="center", size=5)
         for (colour, tone), bars in spans.items():
             ax.broken_barh(bars, (r - 0.45, 0.9), color=colour, alpha=tone, edgecolor="white", linewidth=0.3 * few)
-    each = max(1, len(timeline.events) // 16)
-    ax.set(ylabel="rank", yticks=range(0, len(timeline.events), each), ylim=(len(timeline.events) - 0.4, -0.6))
+    step = max(1, len(timeline.events) // 16)
+    ax.set(ylabel="rank", yticks=range(0, len(timeline.events), step), ylim=(len(timeline.events) - 0.4, -0.6))
     title = f"{name}: {timeline.seconds:.4g} s, {100 * timeline.bubble:.1f} % bubbles"
     ax.set_title(title, loc="left", size=9)

@@ -53,9 +53,9 @@ def scenarios(plans: Plans) -> Mapping[str, Scenario]:
             ("memory", "the memory", (job, memory, cache)),
             ("batch", "the batch", (batch, costs, cache)),
         ):
-            progress.show(f"plan: explaining, {len(results) + 1} of 6: {word} {change}")
+            progress.update(f"plan: explaining, {len(results) + 1} of 6: {word} {change}")
             results[key if factor > 1 else f"half {key}"] = Scenario(f"{word} {change}", _best(plans, *changed))
-    progress.done()
+    progress.clear()
     return results
 
 

@@ -180,7 +180,7 @@ def run_pieces(job: Job, split: Split) -> PieceRuns:
         dict(zip(layers, blocks, strict=True)),
         _sum((1, stages[_LAST]), (-1, block), (-1, border)),
         border,
-        transient=[max(run.beside.values()) for run in runs[0]],
+        transient=[max(run.temporaries.values()) for run in runs[0]],
         hop_bytes=runs[0][0].rows,
     )
 

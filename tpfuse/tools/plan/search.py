@@ -180,7 +180,7 @@ class _Search:
 
         try:
             for i, split in enumerate(splits):
-                progress.show(f"plan: pieces of split {i + 1} of {len(splits)}")
+                progress.update(f"plan: pieces of split {i + 1} of {len(splits)}")
                 try:
                     if self.holds_state(split):
                         push(self.cheap_bound(split), split)
@@ -189,7 +189,7 @@ class _Search:
                     errors[str(error)] = None
             while heap and (len(best) < self.keep or heap[0][0] < best[-1].seconds):
                 fastest = f", the best {duration(best[0].seconds)}" if best else ""
-                progress.show(f"plan: {len(heap)} splits to go, {simulated} simulated{fastest}")
+                progress.update(f"plan: {len(heap)} splits to go, {simulated} simulated{fastest}")
                 bound, _, split, load = heapq.heappop(heap)
                 if load is not None:
                     simulated += 1
@@ -203,7 +203,7 @@ class _Search:
                         push(load.bound, load.split, load)
         except KeyboardInterrupt:
             complete = False
-        progress.done()
+        progress.clear()
         check(costed > 0 or not errors, f"plan: no split that the model can do: {'; '.join(list(errors)[:3])}")
         return SearchResult(best, costed, fit, simulated, least=self.least, complete=complete)
 
