@@ -182,9 +182,9 @@ def main(steps: int, as_json: bool) -> int:
     """Prints the table, or JSON."""
     progress, slopes = Progress(long=True), {}
     for name in CASES:
-        progress.show(f"memory: {name}")
+        progress.update(f"memory: {name}")
         slopes[name] = measure(name, steps)
-    progress.done()
+    progress.clear()
     if as_json:
         print(json.dumps(dict(steps=steps, slopes=slopes)))
         return 0

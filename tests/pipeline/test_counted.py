@@ -115,7 +115,7 @@ def check(ranks, layout, name, **options):
         said = predicted[rank // (dp * tp)]
         assert actions == [(a.chain, a.stage, a.kind, a.micro_batch) for a in said.actions]
         assert by_pass == said.step  # calls, bytes read and written and sent, flops, of each op in each pass
-        assert kept == said.kept
+        assert kept == said.alive
         sums = {}
         for m in said.messages:
             if m.over != "tp":
@@ -147,7 +147,7 @@ def test_real_ranks_do_what_the_dry_run_says(ranks, layout, name):
         in_flight = simulate(predicted[0].order, 1.0, 1.0, 1.0).in_flight
         for rank, n in zip(predicted, in_flight, strict=True):
             (work,) = rank.stages.values()
-            assert max(rank.kept) == n * work.saved > 0
+            assert max(rank.alive) == n * work.saved > 0
 
 
 @pytest.mark.slow

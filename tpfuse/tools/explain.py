@@ -52,7 +52,7 @@ class Paths(list[Path]):
         )
 
 
-class _Exchange(NamedTuple):
+class _GemmMessages(NamedTuple):
     """Something that exchanges rows; an MLP's two GEMMs are one, and an attention layer's two projections."""
 
     name: str
@@ -80,7 +80,7 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     )
 
 
-def _layers(model: nn.Module) -> Iterator[_Exchange]:
+def _layers(model: nn.Module) -> Iterator[_GemmMessages]:
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -88,23 +88,23 @@ def _layers(model: nn.Module) -> Iterator[_Exchange]:
             continue
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
-            yield _Exchange(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
+            yield _GemmMessages(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
             columns = len(weight) + module.out.weight.shape[1]
-            yield _Exchange(name, "gather_attention_exchange", weight, module.tp, columns=columns)
+            yield _GemmMessages(name, "gather_attention_exchange", weight, module.tp, columns=columns)
         elif isinstance(module, ColumnParallelLinear):
-            yield _Exchange(name, "gather_linear", module.flat()[0], module.tp)
+            yield _GemmMessages(name, "gather_linear", module.flat()[0], module.tp)
         elif isinstance(module, RowParallelLinear):
-            yield _Exchange(name, "linear_exchange", local(module.weight), module.tp)
+            yield _GemmMessages(name, "linear_exchange", local(module.weight), module.tp)
         elif isinstance(module, LMHead):
             untied = getattr(module, "weight", None)
             weight = local(tables[module.vocab_size] if untied is None else untied)
-            yield _Exchange(name, "gather_linear", weight, module.tp, columns=module.columns)
+            yield _GemmMessages(name, "gather_linear", weight, module.tp, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
             columns = -(-module.num_embeddings // module.tp.size)
-            yield _Exchange(name, "embedding", local(module.weight), module.tp, columns=columns)
+            yield _GemmMessages(name, "embedding", local(module.weight), module.tp, columns=columns)
 
 
 def _sends(model: nn.Module, rows: int | None, dtype: torch.dtype) -> Iterator[Path]:
@@ -150,7 +150,7 @@ def _averages(model: nn.Module) -> Iterator[Path]:
     )
 
 
-def _path(layer: _Exchange, rows: int | None, dtype: torch.dtype) -> Path:
+def _path(layer: _GemmMessages, rows: int | None, dtype: torch.dtype) -> Path:
     name, op, weight, tp, columns = layer
     shape = columns or len(weight), weight.shape[1]
     sizes_of = lambda rows: sizes(op, rows, shape, dtype=dtype, device=weight.device, tp=tp)

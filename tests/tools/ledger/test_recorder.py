@@ -95,7 +95,7 @@ def test_meta_and_real_tensors_are_counted_alike():
         layer = nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.GELU()).to(device)
         return lambda: layer(torch.ones(M, K, device=device)).sum().backward()
 
-    summed = [record(run(device)).by("op", "phase") for device in ("meta", "cpu")]
+    summed = [record(run(device)).sums("op", "phase") for device in ("meta", "cpu")]
     assert summed[0] == summed[1]
 
 

@@ -25,7 +25,7 @@ def test_the_ranks_of_a_pipeline_are_one_whole_model(name):
     assert sum(r.parameters for r in ranks) == copies * whole.held.parameters
     assert sum(r.flops for r in ranks) == 4 * whole.work.flops
     for r in ranks:
-        assert r.peak == r.state.total + max(*r.kept, r.copied[1]) and r.kept[-1] == 0
+        assert r.peak == r.state.total + max(*r.alive, r.copied[1]) and r.alive[-1] == 0
         assert (r.copied[1] == r.state.gradients) == (copies == 2)
 
 
