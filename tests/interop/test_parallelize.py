@@ -15,9 +15,9 @@ from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
 from tests.models.families.test_llama_like import LATER
 from tests.models.theirs import NAMES, loss_of, make
+from tests.planted import planted
 from tpfuse import add_lora, load_checkpoint, parallelize, save_checkpoint
 from tpfuse.collectives import gather
-from tpfuse.interop import vocabulary
 from tpfuse.models import GPT
 from tpfuse.models.files.source import written
 
@@ -95,11 +95,8 @@ def test_outputs_and_gradients_stay(ranks, name, R, sp):
 
 
 def with_gather(world, name, sp):
-    kept, vocabulary.collect = vocabulary.collect, gather
-    try:
+    with planted("tpfuse.interop.vocabulary.collect", lambda collect, *args, **named: gather(*args, **named)):
         return ours(world, name, sp)
-    finally:
-        vocabulary.collect = kept
 
 
 def test_gather_in_place_of_collect_would_be_wrong(ranks):

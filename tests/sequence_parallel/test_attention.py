@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.common import assert_equal, error, fake_tp, my_rows
+from tests.planted import planted
 from tests.sequence_parallel import test_overlap as overlap
 from tests.sequence_parallel.test_overlap import overlapping, restoring
 from tpfuse.kernels.attn import cpu as _attention_cpu
@@ -171,17 +172,13 @@ def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, dtype):
 @restoring
 def _planted(world, data):
     """The first position of every range is taken twice."""
-    attend = _attention_cpu.Backward.attend
 
-    def twice(self, sample, first, last):
+    def twice(attend, self, sample, first, last):
         attend(self, sample, first, last)
         attend(self, sample, first, first + 1)
 
-    _attention_cpu.Backward.attend = twice
-    try:
+    with planted("tpfuse.kernels.attn.cpu.Backward.attend", twice):
         return _forms(world, "plain", data)
-    finally:
-        _attention_cpu.Backward.attend = attend
 
 
 def test_a_planted_mistake_is_seen(ranks):

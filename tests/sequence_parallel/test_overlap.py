@@ -46,7 +46,6 @@ CASES = [(op, form) for op in OPS for form in FORMS if op != "linear_exchange" o
 PATCHED = [
     (flight, "LEAST_ROWS"),
     (flight.Flight, "post"),
-    (flight.Flight, "arrived"),
     (flight, "in_pairs"),
     (choice, "measured"),
     (choice, "_measured"),
@@ -55,6 +54,9 @@ PATCHED = [
     (gloo, "send"),
     (dist, "batch_isend_irecv"),
 ]
+
+
+ARRIVED = "tpfuse.sequence_parallel.flight.Flight.arrived"
 
 
 def restoring(fn):
@@ -173,9 +175,8 @@ def test_bitwise_where_tiles_agree(ranks, monkeypatch, R, op, dtype):
 @restoring
 def _planted(world, op, data):
     """A tile whose rows land in one another's place."""
-    arrived = flight.Flight.arrived
-    flight.Flight.arrived = lambda self, source, rows: arrived(self, source, rows).flip(0)
-    return _forms(world, True, op, "plain", data)
+    with planted(ARRIVED, lambda arrived, *args: arrived(*args).flip(0)):
+        return _forms(world, True, op, "plain", data)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -408,11 +409,10 @@ def test_nothing_is_gathered_twice(ranks, op):
 @restoring
 def _late(world, op, data):
     """Rank 1 is late, in forward and, by its GEMMs, within the pieces."""
-    if world.rank == 1:
-        time.sleep(0.3)
-        arrived = flight.Flight.arrived
-        flight.Flight.arrived = lambda self, *args: (time.sleep(0.05), arrived(self, *args))[1]
-    return _forms(world, True, op, "plain", data)
+    late = world.rank == 1
+    time.sleep(0.3 * late)
+    with planted(ARRIVED, lambda arrived, *args: (time.sleep(0.05 * late), arrived(*args))[1]):
+        return _forms(world, True, op, "plain", data)
 
 
 def test_a_slow_rank_changes_nothing(ranks):
