@@ -79,6 +79,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=2, help="processes of the tensor-parallel rows (default 2; 1: none)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
     args.model, args.dtype, args.case = args.model or [*MODELS], args.dtype or [*DTYPES], args.case or [*CASES]
     args.batch = args.batch or [1, 8]
     return args
