@@ -70,12 +70,14 @@ def _flat(w):
 
 def _call(n, w, options, tp, recompute=None):
     _, slots, width, _ = w["w"].shape
-    beside = dict(seq=options.get("seq"), scale=options.get("scale"))
-    record = Options(
-        **{k: v for k, v in options.items() if k not in beside}, first_head=tp.rank * len(w["w"]) * (slots - 2)
+    seq, scale = (options.get(key) for key in ("seq", "scale"))
+    given = options | dict(
+        seq=n.shape[-2] * tp.row_shards // options["batch"] if seq is None else seq,
+        scale=width**-0.5 if scale is None else scale,
+        first_head=tp.rank * len(w["w"]) * (slots - 2),
     )
-    how = dict(heads=(slots, width), options=record, tp=tp, recompute=recompute)
-    return gather_attention_exchange(n, *_flat(w), **how, **beside)
+    how = dict(heads=(slots, width), options=Options(**given), tp=tp, recompute=recompute)
+    return gather_attention_exchange(n, *_flat(w), **how)
 
 
 def _run(tp, form, x, dy, weights, options, norm):
@@ -311,7 +313,7 @@ def _peak(world, how):
     w = torch.randn(heads // tp.size * 3 * 8, width).requires_grad_()
     out = torch.randn(width, heads // tp.size * 8).requires_grad_()
     x = torch.randn(rows // tp.size, width).expand(tp.size, -1, -1).requires_grad_()
-    options = Options(batch=16, causal=True)
+    options = Options(batch=16, seq=rows // 16, causal=True)
     forward = lambda: gather_attention_exchange(x, w, None, out, heads=(3, 8), options=options, tp=tp)
     return overlap.peaks(forward, (x, w, out)), 4 * rows * width
 
@@ -329,10 +331,10 @@ def test_memory(ranks):
         (dict(heads=(2, E)), "qkv_weight must have a multiple of 12 rows, got 36"),
         (dict(heads=(3, 7)), "qkv_weight must have a multiple of 21 rows, got 36"),
         (dict(out_weight=torch.zeros(D, 5)), r"out_weight must be \(10, 12\), got \(10, 5\)"),
-        (dict(options=Options(batch=0, causal=True)), "batch must be at least 1, got 0"),
+        (dict(options=Options(batch=0, seq=4, causal=True)), "batch must be at least 1, got 0"),
     ],
 )
 def test_bad_input(change, message):
-    given = dict(out_weight=torch.zeros(D, 12), heads=(3, E), options=Options(batch=2, causal=True)) | change
+    given = dict(out_weight=torch.zeros(D, 12), heads=(3, E), options=Options(batch=2, seq=4, causal=True)) | change
     with pytest.raises(ValueError, match=message):
         gather_attention_exchange(torch.zeros(8, D), torch.zeros(36, D), None, **given, tp=fake_tp(1))

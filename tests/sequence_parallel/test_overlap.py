@@ -439,7 +439,7 @@ def _leaves_in_the_middle(world, op, backward, dies):
 
     def forward():
         if op == "gather_attention_exchange":
-            options = Options(batch=2, causal=True)
+            options = Options(batch=2, seq=4 * tp.size, causal=True)
             return gather_attention_exchange(x, w1[:12], None, w2[:, :4], heads=(3, 4), options=options, tp=tp)
         return _call(op, x, w1, w2, tp=tp)
 

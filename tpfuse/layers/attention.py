@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..collectives import copy_within
 from ..kernels.attn.op import attend
-from ..kernels.attn.options import Options, as_key_mask
+from ..kernels.attn.options import Options, as_key_mask, default_seq
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.rotary.op import rope as rotate
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
-from ..kernels.runtime.philox import threshold
+from ..kernels.runtime.philox import active_rng, threshold
 from ..kernels.runtime.rules import POSITIVE, check_numbers
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_attention_exchange
@@ -206,12 +206,15 @@ class ParallelAttention(ParallelModule):
         """Bias [D], added once to the sum of the parts."""
         return self.out.bias
 
-    def options(self, call: Call) -> Options:
-        """Returns attention's options of a call; ``call.seq`` and the layer's scale are handed over beside them."""
+    def options(self, rows: int, call: Call) -> Options:
+        """Returns attention's options of a call over ``rows`` rows, all ranks' together."""
+        p = self.dropout if self.training else 0.0
         options = Options(
-            key_mask=call.key_mask, cu_seqlens=call.cu_seqlens, rng=call.rng, batch=call.batch,
-            max_seqlen=call.max_seqlen, causal=self.causal, window=self.window, softcap=self.softcap,
-            p=self.dropout if self.training else 0.0, site=self.site, first_head=self.first_head,
+            key_mask=call.key_mask, cu_seqlens=call.cu_seqlens, rng=active_rng("attention", p, call.rng),
+            batch=call.batch, seq=default_seq(rows, call.batch) if call.seq is None else call.seq,
+            max_seqlen=call.max_seqlen, causal=self.causal, window=self.window,
+            scale=self.head_width**-0.5 if self.scale is None else self.scale, softcap=self.softcap, p=p,
+            site=self.site, first_head=self.first_head,
         )  # fmt: skip
         rope = call.rotation(self.window)
         if rope is None:
@@ -225,10 +228,8 @@ class ParallelAttention(ParallelModule):
         """
         if self.in_one and call.cache is None:
             weights, heads = (*self.qkv.flat(), local(self.out.weight)), (self.heads_per_group, self.head_width)
-            return gather_attention_exchange(
-                n, *weights, heads=heads, options=self.options(call), seq=call.seq, scale=self.scale, tp=self.tp,
-                recompute=recompute,
-            )  # fmt: skip
+            options = self.options(n.shape[-2] * self.tp.row_shards, call)
+            return gather_attention_exchange(n, *weights, heads=heads, options=options, tp=self.tp, recompute=recompute)
         return self.out.parts(self._attend(self.qkv.project(n, recompute), call))
 
     def _attend(self, qkv: Tensor, call: Call) -> Tensor:
@@ -239,7 +240,7 @@ class ParallelAttention(ParallelModule):
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         cache, rope = call.cache, call.rotation(self.window)
         if cache is None:
-            return attend(qkv, self.options(call), seq=call.seq, scale=self.scale)
+            return attend(qkv, self.options(len(qkv), call))
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
@@ -248,7 +249,7 @@ class ParallelAttention(ParallelModule):
         if cache.length > 0:
             return cache.attend(qkv, call.batch, seq, Seeing(self.window, self.scale, self.softcap))
         cache.fill(qkv, call.batch, seq)
-        return attend(qkv, self.options(call), seq=call.seq, scale=self.scale)
+        return attend(qkv, self.options(len(qkv), call))
 
     def forward(
         self,

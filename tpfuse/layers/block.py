@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attn.options import as_key_mask, checked_options
+from ..kernels.attn.options import as_key_mask
 from ..kernels.norm import check_kind
 from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check
@@ -249,7 +249,5 @@ class TransformerBlock(ParallelModule):
         masks = [Mask(rng, p, self.sites.after[name], first_row=0, batch=call.batch) for name in ("attention", "mlp")]
         norms = tuple((name, modules[name].eps, modules[name].kind) for name in norm_names(self.steps))
         constants = Constants(self.steps, norms, self.mlp.activation, *masks)
-        shape = len(h), attention.groups, attention.heads_per_group, attention.head_width
-        options = checked_options(shape, attention.options(call), seq=call.seq, scale=attention.scale)
-        layer = Layer(constants, options, *parameters_of(self, self.steps))
+        layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.steps))
         return one_node(h.contiguous(), normed, layer)

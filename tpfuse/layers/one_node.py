@@ -59,7 +59,7 @@ class Layer(NamedTuple):
     """A block and a call, but for the block's rows.  ``norms``: weight and bias of each of the constants' norms."""
 
     constants: Constants
-    options: Options  # of attention, checked
+    options: Options  # of attention
     parameters: Parameters
     norms: tuple[Tensor | None, ...]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.attn.op import attend
-from ..kernels.attn.options import TENSORS, Options, checked_options
+from ..kernels.attn.options import TENSORS, Options, check_options
 from ..kernels.gemm.op import check_linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, detached, later
@@ -69,16 +69,14 @@ def gather_attention_exchange(
     *,
     heads: tuple[int, int],
     options: Options,
-    seq: int | None = None,
-    scale: float | None = None,
     tp: TensorParallel,
     recompute: Recompute | None = None,
 ) -> Tensor:
     """gather_linear, attention and linear_exchange: as one op if their messages overlap.
 
     x as in gather_linear, qkv_weight [G (Q + 2) E, D] and its bias with (Q + 2, E) = ``heads``, out_weight [D, G Q E],
-    G this rank's -> parts [R, m, D].  ``options``, ``seq`` and ``scale`` are those of kernels.attn.op.attend.
-    ValueError for shapes or dtypes that do not fit.
+    G this rank's -> parts [R, m, D].  ``options`` are those of kernels.attn.op.attend.  ValueError for shapes or
+    dtypes that do not fit.
     """
     name, (slots, E) = "gather_attention_exchange", heads
     check_linear(name, x, qkv_weight, qkv_bias, activation="none")
@@ -97,12 +95,12 @@ def gather_attention_exchange(
         form = choose("gather_linear", x, qkv_weight, tp=tp)
     if form is overlapped:
         qkv_shape = x.shape[0] * x.shape[1], len(qkv_weight) // K, *heads
-        checked = checked_options(qkv_shape, options, seq=seq, scale=scale)
+        check_options(qkv_shape, options)
         deferral = later(x, qkv_weight, qkv_bias, out_weight)
         weights = qkv_weight, qkv_bias, out_weight
         if deferral is not None:
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
-        return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), checked, tp, recompute)
+        return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attend(qkv.view(len(qkv), -1, *heads), options, seq=seq, scale=scale)
+    o = attend(qkv.view(len(qkv), -1, *heads), options)
     return run_linear_exchange(o, out_weight, tp, form)

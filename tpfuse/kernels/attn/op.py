@@ -144,11 +144,11 @@ def attention(
         max_seqlen=max_seqlen, causal=causal, window=window, scale=qkv.shape[3] ** -0.5 if scale is None else scale,
         softcap=softcap, interleaved=interleaved, p=p, site=site, first_head=first_head,
     )  # fmt: skip
-    return attend(qkv, options, seq=seq, scale=scale)
+    return attend(qkv, options)
 
 
-def attend(qkv: Tensor, options: Options, *, seq: int | None, scale: float | None) -> Tensor:
-    """Computes :func:`attention` of its options as one record; their ``seq`` and ``scale`` are not read."""
+def attend(qkv: Tensor, options: Options) -> Tensor:
+    """Computes :func:`attention` of its arguments as one record."""
     (qkv,) = autocast(qkv)
     output: Tensor = _Attention.apply(qkv.contiguous(), options)
     return output

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..runtime.errors import check
 from ..runtime.launch import target
-from ..runtime.philox import active_rng
 from ..runtime.rules import COUNT, POSITIVE, WHOLE, check_number, check_numbers, described
 
 INF = float("inf")
@@ -19,7 +18,7 @@ GPU_WIDTH = 256  # columns of a head that the kernels hold: tiles of 512 do not 
 class Options(NamedTuple):
     """What attention_fwd and attention_bwd take after their own tensors.
 
-    The first TENSORS fields are tensors; :func:`checked_options` gives those of a call of ``attention``.
+    The first TENSORS fields are tensors.
     """
 
     key_mask: Tensor | None = None  # bool [B, S]
@@ -105,18 +104,6 @@ def default_seq(rows: int, batch: int) -> int:
     if rows % batch:
         raise ValueError(f"attention: qkv's {rows} rows must be a multiple of batch = {batch}, or seq given")
     return rows // batch
-
-
-def checked_options(shape: tuple[int, ...], options: Options, *, seq: int | None, scale: float | None) -> Options:
-    """Returns the options of ``attention`` on qkv of ``shape`` [M, G, Q + 2, E], checked, with ``seq`` and ``scale``
-    (their defaults where None), and without ``rng`` where p drops nothing."""
-    options = options._replace(
-        seq=default_seq(shape[0], options.batch) if seq is None else seq,
-        scale=shape[3] ** -0.5 if scale is None else scale,
-        rng=active_rng("attention", options.p, options.rng),
-    )
-    check_options(shape, options)
-    return options
 
 
 def check_options(shape: tuple[int, ...], options: Options) -> None:
