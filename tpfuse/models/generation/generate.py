@@ -121,7 +121,7 @@ def generate(
     model._compare("generate", shared | length._asdict() | beams._asdict() | sampling._asdict())
     beams.check()
     check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
-    request = checked(model, (input_ids, attention_mask), sampling, num_beams, length)
+    request = checked(model, (input_ids, attention_mask), sampling, num_beams, length=length)
     processors = callables("logits_processor", logits_processor)
     stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
     listener = Listener(model.tp.group, streamer, on_token, on_prompt)

@@ -106,7 +106,7 @@ def _plan(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str = 
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
-    return _plan(args, args.tp, args.dp, args.micro_batch, args.optimizer)
+    return _plan(args, args.tp, args.dp, args.micro_batch, optimizer=args.optimizer)
 
 
 def _pipe(args: Namespace) -> stages.Pipe:
@@ -271,7 +271,9 @@ def _run_dryrun(args: Namespace) -> None:
 
 def _run_sweep(args: Namespace, config: ModelConfig) -> None:
     with pretending(args.arch):
-        points = dryrun.sweep(config, _plan(args, 1, 1, args.micro_batch, args.optimizer), args.tps, args.ranks)
+        points = dryrun.sweep(
+            config, _plan(args, 1, 1, args.micro_batch, optimizer=args.optimizer), args.tps, args.ranks
+        )
     values = [
         dict(error=p.error, tp=p.plan.tp)
         if p.held is None or p.work is None
