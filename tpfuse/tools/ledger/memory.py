@@ -22,10 +22,37 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.norm import KINDS
+from ...layers.wiring import INNER, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
 from .shapes import Shape
 
 RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
+
+
+class Wired(NamedTuple):
+    """Counts of a block inside its stack, of the steps in :data:`tpfuse.layers.wiring.WIRINGS`.
+
+    ``streams``: values of the residual stream that a norm or a branch reads.  ``norms`` of the stream, and
+    ``branch_norms``.  ``enters``: the block reads a norm of the stream, not the stream itself.
+    """
+
+    streams: int
+    norms: int
+    branch_norms: int
+    enters: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Wired":
+        """Returns the counts of a model's blocks."""
+        steps = steps_at(config.wiring, INNER)
+        joins = [step for step in steps if isinstance(step, Join)]
+        branch_norms = sum(join.branch_norm is not None for join in joins)
+        return cls(
+            streams=sum(join.to is not None for join in joins),
+            norms=len(list(norm_names(steps))) - branch_norms,
+            branch_norms=branch_norms,
+            enters=joins[-1].norm is not None and not joins[-1].stream,
+        )
 
 
 def activation_bytes(
@@ -47,25 +74,23 @@ def activation_bytes(
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    s, e, rows = Shape.of(config), element_size, seq * batch
+    s, e, rows, wired = Shape.of(config), element_size, seq * batch, Wired.of(config)
     t = tp
     shards = t if sequence_parallel else 1  # of the rows between GEMMs
     if recompute == "full":
         return e * rows * s.D
     if recompute in ("fastest", "smallest"):
-        streams = 1 if recompute == "smallest" else 2  # the residual stream, and n where it is not recomputed
+        streams = 1 if recompute == "smallest" else 2  # a norm's input, and its output n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
         norm = 8 if KINDS[config.norm].centred else 4  # its statistics
-        pre_norm, branches = getattr(config, "pre_norm", True), getattr(config, "branch_norm", False)
-        if full:  # the residual stream, and what n is made of again, which in post-norm is the stream itself
-            return rows * (e * s.D + (0 if config.post_norm or not pre_norm else norm)) / shards
-        # Side by side attention and MLP have one residual stream in front of them.
-        rowwise = 2 * (streams * e * s.D + norm if pre_norm else e * s.D) + branches * 2 * (e * s.D + norm)
-        rowwise -= s.parallel * e * s.D
+        if full:  # the residual stream, and the statistics that n is recomputed from, unless the stream is n itself
+            return rows * (e * s.D + (norm if wired.enters else 0)) / shards
+        rowwise = wired.streams * e * s.D + wired.norms * ((streams - 1) * e * s.D + norm)
+        rowwise += wired.branch_norms * (e * s.D + norm)
         inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H + _qk_norms(config, e, t)
         return rows * (rowwise / shards + inside / t)
-    branch_input = getattr(config, "pre_norm", True) and getattr(config, "branch_norm", False)
-    rowwise = 2 * (2 * e + 1 + branch_input * e) * s.D  # each norm's input and output, and the masks of dropout
+    # sums of the residual stream, masks of dropout; each norm's output, of a branch's norm its input
+    rowwise = (2 * (e + 1) + (wired.norms + wired.branch_norms) * e) * s.D
     inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
     scores = (2 * e + 1) * s.H * seq if recompute == "none" else 0
     return rows * (rowwise / shards + (inside + scores) / t)
@@ -193,8 +218,8 @@ def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     c, s = config, Shape.of(config)
     norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
-    pre_norm, branches = getattr(c, "pre_norm", True), getattr(c, "branch_norm", False)
-    replicated = 2 * (pre_norm + branches) * norm + c.out_bias * s.D + c.mlp_bias * s.D
+    wired = Wired.of(c)
+    replicated = (wired.norms + wired.branch_norms) * norm + c.out_bias * s.D + c.mlp_bias * s.D
     if getattr(c, "qk_norm_all", False):
         inside += c.qk_norm * (s.H + s.G) * s.E
     else:
