@@ -162,6 +162,7 @@ COMMANDS = [
     if line and not line.startswith("#")
 ]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+VARIABLES = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.M))
 
 
 def flags(words: list[str]) -> set[str]:
@@ -180,7 +181,7 @@ def with_options(script: pathlib.Path) -> str:
 def test_commands_exist(page, line, monkeypatch):
     program, *words = shlex.split(line, comments=True)
     if program == "make":
-        assert set(words) <= TARGETS
+        assert {word.partition("=")[0] for word in words} <= TARGETS | VARIABLES
     elif program == "torchrun":
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         source = with_options(ROOT / words[script])
