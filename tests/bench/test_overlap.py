@@ -14,7 +14,7 @@ TINY = "--width 64 --heads 4 --seq 32 --batch 4 --layers 1 --rounds 2 --dtype fp
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path):
     command = [sys.executable, "-m", "bench.overlap", *TINY, "--json", "rows.json", "--plot", "plot.svg"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "rows.json").read_text())
