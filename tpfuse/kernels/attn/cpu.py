@@ -39,13 +39,13 @@ def documents(options: Options) -> list[tuple[int, int]]:
     return list(zip(ends, ends[1:]))
 
 
-class _Block(NamedTuple):
-    """Query rows [start, end), and the keys [first, last) that any of them sees."""
+class _QueryBlock(NamedTuple):
+    """Query rows [start, end), and the keys [first_key, last_key) that any of them sees."""
 
     start: int
     end: int
-    first: int
-    last: int
+    first_key: int
+    last_key: int
 
 
 class _Sample:
@@ -73,24 +73,24 @@ class _Sample:
         cos, sin = self.rotation
         return rotate(x, cos, -sin if back else sin, self.options.interleaved)
 
-    def blocks(self, spans: list[tuple[int, int]], first: int, last: int) -> Iterator[_Block]:
-        """Yields the blocks of the positions ``first`` to ``last``, none over the end of a span."""
+    def blocks(self, spans: list[tuple[int, int]], start_row: int, end_row: int) -> Iterator[_QueryBlock]:
+        """Yields the blocks of the positions ``start_row`` to ``end_row``, none over the end of a span."""
         window, causal = self.options.window, self.options.causal
         for start, end in spans:
-            for a in range(max(start, first), min(end, last), BLOCK):
-                e = min(a + BLOCK, end, last)
-                seen = end - start if window is None else window
-                yield _Block(a, e, max(start, a - seen + 1), e if causal else min(end, e + seen - 1))
+            for a in range(max(start, start_row), min(end, end_row), BLOCK):
+                e = min(a + BLOCK, end, end_row)
+                span = end - start if window is None else window
+                yield _QueryBlock(a, e, max(start, a - span + 1), e if causal else min(end, e + span - 1))
 
-    def rows(self, x: Tensor, block: _Block) -> Tensor:
+    def rows(self, x: Tensor, block: _QueryBlock) -> Tensor:
         """Returns the block's rows of x [G, Q, S, ...] as [G, Q rows, ...]."""
         return x[:, :, block.start : block.end].reshape(self.G, self.Q * (block.end - block.start), *x.shape[3:])
 
-    def by_row(self, x: Tensor, block: _Block) -> Tensor:
+    def by_row(self, x: Tensor, block: _QueryBlock) -> Tensor:
         """Returns x [G, Q rows, ...] as [G, Q, rows, ...], a view."""
         return x.view(self.G, self.Q, block.end - block.start, *x.shape[2:])
 
-    def scores(self, q: Tensor, block: _Block) -> tuple[Tensor, Tensor | None]:
+    def scores(self, q: Tensor, block: _QueryBlock) -> tuple[Tensor, Tensor | None]:
         """Returns [G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
         options, (a, e, lo, hi) = self.options, block
         window, softcap = options.window, options.softcap
@@ -112,10 +112,10 @@ class _Sample:
             s.masked_fill_(~self.key_mask[lo:hi], -INF)
         return s, tanh
 
-    def keep_mask(self, block: _Block) -> Tensor:
+    def keep_mask(self, block: _QueryBlock) -> Tensor:
         """Returns the 0/1 dropout mask [G, Q rows, keys]."""
         rows = torch.arange(block.start, block.end, device=self.q.device)
-        sample, keys = torch.tensor([self.b], device=self.q.device), range(block.first, block.last)
+        sample, keys = torch.tensor([self.b], device=self.q.device), range(block.first_key, block.last_key)
         mask = keep_mask(self.options, rows, sample, heads=self.G * self.Q, keys=keys, dtype=self.acc)
         return mask.view(self.G, -1, len(keys))
 
@@ -141,9 +141,9 @@ class Forward:
     def sample(self, b: int) -> _Sample:
         return _Sample(b, self.qkv, self.options, self.rotation)
 
-    def attend(self, sample: _Sample, first: int, last: int) -> None:
-        """Computes o and lse of the queries at positions ``first`` to ``last``."""
-        for block in sample.blocks(self.spans, first, last):
+    def attend(self, sample: _Sample, start_row: int, end_row: int) -> None:
+        """Computes o and lse of the queries at positions ``start_row`` to ``end_row``."""
+        for block in sample.blocks(self.spans, start_row, end_row):
             s, _ = sample.scores(sample.rows(sample.q, block), block)
             top, probs = s.amax(-1, keepdim=True), torch.softmax(s, -1)
             lse = top - probs.amax(-1, keepdim=True).log()
@@ -153,7 +153,7 @@ class Forward:
                 probs.masked_fill_(hidden, 0)
             if self.options.rng is not None:
                 probs *= sample.keep_mask(block).mul_(scale(self.options.p))
-            o = torch.bmm(probs.to(self.o.dtype), sample.v[:, block.first : block.last])
+            o = torch.bmm(probs.to(self.o.dtype), sample.v[:, block.first_key : block.last_key])
             rows = slice(block.start, block.end)
             self._o[sample.b, :, :, rows] = sample.by_row(o, block)
             self._lse[sample.b, :, :, rows] = sample.by_row(lse, block)[..., 0]
@@ -191,11 +191,11 @@ class Backward:
         dq = self._dq[b] if self.rotation is None else zeros(sample.q)
         return _Gradients(sample, sample.v.to(sample.acc).transpose(1, 2), dq, dk=zeros(sample.k), dv=zeros(sample.k))
 
-    def attend(self, gradients: _Gradients, first: int, last: int) -> None:
-        """Adds the gradients that come from the queries at positions ``first`` to ``last``."""
+    def attend(self, gradients: _Gradients, start_row: int, end_row: int) -> None:
+        """Adds the gradients that come from the queries at positions ``start_row`` to ``end_row``."""
         (sample, vt, dq, dk, dv), options, dtype = gradients, self.options, self.qkv.dtype
-        for block in sample.blocks(self.spans, first, last):
-            keys = slice(block.first, block.last)
+        for block in sample.blocks(self.spans, start_row, end_row):
+            keys = slice(block.first_key, block.last_key)
             q, do, o = (sample.rows(t, block) for t in (sample.q, self.do[sample.b], self.o[sample.b]))
             s, tanh = sample.scores(q, block)
             probs = torch.softmax(s, -1)
@@ -248,8 +248,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Tensor:
         return attention_decode_ref(q, k, v, options)
     if lengths is not None:
         key, end = torch.arange(k.shape[1], device=k.device), lengths[:, None]
-        seen = key < end if window is None else (key < end) & (key >= end - window)
-        key_mask = seen if key_mask is None else seen & key_mask
+        span = key < end if window is None else (key < end) & (key >= end - window)
+        key_mask = span if key_mask is None else span & key_mask
     elif window is not None:
         k, v = k[:, -window:], v[:, -window:]
         key_mask = None if key_mask is None else key_mask[:, -window:]

@@ -16,7 +16,7 @@ GPU_WIDTH = 256  # columns of a head that the kernels hold: tiles of 512 do not 
 
 
 class Options(NamedTuple):
-    """What attention_fwd and attention_bwd take after their own tensors.
+    """The arguments of attention_fwd and attention_bwd after their own tensors.
 
     The first TENSORS fields are tensors.
     """
@@ -45,7 +45,7 @@ TENSORS: Final = 7
 
 
 class DecodeOptions(NamedTuple):
-    """What attention_decode takes after q, k and v."""
+    """The arguments of attention_decode after q, k and v."""
 
     key_mask: Tensor | None  # bool [B, L]
     lengths: Tensor | None  # int32 [B]
@@ -61,12 +61,12 @@ def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
     counted in tiles of 128 queries with the keys that any of them sees.  Documents are not known from shapes.
     """
     S, heads = options.seq, options.batch * qkv.shape[1] * (qkv.shape[2] - 2)
-    seen, computed = S if options.window is None else min(options.window, S), 0
+    span, computed = S if options.window is None else min(options.window, S), 0
     for start in range(0, S, 128):
         end = min(start + 128, S)
-        last = end if options.causal else min(end + seen - 1, S)
-        computed += (end - start) * (last - max(0, start - seen + 1))
-    left = seen * (2 * S - seen) // 2 if options.causal else S * (2 * seen - 1) - seen * (seen - 1)
+        end_key = end if options.causal else min(end + span - 1, S)
+        computed += (end - start) * (end_key - max(0, start - span + 1))
+    left = span * (2 * S - span) // 2 if options.causal else S * (2 * span - 1) - span * (span - 1)
     return heads * left, heads * computed
 
 
@@ -74,8 +74,8 @@ def scores(qkv: Tensor, options: Options) -> tuple[int, int]:
 
 
 def takes_key_mask(dtype: torch.dtype) -> bool:
-    """Whether a mask of ``dtype`` says what may be seen by being nonzero; an additive one, which is 0 there, says the
-    opposite."""
+    """Returns whether a mask of ``dtype`` is nonzero where a key may be seen; a floating mask may be additive, and so 0
+    there."""
     return not (dtype.is_floating_point or dtype.is_complex)
 
 

@@ -77,16 +77,16 @@ def visible(options: Options, device: torch.device) -> Tensor:
     """Returns bool [B or 1, 1, 1, S, S], True where a query sees a key."""
     S = options.seq
     i, j = torch.arange(S, device=device)[:, None], torch.arange(S, device=device)
-    seen = torch.ones(1, 1, 1, S, S, dtype=torch.bool, device=device)
+    allowed = torch.ones(1, 1, 1, S, S, dtype=torch.bool, device=device)
     if options.causal:
-        seen = seen & (j <= i)
+        allowed = allowed & (j <= i)
     if options.window is not None:
-        seen = seen & ((i - j).abs() < options.window)
+        allowed = allowed & ((i - j).abs() < options.window)
     if options.cu_seqlens is not None:
         document = torch.searchsorted(options.cu_seqlens, j.to(torch.int32), right=True)
         inside = (document > 0) & (document < len(options.cu_seqlens))
-        seen = seen & (document[:, None] == document) & inside
-    return seen if options.key_mask is None else seen & options.key_mask[:, None, None, None]
+        allowed = allowed & (document[:, None] == document) & inside
+    return allowed if options.key_mask is None else allowed & options.key_mask[:, None, None, None]
 
 
 def _dense(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
@@ -160,10 +160,10 @@ def attention_decode_ref(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions
         s = options.softcap * torch.tanh(s / options.softcap)
     end = torch.full((len(q), 1), L, device=q.device) if options.lengths is None else options.lengths[:, None]
     position = torch.arange(L, device=q.device)
-    seen = position < end
+    allowed = position < end
     if options.window is not None:
-        seen = seen & (position >= end - options.window)
+        allowed = allowed & (position >= end - options.window)
     if options.key_mask is not None:
-        seen = seen & options.key_mask
-    s = s.masked_fill(~seen[:, None, None], -INF)
+        allowed = allowed & options.key_mask
+    s = s.masked_fill(~allowed[:, None, None], -INF)
     return torch.einsum("bgql,blge->bgqe", torch.softmax(s, -1).nan_to_num(0), v.to(acc)).to(q.dtype).flatten(1)

@@ -53,8 +53,8 @@ def launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     Q, rows = slots - 2, S * B
     q, k, v = qkv[:rows].view(S, B * G, slots, E).transpose(0, 1).split((Q, 1, 1), 2)
     lengths = dict(cum_seq_q=None, cum_seq_k=None, max_q=S, max_k=S)
-    asked = dict(dropout_p=0.0, is_causal=options.causal, return_debug_mask=False, scale=options.scale)
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, **lengths, **asked)
+    settings = dict(dropout_p=0.0, is_causal=options.causal, return_debug_mask=False, scale=options.scale)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, **lengths, **settings)
     o = o.transpose(0, 1).reshape(rows, G * Q * E)
     if M > rows:
         o = torch.cat([o, o.new_zeros(M - rows, G * Q * E)])

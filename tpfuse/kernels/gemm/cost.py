@@ -1,4 +1,4 @@
-"""What the GEMMs of a linear layer move and compute, on the path that each takes."""
+"""Bytes and flops of the GEMMs of a linear layer, on the path that each takes."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Co
     if config := fused("linear_dgrad_act", activation, dy, (M, N, K)):
         return with_partials(cost, -(-M // config["BM"]), columns)
     da = dy.new_empty(1, 1).expand(M, N)
-    between = da.element_size() * M * N
-    cost = cost._replace(read=cost.read + between, written=cost.written + between)
+    hidden_bytes = da.element_size() * M * N
+    cost = cost._replace(read=cost.read + hidden_bytes, written=cost.written + hidden_bytes)
     return with_partials(cost, partial_rows(da), columns)
 
 

@@ -48,8 +48,8 @@ def swiglu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     ``activation``: the gate's, one of those with a gated form, as "silu", "gelu" (erf: geglu) and "gelu_tanh".
     ValueError for another, or for a last dimension that is not 2.
     """
-    known = GATED.values()
-    check(activation in known, f"swiglu: activation must be one of {', '.join(known)}, got {activation!r}")
+    gates = GATED.values()
+    check(activation in gates, f"swiglu: activation must be one of {', '.join(gates)}, got {activation!r}")
     check(
         gate_up.dim() > 1 and gate_up.shape[-1] == 2, f"swiglu: gate_up must be [..., F, 2], got {tuple(gate_up.shape)}"
     )

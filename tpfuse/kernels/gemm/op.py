@@ -117,8 +117,8 @@ def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> 
     gated = activation in GATED
     rows = None if gated else ACTIVATIONS[activation].rows
     if rows is None and not gated:
-        made = activation_fwd_ref(z, activation)
-        return made if y is None else y.copy_(made)
+        result = activation_fwd_ref(z, activation)
+        return result if y is None else y.copy_(result)
     y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
     for i, j in row_blocks(*z.shape):
         y[i:j] = activation_fwd_ref(z[i:j], activation) if rows is None else rows.forward(z[i:j])
@@ -137,21 +137,21 @@ def _activation_bwd_cpu(
     gated = activation in GATED
     rows = None if gated else ACTIVATIONS[activation].rows
     if rows is None and not gated:
-        made, db, again = activation_bwd_ref(dy, z, activation, rebuild=rebuild, bias=bias)
-        return made if dz is None else dz.copy_(made), db, again if y is None else y.copy_(again)
+        result, db, rebuilt = activation_bwd_ref(dy, z, activation, rebuild=rebuild, bias=bias)
+        return result if dz is None else dz.copy_(result), db, rebuilt if y is None else y.copy_(rebuilt)
     dz = torch.empty_like(z) if dz is None else dz
     y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
     acc = acc_dtype(z)
     db = z.new_zeros(0 if bias is None else z.shape[1], dtype=acc)
-    own = None if bias is None else acc
+    partial = None if bias is None else acc
     for i, j in row_blocks(*z.shape):
         if rows is None:
-            dz[i:j], db_block, again = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild=rebuild, bias=own)
+            dz[i:j], db_block, rebuilt = activation_bwd_ref(dy[i:j], z[i:j], activation, rebuild=rebuild, bias=partial)
             db += db_block
         else:
-            dz[i:j], again = rows.backward(dy[i:j], z[i:j])
+            dz[i:j], rebuilt = rows.backward(dy[i:j], z[i:j])
         if rebuild:
-            y[i:j] = again
+            y[i:j] = rebuilt
     return dz, db.to(bias or acc) if rows is None else column_sum(dz, bias), y
 
 
@@ -224,14 +224,14 @@ class _Linear(Function):
         dy, dtype, db, dw = dy.contiguous(), ctx.bias if bias else None, None, None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, ctx.activation, rebuild=False, bias=dtype)
-        rest = dtype if z is None else None  # of the bias gradient, where it is not made yet
+        bias_dtype = dtype if z is None else None  # of the bias gradient, where it is not made yet
         main = wanted(ctx.mains)
         if main is not None:
-            db_rest = main.add(lambda total: linear_wgrad_add(dy, x, total, rest))
+            db_rest = main.add(lambda total: linear_wgrad_add(dy, x, total, bias_dtype))
         elif weight:
-            dw, db_rest = linear_wgrad(dy, x, w.dtype, rest)
+            dw, db_rest = linear_wgrad(dy, x, w.dtype, bias_dtype)
         else:
-            db_rest = column_sum(dy, rest)
+            db_rest = column_sum(dy, bias_dtype)
         return linear_dgrad(dy, w), dw, None if dtype is None else db_rest if z is None else db, None
 
 

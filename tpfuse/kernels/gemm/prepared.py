@@ -53,8 +53,8 @@ class Plain:
         if activation not in GATED:
             return self.activated(weight, bias, activation)
         (gate, up), biases = weight.unbind(1), (None, None) if bias is None else bias.unbind(1)
-        first, second = self.activated(gate, biases[0], GATED[activation]), self.times(up, biases[1])
-        return lambda x: second(x, first(x))
+        activate, multiply = self.activated(gate, biases[0], GATED[activation]), self.times(up, biases[1])
+        return lambda x: multiply(x, activate(x))
 
 
 class Transposed(Plain):
@@ -73,7 +73,7 @@ class Packed(Plain):
     def __init__(self, rows: int):
         self.rows = rows
 
-    def kept(self, weight: Tensor) -> Tensor:
+    def prepare(self, weight: Tensor) -> Tensor:
         reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.rows)
         return reordered
 
@@ -92,12 +92,12 @@ class Packed(Plain):
         return self._map(weight, bias, *_EPILOGUES[activation])
 
     def _map(self, weight: Tensor, bias: Tensor | None, epilogue: str, kind: str) -> Map:
-        kept, b, run = self.kept(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: run(x, kept, b, attr=epilogue, scalars=[], algorithm=kind)
+        prepared, b, run = self.prepare(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.default
+        return lambda x: run(x, prepared, b, attr=epilogue, scalars=[], algorithm=kind)
 
-    def _join(self, weight: Tensor, bias: Tensor | None, how: str) -> Join:
-        kept, b, run = self.kept(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.binary
-        return lambda x, y: run(x, y, kept, b, attr=how)
+    def _join(self, weight: Tensor, bias: Tensor | None, attribute: str) -> Join:
+        prepared, b, run = self.prepare(weight), _dense(bias), torch.ops.mkldnn._linear_pointwise.binary
+        return lambda x, y: run(x, y, prepared, b, attr=attribute)
 
 
 class Dense(Packed):
@@ -109,14 +109,14 @@ class Dense(Packed):
     def __init__(self) -> None:
         super().__init__(rows=0)
 
-    def kept(self, weight: Tensor) -> Tensor:
+    def prepare(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
 
     def mlp(self, weight: Tensor, bias: Tensor | None, activation: str) -> Map:
         if activation not in GATED:
             return super().mlp(weight, bias, activation)
-        whole: Any = super().mlp  # the halves are put together in each call: no second copy of every layer's
-        return lambda x: whole(weight.transpose(0, 1).contiguous().transpose(0, 1), bias, activation)(x)
+        make: Any = super().mlp  # the halves are put together in each call: no second copy of every layer's
+        return lambda x: make(weight.transpose(0, 1).contiguous().transpose(0, 1), bias, activation)(x)
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:
@@ -140,7 +140,7 @@ def form_for(dtype: torch.dtype, *, rows: int, times: int) -> Plain:
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype at full speed here, through ops that this torch has."""
+    """Returns whether oneDNN multiplies this dtype at full speed here, through ops that this torch has."""
     backend = torch.backends.mkldnn
     if not (backend.is_available() and backend.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False

@@ -55,7 +55,7 @@ def linear_cross_entropy_bwd_ref(layer: Linear, rows: Rows, loss: Loss) -> tuple
 
 
 def linear_cross_entropy_bwd_add_ref(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
-    """As linear_cross_entropy_bwd, but dW is added to ``out`` [V/R, D] fp32 (fp64) -> dx, db."""
+    """Adds dW to ``out`` [V/R, D] fp32 (fp64), otherwise as linear_cross_entropy_bwd -> dx, db."""
     x, w, b = layer
     dz = cross_entropy_bwd_ref(_logits(layer), rows, loss)
     out.addmm_(dz.t(), x.to(dz.dtype))
@@ -77,7 +77,7 @@ def _chunks(layer: Linear, loss: Loss) -> Iterator[tuple[slice, Tensor, Loss]]:
 
 
 def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
-    return merge_stats(torch.stack([cross_entropy_stats_ref(z, labels, own) for _, z, own in _chunks(layer, loss)]))
+    return merge_stats(torch.stack([cross_entropy_stats_ref(z, labels, part) for _, z, part in _chunks(layer, loss)]))
 
 
 def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +95,8 @@ def _bwd_by(layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, slic
     x, w, b = layer
     dx = torch.zeros_like(x, dtype=acc_dtype(x))
     db = dx.new_empty(0 if b is None else len(w))
-    for tokens, z, own in _chunks(layer, loss):
-        dz = cross_entropy_bwd_ref(z, rows, own)
+    for tokens, z, part in _chunks(layer, loss):
+        dz = cross_entropy_bwd_ref(z, rows, part)
         dx += dz @ w[tokens]
         wgrad(dz, tokens)
         if b is not None:
@@ -121,8 +121,8 @@ linear_cross_entropy_bwd_add = op(
 def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dW and db; None for dW if it has a place, where it is added."""
     if main is None:
-        made: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_bwd(layer, rows, loss)
-        return made
+        padded: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_bwd(layer, rows, loss)
+        return padded
     dx, db = main.add(lambda total: linear_cross_entropy_bwd_add(layer, rows, loss, total))
     return dx, None, db
 

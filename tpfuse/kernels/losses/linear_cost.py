@@ -1,4 +1,4 @@
-"""What the launchers of linear_cross_entropy move and compute."""
+"""Bytes and flops of linear_cross_entropy's launchers."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def bwd_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """As ``bwd_cost``; the sum so far is read and written in place of dW."""
+    """Returns the cost of ``bwd_cost``, with the sum so far read and written in place of dW."""
     layer, rows, loss, out = args
     cost = bwd_cost((layer, rows, loss), outputs)
     return cost._replace(read=cost.read + moved(out), written=cost.written + moved(out))

@@ -28,10 +28,10 @@ from .triton import bwd_launch, stats_launch
 
 def cross_entropy_stats_ref(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
     """-> [M, 4]: max, sum exp(x - max), target logit (0 elsewhere), sum of logits (0 without smoothing)."""
-    x, first = logits.to(acc_dtype(logits)), loss.first_token
+    x, first_token = logits.to(acc_dtype(logits)), loss.first_token
     top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # columns may all be -inf: then exp(x - top) is 0, not NaN
-    inside = (labels >= first) & (labels < first + x.shape[1])
-    target = x.gather(1, torch.where(inside, labels - first, 0)[:, None])[:, 0]
+    inside = (labels >= first_token) & (labels < first_token + x.shape[1])
+    target = x.gather(1, torch.where(inside, labels - first_token, 0)[:, None])[:, 0]
     total = torch.exp(x - top[:, None]).sum(-1)
     sums = x.sum(-1) if loss.label_smoothing > 0 else torch.zeros_like(top)
     return torch.stack([top, total, torch.where(inside, target, 0), sums], -1)
@@ -40,12 +40,12 @@ def cross_entropy_stats_ref(logits: Tensor, labels: Tensor, loss: Loss) -> Tenso
 def cross_entropy_bwd_ref(logits: Tensor, rows: Rows, loss: Loss) -> Tensor:
     """-> dlogits [M, V/R]"""
     labels, lse, dloss = rows
-    x, first = logits.to(acc_dtype(logits)), loss.first_token
+    x, first_token = logits.to(acc_dtype(logits)), loss.first_token
     row = torch.where(labels == loss.ignore_index, 0, dloss)[:, None]
     softmax_scale, uniform = 1 + 2 * loss.z_loss * lse[:, None], loss.label_smoothing / loss.vocab_size
     dx = torch.exp(x - lse[:, None]).mul_(softmax_scale).sub_(uniform).mul_(row)
-    inside = (labels >= first) & (labels < first + x.shape[1])
-    local = torch.where(inside, labels - first, 0)[:, None]
+    inside = (labels >= first_token) & (labels < first_token + x.shape[1])
+    local = torch.where(inside, labels - first_token, 0)[:, None]
     dx.scatter_add_(1, local, torch.where(inside[:, None], row, 0).mul(loss.label_smoothing - 1))
     return dx.to(logits.dtype)
 
@@ -76,7 +76,7 @@ REDUCTIONS = "mean", "sum", "none"
 
 
 class Reduction(NamedTuple):
-    """What is made of the rows' losses; ``normalizer`` divides their sum in place of the valid labels' count."""
+    """The reduction of the rows' losses; ``normalizer`` divides their sum in place of the valid labels' count."""
 
     kind: str = "mean"
     normalizer: float | Tensor | None = None

@@ -8,7 +8,7 @@ IGNORE = -100
 
 
 class Loss(NamedTuple):
-    """What defines the loss, and the slice of the vocabulary that this rank holds."""
+    """The constants of the loss, and the slice of the vocabulary that this rank holds."""
 
     vocab_size: int  # of the whole vocabulary, which smoothing counts
     first_token: int = 0  # the global id of this slice's first column
@@ -18,7 +18,7 @@ class Loss(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward pass knows of each row, [M]."""
+    """Each row's inputs of the backward pass, [M]."""
 
     labels: Tensor  # int64, global ids
     lse: Tensor  # log of the sum over the whole vocabulary of exp(logit)

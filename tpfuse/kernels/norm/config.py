@@ -15,16 +15,16 @@ ONCE_ROW = 16384  # columns up to which two vector gradients of a row lie in reg
 def tiles(D: int) -> tuple[int, int]:
     """Returns powers of two A >= B (or B = 0) with A + B >= D, least in sum, A at most 8192: 768 -> 512 + 256, 1000 ->
     1024 + 0."""
-    whole = next_power_of_2(D)
-    half = whole // 2
-    rest = next_power_of_2(D - half) if D > half else 0
-    return (half, rest) if half >= 128 and 0 < rest < half or whole > 8192 else (whole, 0)
+    full = next_power_of_2(D)
+    half = full // 2
+    remainder = next_power_of_2(D - half) if D > half else 0
+    return (half, remainder) if half >= 128 and 0 < remainder < half or full > 8192 else (full, 0)
 
 
-def warps(elements: int, each: int, least: int = 1) -> int:
+def warps(elements: int, per_thread: int, least: int = 1) -> int:
     """Returns the number of warps, a power of two between ``least`` and 16, so that a thread has ``each`` elements or a
     few more."""
-    return min(max(next_power_of_2(elements // (32 * each) + 1) // 2, least), 16)
+    return min(max(next_power_of_2(elements // (32 * per_thread) + 1) // 2, least), 16)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Kind(NamedTuple):
-    """What tells one kind from another; kernels take it as a constant."""
+    """The differences between norms; kernels take an entry as a constant."""
 
     centred: bool  # the mean is subtracted, and stored for backward
     offset: float = 0.0  # added to gamma, in fp32

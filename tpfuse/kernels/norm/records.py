@@ -1,4 +1,4 @@
-"""What the sides of the fused norm (reference, CPU, Triton, autograd) share: its arguments, as records."""
+"""The arguments of the fused norm, as records that its reference, CPU, Triton and autograd sides share."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ ALONE, PRE, POST, DROP = ORDERS = "alone", "pre", "post", "drop"  # see core.py
 
 
 class Add(NamedTuple):
-    """What is added to the sum of the parts; None is omitted."""
+    """The terms added to the sum of the parts; None is omitted."""
 
     bias: Tensor | None = None  # [D]
     position_weight: Tensor | None = None  # [P, D]
@@ -29,7 +29,7 @@ class Norm(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward leaves to the norm's backward; without a norm the tensors are None."""
+    """The tensors that forward saves for the norm's backward; None without a norm."""
 
     h: Tensor | None  # [m, D], the norm's input
     mean: Tensor | None  # [m], empty where the norm is not centred
@@ -46,7 +46,7 @@ def incoming(dn: Tensor | None, dh: Tensor | None) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """Which gradients backward makes, and in which dtypes; dgamma and dbeta have gamma's."""
+    """The gradients that backward makes, by their dtypes; dgamma and dbeta have gamma's."""
 
     bias: torch.dtype | None
     beta: bool
@@ -55,7 +55,7 @@ class Wanted(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """How to recompute n in backward: saved instead of n, never differentiated.
+    """The recipe by which backward recomputes n: saved instead of n, never differentiated.
 
     gamma and beta are [D]-sized copies, because FSDP may have freed the parameters by then.
     """

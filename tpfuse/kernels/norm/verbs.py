@@ -144,17 +144,17 @@ def _check_embed(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) ->
     m, D = parts.shape[1:]
     check_vectors(name, D, weight=norm.gamma, norm_bias=norm.beta)
     _check_norm(name, norm, order == DROP)
-    for what, table, index in (
+    for label, table, index in (
         ("position", add.position_weight, add.positions),
         ("type", add.type_weight, add.types),
     ):
-        check((table is None) == (index is None), f"{name}: {what}_weight and {what}s go together, got one of them")
+        check((table is None) == (index is None), f"{name}: {label}_weight and {label}s go together, got one of them")
         check(
-            index is None or index.shape == (m,), f"{name}: {what}s must be [{m}], got {getattr(index, 'shape', None)}"
+            index is None or index.shape == (m,), f"{name}: {label}s must be [{m}], got {getattr(index, 'shape', None)}"
         )
         check(
             table is None or table.shape[1:] == (D,),
-            f"{name}: {what}_weight must be [_, {D}], got {getattr(table, 'shape', None)}",
+            f"{name}: {label}_weight must be [_, {D}], got {getattr(table, 'shape', None)}",
         )
 
 

@@ -66,7 +66,7 @@ class Call:
 
     @property
     def double(self) -> bool:
-        """Whether a tensor is fp64."""
+        """Returns whether a tensor is fp64."""
         return any(t.dtype is torch.float64 for t in self.tensors)
 
     def key(self) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ class Call:
 
 
 class _Layout:
-    """Where tensors and constants stand in a list of arguments, as their types tell."""
+    """The positions of tensors and of constants among arguments of certain types."""
 
     def __init__(self, types: tuple[type, ...]):
         self.nested = any(issubclass(t, tuple) for t in types)  # records in records
@@ -108,8 +108,8 @@ def read(args: Iterable[Any]) -> Call | None:
     identities = tuple(map(id, tensors))
     if len({*identities}) == len(tensors):
         return Call((layout, layout.constants(flat)), tensors)
-    first = tuple(map(identities.index, identities))  # of a tensor given twice a kernel's address came from the first
-    return Call((layout, layout.constants(flat), first), tuple(t for i, t in enumerate(tensors) if first[i] == i))
+    sources = tuple(map(identities.index, identities))  # of a tensor given twice a kernel's address came from the first
+    return Call((layout, layout.constants(flat), sources), tuple(t for i, t in enumerate(tensors) if sources[i] == i))
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -145,10 +145,10 @@ class Replayed:
         call = read(args)
         if call is None:
             return self.launcher(*args)
-        result = self.again(call)
+        result = self.replay_known(call)
         return self.run(args, call) if result is UNKNOWN else result
 
-    def again(self, call: Call) -> Any:
+    def replay_known(self, call: Call) -> Any:
         """Replays a call of a kind that was replayed before; UNKNOWN where there is none, or it must not be now."""
         if _room.REPLAY and active_recorder() is None:
             tensors = call.tensors

@@ -59,8 +59,8 @@ def rope_table(
     with.  Raises ValueError for an unknown type, for widths that do not fit, for a value of another type or out of its
     range, and for a missing key that has no safe default, by its name.
     """
-    given = dict(head_width=head_width, length=length, seq_len=seq_len, scaling=scaling)
-    check_rules("rope_table", given, _GIVEN)
+    values = dict(head_width=head_width, length=length, seq_len=seq_len, scaling=scaling)
+    check_rules("rope_table", values, _GIVEN)
     scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     if max_position_embeddings is not None:
@@ -151,13 +151,13 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     if not isinstance(factors, list | tuple) or not all(_FACTOR(x) is None for x in factors):
         raise ValueError(f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
     check(original > 1, f"rope_table: rope type 'longrope' needs a trained length of more than 1, got {original}")
-    each = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    pair_factors = torch.tensor(factors, dtype=torch.float32, device="cpu")
     check(
-        len(each) == -(-rotary // 2),
-        f"rope_table: {name} must have {-(-rotary // 2)} numbers, one a pair, got {len(each)}",
+        len(pair_factors) == -(-rotary // 2),
+        f"rope_table: {name} must have {-(-rotary // 2)} numbers, one a pair, got {len(pair_factors)}",
     )
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return 1.0 / (each * _powers(theta, rotary)), scaling.get("attention_factor", attention)
+    return 1.0 / (pair_factors * _powers(theta, rotary)), scaling.get("attention_factor", attention)
 
 
 def _llama3(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
@@ -167,9 +167,9 @@ def _llama3(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) ->
     original, frequencies = _original(scaling), 1.0 / _powers(theta, rotary)
     wave = 2 * math.pi / frequencies
     blend = (original / wave - low) / (high - low)
-    between = (1 - blend) * frequencies / factor + blend * frequencies
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
     return torch.where(
-        wave > original / low, frequencies / factor, torch.where(wave < original / high, frequencies, between)
+        wave > original / low, frequencies / factor, torch.where(wave < original / high, frequencies, blended)
     ), 1.0
 
 

@@ -1,16 +1,16 @@
-"""What every kernel stands on: registration of ops, launches, tuned parameters, Philox, the one import of Triton.
+"""The base of every kernel: registration of ops, launches, tuned parameters, Philox, the one import of Triton.
 
 counters    counters that tell which program of a kernel is the last
 deferred    gradients of weights handed over as work
 device      Triton functions that several kernels use
-errors      how a public function refuses an argument
+errors      the ValueError of a public function
 function    torch.autograd.Function with less host time a call
 launch      starts a kernel with parameters that are a function of the call's shapes; what descriptors hold
-main_grad   where the gradient of a weight is added in fp32
+main_grad   gradients of weights added in fp32
 op          one op = schema, reference, launcher, fake, cost; the records of its arguments
 partials    partial sums of programs, added in one order
 philox      dropout's mask, initial weights, sampling: Philox in torch, numpy and Triton
-rules       what a value must be, said once: its type, its range, the words of the error
+rules       rules of values: type, range, the words of the error
 triton      the only import of triton, and a stand-in where it is missing
 tuned.json  what bench.tune and bench.overlap measured
 tuning      launch parameters from tuned.json

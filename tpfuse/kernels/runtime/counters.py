@@ -29,12 +29,12 @@ def address(device: torch.device, stream: int) -> int:
 
 
 def are_counters(t: Tensor) -> bool:
-    return any(t is made for made in list(_made.values()))  # to which another thread may add
+    return any(t is tensor for tensor in list(_made.values()))  # to which another thread may add
 
 
 def _of_stream(device: torch.device, stream: int) -> Tensor:
-    made = _made.get((device, stream))
-    if made is None:
+    tensor = _made.get((device, stream))
+    if tensor is None:
         with _disable_current_modes():  # they outlive the call that is recorded
-            made = _made.setdefault((device, stream), torch.zeros(COUNTERS, dtype=torch.int32, device=device))
-    return made
+            tensor = _made.setdefault((device, stream), torch.zeros(COUNTERS, dtype=torch.int32, device=device))
+    return tensor

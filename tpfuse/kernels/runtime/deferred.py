@@ -60,7 +60,7 @@ _current: contextvars.ContextVar[WeightGradients | None] = contextvars.ContextVa
 
 
 class Later(NamedTuple):
-    """What one op hands over: its store, and the tensors that its gradients go to."""
+    """The work that one op hands over: its store, and the tensors that its gradients go to."""
 
     store: WeightGradients
     weight: Tensor | None
@@ -73,7 +73,7 @@ class Later(NamedTuple):
         return mains(self.weight, self.out_weight)
 
     def wants(self, name: str) -> bool:
-        """Whether the tensor ``name`` is to get a gradient."""
+        """Returns whether the tensor ``name`` is to get a gradient."""
         x = getattr(self, name)
         return x is not None and x.requires_grad
 
@@ -89,7 +89,7 @@ class Later(NamedTuple):
 
 
 def deferring() -> bool:
-    """Whether forward passes hand their weights' gradients over."""
+    """Returns whether forward passes hand their weights' gradients over."""
     return not torch.compiler.is_compiling() and _current.get() is not None
 
 

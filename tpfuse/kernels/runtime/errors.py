@@ -1,4 +1,4 @@
-"""How a public function refuses an argument."""
+"""The check by which a public function refuses an argument."""
 
 
 def check(condition: bool, message: str) -> None:

@@ -13,7 +13,7 @@ from torch import _C
 
 
 class Function(torch.autograd.Function):
-    """As torch's; only ``apply`` differs, and under functorch transforms (``torch.func``) is torch's."""
+    """torch's Function with another ``apply``, and under functorch transforms (``torch.func``) is torch's."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

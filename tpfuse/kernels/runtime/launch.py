@@ -1,4 +1,4 @@
-"""How a kernel is started: on the tensors' own device, with launch parameters that are a pure function of the call's
+"""Starts of kernels: on the tensors' own device, with launch parameters that are a pure function of the call's
 shapes."""
 
 import contextlib
@@ -34,11 +34,11 @@ def pretending(arch: str) -> Iterator[None]:
     global _pretended
     if arch not in MULTIPROCESSORS:
         raise ValueError(f"arch must be one of {', '.join(MULTIPROCESSORS)}, got {arch!r}")
-    before, _pretended = _pretended, Target(arch, MULTIPROCESSORS[arch])
+    previous, _pretended = _pretended, Target(arch, MULTIPROCESSORS[arch])
     try:
         yield
     finally:
-        _pretended = before
+        _pretended = previous
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Where the gradient of a weight is added in fp32, for :class:`tpfuse.MainGrad`.
+"""Gradients of weights added in fp32, for :class:`tpfuse.MainGrad`.
 
 An op that multiplies by a weight looks the weight up here in forward.  For a parameter that has a place for its
 gradient, the GEMM of backward adds to that place and the op returns no gradient.  A weight that is a view of a
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Place(Protocol):
-    """Where the gradient of a parameter is added."""
+    """The total to which a parameter's gradient is added."""
 
     @property
     def reduced(self) -> bool:
-        """Whether the total has been reduced, so that nothing may be added."""
+        """Returns whether the total has been reduced, so that nothing may be added."""
 
     def check_open(self) -> None:
         """RuntimeError where the total has been reduced."""
@@ -42,8 +42,8 @@ class Main(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Whether this backward pass is to reach the parameter, which ``inputs=`` and ``torch.autograd.grad`` may
-        exclude.  RuntimeError if it is to return the parameter's gradient."""
+        """Returns whether this backward pass is to reach the parameter, which ``inputs=`` and ``torch.autograd.grad``
+        may exclude.  RuntimeError if it is to return the parameter's gradient."""
         try:
             return bool(torch._C._will_engine_execute_node(self.node))
         except RuntimeError as error:
@@ -57,10 +57,10 @@ class Main(NamedTuple):
         return self.place.add(lambda total: write(total.view(self.shape)))
 
 
-def wanted(found: tuple[Main | None, ...] | None) -> Main | None:
+def wanted(mains_of_weights: tuple[Main | None, ...] | None) -> Main | None:
     """Returns the place of the one weight that was looked up; None if there is none or this pass is not to reach it,
     and the gradient, which autograd then drops, is made as without one."""
-    main = None if found is None else found[0]
+    main = None if mains_of_weights is None else mains_of_weights[0]
     return main if main is not None and main.wanted else None
 
 
@@ -101,8 +101,8 @@ def mains(*weights: Tensor | None) -> tuple[Main | None, ...] | None:
     """
     if torch.compiler.is_compiling() or not PLACES:
         return None
-    found = tuple(None if w is None else _main(w) for w in weights)
-    return None if found.count(None) == len(found) else found
+    mains_of_weights = tuple(None if w is None else _main(w) for w in weights)
+    return None if mains_of_weights.count(None) == len(mains_of_weights) else mains_of_weights
 
 
 def _main(w: Tensor) -> Main | None:
@@ -136,20 +136,20 @@ def _stands_for(w: Tensor) -> tuple[Tensor, Place | None]:
     leaf: Tensor = w if w._base is None else w._base
     place = PLACES.get(leaf)
     if place is None:
-        known: tuple[Tensor | None, Place | None] = getattr(w, _STANDS_FOR, (None, None))
-        return w if known[0] is None else known[0], known[1]
-    whole = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
-    return leaf, place if whole else None
+        marked: tuple[Tensor | None, Place | None] = getattr(w, _STANDS_FOR, (None, None))
+        return w if marked[0] is None else marked[0], marked[1]
+    covers = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
+    return leaf, place if covers else None
 
 
 def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``w.to(dtype)``, which stands for the same parameter."""
-    made = w.to(dtype)
-    if not torch.compiler.is_compiling() and PLACES and made is not w:
+    result = w.to(dtype)
+    if not torch.compiler.is_compiling() and PLACES and result is not w:
         leaf, place = _stands_for(w)
         if place is not None:
-            setattr(made, _STANDS_FOR, (leaf, place))
-    return made
+            setattr(result, _STANDS_FOR, (leaf, place))
+    return result
 
 
 class _Derived:

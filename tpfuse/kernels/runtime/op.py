@@ -60,11 +60,11 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors(arg)
 
 
-def moved(*some: Tensor | None) -> int:
+def moved(*operands: Tensor | None) -> int:
     """Returns the bytes of the tensors' distinct elements; what a dimension of stride 0 repeats counts once."""
     return sum(
         t.element_size() * math.prod(n for n, s in zip(t.shape, t.stride()) if s or not n)
-        for t in some
+        for t in operands
         if t is not None
     )
 
@@ -93,18 +93,18 @@ Make = Callable[..., Any]  # makes a record of its fields
 
 
 class Spelling(NamedTuple):
-    """How a reference's arguments stand in torch's schema."""
+    """A reference's arguments as torch's schema has them."""
 
     signature: inspect.Signature  # flat: a record's fields in its place
     steps: tuple[tuple[Make | None, int | slice], ...]  # (a record's _make, its fields) or (None, the argument)
-    rest: int  # flat arguments from here on are passed on as they are; the dispatcher omits trailing defaults
+    tail: int  # flat arguments from here on are passed on as they are; the dispatcher omits trailing defaults
 
     def pack(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the reference's arguments for those of a call through the schema."""
         if not self.steps:
             return flat
         packed = [flat[index] if make is None else make(flat[index]) for make, index in self.steps]
-        return (*packed, *flat[self.rest :])
+        return (*packed, *flat[self.tail :])
 
 
 def spelling(reference: Callable[..., Any]) -> Spelling:
@@ -123,8 +123,8 @@ def spelling(reference: Callable[..., Any]) -> Spelling:
         else:
             steps.append((None, len(flat)))
             flat.append(parameter.replace(annotation=hint))
-    rest = len(flat) - (len(steps) - records)
-    return Spelling(signature.replace(parameters=flat), tuple(steps[:records]), rest if records else 0)
+    tail = len(flat) - (len(steps) - records)
+    return Spelling(signature.replace(parameters=flat), tuple(steps[:records]), tail if records else 0)
 
 
 class Op:
@@ -194,7 +194,7 @@ class Op:
             args = self._in_order(args, named)
         launch, direct = self.launch, eager()
         call = read(args) if direct or active_recorder() is not None else None
-        if call is not None and type(launch) is Replayed and (result := launch.again(call)) is not UNKNOWN:
+        if call is not None and type(launch) is Replayed and (result := launch.replay_known(call)) is not UNKNOWN:
             return result
         if self.check is not None:
             self.check(*args)
@@ -258,13 +258,13 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for x's device."""
+    """Returns whether autocast is on for x's device."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def acc_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that sums and statistics of x are kept in: fp32, or fp64 for fp64."""
+    """Returns the dtype of sums and statistics of x: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -273,7 +273,7 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
 
 
 def new_vector(like: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
-    """Returns [n] to be filled, in the dtype that is asked for; [0] where None is."""
+    """Returns an uninitialised vector [n] of ``dtype``; [0] for None."""
     return like.new_empty(0, dtype=acc_dtype(like)) if dtype is None else like.new_empty(n, dtype=dtype)
 
 

@@ -67,7 +67,7 @@ GROUP = 16
 
 
 class Last(NamedTuple):
-    """What the last programs of a kernel sum its partials to; without counters they sum nothing."""
+    """The vectors that a kernel's last programs sum its partials to; without counters they sum nothing."""
 
     counters: Tensor | None = None  # int32 [1 + groups], 0 before and after
     dbias: Tensor | None = None  # [D] each; None is omitted

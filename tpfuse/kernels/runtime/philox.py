@@ -35,8 +35,8 @@ _FLIP = -0x7FFF7FFF7FFF8000  # 0x8000 in every 16-bit lane: turns an unsigned co
 
 
 class Mask(NamedTuple):
-    """Which elements dropout keeps in rows [m, D]: row i is position (first_row + i) // batch of sample first_sample +
-    (first_row + i) % batch."""
+    """The elements that dropout keeps in rows [m, D]: row i is position (first_row + i) // batch of sample
+    first_sample + (first_row + i) % batch."""
 
     rng: Tensor | None = None  # int64 [3] = (seed, step, first_sample); None: every element is kept
     p: float = 0.0  # the share that is dropped

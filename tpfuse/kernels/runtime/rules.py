@@ -1,4 +1,4 @@
-"""What a value must be, said once: its type, its range and the words of the error.
+"""Rules of values: their type, their range and the words of the error.
 
 A bool is no number, and neither NaN nor an infinity lies in any range.
 """
@@ -21,7 +21,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 class Rule(NamedTuple):
-    """What a value must be: called with one, returns what it must do and does not ("be positive"), None where it holds.
+    """A rule of values: called with one, returns the phrase that it breaks ("be positive"), None where it holds.
 
     ``integer``: a tensor that stands for such a value holds integers.
     """
@@ -49,11 +49,11 @@ def check_rules(
             )
 
 
-def check_number(what: str, value: Any, rule: Rule) -> None:
-    """Raises ValueError where ``value``, which ``what`` names, breaks ``rule``."""
+def check_number(subject: str, value: Any, rule: Rule) -> None:
+    """Raises ValueError where ``value``, which ``subject`` names, breaks ``rule``."""
     broken = rule(value)
     if broken is not None:
-        raise ValueError(f"{what} must {broken}, got {described(value)}")
+        raise ValueError(f"{subject} must {broken}, got {described(value)}")
 
 
 def check_numbers(caller: str, values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
@@ -63,24 +63,24 @@ def check_numbers(caller: str, values: Mapping[str, Any], rules: Mapping[str, Ru
             check_number(f"{caller}: {key}", values[key], rule)
 
 
-def check_scalar(what: str, value: Any, rule: Rule, *, readable: bool) -> None:
+def check_scalar(subject: str, value: Any, rule: Rule, *, readable: bool) -> None:
     """Holds a number, or a 0-d tensor of numbers, to ``rule``.
 
     A tensor's value is read only where it is ``readable``, which on a GPU it is not: the host would wait for it.
     """
     if not isinstance(value, Tensor):
-        return check_number(what, value, rule)
+        return check_number(subject, value, rule)
     dtype = value.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if value.dim() != 0 or not (integer or (dtype.is_floating_point and not rule.integer)):
         kind = "an integer" if rule.integer else "a number"
-        raise ValueError(f"{what} must be {kind} or a 0-d tensor of one, got {described(value)}")
+        raise ValueError(f"{subject} must be {kind} or a 0-d tensor of one, got {described(value)}")
     if readable and value.device.type == "cpu":
-        check_number(what, value.item(), rule)
+        check_number(subject, value.item(), rule)
 
 
-def limited(words: str, takes: Callable[[Any], bool], *, integer: bool = False) -> Rule:
-    """Returns the rule of a number that ``takes`` holds for, which ``words`` say.
+def limited(phrase: str, accepts: Callable[[Any], bool], *, integer: bool = False) -> Rule:
+    """Returns a rule: a number for which ``accepts(value)`` is true; ``phrase`` goes into the error.
 
     A comparison with NaN is false, so that no such rule takes it.
     """
@@ -89,7 +89,7 @@ def limited(words: str, takes: Callable[[Any], bool], *, integer: bool = False) 
     def broken(value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, kinds):
             return kind
-        return None if takes(value) else words
+        return None if accepts(value) else phrase
 
     return Rule(broken, integer)
 
@@ -106,11 +106,11 @@ SEED = limited("lie in -2**63 to 2**64 - 1", lambda v: -(1 << 63) <= v < 1 << 64
 
 def whole(least: int = 1, most: int = MAX_SIZE) -> Rule:
     """Returns the rule of an integer from ``least`` to ``most``."""
-    words = "be a positive integer" if least == 1 else f"be an integer of at least {least}"
+    phrase = "be a positive integer" if least == 1 else f"be an integer of at least {least}"
 
     def broken(value: Any) -> str | None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            return words
+            return phrase
         return f"be at most {most}" if value > most else None
 
     return Rule(broken, integer=True)
@@ -118,13 +118,13 @@ def whole(least: int = 1, most: int = MAX_SIZE) -> Rule:
 
 def number(low: float, high: float, ends: str = "[]") -> Rule:
     """Returns the rule of an int or float in an interval; ``ends`` are its brackets, round where an end is outside."""
-    after, before = ({"[": operator.ge, "(": operator.gt}[ends[0]], {"]": operator.le, ")": operator.lt}[ends[1]])
+    above, below = ({"[": operator.ge, "(": operator.gt}[ends[0]], {"]": operator.le, ")": operator.lt}[ends[1]])
     interval = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
 
     def broken(value: Any) -> str | None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return f"be a number in {interval}"
-        return None if after(value, low) and before(value, high) else f"lie in {interval}"
+        return None if above(value, low) and below(value, high) else f"lie in {interval}"
 
     return Rule(broken)
 
@@ -132,24 +132,24 @@ def number(low: float, high: float, ends: str = "[]") -> Rule:
 def one_of(names: Iterable[str]) -> Rule:
     """Returns the rule of a string that is one of ``names``."""
     names = tuple(names)
-    words = f"be one of {', '.join(names)}"
-    return Rule(lambda value: None if isinstance(value, str) and value in names else words)
+    phrase = f"be one of {', '.join(names)}"
+    return Rule(lambda value: None if isinstance(value, str) and value in names else phrase)
 
 
-def instance(words: str, *kinds: type) -> Rule:
-    """Returns the rule of a value of one of ``kinds``, which ``words`` name."""
-    return Rule(lambda value: None if isinstance(value, kinds) else f"be {words}")
+def instance(phrase: str, *kinds: type) -> Rule:
+    """Returns the rule of a value of one of ``kinds``, which ``phrase`` names."""
+    return Rule(lambda value: None if isinstance(value, kinds) else f"be {phrase}")
 
 
 boolean = instance("true or false", bool)
 
 
 def optional(rule: Rule) -> Rule:
-    """Returns the rule that None breaks not either."""
+    """Returns the rule, extended to accept None."""
 
     def broken(value: Any) -> str | None:
-        words = None if value is None else rule(value)
-        return None if words is None else f"{words} or None"
+        phrase = None if value is None else rule(value)
+        return None if phrase is None else f"{phrase} or None"
 
     return Rule(broken, rule.integer)
 

@@ -55,9 +55,9 @@ def started_by(launcher: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     if any(getattr(launcher, f"{kind}_scratch_size", True) for kind in ("global", "profile")):
         return launcher, args
     called: list[tuple[Any, ...]] = []
-    asked = copy.copy(launcher)
-    asked.launch = lambda *given: called.append(given)
-    asked(*args)
+    probe = copy.copy(launcher)
+    probe.launch = lambda *parameters: called.append(parameters)
+    probe(*args)
     return launcher.launch, called[0]
 
 
