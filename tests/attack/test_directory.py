@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.attack import spoil
 from tests.models.theirs import make as theirs
 from tpfuse import add_lora, load_adapter, parallelize, save_adapter
-from tpfuse.kernels.runtime.rules import shown
+from tpfuse.kernels.runtime.rules import quoted
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.models.files import directory, disk
 
@@ -82,7 +82,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("family, key, value", FIELDS, ids=lambda v: shown(v)[:24])
+@pytest.mark.parametrize("family, key, value", FIELDS, ids=lambda v: quoted(v)[:24])
 def test_a_value_of_another_type_or_range_is_refused_by_name(copy, small, family, key, value):
     path = copy(family, **{key: value})
     said = refused(path, "must be|must lie in|is not built", spoil.Bert if family == "bert" else GPT)
@@ -122,7 +122,7 @@ def test_rotary_parameters_of_another_type_or_range(copy, rope):
         dict(num_layers=10**9), dict(hidden_size=10**5000), dict(vocab_size=1 << 30, hidden_size=1 << 30, num_heads=1),
         dict(family="llama", rope=spoil.ROPE, head_width=10**9), dict(tie_embeddings="no"),
     ],
-    ids=lambda change: shown(change)[:40],
+    ids=lambda change: quoted(change)[:40],
 )  # fmt: skip
 def test_configs_made_by_hand_have_the_same_rules(small, change):
     with pytest.raises(ValueError, match="must be|must lie in|elements"):
@@ -317,7 +317,7 @@ ADAPTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key, value", ADAPTERS, ids=lambda v: shown(v)[:24])
+@pytest.mark.parametrize("key, value", ADAPTERS, ids=lambda v: quoted(v)[:24])
 def test_an_adapters_config_is_checked(adapter, key, value):
     rejected(adapter(**{key: value}), f"adapter_config.json: {key}(=| must)")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, number, optional, shown, whole
+from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
 from ..layers.linear import Adaptable
 from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
 from ..layers.module import Spec, local
@@ -43,7 +43,7 @@ EMPTY = (
     "target_parameters",
 )
 _RULES: dict[str, Rule] = dict(
-    r=whole(), lora_alpha=number(0, 1e9), lora_dropout=optional(number(0, 1, "[)")), use_rslora=optional(boolean)
+    r=integer(), lora_alpha=number(0, 1e9), lora_dropout=optional(number(0, 1, "[)")), use_rslora=optional(boolean)
 )
 
 
@@ -175,7 +175,7 @@ def _adapted(base: Model, caller: str) -> _Adapted:
     stages = base.groups.over_stages(caller, (*mine, {(len(lora.A), lora.scale * len(lora.A)) for lora in loras}))
     modules, holders, sizes = (set().union(*column) for column in zip(*stages, strict=True))
     check(bool(modules), f"{caller}: the model has no adapters")
-    check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {shown(sorted(sizes))}")
+    check(len(sizes) == 1, f"{caller}: adapters must be of one rank and alpha, got {quoted(sorted(sizes))}")
     ((rank, alpha),) = sizes
     return _Adapted(modules, holders - modules, rank, alpha)
 
@@ -249,7 +249,7 @@ def check_saved(place: str, names: Any, base: Model) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
     heads = _HEADS | set(_saved(base)) if beside(base) else set()
     if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
-        raise ValueError(f"{place}: modules_to_save={shown(names)} is not built")
+        raise ValueError(f"{place}: modules_to_save={quoted(names)} is not built")
 
 
 def _saved(base: Model) -> list[str]:
@@ -276,10 +276,10 @@ def _read(path: Path) -> tuple[Any, Any]:
     place = f"load_adapter: {path / CONFIG}"
     for key, built in BUILT.items():
         if config.get(key, built) not in (built, None):
-            raise ValueError(f"{place}: {key}={shown(config[key])} is not built; only {built!r} is")
+            raise ValueError(f"{place}: {key}={quoted(config[key])} is not built; only {built!r} is")
     for key in EMPTY:
         if config.get(key):
-            raise ValueError(f"{place}: {key}={shown(config[key])} is not built")
+            raise ValueError(f"{place}: {key}={quoted(config[key])} is not built")
     for key in ("r", "lora_alpha"):
         if key not in config:
             raise ValueError(f"{place} has no {key}")
@@ -321,7 +321,7 @@ def _check_tensor(file: Path, handle: Any, name: str, expected: tuple[int, ...])
     got = None if tensor is None else tuple(tensor.get_shape())
     if tensor is None or got != expected:
         raise ValueError(
-            f"load_adapter: {name} in {file} must be {expected}, got {'none' if got is None else shown(got)}"
+            f"load_adapter: {name} in {file} must be {expected}, got {'none' if got is None else quoted(got)}"
         )
     if tensor.get_dtype() not in DTYPES:
         raise ValueError(f"load_adapter: {name} in {file} must be one of {DTYPES}, got {tensor.get_dtype()}")

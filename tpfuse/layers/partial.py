@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..kernels.runtime.rules import some
+from ..kernels.runtime.rules import listed
 from ..parallel import TensorParallel
 from ..ranks.agreement import CLOSE
 from ..ranks.messages import channel, gather
@@ -48,7 +48,7 @@ def check_gradients(of: nn.Module | Mapping[str, Tensor] | Iterable[Tensor], nam
     parameters = _named(of)
     differing, complete = _compare(parameters, lambda p: p.grad)
     if differing:
-        whose = some([_readable(key, parameters[key]) for key in differing])
+        whose = listed([_readable(key, parameters[key]) for key in differing])
         raise ValueError(f"{name}: not every tensor-parallel rank has the same gradient of {whose}; {_CURE}")
     return complete
 
@@ -57,7 +57,7 @@ def warn_of_drift(model: Any, name: str) -> None:
     """Warns, on every rank, of parameters that are not split and whose values differ; each rank calls it."""
     differing, _ = _compare(_named(model) if isinstance(model, nn.Module) else {}, lambda p: p)
     if differing:
-        message = f"{some(differing)} should be the same on every tensor-parallel rank and differ"
+        message = f"{listed(differing)} should be the same on every tensor-parallel rank and differ"
         warnings.warn(f"{name}: {message}; {_CURE}", stacklevel=3)
 
 

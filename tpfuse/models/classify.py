@@ -25,11 +25,11 @@ from ..kernels.runtime.rules import (
     check_rules,
     described,
     instance,
+    integer,
     number,
     one_of,
     optional,
-    shown,
-    whole,
+    quoted,
 )
 from ..layers.sites import CLASSIFIER, POOLER
 from ..parallel import TensorParallel
@@ -42,20 +42,20 @@ from .rows import BatchRows
 
 REGRESSION, SINGLE, MULTI = PROBLEMS = "regression", "single_label_classification", "multi_label_classification"
 _FIELDS: dict[str, Rule] = dict(
-    num_labels=whole(),
+    num_labels=integer(),
     per=one_of(PER),
     problem_type=optional(one_of(PROBLEMS)),
     dropout=optional(number(0, 1, "[)")),
-    pad_token_id=optional(whole(least=-1)),
+    pad_token_id=optional(integer(least=-1)),
 )
 _KEYS: dict[str, Rule] = dict(
-    num_labels=optional(whole()),
+    num_labels=optional(integer()),
     id2label=optional(instance("an object", Mapping)),
     problem_type=optional(one_of(PROBLEMS)),
     classifier_dropout=optional(number(0, 1, "[)")),
     seq_classif_dropout=optional(number(0, 1, "[)")),
     hidden_dropout=optional(number(0, 1, "[)")),
-    pad_token_id=optional(whole(least=-1)),
+    pad_token_id=optional(integer(least=-1)),
     token_classification_bias=optional(boolean),
 )
 
@@ -101,7 +101,7 @@ class Classifier:
         )
         names, count = config.get("id2label"), config.get("num_labels")
         if names is not None and count not in (None, len(names)):
-            raise ValueError(f"Classifier: num_labels={shown(count)}, and id2label has {len(names)}")
+            raise ValueError(f"Classifier: num_labels={quoted(count)}, and id2label has {len(names)}")
         values: dict[str, Any] = dict(num_labels=count or 2 if names is None else len(names), per=per)
         if per == SEQUENCE:
             values["problem_type"] = config.get("problem_type")

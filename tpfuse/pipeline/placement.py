@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import check_numbers, one_of, optional, shown, whole
+from ..kernels.runtime.rules import check_numbers, integer, one_of, optional, quoted
 from .schedules import SCHEDULES, placement
 
 
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     layers: Sequence[int] | None = None
 
 
-_NUMBERS = dict(rank=whole(0), ranks=whole(), chunks=optional(whole()))
+_NUMBERS = dict(rank=integer(0), ranks=integer(), chunks=optional(integer()))
 
 
 def stage_of(name: str, value: "Stage | tuple[int | str, ...]") -> Stage:
@@ -51,11 +51,13 @@ def stage_of(name: str, value: "Stage | tuple[int | str, ...]") -> Stage:
     check(
         isinstance(value, tuple) and 2 <= len(value) <= len(Stage._fields),
         f"{name}: stage must be a tpfuse.pipeline.Stage or (rank, ranks) or (rank, ranks, schedule), got"
-        f" {shown(value)}",
+        f" {quoted(value)}",
     )
     stage = Stage(*value)
     error = one_of(SCHEDULES)(stage.schedule)
-    check(error is None, f"{name}: stage's schedule must be one of {', '.join(SCHEDULES)}, got {shown(stage.schedule)}")
+    check(
+        error is None, f"{name}: stage's schedule must be one of {', '.join(SCHEDULES)}, got {quoted(stage.schedule)}"
+    )
     check_numbers(f"{name}: stage", stage._asdict(), _NUMBERS)
     check(stage.rank < stage.ranks, f"{name}: stage's rank must be below its ranks={stage.ranks}, got {stage.rank}")
     held = SCHEDULES[stage.schedule].chunks
@@ -86,7 +88,7 @@ def chunks_of(name: str, stage: Stage, costs: "PartCosts") -> tuple[Chunk, ...]:
         check(
             positive and len(sizes) == count and sum(sizes) == layers,
             f"{name}: stage's layers must be {count} positive integers whose sum is {layers}, got"
-            f" {shown(stage.layers)}",
+            f" {quoted(stage.layers)}",
         )
     begins = [sum(sizes[:i]) for i in range(count + 1)]
     return tuple(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import check_numbers, number, one_of, optional, shown, whole
+from ..kernels.runtime.rules import check_numbers, integer, number, one_of, optional, quoted
 from . import chimera, torch_lists
 from .action import BACKWARD, FORWARD, Action
 
@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
     chains: int = 1
 
 
-_NUMBERS = dict(ranks=whole(), micro_batches=whole(), chunks=optional(whole()), backward=number(1e-9, 1e9))
+_NUMBERS = dict(ranks=integer(), micro_batches=integer(), chunks=optional(integer()), backward=number(1e-9, 1e9))
 _SEVERAL = range(2, 65)
 _ONE, _TWO = range(1, 2), range(2, 3)
 
@@ -109,7 +109,7 @@ def order(schedule: str, ranks: int, micro_batches: int, *, chunks: int | None =
     their rounds of about ``ranks`` each, "dualpipev" as many as stages, "chimera" even numbers of both.
     """
     error = one_of(SCHEDULES)(schedule)
-    check(error is None, f"pipeline: schedule must be one of {', '.join(SCHEDULES)}, got {shown(schedule)}")
+    check(error is None, f"pipeline: schedule must be one of {', '.join(SCHEDULES)}, got {quoted(schedule)}")
     numbers = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, backward=backward)
     check_numbers("pipeline", numbers, _NUMBERS)
     kind = SCHEDULES[schedule]

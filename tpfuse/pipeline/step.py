@@ -16,7 +16,7 @@ from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
-from ..kernels.runtime.rules import check_number, whole
+from ..kernels.runtime.rules import check_number, integer
 from ..ranks.agreement import Agreement, Header
 from . import failures
 from .action import KINDS
@@ -232,7 +232,7 @@ def schedule(
         )
     check_sharded(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-    check_number("pipeline: micro_batches", micro_batches, whole())
+    check_number("pipeline: micro_batches", micro_batches, integer())
     rank, ranks = group.rank(), group.size()
     check(
         (rank, ranks) == (stage.rank, stage.ranks),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..kernels.runtime.rules import some
+from ..kernels.runtime.rules import listed
 from .messages import Channel, channel, gather
 
 SAMPLE = 64  # elements of a float tensor that are compared
@@ -120,7 +120,7 @@ def described(value: Any, *, floats: bool = True) -> Described:
 
 def names(keys: Sequence[str]) -> str:
     """Returns a short text for names: some of them and a checksum, equal where the names are."""
-    return f"{some(keys) or 'none'} #{zlib.crc32(repr(keys).encode()):08x}"
+    return f"{listed(keys) or 'none'} #{zlib.crc32(repr(keys).encode()):08x}"
 
 
 def _text(value: Any) -> str:

@@ -199,7 +199,7 @@ class WantedGrads(NamedTuple):
         if deferral is None:
             wanted = {name for name, need in zip(inputs, ctx.needs_input_grad[1:], strict=False) if need}
         else:
-            wanted = set(filter(deferral.wants, inputs))
+            wanted = set(filter(deferral.needs_gradient, inputs))
         grads = WantedGrads("weight" in wanted, bias if "bias" in wanted else None, "out_weight" in wanted)
         if deferral is not None:
             return grads._replace(run=_deferring(deferral))

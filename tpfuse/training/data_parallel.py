@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, some
+from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
 from ..parallel import resolve
@@ -141,9 +141,9 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
 def _check_parameters(name: str, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
-    check(not dtensors, f"{name}: {some(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
+    check(not dtensors, f"{name}: {listed(dtensors)} is a DTensor, which FSDP2 takes; leave tpfuse.as_dtensor off")
     meta = [path for path, p in parameters.items() if p.is_meta]
-    check(not meta, f"{name}: {some(meta)} is on the meta device; give the model its values first")
+    check(not meta, f"{name}: {listed(meta)} is on the meta device; give the model its values first")
     check(
         any(p.requires_grad for p in parameters.values()), f"{name} has no trainable parameter, so nothing to average"
     )

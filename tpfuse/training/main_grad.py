@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.runtime.main_grad import DDP, PLACES, main_grads
-from ..kernels.runtime.rules import some
+from ..kernels.runtime.rules import listed
 from ..layers.module import ParallelModule, Spec
 from ..layers.shards import named_specs
 from ..models.model import staged_in
@@ -159,7 +159,7 @@ class MainGrad:
         for change, names in (("were replaced", gone), ("were moved", moved), ("are new or were made trainable", new)):
             if names:
                 raise ValueError(
-                    f"MainGrad: parameters of the model {change} since it was made: {some(names)}; make MainGrad, and"
+                    f"MainGrad: parameters of the model {change} since it was made: {listed(names)}; make MainGrad, and"
                     " the optimizer after it, when the model is complete"
                 )
         return model

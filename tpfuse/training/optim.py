@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import check_number, described, limited, some
+from ..kernels.runtime.rules import check_number, described, limited, listed
 from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..layers.shards import named_specs
@@ -98,5 +98,5 @@ def _check_finite(total: Tensor, parts: dict[str, GradPart], stages: dist.Proces
     anywhere = over_groups(torch.stack(local).double(), groups).tolist() if local else []
     bad = [name for name, count in zip(parts, anywhere, strict=True) if count]
     bad = list(dict.fromkeys(name for stage in gather(bad, stages) for name in stage))
-    whose = f"that of {some(bad)} is not finite" if bad else "each is finite, their squares' sum is not"
+    whose = f"that of {listed(bad)} is not finite" if bad else "each is finite, their squares' sum is not"
     raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}: {whose}; none was changed")

@@ -40,10 +40,10 @@ from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
 def drop(z: Tensor, mask: Mask, residual: Tensor | None = None) -> Tensor:
     """Returns residual + mask z / (1 - p) in z's dtype, for z [m, D]."""
     rows, columns = z.shape
-    kept = keep_rows(mask, rows, columns, z.dtype)
+    keeps = keep_rows(mask, rows, columns, z.dtype)
     if residual is None:
-        return kept.mul_(z).mul_(scale(mask.p))
-    return torch.addcmul(residual.to(z.dtype), z, kept, value=scale(mask.p))
+        return keeps.mul_(z).mul_(scale(mask.p))
+    return torch.addcmul(residual.to(z.dtype), z, keeps, value=scale(mask.p))
 
 
 def fused_norm_fwd_ref(
@@ -87,8 +87,8 @@ def fused_norm_bwd_ref(
     what it was given.
     """
     inside = order in (POST, DROP)  # dh, too, comes through the norm
-    like = incoming(dn, dh)
-    d = like.to(acc_dtype(like), copy=True) if dn is None else sum_parts(dn)
+    gradient = incoming(dn, dh)
+    d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if dn is not None and dh is not None and inside:
         d += dh
@@ -124,8 +124,8 @@ def fwd_cpu(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tupl
     def block(i: int, j: int) -> tuple[Tensor, ...]:
         rows = mask._replace(first_row=mask.first_row + i)
         positions, types, residual = (None if t is None else t[i:j] for t in (add.positions, add.types, add.residual))
-        own = add._replace(positions=positions, types=types, residual=residual)
-        return fused_norm_fwd_ref(parts[:, i:j], own, norm, rows, order=order)
+        part = add._replace(positions=positions, types=types, residual=residual)
+        return fused_norm_fwd_ref(parts[:, i:j], part, norm, rows, order=order)
 
     return tuple(torch.cat(outputs) for outputs in zip(*(block(i, j) for i, j in blocks), strict=True))
 
@@ -142,14 +142,14 @@ def bwd_cpu(
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
-    whole = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
+    acc_wanted = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
         cut = lambda t: None if t is None else t[..., i:j, :]
         h, mean, rstd = (t if t is None or len(t) == 0 else t[i:j] for t in (saved.h, saved.mean, saved.rstd))
-        own = saved._replace(h=h, mean=mean, rstd=rstd)
+        part = saved._replace(h=h, mean=mean, rstd=rstd)
         rows = mask._replace(first_row=mask.first_row + i)
-        return fused_norm_bwd_ref(cut(dn), cut(dh), own, rows, order=order, wanted=whole, out=cut(out))
+        return fused_norm_bwd_ref(cut(dn), cut(dh), part, rows, order=order, wanted=acc_wanted, out=cut(out))
 
     dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
     dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in vectors)
@@ -178,14 +178,14 @@ def _bwd_fake(
     wanted: Wanted,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like, gamma = incoming(dn, dh), saved.gamma
-    acc, (m, D) = acc_dtype(like), like.shape[-2:]
-    dparts = like.new_empty((m, D) if out is None else 0, dtype=wanted.parts)
+    gradient, gamma = incoming(dn, dh), saved.gamma
+    acc, (m, D) = acc_dtype(gradient), gradient.shape[-2:]
+    dparts = gradient.new_empty((m, D) if out is None else 0, dtype=wanted.parts)
     rows, dtype = (0, acc) if wanted.residual is None else ((m, D), wanted.residual)
     normed = dn is not None or order in (POST, DROP)
-    dgamma = like.new_empty(0, dtype=acc) if gamma is None or not normed else gamma.new_empty(D)
+    dgamma = gradient.new_empty(0, dtype=acc) if gamma is None or not normed else gamma.new_empty(D)
     dbeta = dgamma.new_empty(D if gamma is not None and normed and wanted.beta else 0)
-    return dparts, like.new_empty(rows, dtype=dtype), new_vector(like, D, wanted.bias), dgamma, dbeta
+    return dparts, gradient.new_empty(rows, dtype=dtype), new_vector(gradient, D, wanted.bias), dgamma, dbeta
 
 
 norm_apply = op(norm_apply_ref, kind=NORM, launch=apply_launch, replay=True)

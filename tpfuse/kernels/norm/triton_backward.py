@@ -26,7 +26,7 @@ from ..runtime.counters import counters
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import Last, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
+from ..runtime.partials import FinalSum, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
@@ -57,7 +57,7 @@ def _bwd_kernel(
     saved,  # in: Statistics
     mask,  # KernelMask
     dest,  # Gradients, whose vectors are partial sums
-    finish,  # Last: the vectors, where programs of this kernel sum the partials
+    finish,  # FinalSum: the vectors, where programs of this kernel sum the partials
     M,
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     KIND: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -166,7 +166,7 @@ def backward(
     elif kernel is bwd_once_kernel:
         launch(kernel, (P,), device, *entering, drops, filled, m, **flags, **config)
     else:
-        finish = Last(counters(device), *vectors) if groups else Last()
+        finish = FinalSum(counters(device), *vectors) if groups else FinalSum()
         config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
         launch(kernel, (P,), device, *entering, drops, filled, finish, m, **flags, **config)
         if groups:

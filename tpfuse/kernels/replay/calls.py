@@ -49,7 +49,7 @@ def eager() -> bool:
     )
 
 
-class Call:
+class Arguments:
     """A call's arguments: its tensors, each once, and ``kind``, which stands for everything else."""
 
     __slots__ = "kind", "tensors"
@@ -92,7 +92,7 @@ def _getter(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 _layouts: dict[tuple[type, ...], _Layout] = {}
 
 
-def read(args: Iterable[Any]) -> Call | None:
+def read(args: Iterable[Any]) -> Arguments | None:
     """Returns a call's arguments; None where the dispatcher has to resolve one by its type, such as a tensor's subclass
     or a symbolic number."""
     flat: list[Any] = []
@@ -107,9 +107,11 @@ def read(args: Iterable[Any]) -> Call | None:
     tensors = layout.tensors(flat)
     identities = tuple(map(id, tensors))
     if len({*identities}) == len(tensors):
-        return Call((layout, layout.constants(flat)), tensors)
+        return Arguments((layout, layout.constants(flat)), tensors)
     sources = tuple(map(identities.index, identities))  # of a tensor given twice a kernel's address came from the first
-    return Call((layout, layout.constants(flat), sources), tuple(t for i, t in enumerate(tensors) if sources[i] == i))
+    return Arguments(
+        (layout, layout.constants(flat), sources), tuple(t for i, t in enumerate(tensors) if sources[i] == i)
+    )
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -148,7 +150,7 @@ class Replayed:
         result = self.replay_known(call)
         return self.run(args, call) if result is UNKNOWN else result
 
-    def replay_known(self, call: Call) -> Any:
+    def replay_known(self, call: Arguments) -> Any:
         """Replays a call of a kind that was replayed before; UNKNOWN where there is none, or it must not be now."""
         if _room.REPLAY and active_recorder() is None:
             tensors = call.tensors
@@ -160,7 +162,7 @@ class Replayed:
                     break
         return UNKNOWN
 
-    def run(self, args: tuple[Any, ...], call: Call) -> Any:
+    def run(self, args: tuple[Any, ...], call: Arguments) -> Any:
         """Replays a call by its key, or runs the launcher, which is recorded the first time."""
         device, tensors = call.device, call.tensors
         if not _room.REPLAY or active_recorder() is not None or device is None or device.type not in LAUNCHED:
@@ -177,7 +179,7 @@ class Replayed:
         self._guard(call, device, recorded)
         return recorded.replay(tensors, addresses, stream)
 
-    def _guard(self, call: Call, device: torch.device, recorded: Tape) -> None:
+    def _guard(self, call: Arguments, device: torch.device, recorded: Tape) -> None:
         """Makes guards by which later calls of this kind are recognised."""
         tensors, kinds = call.tensors, self.guarded.get(call.kind, ())
         if len(kinds) < COMPARED:

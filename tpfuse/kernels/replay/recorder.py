@@ -18,7 +18,7 @@ from ..runtime.counters import are_counters
 FRESH = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-class Origin(NamedTuple):
+class TensorSource(NamedTuple):
     """The origin of a tensor: a slot's tensor (arguments have the first slots, tensors made on the way the next), or
     a view of it."""
 
@@ -26,7 +26,7 @@ class Origin(NamedTuple):
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, elements behind the slot's first
 
 
-class Origins(tuple[Origin, ...]):
+class TensorSources(tuple[TensorSource, ...]):
     """Those of a list of tensors."""
 
 
@@ -44,7 +44,7 @@ class TorchCall(NamedTuple):
     """A call of an op of torch's that makes or writes a tensor."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]  # a Origin for each tensor, Origins for a list of them
+    args: tuple[Any, ...]  # a TensorSource for each tensor, TensorSources for a list of them
     options: Mapping[str, object]
     results: tuple[tuple[int | None, int], ...]  # (index among its outputs, None: its only one; the slot that holds it)
 
@@ -124,9 +124,9 @@ class Recorder(TorchDispatchMode):
         return Allocation(self._new_slot(t), tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device.type)
 
     def _torch_argument(self, arg: Any) -> Any:
-        """Returns an argument of torch's with a Origin for a tensor, and Origins for a list of tensors."""
+        """Returns an argument of torch's with a TensorSource for a tensor, and TensorSources for a list of tensors."""
         if isinstance(arg, (tuple, list)) and arg and all(isinstance(part, Tensor) for part in arg):
-            return Origins(map(self.source, arg))
+            return TensorSources(map(self.source, arg))
         return self.source(arg) if isinstance(arg, Tensor) else _plain(arg)
 
     def _new_slot(self, t: Tensor) -> int:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         slot = self._slot(t)
         return Address(slot, int(t.data_ptr()) - self.slots[slot].address)
 
-    def source(self, t: Tensor) -> Origin:
+    def source(self, t: Tensor) -> TensorSource:
         """Returns where a tensor comes from; Unrepeatable for one that is older than the call."""
         index = self._slot(t)
         slot = self.slots[index]
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
             raise Unrepeatable
         offset = int(t.storage_offset()) - slot.offset
         same = offset == 0 and t.shape == slot.shape and t.stride() == slot.stride
-        return Origin(index, None if same else (tuple(t.shape), t.stride(), offset))
+        return TensorSource(index, None if same else (tuple(t.shape), t.stride(), offset))
 
 
 class _Slot:
@@ -211,9 +211,9 @@ def active_recorder() -> Recorder | None:
 @contextlib.contextmanager
 def recording(tensors: Sequence[Tensor]) -> Iterator[Recorder]:
     """Records what this thread does inside."""
-    before, _current.recorder = _current.recorder, Recorder(tensors)
+    previous, _current.recorder = _current.recorder, Recorder(tensors)
     try:
         with _current.recorder as active:
             yield active
     finally:
-        _current.recorder = before
+        _current.recorder = previous

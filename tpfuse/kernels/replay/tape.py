@@ -15,7 +15,17 @@ from torch import Tensor
 
 from ..runtime.counters import address
 from ..runtime.triton import started_by
-from .recorder import Address, Allocation, CounterAddress, Event, Origin, Origins, Recorder, TorchCall, Unrepeatable
+from .recorder import (
+    Address,
+    Allocation,
+    CounterAddress,
+    Event,
+    Recorder,
+    TensorSource,
+    TensorSources,
+    TorchCall,
+    Unrepeatable,
+)
 
 _torch: Any = torch._C._dynamo.guards  # untyped
 SHORT: dict[Any, Callable[..., Any]] = {  # the same op, by a shorter way in
@@ -75,7 +85,7 @@ class _Writer:
         self.bound: dict[str, Any] = {}  # by name: what has no literal
         self.names: dict[int, str] = {}  # those of ``bound``, by identity
         leaves = list(_leaves([tape.outputs, *map(_arguments, tape.events)]))
-        self.sources = [leaf for leaf in leaves if isinstance(leaf, Origin)]
+        self.sources = [leaf for leaf in leaves if isinstance(leaf, TensorSource)]
         self.addressed = {leaf.slot for leaf in leaves if isinstance(leaf, Address)}
         self.reshaped: set[int] = set()  # slots whose tensors are made in the shape of their one view
         self.source = self._source(tape)
@@ -83,7 +93,7 @@ class _Writer:
     def _source(self, tape: Tape) -> str:
         events, arguments = tape.events, tape.arguments
         last_use = {slot: i for i, event in enumerate(events) for slot in _slots(event)}
-        returned = {leaf.slot for leaf in _leaves(tape.outputs) if isinstance(leaf, Origin)}
+        returned = {leaf.slot for leaf in _leaves(tape.outputs) if isinstance(leaf, TensorSource)}
         used = returned.union(*(_slots(event) for event in events if not isinstance(event, Allocation)))
         names = [f"{''.join(f'{letter}{i}, ' for i in range(arguments))}" for letter in "ta"]
         lines = [f"{names[0]}= tensors", f"{names[1]}= addresses"]
@@ -137,14 +147,14 @@ class _Writer:
 
     def _text(self, value: Any) -> str:
         """Returns an argument or a result as it is written."""
-        if isinstance(value, Origin):
+        if isinstance(value, TensorSource):
             slot, view = value
             if view is None or slot in self.reshaped:
                 return f"t{slot}"
             shape, strides, offset = view
             start = f", t{slot}.storage_offset() + {offset}" if offset else ""  # its own, by default
             return f"t{slot}.as_strided({shape}, {strides}{start})"
-        if isinstance(value, Origins):
+        if isinstance(value, TensorSources):
             return f"[{', '.join(map(self._text, value))}]"
         if isinstance(value, Address):
             return f"a{value.slot} + {value.offset}" if value.offset else f"a{value.slot}"
@@ -173,8 +183,8 @@ def _arguments(event: Event) -> tuple[Any, ...]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what a nesting of lists and tuples holds; a Origin and an Address are no nesting."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, (Origin, Address)):
+    """Yields what a nesting of lists and tuples holds; a TensorSource and an Address are no nesting."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, (TensorSource, Address)):
         for part in value:
             yield from _leaves(part)
     else:
@@ -184,4 +194,4 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _slots(event: Event) -> set[int]:
     new = {event.slot} if isinstance(event, Allocation) else set()
     new |= {slot for _, slot in event.results} if isinstance(event, TorchCall) else set()
-    return new | {leaf.slot for leaf in _leaves(_arguments(event)) if isinstance(leaf, (Origin, Address))}
+    return new | {leaf.slot for leaf in _leaves(_arguments(event)) if isinstance(leaf, (TensorSource, Address))}

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import check
-from ..runtime.rules import WHOLE, boolean, check_rules, instance, number, optional, shown, whole
+from ..runtime.rules import WHOLE, boolean, check_rules, instance, integer, number, optional, quoted
 
 _FACTOR = number(1e-3, 1e6)
 _SCALING = dict(  # what rope_table's arguments, and their namesakes in a config, may be
     rope_theta=number(1, 1e15, "(]"),
     partial_rotary_factor=number(0, 1024, "(]"),
-    max_position_embeddings=whole(),
-    original_max_position_embeddings=whole(),
+    max_position_embeddings=integer(),
+    original_max_position_embeddings=integer(),
     factor=_FACTOR,
     low_freq_factor=_FACTOR,
     high_freq_factor=_FACTOR,
@@ -27,7 +27,7 @@ _SCALING = dict(  # what rope_table's arguments, and their namesakes in a config
     truncate=boolean,
 )
 _GIVEN = dict(
-    head_width=whole(most=1 << 16),
+    head_width=integer(most=1 << 16),
     length=WHOLE,
     seq_len=optional(WHOLE),
     scaling=optional(instance("a mapping", Mapping)),
@@ -69,7 +69,7 @@ def rope_table(
         scaling.setdefault("rope_theta", theta)
     kind = scaling["rope_type"]
     if not isinstance(kind, str) or kind not in _FREQUENCIES:  # torch.compile cannot make the words, so not before
-        raise ValueError(f"rope_table: rope type {shown(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
+        raise ValueError(f"rope_table: rope type {quoted(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
     check_rules("rope_table", dict(partial_rotary_factor=partial_rotary_factor) | scaling, _SCALING)
     rotary = int(head_width * scaling.get("partial_rotary_factor", partial_rotary_factor))
     enough = 1 <= rotary and rotary + rotary % 2 <= head_width
@@ -90,7 +90,7 @@ def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
         if k in scaling:
             return scaling[k]
     kind = scaling["rope_type"]
-    raise ValueError(f"rope_table: rope type {kind!r} needs {key}, which has no safe default; got {shown(scaling)}")
+    raise ValueError(f"rope_table: rope type {kind!r} needs {key}, which has no safe default; got {quoted(scaling)}")
 
 
 def _original(scaling: dict[str, Any]) -> int:
@@ -149,7 +149,7 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     name = "long_factor" if seq_len > original else "short_factor"
     factors = _need(scaling, name)
     if not isinstance(factors, list | tuple) or not all(_FACTOR(x) is None for x in factors):
-        raise ValueError(f"rope_table: {name} must be numbers in [1e-3, 1e6], got {shown(factors)}")
+        raise ValueError(f"rope_table: {name} must be numbers in [1e-3, 1e6], got {quoted(factors)}")
     check(original > 1, f"rope_table: rope type 'longrope' needs a trained length of more than 1, got {original}")
     pair_factors = torch.tensor(factors, dtype=torch.float32, device="cpu")
     check(

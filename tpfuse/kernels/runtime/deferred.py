@@ -33,13 +33,13 @@ class WeightGradients:
         finally:
             _current.reset(token)
 
-    def add(self, work: Callable[[], None], needs: Any) -> None:
-        """``needs``: the tensors that the work keeps until it is run, in any nesting of tuples."""
-        self._work.append((work, needs))
+    def add(self, work: Callable[[], None], tensors: Any) -> None:
+        """``tensors``: the tensors that the work keeps until it is run, in any nesting of tuples."""
+        self._work.append((work, tensors))
 
     def held(self) -> list[Tensor]:
         """Returns the tensors that are kept for the work handed over since the last :meth:`take`."""
-        return [x for _, needs in self._work for x in tree_leaves(needs) if isinstance(x, Tensor)]
+        return [x for _, tensors in self._work for x in tree_leaves(tensors) if isinstance(x, Tensor)]
 
     def take(self) -> Callable[[], None]:
         """Returns what makes the gradients handed over since the last call, once."""
@@ -72,19 +72,19 @@ class Later(NamedTuple):
         """The places in fp32 of the weight and of the out_weight."""
         return mains(self.weight, self.out_weight)
 
-    def wants(self, name: str) -> bool:
+    def needs_gradient(self, name: str) -> bool:
         """Returns whether the tensor ``name`` is to get a gradient."""
         x = getattr(self, name)
         return x is not None and x.requires_grad
 
     def give(self, name: str, gradient: Tensor | None) -> None:
         """Sends a gradient on, now."""
-        if gradient is not None and self.wants(name):
+        if gradient is not None and self.needs_gradient(name):
             torch.autograd.backward([getattr(self, name)], [gradient])
 
     def keep(self, name: str, gradient: Tensor | None) -> None:
         """Hands over a gradient that has been made already."""
-        if gradient is not None and self.wants(name):
+        if gradient is not None and self.needs_gradient(name):
             self.store.add(lambda: self.give(name, gradient), gradient)
 
 
@@ -101,8 +101,8 @@ def later(
     store = None if torch.compiler.is_compiling() else _current.get()
     if store is None or not x.requires_grad or not torch.is_grad_enabled():
         return None
-    made = Later(store, weight, bias, out_weight)
-    return made if any(map(made.wants, ("weight", "bias", "out_weight"))) else None
+    deferral = Later(store, weight, bias, out_weight)
+    return deferral if any(map(deferral.needs_gradient, ("weight", "bias", "out_weight"))) else None
 
 
 def detached(x: Tensor | None) -> Tensor | None:

@@ -164,11 +164,11 @@ class _Derived:
         total = p[0].new_zeros(self.shape, dtype=dtype)
         result = write(total)
         with torch.enable_grad():
-            wide = [q.detach().to(dtype).requires_grad_(q.requires_grad) for q in p]
-            made = self.make(*wide)
-        asked = [(q, w) for q, w in zip(p, wide, strict=True) if q.requires_grad]
-        gradients = torch.autograd.grad(made, [w for _, w in asked], total)
-        for (q, _), gradient in zip(asked, gradients, strict=True):
+            widened = [q.detach().to(dtype).requires_grad_(q.requires_grad) for q in p]
+            weight = self.make(*widened)
+        leaves = [(q, w) for q, w in zip(p, widened, strict=True) if q.requires_grad]
+        gradients = torch.autograd.grad(weight, [w for _, w in leaves], total)
+        for (q, _), gradient in zip(leaves, gradients, strict=True):
             PLACES[q].add(lambda t, g=gradient: t.add_(g))
         return result
 
@@ -179,13 +179,13 @@ def derived(make: Callable[..., Tensor], *parameters: Tensor, dtype: torch.dtype
     If the parameters have places, the gradient of what is returned goes back through ``make`` in fp32, computed again
     for it, and the gradients of the parameters are added there.
     """
-    known = not torch.compiler.is_compiling() and PLACES and torch.is_grad_enabled()
-    asked = [p for p in parameters if p.requires_grad] if known else []
-    if not asked or any(p not in PLACES for p in asked):
-        made = make(*parameters)
-        return made if dtype is None else made.to(dtype)
+    marked = not torch.compiler.is_compiling() and PLACES and torch.is_grad_enabled()
+    leaves = [p for p in parameters if p.requires_grad] if marked else []
+    if not leaves or any(p not in PLACES for p in leaves):
+        weight = make(*parameters)
+        return weight if dtype is None else weight.to(dtype)
     with torch.no_grad():
-        made = make(*parameters)
-        made = (made if dtype is None else made.to(dtype)).detach().requires_grad_()
-    setattr(made, _STANDS_FOR, (None, _Derived(make, parameters, made.shape)))
-    return made
+        weight = make(*parameters)
+        weight = (weight if dtype is None else weight.to(dtype)).detach().requires_grad_()
+    setattr(weight, _STANDS_FOR, (None, _Derived(make, parameters, weight.shape)))
+    return weight

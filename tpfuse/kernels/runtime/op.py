@@ -215,7 +215,7 @@ class Op:
         """Returns the reference's arguments for those of a call through the schema."""
         return self._spelling.pack(flat)
 
-    def into(self, places: tuple[Tensor, ...], *args: Any, **named: Any) -> Any:
+    def write(self, places: tuple[Tensor, ...], *args: Any, **named: Any) -> Any:
         """Makes the call inside another op: outputs go to contiguous ``places``, which implementations take last."""
         double = places[0].dtype == torch.float64
         implementation = self.cpu if places[0].is_cpu or double or self.launch is None else self.launch
@@ -249,10 +249,10 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under ``torch.autocast``: floating tensors (fp64 excepted) in its dtype; otherwise the tensors as they are."""
     if not (torch.compiler.is_compiling() or _C._is_any_autocast_enabled()):
         return tensors
-    like = next(t for t in tensors if t is not None)
-    if not autocasts(like):
+    model = next(t for t in tensors if t is not None)
+    if not autocasts(model):
         return tensors
-    dtype = torch.get_autocast_dtype(like.device.type)
+    dtype = torch.get_autocast_dtype(model.device.type)
     lower = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(cast(t, dtype) if t is not None and t.dtype in lower else t for t in tensors)
 
@@ -272,9 +272,9 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def new_vector(like: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
+def new_vector(model: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
     """Returns an uninitialised vector [n] of ``dtype``; [0] for None."""
-    return like.new_empty(0, dtype=acc_dtype(like)) if dtype is None else like.new_empty(n, dtype=dtype)
+    return model.new_empty(0, dtype=acc_dtype(model)) if dtype is None else model.new_empty(n, dtype=dtype)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ def make_rng(
     samples in 32 bits.  ValueError for other numbers and types (the value of a tensor is not read).
     """
     check_number("make_rng: seed", seed, SEED)
-    for what, word in (("step", step), ("first_sample", first_sample)):
-        check_scalar(f"make_rng: {what}", word, INT64, readable=False)
+    for label, word in (("step", step), ("first_sample", first_sample)):
+        check_scalar(f"make_rng: {label}", word, INT64, readable=False)
     if seed >= 1 << 63:
         seed -= 1 << 64  # a 64-bit seed is kept as two's complement
     return torch.stack([scalar(word, torch.int64, device) for word in (seed, step, first_sample)])
@@ -181,11 +181,11 @@ def keep(
     count from ``first``."""
     block = torch.arange(first // 8, -(-(first + columns) // 8), device=position.device)
     c0, c1, c2, c3 = _philox((position & _LO, site_head & _LO, block, sample & _LO), key, ROUNDS)
-    words = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
-    torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=words[..., 0])
-    torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=words[..., 1])
-    words ^= _FLIP
-    lanes = words.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
+    packed = torch.empty(*c0.shape, 2, dtype=torch.int64, device=c0.device)
+    torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=packed[..., 0])
+    torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=packed[..., 1])
+    packed ^= _FLIP
+    lanes = packed.view(torch.int16).flatten(-2)[..., first % 8 : first % 8 + columns]
     out = torch.empty(lanes.shape, dtype=dtype, device=lanes.device) if out is None else out
     return torch.ge(lanes, threshold(p) - 32768, out=out)
 
@@ -219,8 +219,8 @@ def uniform(rng: Tensor, position: Tensor, sample: Tensor, vocab: int, *, draw: 
     site = scalar(SAMPLING_SITE << 16, torch.int64, position.device)
     site = site if draw is None else site | draw[:, None]
     counter = position[:, None] & _LO, site, block, (first_sample + sample)[:, None] & _LO
-    words = [word.expand(len(position), len(block)) for word in philox(counter, (k0, k1))]
-    drawn = torch.stack(words, -1).flatten(1)[:, :vocab]
+    packed = [word.expand(len(position), len(block)) for word in philox(counter, (k0, k1))]
+    drawn = torch.stack(packed, -1).flatten(1)[:, :vocab]
     return (drawn.double() + 0.5) / 2.0**32
 
 

@@ -45,7 +45,7 @@ def check_rules(
         if broken is not None:
             key = (keys or {}).get(name, name)
             raise ValueError(
-                f"{caller}: {name} must {broken}, got {shown(values[name])}{'' if key == name else f' as {key}'}"
+                f"{caller}: {name} must {broken}, got {quoted(values[name])}{'' if key == name else f' as {key}'}"
             )
 
 
@@ -104,7 +104,7 @@ INT64 = limited("be an int64", lambda v: -(1 << 63) <= v < 1 << 63, integer=True
 SEED = limited("lie in -2**63 to 2**64 - 1", lambda v: -(1 << 63) <= v < 1 << 64, integer=True)
 
 
-def whole(least: int = 1, most: int = MAX_SIZE) -> Rule:
+def integer(least: int = 1, most: int = MAX_SIZE) -> Rule:
     """Returns the rule of an integer from ``least`` to ``most``."""
     phrase = "be a positive integer" if least == 1 else f"be an integer of at least {least}"
 
@@ -159,15 +159,15 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}" + (f" on {value.device}" if value.device.type != "cpu" else "")
     number = isinstance(value, REALS) and not isinstance(value, bool)
-    return str(value) if number and abs(value) < 1e99 else f"{shown(value)} ({type(value).__name__})"
+    return str(value) if number and abs(value) < 1e99 else f"{quoted(value)} ({type(value).__name__})"
 
 
-def some(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Returns the first of many names, which may be of unknown origin, and how many more there are."""
     return ", ".join(map(brief, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Returns a value's repr on one line, shortened where it is long."""
     try:
         return brief(_SHORT.repr(value))

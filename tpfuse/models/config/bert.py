@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...kernels.runtime.rules import Rule, check_rules, instance, shown
+from ...kernels.runtime.rules import Rule, check_rules, instance, quoted
 from ..families import ENCODERS, Family
 from .fields import BERT_FIELDS, FULL, SLIDING
 from .model import ModelConfig
@@ -50,7 +50,9 @@ class BertConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.positions_skip_padding and (self.pad_token_id is None or self.pad_token_id < 0):
-            raise ValueError(f"BertConfig: positions_skip_padding needs a pad_token_id, got {shown(self.pad_token_id)}")
+            raise ValueError(
+                f"BertConfig: positions_skip_padding needs a pad_token_id, got {quoted(self.pad_token_id)}"
+            )
         if not self.type_vocab_size and "type_vocab_size" in self.hf.hf_keys:
             raise ValueError(f"BertConfig: type_vocab_size must be a positive integer in a {self.family} model, got 0")
         if self.local_rope is not None and (self.rope is None or self.window is None):
@@ -86,7 +88,7 @@ def _layers(read: Reader, layers: int) -> dict[str, Any]:
     parameters = read.optional("rope_parameters") or {}
     check_rules(read.name, dict(rope_parameters=parameters), dict(rope_parameters=instance("an object", Mapping)))
     if read.optional("rope_scaling") is not None:
-        raise ValueError(f"{read.name}: rope_scaling={shown(read.config['rope_scaling'])} is not built; only None is")
+        raise ValueError(f"{read.name}: rope_scaling={quoted(read.config['rope_scaling'])} is not built; only None is")
     ropes = []
     for kind, (key, default) in _THETAS.items():
         rope = parameters.get(kind) or {}

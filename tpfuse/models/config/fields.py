@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ...kernels.gemm.activation import ACTIVATIONS
 from ...kernels.norm import KINDS
-from ...kernels.runtime.rules import Rule, boolean, instance, number, one_of, optional, whole
+from ...kernels.runtime.rules import Rule, boolean, instance, integer, number, one_of, optional
 
 MAX_LAYERS = 10_000
 MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
@@ -13,12 +13,12 @@ _PROBABILITY = number(0, 1, "[)")
 _POSITIVE = number(0, 1e6, "(]")
 
 MODEL_FIELDS: dict[str, Rule] = dict(
-    vocab_size=whole(),
-    max_positions=whole(),
-    hidden_size=whole(),
-    num_layers=whole(most=MAX_LAYERS),
-    num_heads=whole(),
-    ffn_size=optional(whole()),
+    vocab_size=integer(),
+    max_positions=integer(),
+    hidden_size=integer(),
+    num_layers=integer(most=MAX_LAYERS),
+    num_heads=integer(),
+    ffn_size=optional(integer()),
     activation=one_of(sorted(ACTIVATIONS)),
     eps=number(0, 1),
     dropout=_PROBABILITY,
@@ -30,14 +30,14 @@ MODEL_FIELDS: dict[str, Rule] = dict(
 GPT_FIELDS = MODEL_FIELDS | dict(
     norm=one_of(KINDS),
     gated=boolean,
-    num_kv_heads=optional(whole()),
-    head_width=optional(whole()),
+    num_kv_heads=optional(integer()),
+    head_width=optional(integer()),
     qkv_bias=boolean,
     out_bias=boolean,
     mlp_bias=boolean,
     qk_norm=boolean,
     rope=optional(instance("a mapping", Mapping)),
-    window=optional(whole()),
+    window=optional(integer()),
     layer_types=optional(instance("a list", list, tuple)),
     parallel_residual=boolean,
     pre_norm=boolean,
@@ -51,8 +51,8 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     local_rope=optional(instance("a mapping", Mapping)),
 )
 BERT_FIELDS = MODEL_FIELDS | dict(
-    type_vocab_size=whole(least=0),
-    pad_token_id=optional(whole(least=-1)),
+    type_vocab_size=integer(least=0),
+    pad_token_id=optional(integer(least=-1)),
     positions_skip_padding=boolean,
     head_activation=optional(one_of(sorted(ACTIVATIONS))),
     head_bias=boolean,
@@ -65,14 +65,14 @@ BERT_FIELDS = MODEL_FIELDS | dict(
     post_norm=boolean,
     rope=optional(instance("a mapping", Mapping)),
     local_rope=optional(instance("a mapping", Mapping)),
-    window=optional(whole()),
+    window=optional(integer()),
     layer_types=optional(instance("a list", list, tuple)),
 )
 # Keys of config.json that are no field.
 FILE_KEYS: dict[str, Rule] = dict(
     use_sliding_window=optional(boolean),
-    max_window_layers=optional(whole(least=0)),
-    sliding_window_pattern=optional(whole()),
-    local_attention=optional(whole()),
-    global_attn_every_n_layers=optional(whole()),
+    max_window_layers=optional(integer(least=0)),
+    sliding_window_pattern=optional(integer()),
+    local_attention=optional(integer()),
+    global_attn_every_n_layers=optional(integer()),
 )

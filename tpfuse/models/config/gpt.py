@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...kernels.runtime.rules import Rule, shown
+from ...kernels.runtime.rules import Rule, quoted
 from ...layers.shapes import AttentionShape
 from ..families import CAUSAL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, WINDOWED_LAYERS, Family
 from .fields import FULL, GPT_FIELDS, SLIDING
@@ -62,7 +62,7 @@ class GPTConfig(ModelConfig):
         if self.local_rope is not None:
             kinds = [(rope or {}).get("rope_type", "default") for rope in (self.rope, self.local_rope)]
             if self.rope is None or not {"dynamic", "longrope"}.isdisjoint(kinds):
-                values = "rope=None" if self.rope is None else f"rope_type {shown(kinds[0])} and {shown(kinds[1])}"
+                values = "rope=None" if self.rope is None else f"rope_type {quoted(kinds[0])} and {quoted(kinds[1])}"
                 raise ValueError(
                     f"GPTConfig: local_rope needs rope, and longrope and dynamic ones are not built, got {values}"
                 )

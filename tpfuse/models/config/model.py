@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from ...kernels.gemm.activation import ACTIVATIONS
-from ...kernels.runtime.rules import Rule, check_rules, one_of, shown
+from ...kernels.runtime.rules import Rule, check_rules, one_of, quoted
 from ...layers.shapes import AttentionShape, MLPShape, NormShape
 from ..families import FAMILIES, Family
 from .fields import FULL, MAX_WEIGHT, MODEL_FIELDS, SLIDING
@@ -80,7 +80,7 @@ class ModelConfig:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             if len(self.layer_types) != self.num_layers or any(t not in (FULL, SLIDING) for t in self.layer_types):
                 kinds = f"{self.num_layers} of {FULL} and {SLIDING}"
-                raise ValueError(f"{self._name}: layer_types must be {kinds}, got {shown(self.layer_types)}")
+                raise ValueError(f"{self._name}: layer_types must be {kinds}, got {quoted(self.layer_types)}")
             if SLIDING in self.layer_types and self.window is None:
                 raise ValueError(f"{self._name}: layer_types has {SLIDING}, and window is None")
 
@@ -157,7 +157,7 @@ class ModelConfig:
         name = config.get("model_type")
         if name not in cls.families:
             choices = repr(*cls.families) if len(cls.families) == 1 else f"one of {', '.join(cls.families)}"
-            raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {shown(name)}")
+            raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {quoted(name)}")
         return cls(family=name, **cls._values(Reader(cls.__name__, cls.rules, config), FAMILIES[name]))
 
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...kernels.gemm.activation import ACTIVATIONS
-from ...kernels.runtime.rules import Rule, check_rules, instance, shown
+from ...kernels.runtime.rules import Rule, check_rules, instance, quoted
 from ..families import Family
 from .fields import FILE_KEYS, FULL, SLIDING
 from .rotary import read_rope
@@ -24,7 +24,7 @@ class Reader:
         """Returns the fields that config.json holds and those that the family fixes."""
         for key, built in family.not_built.items():
             if self.config.get(key, built) not in (built, None):
-                raise ValueError(f"{self.name}: {key}={shown(self.config[key])} is not built; only {built!r} is")
+                raise ValueError(f"{self.name}: {key}={quoted(self.config[key])} is not built; only {built!r} is")
         values: dict[str, Any] = {}
         for name, keys in family.hf_keys.items():
             values[name] = self.optional(*keys) if name in family.hf_optional else self.required(*keys)
@@ -34,7 +34,7 @@ class Reader:
         for name in (name for name in NAMED if name in values):
             if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
                 raise ValueError(
-                    f"{self.name}: {name} {shown(values[name])} is not built; one of {sorted(HF_ACTIVATIONS)} is"
+                    f"{self.name}: {name} {quoted(values[name])} is not built; one of {sorted(HF_ACTIVATIONS)} is"
                 )
             values[name] = HF_ACTIVATIONS[values[name]]
         values = {name: value for name, value in values.items() if value is not None}
@@ -48,7 +48,7 @@ class Reader:
         by_kind, scaling = self.config.get("rope_parameters") or {}, self.config.get("rope_scaling") or {}
         check_rules(self.name, {"rope_parameters": by_kind}, {"rope_parameters": instance("an object", Mapping)})
         if set(by_kind) - {FULL, SLIDING}:
-            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {shown(set(by_kind))}")
+            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {quoted(set(by_kind))}")
         ropes = {}
         for name, kind, key, theta in (
             ("rope", FULL, "rope_theta", family.thetas[0]),

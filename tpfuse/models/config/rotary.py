@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...kernels.rotary.table import rope_table
-from ...kernels.runtime.rules import check_rules, instance, shown
+from ...kernels.runtime.rules import check_rules, instance, quoted
 from ..families.family import RotaryKeys
 
 Rope = Mapping[str, Any]
@@ -14,9 +14,9 @@ def check_rope(name: str, rope: Rope, keys: RotaryKeys, *, head_size: int, max_p
     """Raises ValueError of ``name`` for a rotation that is not built in a family, or whose numbers are wrong."""
     kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
     if kind not in keys.kinds:
-        raise ValueError(f"{name}: rope_type={shown(kind)} is not built; one of {', '.join(keys.kinds)} is")
+        raise ValueError(f"{name}: rope_type={quoted(kind)} is not built; one of {', '.join(keys.kinds)} is")
     if not keys.partial and share not in (None, 1):  # which transformers' classes of the family treat differently
-        raise ValueError(f"{name}: partial_rotary_factor={shown(share)} is not built; only 1 is")
+        raise ValueError(f"{name}: partial_rotary_factor={quoted(share)} is not built; only 1 is")
     for length in (1, max_positions):  # names what is missing, wrong or not built
         rope_table(head_size, 1, scaling=dict(rope), max_position_embeddings=max_positions, seq_len=length)
 

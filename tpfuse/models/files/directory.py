@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.runtime.errors import check
-from ...kernels.runtime.rules import brief, shown
+from ...kernels.runtime.rules import brief, quoted
 
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_DEPTH = 64
@@ -65,7 +65,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    check(len(digits) <= MAX_DIGITS, f"integers must have at most {MAX_DIGITS} digits, got {shown(digits)}")
+    check(len(digits) <= MAX_DIGITS, f"integers must have at most {MAX_DIGITS} digits, got {quoted(digits)}")
     return int(digits)
 
 

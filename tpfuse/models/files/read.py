@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...kernels.runtime.rules import brief, shown, some
+from ...kernels.runtime.rules import brief, listed, quoted
 from ...layers.module import Spec, initialize, local
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
@@ -116,11 +116,11 @@ class ModelDirectory(NamedTensors):
             files = self._named(lambda: read_json(self.path, INDEX)).get("weight_map")
             error = f"from_pretrained: {self.path / INDEX} is not a valid index: weight_map must map tensors to"
             if not isinstance(files, dict):
-                raise ValueError(f"{error} files, got {shown(files)}")
+                raise ValueError(f"{error} files, got {quoted(files)}")
             for name, file in files.items():
                 if not is_weights_name(file):
                     raise ValueError(
-                        f"{error} plain names of .safetensors files beside it, got {shown(file)} for {shown(name)}"
+                        f"{error} plain names of .safetensors files beside it, got {quoted(file)} for {quoted(name)}"
                     )
             return sorted(set(files.values()))
         raise ValueError(
@@ -156,7 +156,7 @@ class ModelDirectory(NamedTensors):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
         if not isinstance(dtype, torch.dtype) or dtype not in _DTYPE_NAMES:
             names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_NAMES)
-            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {shown(dtype)}")
+            raise ValueError(f"from_pretrained: dtype must be 'auto' or one of {names}, got {quoted(dtype)}")
         return dtype
 
     def raw_names(self) -> Iterable[str]:
@@ -256,7 +256,7 @@ def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> d
             got = tuple(stored.get_shape())
             place = f"{tensors.caller}: {brief(names[n])} in {tensors.holder}"
             if got != expected:
-                raise ValueError(f"{place} must be {expected} for {name} of this config, got {shown(got)}")
+                raise ValueError(f"{place} must be {expected} for {name} of this config, got {quoted(got)}")
             if stored.get_dtype() not in DTYPES:
                 raise ValueError(f"{place} must be one of {DTYPES}, got {stored.get_dtype()}")
     return names
@@ -265,9 +265,9 @@ def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> d
 def _check_names(model: ModelFiles, tensors: NamedTensors, names: dict[str, str], needed: list[str]) -> None:
     missing = [n for n in needed if n not in names]
     if missing:
-        raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {some(missing)}")
+        raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {listed(missing)}")
     ignorable, taken = model.ignorable(), set(needed)
     extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
     if extra:
         name = type(model.module).__name__
-        raise ValueError(f"{tensors.caller}: {tensors.holder} holds {some(extra)}, which {name} has no place for")
+        raise ValueError(f"{tensors.caller}: {tensors.holder} holds {listed(extra)}, which {name} has no place for")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.runtime.errors import check
-from ...kernels.runtime.rules import WHOLE, check_number, described, shown
+from ...kernels.runtime.rules import WHOLE, check_number, described, quoted
 from ...parallel import TensorParallel
 from ...ranks.messages import raise_together
 from .sampling import callables
@@ -59,7 +59,7 @@ class Stopping:
             check(
                 valid,
                 "generate: stop_strings must be a string or a list of strings, none of them empty, got"
-                f" {shown(stop_strings)}",
+                f" {quoted(stop_strings)}",
             )
             check(
                 callable(tokenizer) and hasattr(tokenizer, "convert_tokens_to_string"),

@@ -53,7 +53,7 @@ def gather_mlp_exchange_fwd_ref(n: Tensor, mlp: MLP, keep: bool, group_name: str
     def multiply(x: Tensor, tile: int, rows: slice, result: Tensor) -> None:
         gemm(x, w1, b1, z[tile, rows])
         places = (a[tile, rows] if keep else w2.new_empty(len(x), w2.shape[1]),)
-        gemm(activation_fwd.into(places, z[tile, rows], activation), w2, None, result)
+        gemm(activation_fwd.write(places, z[tile, rows], activation), w2, None, result)
 
     _through(incoming, leaving, multiply)
     incoming.finish()
@@ -87,7 +87,7 @@ def gather_mlp_exchange_bwd_by(
     def multiply(dy: Tensor, tile: int, rows: slice, result: Tensor) -> None:
         places = (dz[tile, rows], act[tile, rows]) if a is None else (dz[tile, rows],)
         rows_of_z = z[tile, rows]
-        sums = linear_dgrad_act.into(places, dy, w2, rows_of_z, activation=activation, rebuild=a is None, bias=acc)
+        sums = linear_dgrad_act.write(places, dy, w2, rows_of_z, activation=activation, rebuild=a is None, bias=acc)
         db1.add_(sums[1])
         torch.mm(dz[tile, rows], w1, out=result)
 

@@ -54,7 +54,7 @@ def gather_and_multiply(label: str, n: Tensor, linear: LinearWeights, group_name
     def multiply(x: Tensor, tile: int, rows: slice) -> None:
         gemm(x, w, b, z[tile, rows])
         if z is not y:
-            activation_fwd.into((y[tile, rows],), z[tile, rows], activation)
+            activation_fwd.write((y[tile, rows],), z[tile, rows], activation)
 
     multiply(n[flight.rank], flight.rank, slice(None))
     for rows in cut:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from ...kernels.runtime.rules import shown
+from ...kernels.runtime.rules import quoted
 from ..accuracy import kernel_limit, rms_errors
 from .count import CallCount, count
 from .definition import DTYPES, Bench, Random, Shape, written
@@ -46,7 +46,7 @@ class BenchCase:
         """Returns one set of inputs, as ``seed`` has it."""
         inputs = self.bench.inputs(Random(DTYPES[self.dtype], device, seed), *self.shape)
         if not isinstance(inputs, tuple) or not all(isinstance(t, Tensor) for t in inputs):
-            raise ValueError(f"{self.bench.name}: inputs must return a tuple of tensors, got {shown(inputs)}")
+            raise ValueError(f"{self.bench.name}: inputs must return a tuple of tensors, got {quoted(inputs)}")
         return inputs
 
 

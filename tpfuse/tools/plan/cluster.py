@@ -28,7 +28,7 @@ from ...kernels.runtime.rules import (
     check_numbers,
     number,
     one_of,
-    shown,
+    quoted,
 )
 from ..ledger.machine import Machine
 from .collectives import ALL_REDUCE, Link
@@ -163,7 +163,7 @@ def read(path: Path) -> Cluster:
     _check_fields(table, values, ("device", "devices", "levels"))
     check_number(f"{table}: devices", values["devices"], COUNT)
     levels = values["levels"]
-    check(isinstance(levels, list) and bool(levels), f"{table}: levels must be [[levels]] tables, got {shown(levels)}")
+    check(isinstance(levels, list) and bool(levels), f"{table}: levels must be [[levels]] tables, got {quoted(levels)}")
     levels = tuple(_level(f"{table}: level {i + 1}", level) for i, level in enumerate(levels))
     _check_levels(table, levels, values["devices"])
     return Cluster(_device(table, values["device"]), values["devices"], levels)
@@ -189,19 +189,19 @@ def _check_levels(table: str, levels: Sequence[Level], devices: int) -> None:
 def _device(table: str, values: Any) -> Device:
     if isinstance(values, str):
         preset_name = one_of(DEVICES)(values) is None
-        check(preset_name, f"{table}: device must be a table or one of {', '.join(DEVICES)}, got {shown(values)}")
+        check(preset_name, f"{table}: device must be a table or one of {', '.join(DEVICES)}, got {quoted(values)}")
         return DEVICES[values]
     table = f"{table}: device"
     _check_fields(table, values, ("name", "peak", *_REQUIRED), tuple(_OPTIONAL))
-    check(isinstance(values["name"], str), f"{table}: name must be a string, got {shown(values['name'])}")
+    check(isinstance(values["name"], str), f"{table}: name must be a string, got {quoted(values['name'])}")
     peak = values["peak"]
     check(
         isinstance(peak, dict) and bool(peak),
-        f"{table}: peak must be a table of flop/s by dtype, such as peak.bfloat16 = 312e12, got {shown(peak)}",
+        f"{table}: peak must be a table of flop/s by dtype, such as peak.bfloat16 = 312e12, got {quoted(peak)}",
     )
     for name, value in peak.items():
         dtype = getattr(torch, name, None)
-        check(isinstance(dtype, torch.dtype), f"{table}: peak must be by dtypes such as bfloat16, got {shown(name)}")
+        check(isinstance(dtype, torch.dtype), f"{table}: peak must be by dtypes such as bfloat16, got {quoted(name)}")
         check_number(f"{table}: peak.{name}", value, POSITIVE)
     check_numbers(table, dict.fromkeys(_OPTIONAL) | values, {**_REQUIRED, **_OPTIONAL})
     return Device(**values)
@@ -209,7 +209,7 @@ def _device(table: str, values: Any) -> Device:
 
 def _check_fields(table: str, values: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
     """Raises ValueError for a table that lacks fields, or has unknown ones."""
-    check(isinstance(values, dict), f"{table} must be a table, got {shown(values)}")
+    check(isinstance(values, dict), f"{table} must be a table, got {quoted(values)}")
     missing = [name for name in required if name not in values]
     check(not missing, f"{table}: needs {', '.join(missing)}, got {', '.join(values) or 'nothing'}")
     unknown = [brief(name) for name in values if name not in (*required, *optional)]

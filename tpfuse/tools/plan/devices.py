@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.runtime.errors import check
-from ...kernels.runtime.rules import one_of, shown
+from ...kernels.runtime.rules import one_of, quoted
 from ..ledger.aten import ATTENTION, COMMUNICATION
 from ..ledger.machine import Machine, key
 from ..ledger.recorder import Entry
@@ -82,7 +82,7 @@ class LocalCPU(NamedTuple):
             return 0.0
         speeds, shared = self.machine.table(dtype, self.ranks)
         line = speeds.ops.get(key(entry)) or speeds.ops.get(entry.kind)
-        check(line is not None, f"plan: {shown(entry.op)} was not calibrated; run python -m tpfuse calibrate")
+        check(line is not None, f"plan: {quoted(entry.op)} was not calibrated; run python -m tpfuse calibrate")
         assert line is not None
         return shared * (speeds.overhead + line.seconds(entry.flops, entry.moved, entry.scores))
 
@@ -119,5 +119,5 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 def device(name: str) -> Device:
     """Returns a preset; ValueError for an unknown name."""
-    check(one_of(DEVICES)(name) is None, f"plan: device must be one of {', '.join(DEVICES)}, got {shown(name)}")
+    check(one_of(DEVICES)(name) is None, f"plan: device must be one of {', '.join(DEVICES)}, got {quoted(name)}")
     return DEVICES[name]

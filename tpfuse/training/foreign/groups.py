@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
-from ...kernels.runtime.rules import some
+from ...kernels.runtime.rules import listed
 from ...layers.shards import Whole
 from .known import any_split, keep, wholes_of
 
@@ -91,11 +91,11 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
     if not wrong:
         return None
     group = (
-        "" if ranks is None else f", and its group ({some([f'rank {rank}' for rank in ranks])}) holds several of them"
+        "" if ranks is None else f", and its group ({listed([f'rank {rank}' for rank in ranks])}) holds several of them"
     )
     advice = "" if all(isinstance(p, DTensor) for _, p in wrong) else tool.advice
     return (
-        f"{tool.name}: tensor-parallel ranks hold different slices of {some([name for name, _ in wrong])}{group};"
+        f"{tool.name}: tensor-parallel ranks hold different slices of {listed([name for name, _ in wrong])}{group};"
         f" {advice}{tool.cure}"
     )
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.runtime.errors import check
-from ...kernels.runtime.rules import check_numbers, number, whole
+from ...kernels.runtime.rules import check_numbers, integer, number
 from ...layers.shards import wholes
 from ...layers.state import is_split
 from ...ranks.messages import raise_together
@@ -18,7 +18,7 @@ from .messages import Replicas
 # The density above which entries may be more words than whole gradients: 6 k (P - 1) / P against 2 n (P - 1) / P.
 WHOLE = 1 / 3
 _ZERO, _FINITE, _BAD = 0, 1, 2  # a rank's gradient of a parameter
-_RULES = dict(density=number(1e-9, 1), warmup_steps=whole(0), exact_every=whole(), borders_every=whole())
+_RULES = dict(density=number(1e-9, 1), warmup_steps=integer(0), exact_every=integer(), borders_every=integer())
 
 
 class Unit:
