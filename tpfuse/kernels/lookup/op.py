@@ -21,15 +21,15 @@ from .triton import bwd_cost, bwd_launch, fwd_cost, fwd_launch
 # ---- reference ----
 
 
-def embedding_fwd_ref(weight: Tensor, ids: Tensor, first: int) -> Tensor:
-    inside = (ids >= first) & (ids < first + len(weight))
-    return weight[torch.where(inside, ids - first, 0)].mul_(inside[..., None])
+def embedding_fwd_ref(weight: Tensor, ids: Tensor, base: int) -> Tensor:
+    inside = (ids >= base) & (ids < base + len(weight))
+    return weight[torch.where(inside, ids - base, 0)].mul_(inside[..., None])
 
 
-def embedding_bwd_ref(dy: Tensor, ids: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+def embedding_bwd_ref(dy: Tensor, ids: Tensor, base: int, rows: int, dtype: torch.dtype) -> Tensor:
     """-> dW [rows, D] in ``dtype``; sums in fp32, by a sort rather than atomics."""
-    inside = (ids >= first) & (ids < first + rows)
-    local = torch.where(inside, ids - first, rows)  # one row more takes what is not ours
+    inside = (ids >= base) & (ids < base + rows)
+    local = torch.where(inside, ids - base, rows)  # one row more takes what is not ours
     dw = torch.ops.aten.embedding_dense_backward(dy.to(acc_dtype(dy)), local, rows + 1, -1, False)
     return dw[:rows].to(dtype, copy=True)
 
@@ -43,10 +43,10 @@ embedding_bwd = op(embedding_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch, cost=
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, base: int) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.slice, ctx.dtype, ctx.mains = (first, len(weight)), weight.dtype, mains(weight)
-        return embedding_fwd(weight, ids, first)
+        ctx.slice, ctx.dtype, ctx.mains = (base, len(weight)), weight.dtype, mains(weight)
+        return embedding_fwd(weight, ids, base)
 
     @staticmethod
     @once_differentiable

@@ -45,11 +45,11 @@ def row_gradient(row_ptrs, stride_dloss, rows, live, V, loss):
 
 
 @triton.jit
-def _load(x_ptr, columns, mask, other: tl.constexpr):
+def _load(x_ptr, columns, mask, fill: tl.constexpr):
     if mask is None:
         x = tl.load(x_ptr + columns)
     else:
-        x = tl.load(x_ptr + columns, mask=mask, other=other)
+        x = tl.load(x_ptr + columns, mask=mask, other=fill)
     return x.to(tl.float32)
 
 
