@@ -10,6 +10,7 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.rules import WHOLE, boolean, check_rules, instance, integer, number, optional, quoted
 
+Scaling = Mapping[str, Any]  # rope parameters by their names in a config.json, none of them None
 _FACTOR = number(1e-3, 1e6)
 _SCALING = dict(  # what rope_table's arguments, and their namesakes in a config, may be
     rope_theta=number(1, 1e15, "(]"),
@@ -39,7 +40,7 @@ def rope_table(
     length: int,
     *,
     theta: float | None = None,
-    scaling: dict[str, Any] | None = None,
+    scaling: Mapping[str, Any] | None = None,
     partial_rotary_factor: float = 1.0,
     max_position_embeddings: int | None = None,
     seq_len: int | None = None,
@@ -61,21 +62,21 @@ def rope_table(
     """
     values = dict(head_width=head_width, length=length, seq_len=seq_len, scaling=scaling)
     check_rules("rope_table", values, _GIVEN)
-    scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
-    scaling.setdefault("rope_type", scaling.get("type", "default"))
+    rope = {k: v for k, v in (scaling or {}).items() if v is not None}
+    rope.setdefault("rope_type", rope.get("type", "default"))
     if max_position_embeddings is not None:
-        scaling.setdefault("max_position_embeddings", max_position_embeddings)
+        rope.setdefault("max_position_embeddings", max_position_embeddings)
     if theta is not None:
-        scaling.setdefault("rope_theta", theta)
-    kind = scaling["rope_type"]
+        rope.setdefault("rope_theta", theta)
+    kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in _FREQUENCIES:  # torch.compile cannot make the words, so not before
         raise ValueError(f"rope_table: rope type {quoted(kind)} is not supported; use {', '.join(_FREQUENCIES)}")
-    check_rules("rope_table", dict(partial_rotary_factor=partial_rotary_factor) | scaling, _SCALING)
-    rotary = int(head_width * scaling.get("partial_rotary_factor", partial_rotary_factor))
+    check_rules("rope_table", dict(partial_rotary_factor=partial_rotary_factor) | rope, _SCALING)
+    rotary = int(head_width * rope.get("partial_rotary_factor", partial_rotary_factor))
     enough = 1 <= rotary and rotary + rotary % 2 <= head_width
     check(enough, f"rope_table: {rotary} rotary columns, in pairs, do not fit head_width={head_width}")
     frequencies, factor = _FREQUENCIES[kind](
-        scaling, rotary, _need(scaling, "rope_theta"), length if seq_len is None else seq_len
+        rope, rotary, _need(rope, "rope_theta"), length if seq_len is None else seq_len
     )
     angles = torch.arange(length, device="cpu").float()[:, None] * frequencies
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
@@ -84,7 +85,7 @@ def rope_table(
 # ---- frequencies [F] and the attention factor of each type ----
 
 
-def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
+def _need(scaling: Scaling, key: str, *instead: str) -> Any:
     """Returns scaling[key], or else what may stand in for it."""
     for k in (key, *instead):
         if k in scaling:
@@ -93,11 +94,11 @@ def _need(scaling: dict[str, Any], key: str, *instead: str) -> Any:
     raise ValueError(f"rope_table: rope type {kind!r} needs {key}, which has no safe default; got {quoted(scaling)}")
 
 
-def _original(scaling: dict[str, Any]) -> int:
+def _original(scaling: Scaling) -> int:
     return _need(scaling, "original_max_position_embeddings", "max_position_embeddings")
 
 
-def _factor(scaling: dict[str, Any]) -> float:
+def _factor(scaling: Scaling) -> float:
     """Returns factor, or the ratio of the two lengths where it is missing and both are there."""
     lengths = "original_max_position_embeddings", "max_position_embeddings"
     if "factor" not in scaling and all(key in scaling for key in lengths):
@@ -109,15 +110,15 @@ def _powers(theta: float, rotary: int) -> Tensor:
     return theta ** (torch.arange(0, rotary, 2, device="cpu").float() / rotary)
 
 
-def _default(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _default(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     return 1.0 / _powers(theta, rotary), 1.0
 
 
-def _linear(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _linear(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     return 1.0 / _powers(theta, rotary) / _need(scaling, "factor"), 1.0
 
 
-def _dynamic(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _dynamic(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Uses a larger base (NTK), once the sequence is longer than the model was trained for."""
     check(rotary > 2, f"rope_table: rope type 'dynamic' needs more than 2 rotary columns, got {rotary}")
     factor, trained = _need(scaling, "factor"), _need(scaling, "max_position_embeddings")
@@ -125,7 +126,7 @@ def _dynamic(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -
     return 1.0 / _powers(theta * stretch ** (rotary / (rotary - 2)), rotary), 1.0
 
 
-def _yarn(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _yarn(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Peng et al. 2023 (arXiv:2309.00071): fast pairs stay, slow ones are stretched, a ramp between."""
     factor, original = _factor(scaling), _original(scaling)
     pair = lambda rotations: rotary * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -142,7 +143,7 @@ def _yarn(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> t
     return 1.0 / (factor * fast) * (1 - keep) + 1.0 / fast * keep, attention
 
 
-def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _longrope(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Ding et al. 2024 (arXiv:2402.13753): a searched factor for every pair, one list for short and one for long
     sequences."""
     factor, original = _factor(scaling), _original(scaling)
@@ -160,7 +161,7 @@ def _longrope(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) 
     return 1.0 / (pair_factors * _powers(theta, rotary)), scaling.get("attention_factor", attention)
 
 
-def _llama3(scaling: dict[str, Any], rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
+def _llama3(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones stay, a blend between."""
     factor, low, high = (_need(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     check(low < high, f"rope_table: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
