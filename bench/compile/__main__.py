@@ -18,8 +18,8 @@ CELLS = "op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_byte
 
 def line(row: dict) -> str:
     opcodes = " ".join(f"{k} {v}" for k, v in row["opcodes"].items() if v)
-    each = "" if row["instructions_an_element"] is None else row["instructions_an_element"]
-    return "| " + " | ".join(map(str, (*(row[k] for k in CELLS), each, opcodes, row["digest"]))) + " |"
+    per_element = "" if row["instructions_an_element"] is None else row["instructions_an_element"]
+    return "| " + " | ".join(map(str, (*(row[k] for k in CELLS), per_element, opcodes, row["digest"]))) + " |"
 
 
 def table(lines: list[str]) -> str:
@@ -36,7 +36,7 @@ def table(lines: list[str]) -> str:
     return "\n".join((*head, *lines)) + "\n"
 
 
-def kept(ops: list[str]) -> list[str]:
+def other_rows(ops: list[str]) -> list[str]:
     """Returns the lines of table.md that are of none of ``ops``."""
     lines = [row for row in (HERE / "table.md").read_text().splitlines() if row.startswith("| ")][1:]
     return [row for row in lines if row.split(" | ")[0][2:] not in ops]
@@ -83,8 +83,8 @@ def main() -> None:
     else:
         print(table(lines) + accounts(rows))
     if args.write:  # ops in the table's order, an op's rows in its own
-        whole = sorted((*kept(ops), *lines), key=lambda row: row.split(" | ")[0])
-        (HERE / "table.md").write_text(table(whole))
+        rows_of_table = sorted((*other_rows(ops), *lines), key=lambda row: row.split(" | ")[0])
+        (HERE / "table.md").write_text(table(rows_of_table))
 
 
 if __name__ == "__main__":

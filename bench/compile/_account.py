@@ -1,4 +1,4 @@
-"""How long the pipes of an H100 are busy with one turn of a kernel's main loop, counted in its SASS.
+"""The clocks that the pipes of an H100 are busy with one turn of a kernel's main loop, counted in its SASS.
 
 The clock is that of one of an SM's four schedulers, which has a quarter of the block's warps.  Rates are those of the
 table of throughputs in CUDA's guide, for compute capability 9.0; a wide IMAD is taken for two.  Nothing is measured:
@@ -39,35 +39,35 @@ class Account(NamedTuple):
 
 
 def loops(code: list[Instruction]) -> list[tuple[int, int]]:
-    """(first, last) address of every loop; what waits behind the last EXIT jumps back into one, and counts as another,
+    """(start, end) address of every loop; what waits behind the last EXIT jumps back into one, and counts as another,
     longer one."""
-    found = []
-    for at, opcode, operands in code:
+    ranges = []
+    for address, opcode, operands in code:
         target = re.findall(r"0x([0-9a-f]+)", operands)
-        if opcode == "BRA" and target and int(target[-1], 16) < at:
-            found.append((int(target[-1], 16), at))
-    return found
+        if opcode == "BRA" and target and int(target[-1], 16) < address:
+            ranges.append((int(target[-1], 16), address))
+    return ranges
 
 
 def account(code: list[Instruction], threads: int) -> Account:
-    """Of the main loop: of those that multiply tiles and hold no other such loop the shortest, which masks none of
-    them; without one the largest loop, or the whole kernel."""
+    """Returns the account of the main loop: the shortest of those that multiply tiles and hold no other such loop,
+    which masks none of them; without one the largest loop, or the whole kernel."""
     body = _main_loop(code)
     warps = threads / 128  # a scheduler's
-    each = dict.fromkeys(Account._fields, 0.0)
+    busy = dict.fromkeys(Account._fields, 0.0)
     for _, opcode, _ in body:
         for pipe, clocks in _clocks(opcode).items():
-            each[pipe] += clocks * warps
-    pipes = {name: round(clocks) for name, clocks in each.items()}
-    roofline = each["tensor"] or each["hbm"]
-    others = max(each[name] for name in ("issue", "alu", "fma", "mufu", "memory"))
+            busy[pipe] += clocks * warps
+    pipes = {name: round(clocks) for name, clocks in busy.items()}
+    roofline = busy["tensor"] or busy["hbm"]
+    other_pipes = max(busy[name] for name in ("issue", "alu", "fma", "mufu", "memory"))
     share = lambda clocks: round(roofline / clocks, 2) if clocks else 0.0
-    return Account(**pipes | dict(in_turn=share(roofline + others), overlapped=share(max(roofline, others))))
+    return Account(**pipes | dict(in_turn=share(roofline + other_pipes), overlapped=share(max(roofline, other_pipes))))
 
 
 def _main_loop(code: list[Instruction]) -> list[Instruction]:
     end = max((i.address for i in code if i.opcode == "EXIT"), default=math.inf)
-    bodies = [[i for i in code if first <= i.address <= last] for first, last in sorted(loops(code)) if last < end]
+    bodies = [[i for i in code if start <= i.address <= stop] for start, stop in sorted(loops(code)) if stop < end]
     products = [body for body in bodies if any(_clocks(i.opcode).get("tensor") for i in body)]
     inner = [
         body

@@ -84,12 +84,12 @@ def target_of(arch: str) -> GPUTarget:
 
 
 def _ast(launch: Launch, arch: str) -> tuple[ASTSource, dict[str, Any]]:
-    """Returns what Triton compiles for a launch, and the options it compiles with: as it would at the start, told from
-    the arguments by its own code, so that the binary in its cache is the same."""
+    """Returns the source that Triton compiles for a launch, and the options it compiles with: those of a start, made
+    from the arguments by its own code, so that the binary in its cache is the same."""
     kernel, backend = launch.kernel, make_backend(target_of(arch))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    given = bind(*launch.args, **launch.config)
-    _, signature, constants, attributes = kernel._pack_args(backend, launch.config, *given)
+    bound = bind(*launch.args, **launch.config)
+    _, signature, constants, attributes = kernel._pack_args(backend, launch.config, *bound)
     options = {name: value for name, value in launch.config.items() if name not in kernel.arg_names}
     return ASTSource(kernel, signature, constants, attributes), options
 
@@ -125,16 +125,16 @@ def reports(launches: list[Launch], arch: str) -> list[Report]:
         codes = disassembled(cubins, arch)
         read = [_read_cuda(*each) for each in zip(cubins, codes)]
         if arch == "sm_90":
-            read = [found | dict(account=account(*each)._asdict()) for found, *each in zip(read, codes, threads)]
+            read = [counts | dict(account=account(*each)._asdict()) for counts, *each in zip(read, codes, threads)]
     return [
         Report(
             kernel=launch.kernel.fn.__name__,
             shared_bytes=compiled.metadata.shared,
             threads=each,
             digest=digest(launch, arch),
-            **found,
+            **counts,
         )
-        for launch, compiled, each, found in zip(launches, built, threads, read)
+        for launch, compiled, each, counts in zip(launches, built, threads, read)
     ]
 
 
@@ -154,8 +154,8 @@ def _read_cuda(cubin: bytes, code: list[Instruction]) -> dict[str, Any]:
         f.flush()
         usage = run("cuobjdump", "--dump-resource-usage", f.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    first, last = max(loops(code), key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
-    body = [i for i in code if first <= i.address <= last]
+    start, stop = max(loops(code), key=lambda loop: loop[1] - loop[0], default=(0, math.inf))
+    body = [i for i in code if start <= i.address <= stop]
     opcodes = {want: sum(op.startswith(want) for _, op, _ in code) for want in COUNTED}
     opcodes["LDG.128"] = sum(op.startswith("LDG") and "128" in op for _, op, _ in code)
     return dict(registers=registers, spill_bytes=stack, instructions=len(body), opcodes=opcodes)

@@ -39,15 +39,15 @@ def code(cubin: bytes) -> bytes:
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     start = sections[names][4]
-    (found,) = (s for s in sections if cubin.startswith(b".text.", start + s[0]))
-    offset, length = found[4:]
+    (code_section,) = (s for s in sections if cubin.startswith(b".text.", start + s[0]))
+    offset, length = code_section[4:]
     return cubin[offset : offset + length]
 
 
 def instructions(text: str) -> list[Instruction]:
     """Returns those of a disassembler's text, but for the NOPs that fill a kernel up."""
-    found = (Instruction(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, text.splitlines()) if m)
-    return [i for i in found if i.opcode != "NOP"]
+    parsed = (Instruction(int(m[1], 16), m[2], m[3]) for m in map(_SASS.match, text.splitlines()) if m)
+    return [i for i in parsed if i.opcode != "NOP"]
 
 
 def disassembled(cubins: list[bytes], arch: str) -> list[list[Instruction]]:
@@ -57,10 +57,10 @@ def disassembled(cubins: list[bytes], arch: str) -> list[list[Instruction]]:
         f.write(b"".join(parts))
         f.flush()
         text = run("nvdisasm", "--binary", _MACHINES[arch], f.name)
-    found = instructions(text)
+    listing = instructions(text)
     kernels, start = [], 0
     for part in parts:
         end = start + len(part)
-        kernels.append([i for i in found if start <= i.address < end])
+        kernels.append([i for i in listing if start <= i.address < end])
         start = end
     return kernels

@@ -1,4 +1,4 @@
-"""Which calls to compile, and their compilation in worker processes."""
+"""The calls to compile, and their compilation in worker processes."""
 
 import importlib
 import multiprocessing
@@ -20,8 +20,8 @@ def launches_of(op: str, labels: list[str], arch: str) -> list[tuple[str, Any]]:
     from bench.compile._compile import capture
 
     calls = importlib.import_module(f"bench.compile.{op}").CALLS
-    found = ((label, launch) for label in labels for launch in capture(calls[label].run, arch))
-    return [(label, launch) for label, launch in found if calls[label].only in (None, launch.kernel.fn.__name__)]
+    launches = ((label, launch) for label in labels for launch in capture(calls[label].run, arch))
+    return [(label, launch) for label, launch in launches if calls[label].only in (None, launch.kernel.fn.__name__)]
 
 
 def compile_calls(op: str, labels: list[str], arch: str) -> list[dict]:
@@ -33,14 +33,16 @@ def compile_calls(op: str, labels: list[str], arch: str) -> list[dict]:
     for (label, launch), report in zip(launches, reports([launch for _, launch in launches], arch), strict=True):
         call = calls[label]
         elements = call.elements.get(report.kernel)
-        each = None if elements is None else round(report.instructions * report.threads / elements(launch.config), 1)
+        per_element = (
+            None if elements is None else round(report.instructions * report.threads / elements(launch.config), 1)
+        )
         limits = dict(
             uses=call.uses.get(report.kernel, ()) if arch == "sm_90" else (),
             spills_allowed=call.spills.get(report.kernel, 0),
             why=call.why,
             shared_limit=SHARED_BYTES[arch],
         )
-        rows.append(dict(op=op, call=label, arch=arch, **asdict(report), instructions_an_element=each, **limits))
+        rows.append(dict(op=op, call=label, arch=arch, **asdict(report), instructions_an_element=per_element, **limits))
     return rows
 
 
@@ -56,12 +58,12 @@ def serialised_calls(op: str) -> list[tuple[str, str, list[str]]]:
     """(call, kernel, the assembler's warnings) of the kernels for sm_90 whose products wait for one another."""
     from bench.compile._compile import build, serialised
 
-    found = []
+    launches = []
     for label, launch in launches_of(op, wanted(op, "sm_90", default=False), "sm_90"):
         ptx = build(launch, "sm_90").asm["ptx"]
         if "wgmma" in ptx and (warnings := serialised(ptx)):
-            found.append((label, launch.kernel.fn.__name__, warnings))
-    return found
+            launches.append((label, launch.kernel.fn.__name__, warnings))
+    return launches
 
 
 def wanted(op: str, arch: str, default: bool) -> list[str]:

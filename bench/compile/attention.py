@@ -62,8 +62,8 @@ def both(
 
 def measured(kernel: str, E: int, *features: str, S: int = 2048, **sizes: int) -> Callable[[], None]:
     """The call under a measured table that asks for the other form of ``kernel``."""
-    asked = dict(padded=E in (80, 96)) | {name: name in features for name in ("rope", "softcap", "dropout")}
-    name = " ".join([f"attention_{kernel}", *(name for name, there in asked.items() if there)])
+    named_features = dict(padded=E in (80, 96)) | {name: name in features for name in ("rope", "softcap", "dropout")}
+    name = " ".join([f"attention_{kernel}", *(name for name, there in named_features.items() if there)])
     entry = {
         tuning.bucket(torch.bfloat16, (S, E)): {OTHER_FORM[kernel]: True, "BLOCK_N": TILE_N[kernel], "num_stages": 2}
     }

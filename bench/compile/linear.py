@@ -23,7 +23,7 @@ def fused(run: Callable, *args, **parameters) -> Callable:
     """Returns a call that takes the fused kernel, whatever the table says, with ``parameters`` over the defaults."""
 
     def fused_run():
-        with mock.patch.object(_gemm, "tuned", lambda *asked, default: default | parameters | dict(path="fused")):
+        with mock.patch.object(_gemm, "tuned", lambda *lookup, default: default | parameters | dict(path="fused")):
             run(*args)
 
     return fused_run

@@ -13,7 +13,7 @@ from tpfuse.kernels.losses.options import Linear, Loss, Rows
 HGMMA = dict.fromkeys(("_logits_stats_kernel", "_dlogits_kernel", "_contract_kernel"), ("HGMMA", "UTMALDG"))
 
 
-def fused(*asked, default: dict) -> dict:
+def fused(*lookup, default: dict) -> dict:
     return default | dict(path="fused") if "path" in default else default
 
 

@@ -9,7 +9,7 @@ from tpfuse.kernels.norm.triton_forward import apply_launch, fwd_launch
 from tpfuse.kernels.runtime.philox import Mask
 
 
-def every(D: int, kind: str):
+def forward_and_backward(D: int, kind: str):
     def run():
         x, gamma, beta = meta(M, D), vector(D), vector(D) if KINDS[kind].centred else None
         norm, mean, rstd = Norm(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
@@ -32,7 +32,7 @@ def backward(D: int, kind: str):
 WIDTHS = 1024, 128, 768, 4096, 8192, 16384, 65537
 FEW = 1024, 768  # for a kind that differs from "rms" in a constant: a whole row of tiles, and a ragged one
 CALLS = {
-    f"{kind} D={D}": Call(every(D, kind), ELEMENTS)
+    f"{kind} D={D}": Call(forward_and_backward(D, kind), ELEMENTS)
     for kind in KINDS
     for D in (WIDTHS if kind in ("layer", "rms") else FEW)
 }

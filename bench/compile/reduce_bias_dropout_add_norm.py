@@ -69,7 +69,7 @@ EARLY = dict(_reduce_vectors_kernel=("ACQBULK",))  # the sum of partials waits o
 def measured(run: Callable[[], None], uses: dict[str, tuple[str, ...]], **parameters) -> Call:
     """Backward as a measured table would ask for it, with ``parameters`` where a kernel has them."""
 
-    def tuned(*asked, default: dict) -> dict:
+    def tuned(*lookup, default: dict) -> dict:
         return default | {name: value for name, value in parameters.items() if name in default}
 
     def measured_run():

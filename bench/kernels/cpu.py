@@ -31,13 +31,13 @@ def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
         o, lse = attention_fwd(qkv, options)
         return o, attention_bwd(do, qkv, o, lse, options)
 
-    def theirs():
+    def aten_call():
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         grad = do.view(S, B, H, E).permute(1, 2, 0, 3)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse, 0.0, True)
         return o.permute(2, 0, 1, 3).flatten(2).flatten(0, 1), torch.stack(grads).permute(3, 1, 2, 0, 4).flatten(0, 1)
 
-    return ours, theirs
+    return ours, aten_call
 
 
 def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
@@ -46,11 +46,11 @@ def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     def ours():
         return activation_fwd(z, "gelu_tanh"), *activation_bwd(dy, z, "gelu_tanh", rebuild=True, bias=torch.float32)
 
-    def theirs():
+    def aten_call():
         dz = aten.gelu_backward(dy, z, approximate="tanh")
         return F.gelu(z, approximate="tanh"), dz, dz.sum(0, dtype=torch.float32), F.gelu(z, approximate="tanh")
 
-    return ours, theirs
+    return ours, aten_call
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
                     call()
                     seconds.append(1e3 * (time.process_time() - start))
             low, mid, high = statistics.quantiles([b / a for a, b in zip(*times, strict=True)], n=4)
-            ours, theirs = map(statistics.median, times)
-            print(f"| {name} | {str(dtype)[6:]} | {ours:.1f} | {theirs:.1f} | {mid:.2f} ({low:.2f} to {high:.2f}) |")
+            our_ms, aten_ms = map(statistics.median, times)
+            print(f"| {name} | {str(dtype)[6:]} | {our_ms:.1f} | {aten_ms:.1f} | {mid:.2f} ({low:.2f} to {high:.2f}) |")
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from tpfuse.kernels import linear_cross_entropy
 
 
-def theirs(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def torch_loss(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.linear(x, w), labels)
 
 
-CALLS = {"tpfuse": linear_cross_entropy, "torch": theirs}
+CALLS = {"tpfuse": linear_cross_entropy, "torch": torch_loss}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def resident(which: str) -> int:
+def resident(field: str) -> int:
     """Bytes: VmRSS now, VmHWM at most so far."""
     status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split(which + ":")[1].split()[0]) << 10
+    return int(status.split(field + ":")[1].split()[0]) << 10
 
 
 def make(rows: int, vocab: int, width: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,11 +46,11 @@ def measure(name: str, rows: int, vocab: int, width: int, dtype: str) -> tuple[i
     call(*make(64, 1024, width, dtype)).backward()
     x, w, labels = make(rows, vocab, width, dtype)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again at what is resident
-    before, start = resident("VmRSS"), time.process_time()
+    baseline, start = resident("VmRSS"), time.process_time()
     loss = call(x, w, labels)
     loss.backward()
     seconds = time.process_time() - start
-    return resident("VmHWM") - before - x.grad.nbytes - w.grad.nbytes, seconds, loss.item()
+    return resident("VmHWM") - baseline - x.grad.nbytes - w.grad.nbytes, seconds, loss.item()
 
 
 def main() -> None:

@@ -40,8 +40,8 @@ def main() -> None:
     torch.manual_seed(0)
     sets = [torch.randn(n, device=device) for _ in range(sets_needed(4 * n, device))]
     index, value, count = select_large(sets[0], threshold, most)
-    for ours, theirs in zip((index, value), by_nonzero(sets[0], threshold), strict=True):
-        assert torch.equal(ours[:count], theirs), "tpfuse and torch chose other entries"
+    for ours, expected in zip((index, value), by_nonzero(sets[0], threshold), strict=True):
+        assert torch.equal(ours[:count], expected), "tpfuse and torch chose other entries"
     cost = OPS["select_large"].cost((sets[0], threshold, most), (index, value, count))
     calls: dict[str, Callable[[int], object]] = {
         "tpfuse": lambda i: select_large(sets[i], threshold, most),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 T = TypeVar("T")
 
 
-class Place(Protocol):
+class GradientSlot(Protocol):
     """The total to which a parameter's gradient is added."""
 
     @property
@@ -36,7 +36,7 @@ class Place(Protocol):
 class Main(NamedTuple):
     """A weight's place: the gradient is added in the weight's ``shape``; ``node`` is autograd's of the parameter."""
 
-    place: Place
+    place: GradientSlot
     shape: torch.Size
     node: Any
 
@@ -65,7 +65,7 @@ def wanted(mains_of_weights: tuple[Main | None, ...] | None) -> Main | None:
 
 
 class _Places:
-    """parameter -> Place.  Each is an attribute of its parameter, which torch then swaps (it swaps no tensor that has a
+    """parameter -> GradientSlot.  Each is an attribute of its parameter, which torch then swaps (it swaps no tensor that has a
     weak reference) and which takes the place with it when it goes."""
 
     _NAME = "_tpfuse_place"
@@ -79,7 +79,7 @@ class _Places:
     def __getitem__(self, p: Tensor) -> Any:
         return getattr(p, self._NAME)
 
-    def __setitem__(self, p: Tensor, place: Place) -> None:
+    def __setitem__(self, p: Tensor, place: GradientSlot) -> None:
         setattr(p, self._NAME, place)
         self._living.add(place)
 
@@ -120,7 +120,7 @@ def refuse(parameters: Iterable[Tensor], error: str) -> None:
         raise ValueError(error)
 
 
-def main_grads(parameters: Iterable[Tensor]) -> list[Place]:
+def main_grads(parameters: Iterable[Tensor]) -> list[GradientSlot]:
     """Returns the places of those parameters that have one."""
     return [place for p in parameters if (place := PLACES.get(p)) is not None] if PLACES else []
 
@@ -131,12 +131,12 @@ DDP = (
 )
 
 
-def _stands_for(w: Tensor) -> tuple[Tensor, Place | None]:
+def _stands_for(w: Tensor) -> tuple[Tensor, GradientSlot | None]:
     """Returns the leaf whose gradient is all of w's, element by element, and its place."""
     leaf: Tensor = w if w._base is None else w._base
     place = PLACES.get(leaf)
     if place is None:
-        marked: tuple[Tensor | None, Place | None] = getattr(w, _STANDS_FOR, (None, None))
+        marked: tuple[Tensor | None, GradientSlot | None] = getattr(w, _STANDS_FOR, (None, None))
         return w if marked[0] is None else marked[0], marked[1]
     covers = w.numel() == leaf.numel() and w.is_contiguous() and leaf.is_contiguous()
     return leaf, place if covers else None
