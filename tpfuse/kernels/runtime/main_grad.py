@@ -65,8 +65,8 @@ def wanted(mains_of_weights: tuple[Main | None, ...] | None) -> Main | None:
 
 
 class _Places:
-    """parameter -> GradientSlot.  Each is an attribute of its parameter, which torch then swaps (it swaps no tensor that
-    has a weak reference) and which takes the slot with it when it goes."""
+    """parameter -> GradientSlot.  Each is an attribute of its parameter, which torch then swaps (it swaps no tensor
+    that has a weak reference) and which takes the slot with it when it goes."""
 
     _NAME = "_tpfuse_place"
 
