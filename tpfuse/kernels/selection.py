@@ -37,10 +37,10 @@ Selected = tuple[Tensor, Tensor, Tensor]  # index, value, count
 
 
 def select_large_ref(x: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    (chosen_index,) = torch.nonzero((x.to(acc_dtype(x)).abs() >= threshold) & (x != 0), as_tuple=True)
-    index, n = chosen_index[:most], x.shape[0]
-    missing = 0, most - len(index)
-    return pad(index, missing, value=n), pad(x[index], missing), index.new_full((), len(chosen_index))
+    (every,) = torch.nonzero((x.to(acc_dtype(x)).abs() >= threshold) & (x != 0), as_tuple=True)
+    index, n = every[:most], x.shape[0]
+    rest = 0, most - len(index)
+    return pad(index, rest, value=n), pad(x[index], rest), index.new_full((), len(every))
 
 
 # ---- Triton ----
@@ -57,8 +57,8 @@ def _mark_kernel(
     block = tl.program_id(0).to(tl.int64)
     octets = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     bits = tl.arange(0, 8)[None, :]
-    position = octets[:, None] * 8 + bits
-    x = load(x_ptr, position, position < n)
+    at = octets[:, None] * 8 + bits
+    x = load(x_ptr, at, at < n)
     chosen = ((tl.abs(x) >= threshold) & (x != 0)).to(tl.int32)
     tl.store(marks_ptr + octets, tl.sum(chosen << bits, 1).to(tl.uint8))
     tl.store(counts_ptr + block, tl.sum(tl.sum(chosen, 1), 0))
@@ -81,18 +81,18 @@ def _place_kernel(
     counts = tl.sum((marks[:, None] >> tl.arange(0, 8)[None, :]) & 1, 1)
     place = begin + tl.cumsum(counts, 0) - counts
     for bit in range(8):
-        position, chosen = octets * 8 + bit, (marks >> bit) & 1
-        stored = (chosen > 0) & (place < most)
-        tl.store(index_ptr + place, position, mask=stored)
-        tl.store(value_ptr + place, tl.load(x_ptr + position, mask=stored), mask=stored)
+        at, chosen = octets * 8 + bit, (marks >> bit) & 1
+        kept = (chosen > 0) & (place < most)
+        tl.store(index_ptr + place, at, mask=kept)
+        tl.store(value_ptr + place, tl.load(x_ptr + at, mask=kept), mask=kept)
         place += chosen
-    count = tl.load(ends_ptr + tl.num_programs(0) - 1)
-    if (count < (block + 1) * BLOCK) & (block * BLOCK < most):
-        for offset in range(0, BLOCK, BLOCK // 8):
-            position = block * BLOCK + offset + lanes
-            empty = (position >= count) & (position < most)
-            tl.store(index_ptr + position, tl.zeros([BLOCK // 8], tl.int64) + n, mask=empty)
-            tl.store(value_ptr + position, tl.zeros([BLOCK // 8], value_ptr.dtype.element_ty), mask=empty)
+    found = tl.load(ends_ptr + tl.num_programs(0) - 1)
+    if (found < (block + 1) * BLOCK) & (block * BLOCK < most):
+        for first in range(0, BLOCK, BLOCK // 8):
+            at = block * BLOCK + first + lanes
+            empty = (at >= found) & (at < most)
+            tl.store(index_ptr + at, tl.zeros([BLOCK // 8], tl.int64) + n, mask=empty)
+            tl.store(value_ptr + at, tl.zeros([BLOCK // 8], value_ptr.dtype.element_ty), mask=empty)
 
 
 BLOCK = 4096  # entries
@@ -119,8 +119,8 @@ def select_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """Counts as many entries chosen as there is room for.  (torch's sum of the counts of blocks is not counted.)"""
     x, _, most = args
     blocks = _blocks(len(x), most)
-    marks, value_bytes = blocks * BLOCK // 8, moved(x[:most])
-    return Cost(moved(x) + marks + 8 * blocks + value_bytes, marks + 4 * blocks + moved(*outputs[:2]))
+    marks, again = blocks * BLOCK // 8, moved(x[:most])
+    return Cost(moved(x) + marks + 8 * blocks + again, marks + 4 * blocks + moved(*outputs[:2]))
 
 
 def _fake(x: Tensor, threshold: float, most: int) -> Selected:

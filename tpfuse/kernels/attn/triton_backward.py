@@ -53,7 +53,7 @@ from .triton_tiles import (
 
 @triton.jit
 def _probabilities(
-    q, k, v, do, lse2, rows, keys, start, visible, head,
+    q, k, v, do, lse2, rows, keys, start, seen, head,
     EDGE: tl.constexpr, SELECT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns P, what dropout keeps of it and of dP, and d scores / d (scale q k'), [rows, keys]; ``seen`` is used
@@ -62,16 +62,16 @@ def _probabilities(
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     p = tl.exp2(s * head.numbers.unit - lse2[:, None])
     if EDGE:
-        p = tl.where(visible, p, 0.0)
-    dropped = p
+        p = tl.where(seen, p, 0.0)
+    kept = p
     if head.tensors.rng_ptr is not None:
         keep_mask = keep_mask_tile(head, rows, start, BLOCK_N)
         if SELECT:
-            dropped, dp = tl.where(keep_mask, p, 0.0), tl.where(keep_mask, dp, 0.0)
+            kept, dp = tl.where(keep_mask, p, 0.0), tl.where(keep_mask, dp, 0.0)
         else:
             factor = tl.where(keep_mask, 1.0, 0.0)
-            dropped, dp = p * factor, dp * factor
-    return p, dropped, dp, slope
+            kept, dp = p * factor, dp * factor
+    return p, kept, dp, slope
 
 
 @triton.jit
@@ -86,28 +86,28 @@ def _dkdv_tile(
     S = head.S
     rows = start_m + tl.arange(0, BLOCK_M)
     if TRANSPOSED:
-        q = q.descriptor.load([start_m, q.start + i * STATIC.E_QK])
-        do = do.descriptor.load([start_m, do.start + i * STATIC.E])
+        q = q.descriptor.load([start_m, q.first + i * STATIC.E_QK])
+        do = do.descriptor.load([start_m, do.first + i * STATIC.E])
     else:
         q = load_tile(Rows(q.ptr + i * STATIC.E_QK, q.stride), rows, S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
         do = load_tile(Rows(do.ptr + i * STATIC.E, do.stride), rows, S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    safe_rows = tl.minimum(rows, S - 1) if EDGE else rows
-    lse2 = tl.load(lse_ptr + i * S + safe_rows) * LOG2_E
-    delta = tl.load(delta_ptr + i * S + safe_rows)
-    visible = None
+    at = tl.minimum(rows, S - 1) if EDGE else rows
+    lse2 = tl.load(lse_ptr + i * S + at) * LOG2_E
+    delta = tl.load(delta_ptr + i * S + at)
+    seen = None
     if EDGE:  # by rows, of which a thread has few, whereas it has many keys
-        low, high = keys_seen(rows, head, STATIC)
-        visible = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None]) & (rows < S)[:, None]
+        first, last = keys_seen(rows, head, STATIC)
+        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & (rows < S)[:, None]
     place = nth_place(head.place, i, head.numbers)
     head = Head(head.tensors, head.numbers, head.documents, head.B, head.S, head.b, place)
-    p, dropped, dp, slope = _probabilities(
-        q, k, v, do, lse2, rows, keys, start_n, visible, head, EDGE, STATIC.SELECT, BLOCK_N
+    p, kept, dp, slope = _probabilities(
+        q, k, v, do, lse2, rows, keys, start_n, seen, head, EDGE, STATIC.SELECT, BLOCK_N
     )
-    dropped = dropped.to(do.dtype)
+    kept = kept.to(do.dtype)
     if TRANSPOSED:  # before dS, which then takes the registers of what was kept
-        dv = tl.dot(tl.trans(do), dropped, dv, input_precision="ieee")
+        dv = tl.dot(tl.trans(do), kept, dv, input_precision="ieee")
     else:
-        dv = tl.dot(tl.trans(dropped), do, dv, input_precision="ieee")
+        dv = tl.dot(tl.trans(kept), do, dv, input_precision="ieee")
     ds = (p * (dp - delta[:, None]) * slope).to(q.dtype)
     if TRANSPOSED:
         dk = tl.dot(tl.trans(q), ds, dk, input_precision="ieee")
@@ -117,9 +117,9 @@ def _dkdv_tile(
 
 
 @triton.jit
-def _next_tile(i, start, low, end):
+def _next_tile(i, start, first, end):
     """Returns the query head and the start of the tile after one: beyond ``end`` lies the first of the next head."""
-    return tl.where(start < end, i, i + 1), tl.where(start < end, start, low)
+    return tl.where(start < end, i, i + 1), tl.where(start < end, start, first)
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -154,12 +154,12 @@ def _dkdv_kernel(
     delta_ptr += h * S
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, g * Q, S))
     keys = start_n + key_order(head, BLOCK_N)
-    low, high = queries_seeing(keys, head, STATIC)
+    first, last = queries_seeing(keys, head, STATIC)
     k = load_tile(Rows(group_ptr + Q * E_QK, qk_strides.s), keys, S, True, E_QK, BLOCK_E)
     v = load_tile(Rows(v_ptr, v_strides.s), keys, S, True, E, BLOCK_E)
     dk = tl.zeros([BLOCK_E, BLOCK_N] if TRANSPOSED else [BLOCK_N, BLOCK_E], tl.float32)
     dv = dk
-    begin, a, e, end = tile_range(low, high, BLOCK_M)
+    begin, a, e, end = tile_range(first, last, BLOCK_M)
     i, start = a * 0, a
     for _ in tl.range(0, Q * ((e - a) // BLOCK_M)):
         dk, dv = _dkdv_tile(
@@ -186,15 +186,15 @@ def _dkdv_kernel(
 
 @triton.jit
 def _dq_tile(
-    dq, q, do, lse2, delta, k, v, start, rows, low, high, head,
+    dq, q, do, lse2, delta, k, v, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns dq with one tile of keys; k and v are Rows."""
     keys = start + key_order(head, BLOCK_N)
     k = load_tile(k, keys, head.S, EDGE, STATIC.E_QK, STATIC.BLOCK_E)
     v = load_tile(v, keys, head.S, EDGE, STATIC.E, STATIC.BLOCK_E)
-    visible = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-    p, _, dp, slope = _probabilities(q, k, v, do, lse2, rows, keys, start, visible, head, EDGE, STATIC.SELECT, BLOCK_N)
+    seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None])
+    p, _, dp, slope = _probabilities(q, k, v, do, lse2, rows, keys, start, seen, head, EDGE, STATIC.SELECT, BLOCK_N)
     ds = p * (dp - delta[:, None]) * slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
@@ -219,22 +219,22 @@ def _dq_kernel(
     k_rows, v_rows = Rows(group_ptr + Q * E_QK, qk_strides.s), Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    low, high = keys_seen(rows, head, STATIC)
+    first, last = keys_seen(rows, head, STATIC)
     q = load_tile(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, S, True, E_QK, BLOCK_E)
     do = load_tile(Rows(do_ptr + plane.to(tl.int64) * E, steps.o), rows, S, True, E, BLOCK_E)
     offsets = plane.to(tl.int64) * S + rows
     lse2 = tl.load(lse_ptr + offsets, mask=rows < S, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + offsets, mask=rows < S, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    begin, a, e, end = tile_range(low, high, BLOCK_N)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
     for start in tl.range(a, e, BLOCK_N):
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, low, high, head, False, STATIC, BLOCK_N
+            dq, q, do, lse2, delta, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
         )  # fmt: skip
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         dq = _dq_tile(
-            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, low, high, head, True, STATIC, BLOCK_N
+            dq, q, do, lse2, delta, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
         )  # fmt: skip
     out_ptr = dqkv_ptr + ((b.to(tl.int64) * G + h // Q) * (Q + 2) + h % Q) * E
     dq *= numbers.scale * numbers.keep_scale
@@ -309,10 +309,10 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     The first launch reads do and o and, with rotary positions, q and k, which the other two then read rotated.
     """
     (do, qkv, o, lse, options), (dqkv,) = args, outputs
-    low, qkv_bytes, rotated = moved(do, o), moved(qkv), 0
+    first, own, rotated = moved(do, o), moved(qkv), 0
     if options.cos is not None:
         qk, rotated = rotated_bytes(qkv)
-        low, qkv_bytes = low + qk + moved(options.cos, options.sin, options.positions), qkv_bytes - qk + rotated
-    pass_bytes = qkv_bytes + moved(do, lse, lse, *options[:TENSORS])
+        first, own = first + qk + moved(options.cos, options.sin, options.positions), own - qk + rotated
+    each = own + moved(do, lse, lse, *options[:TENSORS])
     left, computed = scores(qkv, options)
-    return Cost(low + 2 * pass_bytes, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)
+    return Cost(first + 2 * each, moved(dqkv, lse) + rotated, 10 * left * qkv.shape[-1], scores=computed)

@@ -87,8 +87,8 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _hide(s, keys, low, high):
-    return tl.where((keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None]), s, float("-inf"))
+def _seen(s, keys, first, last):
+    return tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]), s, float("-inf"))
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _softmax(s, total, top, head, EDGE: tl.constexpr):
 
 @triton.jit
 def _fwd_tile(
-    o, total, top, q, k_rows, v_rows, start, rows, low, high, head,
+    o, total, top, q, k_rows, v_rows, start, rows, first, last, head,
     EDGE: tl.constexpr, STATIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns o, total and top with the keys of one tile; without v_rows v lies behind k."""
@@ -114,7 +114,7 @@ def _fwd_tile(
     k = load_rotated(k_rows, keys, head, EDGE, STATIC)
     s, _ = score_tile(q, k, head, rows, keys)
     if EDGE:
-        s = _hide(s, keys, low, high)
+        s = _seen(s, keys, first, last)
     p, old, total, top = _softmax(s, total, top, head, EDGE)
     if head.tensors.rng_ptr is not None:
         p = tl.where(keep_mask_tile(head, rows, start, BLOCK_N), p, 0.0)
@@ -128,11 +128,11 @@ def _fwd_tile(
 @triton.jit
 def _scores_ahead(q, k, q_rest, k_rest, start, rows, head, BLOCK_N: tl.constexpr):
     """Returns the scores of one tile; k and k_rest are Columns.  The short product comes first: it is waited for."""
-    tile = k.descriptor.load([start, k.start])
+    tile = k.descriptor.load([start, k.first])
     if k_rest is None:
         s, _ = score_tile(q, tile, head, rows, start + tl.arange(0, BLOCK_N))
     else:
-        s = tl.dot(q_rest, k_rest.descriptor.load([start, k_rest.start]).T, input_precision="ieee")
+        s = tl.dot(q_rest, k_rest.descriptor.load([start, k_rest.first]).T, input_precision="ieee")
         s = tl.dot(q, tile.T, s, input_precision="ieee")
     return s
 
@@ -141,14 +141,14 @@ def _scores_ahead(q, k, q_rest, k_rest, start, rows, head, BLOCK_N: tl.constexpr
 def _add_ahead(o, p, old, v, start):
     """Returns o with the values of one tile; v is Columns, None where there are no such columns."""
     if v is not None:
-        tile = v.descriptor.load([start, v.start])
+        tile = v.descriptor.load([start, v.first])
         o = tl.dot(p.to(tile.dtype), tile, o * old[:, None], input_precision="ieee")
     return o
 
 
 @triton.jit
 def _fwd_ahead(
-    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, low, high, head,
+    o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Returns o, o_rest, total and top with all keys: first those at the edges, whose code behind the other loop would
@@ -160,7 +160,7 @@ def _fwd_ahead(
     for start in tl.range(begin, end - (e - a), BLOCK_N):
         tile = tl.where(start < a, start, start + e - a)
         s = _scores_ahead(q, k, q_rest, k_rest, tile, rows, head, BLOCK_N)
-        p, old, total, top = _softmax(_hide(s, tile + tl.arange(0, BLOCK_N), low, high), total, top, head, True)
+        p, old, total, top = _softmax(_seen(s, tile + tl.arange(0, BLOCK_N), first, last), total, top, head, True)
         o, o_rest = _add_ahead(o, p, old, v, tile), _add_ahead(o_rest, p, old, v_rest, tile)
     if a < e:
         s = _scores_ahead(q, k, q_rest, k_rest, a, rows, head, BLOCK_N)
@@ -201,11 +201,11 @@ def _fwd_kernel(
         v_rows = Rows(v_ptr, v_strides.s)
     head = Head(tensors, numbers, documents, B, S, b, locate_head(tensors, numbers, b, h, S))
     rows = start_m + tl.arange(0, BLOCK_M)
-    low, high = keys_seen(rows, head, STATIC)
+    first, last = keys_seen(rows, head, STATIC)
     q = load_rotated(Rows(group_ptr + h % Q * E_QK, qk_strides.s), rows, head, True, STATIC)
     o = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     total, top = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
-    begin, a, e, end = tile_range(low, high, BLOCK_N)
+    begin, a, e, end = tile_range(first, last, BLOCK_N)
     o_rest = o  # of REST columns, else not used
     if AHEAD:
         REST: tl.constexpr = STATIC.REST
@@ -217,17 +217,17 @@ def _fwd_kernel(
             q_rest, o_rest = load_tile(q_rows, rows, S, True, REST, REST), tl.zeros([BLOCK_M, REST], tl.float32)
             k_rest, v_rest = Columns(rest_rows, column + BLOCK_E), Columns(rest_rows, column + E + BLOCK_E)
         o, o_rest, total, top = _fwd_ahead(
-            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, low, high, head, BLOCK_N
+            o, o_rest, total, top, q, q_rest, k, v, k_rest, v_rest, begin, a, e, end, rows, first, last, head, BLOCK_N
         )  # fmt: skip
     else:
         for start in tl.range(a, e, BLOCK_N):
             o, total, top = _fwd_tile(
-                o, total, top, q, k_rows, v_rows, start, rows, low, high, head, False, STATIC, BLOCK_N
+                o, total, top, q, k_rows, v_rows, start, rows, first, last, head, False, STATIC, BLOCK_N
             )  # fmt: skip
         for start in tl.range(begin, end - (e - a), BLOCK_N):
             tile = tl.where(start < a, start, start + e - a)
             o, total, top = _fwd_tile(
-                o, total, top, q, k_rows, v_rows, tile, rows, low, high, head, True, STATIC, BLOCK_N
+                o, total, top, q, k_rows, v_rows, tile, rows, first, last, head, True, STATIC, BLOCK_N
             )  # fmt: skip
     nothing = total == 0.0
     lse = tl.where(nothing, float("inf"), (top + tl.log2(total)) * LN_2)
@@ -282,8 +282,8 @@ def runs_ahead(E: int, options: Options) -> bool:
     With dropout it would spill 48 to 88 bytes at 128 columns, and at 64 take 2 to 3 % more instructions where their
     issue is what limits it.
     """
-    plain_kernels = options.key_mask, options.bias, options.cos, options.rng, options.softcap
-    return sum(split(E)) == E <= 128 and all(option is None for option in plain_kernels)
+    others = options.key_mask, options.bias, options.cos, options.rng, options.softcap
+    return sum(split(E)) == E <= 128 and all(option is None for option in others)
 
 
 def _form(
@@ -296,12 +296,12 @@ def _form(
     """
     arch, E = target(qkv.device).arch, static.E
     if shape["AHEAD"]:
-        block, remainder = split(E)
-        boxes = [[shape["BLOCK_N"], columns] for columns in (block, remainder) if columns]
+        block, rest = split(E)
+        boxes = [[shape["BLOCK_N"], columns] for columns in (block, rest) if columns]
         rows = described([qkv] * len(boxes), options, boxes) if has_tma(arch) and runs_ahead(E, options) else None
         if rows is not None:
-            low, second = (*rows, None)[:2]
-            return (low, second), dict(STATIC=static._replace(BLOCK_E=block, REST=remainder)) | shape
+            first, second = (*rows, None)[:2]
+            return (first, second), dict(STATIC=static._replace(BLOCK_E=block, REST=rest)) | shape
         shape = {k: v for k, v in default_config("fwd", arch, qkv, options).items() if k != "path"}
     return (None, None), dict(STATIC=static) | shape
 
@@ -309,21 +309,21 @@ def _form(
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)
-    unrotated, rotated = options, _rotates_ahead(qkv, options)
+    asked, rotated = options, _rotates_ahead(qkv, options)
     if rotated:
         options = options._replace(cos=None, sin=None, positions=None)
     shape = config("fwd", target(qkv.device).arch, qkv, options)
-    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, unrotated):
-        return torch_forward.launch(qkv, unrotated)
+    if shape.pop("path", None) == "sdpa" and torch_forward.able(qkv, asked):
+        return torch_forward.launch(qkv, asked)
     qkv = dense_heads(qkv)
     batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
     H = G * (slots - 2)
     o, lse = qkv.new_empty(M, H * E), qkv.new_empty(batch, H, seq, dtype=torch.float32)
     if M > seq * batch:
         o[seq * batch :].zero_()
-    qk, v = (prepare(qkv, unrotated), qkv[:, :, -1]) if rotated else (qkv, None)
+    qk, v = (prepare(qkv, asked), qkv[:, :, -1]) if rotated else (qkv, None)
     static = attending(static_of(qkv, options), qk, options)
-    rows, shape = _form(shape, qkv, static, unrotated)
+    rows, shape = _form(shape, qkv, static, asked)
     grid = (-(-seq // shape["BLOCK_M"]) * batch * H,)
     arrays = qk, v, tensors_of(options), o, lse, *rows
     numbers = dict(B=batch, S=seq, G=G, Q=slots - 2, documents=documents_of(options), numbers=numbers_of(options))

@@ -190,10 +190,10 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
     return parameters(op, activation, arch, dtype=dtype, shape=shape)["path"]
 
 
-def fused(op: str, activation: str, operand: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
+def fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
     """Returns the fused kernel's launch parameters; None for the other path."""
     answers = parameters, tuned, tuning._table
-    return _choice(answers, op, activation, target(operand.device).arch, dtype=operand.dtype, shape=shape)
+    return _choice(answers, op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,11 +217,11 @@ class Product(NamedTuple):
     config: dict[str, Any]  # tiles and launch options
 
 
-def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **arguments: Any) -> None:
+def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **others: Any) -> None:
     """Starts ``kernel``.
 
     ``tiles``: the contiguous tensors that the epilogue reads and writes tile by tile, by argument name, with the same
-    number of rows as C; ``arguments``: its other arguments.
+    number of rows as C; ``others``: its other arguments.
     """
     layout, a, b, config = product
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
@@ -241,7 +241,7 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **argum
         BN = min(BN, 128)
     grid = (min(-(-M // BM) * -(-N // BN), multiprocessors),)
     sizes = dict(M=M, N=N, K=K, stride_a=a.stride(0), stride_b=b.stride(0))
-    launch(kernel, grid, a.device, **tensors, **sizes, **arguments, **config | dict(BN=BN), TMA=tma)
+    launch(kernel, grid, a.device, **tensors, **sizes, **others, **config | dict(BN=BN), TMA=tma)
 
 
 def gemm(

@@ -26,7 +26,7 @@ from ..runtime.counters import counters
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import FinalSum, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
+from ..runtime.partials import Last, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
@@ -56,8 +56,8 @@ def _bwd_kernel(
     dh_ptr,  # [m, D] in
     saved,  # in: Statistics
     mask,  # KernelMask
-    dest,  # Gradients, whose vectors are partial sums
-    finish,  # FinalSum: the vectors, where programs of this kernel sum the partials
+    out,  # Gradients, whose vectors are partial sums
+    last,  # Last: the vectors, where programs of this kernel sum the partials
     M,
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     KIND: tl.constexpr, ORDER: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -98,35 +98,35 @@ def _bwd_kernel(
             d_a = rstd * (g_a - mean_g - x_a * mean_gx)
             if B > 0:
                 d_b = rstd * (g_b - mean_g - x_b * mean_gx)
-        dbias_a += out_tile(d_a, dn, dh_ptr, dest, key, mask, rows, a, live, D, ORDER)
+        dbias_a += out_tile(d_a, dn, dh_ptr, out, key, mask, rows, a, live, D, ORDER)
         if B > 0:
-            dbias_b += out_tile(d_b, dn, dh_ptr, dest, key, mask, rows, b, live, D, ORDER)
+            dbias_b += out_tile(d_b, dn, dh_ptr, out, key, mask, rows, b, live, D, ORDER)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(dest, a, D, dbias_a, dgamma_a, dbeta_a)
+    store_partials(out, a, D, dbias_a, dgamma_a, dbeta_a)
     if B > 0:
-        store_partials(dest, b, D, dbias_b, dgamma_b, dbeta_b)
-    if finish.counters is not None:
-        sum_by_the_last(dest, finish, D, GROUP, SUM)
+        store_partials(out, b, D, dbias_b, dgamma_b, dbeta_b)
+    if last.counters is not None:
+        sum_by_the_last(out, last, D, GROUP, SUM)
 
 
 BWD_ROW = 8192  # columns up to which a row lies in registers
 
 
-def _form(arriving: Tensor, R: int, alone: bool) -> tuple[Any, dict[str, Any], int]:
+def _form(like: Tensor, R: int, alone: bool) -> tuple[Any, dict[str, Any], int]:
     """Returns the kernel that makes the gradients of rows [m, D], its launch parameters, and how many programs stride
     over the rows; their partials add 2.4 P / m of the traffic.
 
-    ``arriving``: dn or, without it, dh; ``alone``: there is a norm, and no bias gradient.
+    ``like``: dn or, without it, dh; ``alone``: there is a norm, and no bias gradient.
     """
-    m, D = arriving.shape[-2:]
-    arch, multiprocessors = target(arriving.device)
-    programs = lambda share, rows: max(1, min(share * multiprocessors, -(-m // max(16, rows))))
+    m, D = like.shape[-2:]
+    arch, multiprocessors = target(like.device)
+    programs = lambda each, rows: max(1, min(each * multiprocessors, -(-m // max(16, rows))))
     if D <= BWD_ROW:
-        config = dict(tuned("fused_norm_bwd", arch, arriving.dtype, (m, D), default=bwd_config(D, arch, R)))
+        config = dict(tuned("fused_norm_bwd", arch, like.dtype, (m, D), default=bwd_config(D, arch, R)))
         config["LAST"] = config["LAST"] and releases(arch)
         return _bwd_kernel, config, programs(2, config["ROWS"])
-    config = dict(tuned("fused_norm_bwd_columns", arch, arriving.dtype, (m, D), default=BWD_COLUMNS))
+    config = dict(tuned("fused_norm_bwd_columns", arch, like.dtype, (m, D), default=BWD_COLUMNS))
     if config.pop("ONCE") and alone and D <= ONCE_ROW:
         return bwd_once_kernel, once_config(D, arch) | dict(EARLY=config["EARLY"]), programs(1, 1)
     return bwd_columns_kernel, config, programs(2, config["ROWS"])
@@ -136,39 +136,39 @@ def _form(arriving: Tensor, R: int, alone: bool) -> tuple[Any, dict[str, Any], i
 
 
 def _normed(dn: Tensor | None, saved: Saved, order: str) -> bool:
-    """Returns whether a gradient comes through the norm."""
+    """Whether anything comes through the norm."""
     return saved.gamma is not None and (dn is not None or order in (POST, DROP))
 
 
 def backward(
-    dn: Tensor | None, dh: Tensor | None, saved: Statistics, mask: Mask, *, kind: str, order: str, dest: Gradients
+    dn: Tensor | None, dh: Tensor | None, saved: Statistics, mask: Mask, *, kind: str, order: str, out: Gradients
 ) -> None:
     """Launches what fills ``out``."""
-    m, D = dest.dparts.shape
-    device, arriving, R = dest.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
-    kernel, config, P = _form(arriving, R, alone=saved.gamma is not None and dest.dbias is None)
-    vectors = dest.dbias, dest.dgamma, dest.dbeta
+    m, D = out.dparts.shape
+    device, like, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
+    kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None)
+    vectors = out.dbias, out.dgamma, out.dbeta
     there = [v is not None for v in vectors]
     groups = groups_of(P) if config.pop("LAST", False) and any(there) else 0  # whose sums are partials too
-    rooms = iter(dest.dparts.new_empty(sum(there), P + groups, D, dtype=torch.float32))  # one allocation
+    rooms = iter(out.dparts.new_empty(sum(there), P + groups, D, dtype=torch.float32))  # one allocation
     partials = [next(rooms) if is_there else None for is_there in there]
-    filled = Gradients(dest.dparts, dest.dparts.stride(0), dest.dresidual, *partials)
+    own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
     entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
     flags = dict(D=D, R=R, KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE)
     if kernel is bwd_columns_kernel:
-        sums = dest.dparts.new_empty(m, 2, dtype=torch.float32)
+        sums = out.dparts.new_empty(m, 2, dtype=torch.float32)
         if saved.gamma is not None:
-            rows = tuned("fused_norm_bwd_rows", target(device).arch, arriving.dtype, (m, D), default=BWD_ROWS)
+            rows = tuned("fused_norm_bwd_rows", target(device).arch, like.dtype, (m, D), default=BWD_ROWS)
             early = drops if order == DROP else drops._replace(rng_ptr=None)
             launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **rows)
-        launch(kernel, (P, -(-D // config["A"])), device, *entering, drops, sums, filled, m, **flags, **config)
+        launch(kernel, (P, -(-D // config["A"])), device, *entering, drops, sums, own, m, **flags, **config)
     elif kernel is bwd_once_kernel:
-        launch(kernel, (P,), device, *entering, drops, filled, m, **flags, **config)
+        launch(kernel, (P,), device, *entering, drops, own, m, **flags, **config)
     else:
-        finish = FinalSum(counters(device), *vectors) if groups else FinalSum()
+        last = Last(counters(device), *vectors) if groups else Last()
         config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
-        launch(kernel, (P,), device, *entering, drops, filled, finish, m, **flags, **config)
+        launch(kernel, (P,), device, *entering, drops, own, last, m, **flags, **config)
         if groups:
             return
     reduce_vectors(partials, vectors, early=config["EARLY"])
@@ -181,22 +181,22 @@ def bwd_launch(
     mask: Mask,
     order: str,
     wanted: Wanted,
-    dest: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_bwd."""
-    check(dest is None or dest.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
-    arriving = incoming(dn, dh)
-    new, (m, D) = arriving.new_empty, arriving.shape[-2:]
+    check(out is None or out.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
+    like = incoming(dn, dh)
+    new, (m, D) = like.new_empty, like.shape[-2:]
     gamma = saved.gamma if _normed(dn, saved, order) else None
-    dparts = new(m, D, dtype=wanted.parts) if dest is None else dest
+    dparts = new(m, D, dtype=wanted.parts) if out is None else out
     dresidual = None if wanted.residual is None else new(m, D, dtype=wanted.residual)
     dbias = None if wanted.bias is None else new(D, dtype=wanted.bias)
     dgamma = None if gamma is None else gamma.new_empty(D)
     dbeta = gamma.new_empty(D) if gamma is not None and wanted.beta else None
     read = Statistics() if gamma is None else Statistics(saved.h, saved.mean, saved.rstd, gamma)
     filled = Gradients(dparts, 0, dresidual, dbias=dbias, dgamma=dgamma, dbeta=dbeta)
-    backward(dn, dh, read, mask, kind=saved.kind, order=order, dest=filled)
-    dparts = dparts if dest is None else new(0, dtype=wanted.parts)
+    backward(dn, dh, read, mask, kind=saved.kind, order=order, out=filled)
+    dparts = dparts if out is None else new(0, dtype=wanted.parts)
     or_empty = lambda t: new(0, dtype=torch.float32) if t is None else t
     if dgamma is not None and dbeta is None:
         dbeta = dgamma.new_empty(0)
@@ -204,17 +204,17 @@ def bwd_launch(
 
 
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dn, dh, saved, mask, order, wanted, *dest = args
-    arriving, normed = dh if dn is None else dn, _normed(dn, saved, order)
-    m, D = arriving.shape[-2:]
-    kernel, config, P = _form(arriving, 1 if dn is None else dn.shape[0], alone=normed and wanted.bias is None)
+    dn, dh, saved, mask, order, wanted, *out = args
+    like, normed = dh if dn is None else dn, _normed(dn, saved, order)
+    m, D = like.shape[-2:]
+    kernel, config, P = _form(like, 1 if dn is None else dn.shape[0], alone=normed and wanted.bias is None)
     vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
     groups = groups_of(P) if config.get("LAST", False) else 0
     partials = 4 * vectors * (P + groups) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
-    read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *dest) + partials
+    read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials
     if kernel is bwd_columns_kernel and normed:  # the first pass, and its sums
-        reread = (dh,) if dn is None or order in (POST, DROP) else ()
-        read += moved(dn, *reread, *through, mask.rng if order == DROP else None) + 8 * m
+        again = (dh,) if dn is None or order in (POST, DROP) else ()
+        read += moved(dn, *again, *through, mask.rng if order == DROP else None) + 8 * m
         written += 8 * m
     return Cost(read, written)

@@ -1,4 +1,4 @@
-"""The records and the device functions that the kernels of the fused norm's backward share."""
+"""What the kernels of the fused norm's backward share: the records that they take, and their device functions."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The outputs of backward; None is omitted.  The vectors are [D], or a kernel's partial sums [P, D] in fp32."""
+    """What backward fills; None is omitted.  The vectors are [D], or a kernel's partial sums [P, D] in fp32."""
 
     dparts: Tensor  # [m, D]
     stride: int  # from one of its rows to the next
@@ -75,32 +75,32 @@ def gamma_rows(gamma_ptr, rows, columns, D: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def out_tile(dx, dn, dh_ptr, dest, key, mask, rows, columns, live, D: tl.constexpr, ORDER: tl.constexpr):
+def out_tile(dx, dn, dh_ptr, out, key, mask, rows, columns, live, D: tl.constexpr, ORDER: tl.constexpr):
     """Adds what passed the norm by, stores dresidual and dparts; returns dparts before rounding, 0 outside."""
     inside, offsets = live[:, None] & (columns < D)[None, :], rows[:, None] * D + columns[None, :]
     if ORDER == "pre":
         if dn.ptr is not None:
             if dh_ptr is not None:
                 dx += load(dh_ptr, offsets, inside)
-    if dest.dresidual is not None:
-        tl.store(dest.dresidual + offsets, dx.to(dest.dresidual.dtype.element_ty), mask=inside)
+    if out.dresidual is not None:
+        tl.store(out.dresidual + offsets, dx.to(out.dresidual.dtype.element_ty), mask=inside)
     if ORDER != "drop":
         dx = drop(dx, key, mask, rows, columns)
-    ptr = dest.dparts + rows[:, None] * dest.stride + columns[None, :]  # in this order: 64 bits a row, 32 an element
-    tl.store(ptr, dx.to(dest.dparts.dtype.element_ty), mask=inside)
+    ptr = out.dparts + rows[:, None] * out.stride + columns[None, :]  # in this order: 64 bits a row, 32 an element
+    tl.store(ptr, dx.to(out.dparts.dtype.element_ty), mask=inside)
     return tl.where(inside, dx, 0.0)
 
 
 @triton.jit
-def store_partials(dest, columns, D: tl.constexpr, dbias, dgamma, dbeta):
+def store_partials(out, columns, D: tl.constexpr, dbias, dgamma, dbeta):
     """Stores this program's row of [P, D] each."""
     offsets = tl.program_id(0).to(tl.int64) * D + columns
-    if dest.dbias is not None:
-        tl.store(dest.dbias + offsets, tl.sum(dbias, 0), mask=columns < D)
-    if dest.dgamma is not None:
-        tl.store(dest.dgamma + offsets, tl.sum(dgamma, 0), mask=columns < D)
-    if dest.dbeta is not None:
-        tl.store(dest.dbeta + offsets, tl.sum(dbeta, 0), mask=columns < D)
+    if out.dbias is not None:
+        tl.store(out.dbias + offsets, tl.sum(dbias, 0), mask=columns < D)
+    if out.dgamma is not None:
+        tl.store(out.dgamma + offsets, tl.sum(dgamma, 0), mask=columns < D)
+    if out.dbeta is not None:
+        tl.store(out.dbeta + offsets, tl.sum(dbeta, 0), mask=columns < D)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Linear tile number -> (row tile, column tile): columns of GROUP_M row tiles, so that neighbours share operands in
     L2."""
     per_group = GROUP_M * tiles_n
-    start = (tile // per_group) * GROUP_M
-    rows = tl.minimum(tiles_m - start, GROUP_M)
+    first = (tile // per_group) * GROUP_M
+    rows = tl.minimum(tiles_m - first, GROUP_M)
     within = tile % per_group
-    return start + within % rows, within // rows
+    return first + within % rows, within // rows
