@@ -25,7 +25,7 @@ DEEP = {"bench", "kernels", "models", "tools", "training"}  # whose folders are 
 # Limits of rooms that are not there yet, as counts: vague bindings, openers, functions and classes with a vague name.
 LATE: dict[str, tuple[int, int, int]] = {
     "kernels": (9, 0, 0),
-    "kernels/attn": (75, 4, 1),
+    "kernels/attn": (75, 5, 1),
     "kernels/losses": (12, 0, 0),
     "kernels/lookup": (9, 0, 0),
     "kernels/norm": (36, 5, 1),
