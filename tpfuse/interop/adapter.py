@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import Rule, boolean, brief, check_rules, integer, number, optional, quoted
 from ..layers.linear import Adaptable
-from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, beside
+from ..layers.lora import ColumnLoRA, adapted_layers, add_lora, base_of, trained_modules
 from ..layers.module import Spec, local
 from ..layers.shards import named_specs, unwrapped_name
 from ..models.files.directory import open_tensors, read_json
@@ -206,7 +206,7 @@ def _head_entries(base: Model) -> dict[str, _Entry]:
     sources, entries = base.files.sources(), {}
     for name, p, spec, tp in base.files.stored_parameters():
         hf_name = sources[name].names[0]
-        if hf_name.rpartition(".")[0] in beside(base):
+        if hf_name.rpartition(".")[0] in trained_modules(base):
             full = _PREFIX + base.files.hf_name(hf_name)
             entries[full] = _Entry(p, spec, tp, Source.one(full, sources[name].pattern))
     return entries
@@ -239,7 +239,7 @@ def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
 
 
 def _task(base: Any) -> str | None:
-    head: Any = next(iter(beside(base).values()), None)
+    head: Any = next(iter(trained_modules(base).values()), None)
     if head is not None:
         return _TASKS[head.classifier.per]
     return "CAUSAL_LM" if hasattr(base, "generate") else None
@@ -247,14 +247,14 @@ def _task(base: Any) -> str | None:
 
 def check_saved(place: str, names: Any, base: Model) -> None:
     """Raises ValueError for a modules_to_save of PEFT that names more than a classification head the model has."""
-    heads = _HEADS | set(_saved(base)) if beside(base) else set()
+    heads = _HEADS | set(_saved(base)) if trained_modules(base) else set()
     if names and not (isinstance(names, list | tuple | set) and all(isinstance(n, str) and n in heads for n in names)):
         raise ValueError(f"{place}: modules_to_save={quoted(names)} is not built")
 
 
 def _saved(base: Model) -> list[str]:
     """Returns the modules_to_save of PEFT; for a head of several layers the module that holds them."""
-    return list(dict.fromkeys(name.partition(".")[0] for name in beside(base)))
+    return list(dict.fromkeys(name.partition(".")[0] for name in trained_modules(base)))
 
 
 def _targets(adapted: _Adapted) -> list[str]:

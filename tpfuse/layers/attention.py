@@ -63,8 +63,8 @@ class CopiedKV(ColumnProjection):
         self.in_features = width
         self.copies, per_group, head = copies, heads + 2, head_width * width
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
-        of_q = Origin("weight", partial(_in_qkv, stride=heads, first=0, per_group=per_group, size=head))
-        of_kv = Origin("weight", partial(_in_qkv, stride=1, first=heads, per_group=per_group, size=head))
+        of_q = Origin("weight", partial(_in_qkv, stride=heads, start=0, per_group=per_group, size=head))
+        of_kv = Origin("weight", partial(_in_qkv, stride=1, start=heads, per_group=per_group, size=head))
         self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, dtype=dtype, device=device)
         self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, dtype=dtype, device=device)
         if bias:
@@ -86,9 +86,9 @@ class CopiedKV(ColumnProjection):
         return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
 
 
-def _in_qkv(i: np.ndarray, *, stride: int, first: int, per_group: int, size: int) -> np.ndarray:
+def _in_qkv(i: np.ndarray, *, stride: int, start: int, per_group: int, size: int) -> np.ndarray:
     """Returns where in qkv the elements of index i begin, of ``each`` indices a group from the ``first`` one on."""
-    return (i // stride * per_group + i % stride + first) * size
+    return (i // stride * per_group + i % stride + start) * size
 
 
 class ParallelAttention(ParallelModule):

@@ -71,9 +71,9 @@ class KVCache:
         """Makes ``n`` rows of each of the batch; ``mask`` [n B, L] is the one of them all."""
         self.mask, self.kv = mask, self.kv.repeat_interleave(n, 0)
 
-    def reorder(self, rows: Tensor, first: int) -> None:
+    def reorder(self, rows: Tensor, start: int) -> None:
         """Row b goes on from what row ``rows[b]`` was, from the position ``first`` on; before it rows stay."""
-        changed = self.kv[:, :, :, first : self.length]
+        changed = self.kv[:, :, :, start : self.length]
         changed.copy_(changed.index_select(0, rows))
 
     def see(self, q: Tensor, seeing: Seeing, decode: Callable[..., Tensor] = attention_decode) -> Tensor:
@@ -92,24 +92,24 @@ class KVCache:
 
         Rows of o beyond seq * batch are zero.
         """
-        rows, before = seq * batch, self.length
+        rows, filled_before = seq * batch, self.length
         if seq == 1:
             self.store(qkv[:batch, :, -2:].unsqueeze(3))
             o = self.see(qkv[:batch, :, :-2], seeing)
         else:
             self.fill(qkv, batch, seq)
-            o = self._see_from(before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), seeing)
+            o = self._see_from(filled_before, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), seeing)
         padded: Tensor = o.new_zeros(len(qkv), o.shape[1])
         padded[:rows] = o
         return padded
 
-    def _see_from(self, first: int, q: Tensor, seeing: Seeing) -> Tensor:
+    def _see_from(self, start: int, q: Tensor, seeing: Seeing) -> Tensor:
         """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see
         nothing gives 0."""
         filled, heads = self.length, q.shape[3]
         k, v = (t.repeat_interleave(heads, 1) for t in self.kv[:, :, :, :filled].unbind(2))  # [B, H/R, length, E]
         key = torch.arange(filled, device=q.device)
-        query = key[first:, None]
+        query = key[start:, None]
         visible = key <= query if seeing.window is None else (key <= query) & (key > query - seeing.window)
         if self.padded:
             visible = visible & self.mask[:, None, None, :filled]

@@ -52,10 +52,10 @@ class KeyValue(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._whole(local(self.weight)), local(self.bias)
-        return weight.reshape(-1, self.in_features), None if bias is None else self._whole(bias).reshape(-1)
+        weight, bias = self._all_copies(local(self.weight)), local(self.bias)
+        return weight.reshape(-1, self.in_features), None if bias is None else self._all_copies(bias).reshape(-1)
 
-    def _whole(self, p: Tensor) -> Tensor:
+    def _all_copies(self, p: Tensor) -> Tensor:
         return p if self.copies == 1 else copy_within(p, self.tp, self.copies)
 
     def forward(self, memory: Tensor) -> Tensor:

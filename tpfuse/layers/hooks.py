@@ -29,8 +29,8 @@ def onlooker(hook: Hook) -> Hook:
 
 def hooked(module: nn.Module) -> bool:
     """True if a hook would be called if the parts of ``module``, at any depth, were called; its own do not count."""
-    forward, before, backward, backward_before = _EVERYWHERE
-    return bool(forward or before or backward or backward_before) or _inside(module)
+    forward, forward_pre, backward, backward_pre = _EVERYWHERE
+    return bool(forward or forward_pre or backward or backward_pre) or _inside(module)
 
 
 def served(module: nn.Module) -> bool:

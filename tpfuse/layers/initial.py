@@ -47,14 +47,14 @@ def _resets(module: nn.Module, path: str, seed: int) -> Iterator[Any]:
         return
     for name, part in module.named_children():
         yield from _resets(part, f"{path}{name}.", seed)
-    own = [name for name, _ in module.named_parameters(recurse=False)]
+    names = [name for name, _ in module.named_parameters(recurse=False)]
     if isinstance(module, ParallelModule):
-        yield module.reset_parameters if module._draws or not own else lambda: initialize(module, seed, prefix=path)
-    elif own:
+        yield module.reset_parameters if module._draws or not names else lambda: initialize(module, seed, prefix=path)
+    elif names:
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is None:
             label = f"{type(module).__name__} {path.removesuffix('.')}".strip()
-            raise ValueError(f"init_weights: {label} has {', '.join(own)} of its own and no reset_parameters")
+            raise ValueError(f"init_weights: {label} has {', '.join(names)} of its own and no reset_parameters")
         yield reset
 
 

@@ -177,11 +177,11 @@ def add_lora(
     missing = [t for t in targets if t not in matched]
     check(
         bool(chosen) and not missing,
-        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_known(base, layers)}",
+        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}",
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)
-    for module in beside(base).values():
+    for module in trained_modules(base).values():
         module.requires_grad_(True)
     for path, layer, parts, adapted in chosen:
         weight = local(layer.get_parameter(next(iter(parts))))
@@ -227,7 +227,7 @@ def base_of(model: nn.Module) -> Any:
     return next((m for m in model.modules() if hasattr(m, "files")), model)
 
 
-def beside(base: Any) -> dict[str, nn.Module]:
+def trained_modules(base: Any) -> dict[str, nn.Module]:
     """Returns what is trained beside adapters, and kept in their files, by its name in a Hugging Face file."""
     modules: dict[str, nn.Module] = base.files.beside_adapters() if hasattr(base, "files") else {}
     return modules
@@ -249,11 +249,11 @@ def _parts(base: Any, path: str, layer: Adaptable) -> Parts:
     if f"{path}.{leaves[0]}" not in sources:
         return {leaf: [(1, path)] for leaf in leaves}
     named = lambda s: [base.files.hf_name(name).removesuffix(".weight") for name in s.names]
-    own = {leaf: sources[f"{path}.{leaf}"] for leaf in leaves}
-    return {leaf: list(zip(s.widths, named(s), strict=True)) for leaf, s in own.items()}
+    weight_sources = {leaf: sources[f"{path}.{leaf}"] for leaf in leaves}
+    return {leaf: list(zip(s.widths, named(s), strict=True)) for leaf, s in weight_sources.items()}
 
 
-def _known(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
+def _layer_names(base: Any, layers: list[tuple[str, Adaptable]]) -> str:
     ours = {path.rpartition(".")[2] for path, _ in layers}
     leaves_in_files = {
         name.rpartition(".")[2] for path, layer in layers for ps in _parts(base, path, layer).values() for _, name in ps

@@ -52,13 +52,13 @@ def cross_entropy(
     label outside 0 to V - 1.
     """
     tp = TensorParallel() if tp is None else tp
-    first = check_columns("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
+    first_token = check_columns("cross_entropy: logits", logits.shape[-1], vocab_size, tp)
     loss = LossOptions(
         vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
     )
     loss.compare("cross_entropy", labels, tp)
     return kernel(
-        logits, labels, first_token=first, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
+        logits, labels, first_token=first_token, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
         reduction=reduction,
     )  # fmt: skip
@@ -84,14 +84,14 @@ def linear_cross_entropy(
     of the vocabulary, labels int64 [M] of all rows.  The rest is as there, ValueErrors too.
     """
     name, tp = "linear_cross_entropy", TensorParallel() if tp is None else tp
-    first = check_columns(f"{name}: weight", len(weight), vocab_size, tp)
+    first_token = check_columns(f"{name}: weight", len(weight), vocab_size, tp)
     check(x.dim() == 2, f"{name}: x must be rows [m, D], got {tuple(x.shape)}")
     loss = LossOptions(
         vocab_size, ignore_index, label_smoothing, z_loss=z_loss, normalizer=normalizer, reduction=reduction
     )
     loss.compare(name, labels, tp)
     return gather_linear_cross_entropy(
-        x, local(weight), labels, local(bias), tp=tp, first_token=first, vocab_size=vocab_size,
+        x, local(weight), labels, local(bias), tp=tp, first_token=first_token, vocab_size=vocab_size,
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
         reduction=reduction,
     )  # fmt: skip
@@ -180,11 +180,11 @@ class VocabParallelHead(ParallelModule):
 
 def check_columns(subject: str, columns: int, vocab_size: int, tp: TensorParallel) -> int:
     """Returns the global id of this rank's first token; ValueError where ``columns`` are not this rank's."""
-    first, last = tp.chunk(vocab_size, f"{subject.partition(':')[0]}: vocab_size")
-    hint = " (they are gathered: give the slice)" if columns == vocab_size != last - first else ""
-    rule = f"{subject} must be this rank's {last - first} of the {vocab_size} tokens"
-    check(columns == last - first, f"{rule}, got {columns}{hint}")
-    return first
+    first_token, end_token = tp.chunk(vocab_size, f"{subject.partition(':')[0]}: vocab_size")
+    hint = " (they are gathered: give the slice)" if columns == vocab_size != end_token - first_token else ""
+    rule = f"{subject} must be this rank's {end_token - first_token} of the {vocab_size} tokens"
+    check(columns == end_token - first_token, f"{rule}, got {columns}{hint}")
+    return first_token
 
 
 class LossOptions(NamedTuple):

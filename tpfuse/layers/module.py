@@ -99,10 +99,10 @@ class ParallelModule(nn.Module):
                 call()
 
     def extra_repr(self) -> str:
-        words = [f"{name}={getattr(self, name)!r}" for name in self.repr_fields]
-        words += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
-        words += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
-        return ", ".join(words)
+        fields = [f"{name}={getattr(self, name)!r}" for name in self.repr_fields]
+        fields += [f"bias={p is not None}" for name, p in self._parameters.items() if name == "bias"]
+        fields += [f"rank {self.tp.rank} of {self.tp.size}"] * (self.tp.size > 1)
+        return ", ".join(fields)
 
     def initialize_alone(self) -> None:
         """Initialises a layer made on its own, by a seed from torch's CPU generator that is the same on every rank.
@@ -127,8 +127,8 @@ class ParallelModule(nn.Module):
         if all(isinstance(spec.init, str) for _, spec, _ in named_specs(self)):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        what = "the seed drawn from torch's generator (call torch.manual_seed before)"
-        self.tp.agree(type(self).__name__, {what: seed})
+        label = "the seed drawn from torch's generator (call torch.manual_seed before)"
+        self.tp.agree(type(self).__name__, {label: seed})
         initialize(self, seed)
 
     def compare_alone(self) -> None:
@@ -166,20 +166,20 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Returns what the ranks must share of a module's state: the frozen parameters, the parts that train otherwise."""
-    other = [name for name, part in module.named_modules() if part.training != module.training]
+    other_mode = [name for name, part in module.named_modules() if part.training != module.training]
     return {
         "frozen parameters": names([name for name, p in module.named_parameters() if not p.requires_grad]),
-        "parts in another mode": names(other),
+        "parts in another mode": names(other_mode),
     }
 
 
 def check_gathered(method: str, module: "ParallelModule") -> None:
     """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
     for leaf, p, spec in owned(module):
-        here = tuple(s.stop - s.start for s in spec.local(module.tp))
-        if isinstance(p, DTensor) and tuple(p.to_local().shape) != here:
+        shape = tuple(s.stop - s.start for s in spec.local(module.tp))
+        if isinstance(p, DTensor) and tuple(p.to_local().shape) != shape:
             raise ValueError(
-                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {here} of {leaf}; call"
+                f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {shape} of {leaf}; call"
                 f" torch.distributed.fsdp.register_fsdp_forward_method(model, {method!r}) once, before"
             )
 
@@ -217,10 +217,10 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
             name = name.rpartition(".")[0] + "." * ("." in name) + spec.origin.leaf
         step = max(1, _CHUNK // max(columns.size, 1))
         for i in range(0, len(rows), step):
-            some = rows[i : i + step]
-            offsets = some * stride if spec.origin is None else spec.origin.offset(some)
+            chunk = rows[i : i + step]
+            offsets = chunk * stride if spec.origin is None else spec.origin.offset(chunk)
             values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
-            x[i : i + len(some)] = values.to(x.dtype)
+            x[i : i + len(chunk)] = values.to(x.dtype)
 
 
 def _places(p: Tensor, spec: Spec, tp: TensorParallel) -> list[np.ndarray]:
@@ -228,12 +228,12 @@ def _places(p: Tensor, spec: Spec, tp: TensorParallel) -> list[np.ndarray]:
     if not isinstance(p, DTensor):
         return [np.arange(s.start, s.stop, dtype=np.int64) for s in spec.local(tp)]
     (chunk,) = p.__create_chunk_list__()
-    found = [np.arange(o, o + n, dtype=np.int64) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+    indices = [np.arange(o, o + n, dtype=np.int64) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
     if spec.dim is not None and spec.copies > 1:  # a DTensor is of all ranks' slices, one after the other
-        each = spec.spread[spec.dim] // tp.size
-        places = found[spec.dim]
-        found[spec.dim] = places // each // spec.copies * each + places % each
-    return found
+        per_rank = spec.spread[spec.dim] // tp.size
+        places = indices[spec.dim]
+        indices[spec.dim] = places // per_rank // spec.copies * per_rank + places % per_rank
+    return indices
 
 
 @overload
@@ -273,8 +273,8 @@ def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: i
     """Raises the ValueError of ``name`` for an x that is no rows s * batch + b, [m, width]."""
     if x.dim() != 2 or x.shape[1] != width:
         cure = "a batch [B, S, D] is x.transpose(0, 1).reshape(-1, D) with batch=B"
-        where = "position s of sample b in row s * batch + b"
-        raise ValueError(f"{name}: x must be [rows, {width}], {where}, got {tuple(x.shape)}; {cure}")
+        place = "position s of sample b in row s * batch + b"
+        raise ValueError(f"{name}: x must be [rows, {width}], {place}, got {tuple(x.shape)}; {cure}")
     rows = len(x) * tp.row_shards
     if not isinstance(batch, int) or batch < 1 or (seq is not None and not isinstance(seq, int)):
         return  # attention names it

@@ -64,8 +64,8 @@ class Layer(NamedTuple):
     norms: tuple[Tensor | None, ...]
 
     def norm(self, name: str | None) -> NormArguments:
-        for i, (own, eps, kind) in enumerate(self.constants.norms):
-            if own == name:
+        for i, (norm, eps, kind) in enumerate(self.constants.norms):
+            if norm == name:
                 return NormArguments(self.norms[2 * i], self.norms[2 * i + 1], eps, kind)
         return NormArguments()
 
@@ -152,10 +152,10 @@ def _forward(h: Tensor, n: Tensor | None, layer: Layer) -> tuple[Any, ...]:
     """
     runner, steps = _Forward(layer), layer.constants.steps
     h, n_out = run(steps, runner, h, h[None] if n is None else n)
-    return h, None if _last(steps).norm is None else n_out, *runner.saved
+    return h, None if _final_join(steps).norm is None else n_out, *runner.saved
 
 
-def _last(steps: Steps) -> Join:
+def _final_join(steps: Steps) -> Join:
     end = steps[-1]
     assert isinstance(end, Join)
     return end
@@ -169,7 +169,7 @@ class _Backward:
 
     def __init__(self, layer: Layer, saved: tuple[Any, ...], request: GradientRequest):
         self.layer, self.saved, self.request = layer, list(saved), request
-        self.made: dict[str, Any] = {}
+        self.gradients: dict[str, Any] = {}
 
     def take(self, count: int) -> list[Any]:
         """Returns the last ``count`` tensors saved, which are those of the step whose turn it is."""
@@ -183,7 +183,7 @@ class _Backward:
         return NormSaved(h, mean, rstd, norm.gamma, norm.kind)
 
     def norm_gradients(self, name: str, vectors: list[Tensor]) -> None:
-        self.made[f"{name}.weight"], self.made[f"{name}.bias"] = vectors
+        self.gradients[f"{name}.weight"], self.gradients[f"{name}.bias"] = vectors
 
     def norm(self, step: Norm, dh: Tensor, dn: Tensor) -> Tensor:
         norm, wanted = self.layer.norm(step.norm), self.request
@@ -194,17 +194,17 @@ class _Backward:
         return dh
 
     def branch(self, step: Branch, dparts: Tensor) -> Tensor:
-        (constants, options, p, _), made = self.layer, self.made
+        (constants, options, p, _), gradients = self.layer, self.gradients
         wanted, totals = self.request.parameters, self.request.totals
         dn: Tensor
         if step.name == "attention":
             n, qkv, o, lse = self.take(4)
             grads = WantedGrads(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
             grads = _adding(grads, totals.qkv, totals.out)
-            do, made["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, grads=grads, tp=ONE)
+            do, gradients["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, grads=grads, tp=ONE)
             dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
             w = _linear(p.qkv_weight, None)[0]
-            dn, made["qkv_weight"], made["qkv_bias"] = plain.gather_linear_bwd(
+            dn, gradients["qkv_weight"], gradients["qkv_bias"] = plain.gather_linear_bwd(
                 dqkv, w, n=SavedInput(n, ONE), grads=grads, tp=ONE
             )
         else:
@@ -212,7 +212,7 @@ class _Backward:
             mlp = MLP(_linear(p.fc1_weight, None)[0], None, p.fc2_weight, constants.activation)
             grads = WantedGrads(wanted.fc1_weight, dtype_of(p.fc1_bias) if wanted.fc1_bias else None, wanted.fc2_weight)
             grads, saved = _adding(grads, totals.fc1, totals.fc2), MLPSaved(SavedInput(n, ONE), z, a)
-            dn, made["fc1_weight"], made["fc1_bias"], made["fc2_weight"] = plain.gather_mlp_exchange_bwd(
+            dn, gradients["fc1_weight"], gradients["fc1_bias"], gradients["fc2_weight"] = plain.gather_mlp_exchange_bwd(
                 dparts, mlp, saved=saved, grads=grads, tp=ONE
             )
         return dn
@@ -235,7 +235,7 @@ class _Backward:
             wanted = Wanted(dtype_of(bias), norm.beta is not None, None, request.dtype)
             dparts, _, dbias, *vectors = FUSED.bwd(dparts[None], None, state, NO_MASK, order=POST, wanted=wanted)
             self.norm_gradients(step.branch_norm, vectors)
-        self.made[name] = dbias
+        self.gradients[name] = dbias
         return dresidual, dparts[None]
 
     def _mask(self, step: Join) -> Mask:
@@ -253,9 +253,9 @@ def _backward(
     dh, dn = gradients
     runner = _Backward(layer, saved, request)
     dh, dn = run_backward(layer.constants.steps, runner, None if dh is None else dh.contiguous(), dn)
-    projections = [_shaped(runner.made.get(name), p) for name, p in zip(Parameters._fields, layer.parameters)]
+    projections = [_shaped(runner.gradients.get(name), p) for name, p in zip(Parameters._fields, layer.parameters)]
     names = [f"{name}.{leaf}" for name, *_ in layer.constants.norms for leaf in ("weight", "bias")]
-    return dh, dn, *projections, *[_shaped(runner.made.get(name), p) for name, p in zip(names, layer.norms)]
+    return dh, dn, *projections, *[_shaped(runner.gradients.get(name), p) for name, p in zip(names, layer.norms)]
 
 
 def _shaped(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
@@ -333,15 +333,15 @@ def parameters_of(block: nn.Module, steps: Steps) -> tuple[Parameters, tuple[Ten
 
     Modules and parameters are taken from their dictionaries: nn.Module's attribute access costs the host.
     """
-    own: dict[str, Any] = block._modules
-    attention, mlp = own["attention"]._modules, own["mlp"]._modules
+    modules: dict[str, Any] = block._modules
+    attention, mlp = modules["attention"]._modules, modules["mlp"]._modules
     projections = [attention["qkv"], attention["out"], mlp["fc1"], mlp["fc2"]]
-    vectors = [_parameter(own[name], leaf) for name in norm_names(steps) for leaf in ("weight", "bias")]
+    vectors = [_parameter(modules[name], leaf) for name in norm_names(steps) for leaf in ("weight", "bias")]
     weights: list[Any] = [_parameter(module, leaf) for module in projections for leaf in ("weight", "bias")]
     return Parameters(*weights), tuple(vectors)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
     """Returns a parameter from the module's dictionary; where a parametrization has taken its place, the attribute."""
-    own = module._parameters
-    return local(own[name] if name in own else getattr(module, name))
+    parameters = module._parameters
+    return local(parameters[name] if name in parameters else getattr(module, name))

@@ -68,7 +68,7 @@ class _Digest(NamedTuple):
     norm: float
     sums: tuple[float, ...]
 
-    def like(self, another: "_Digest") -> bool:
+    def matches(self, another: "_Digest") -> bool:
         if not math.isfinite(self.norm + another.norm):
             return math.isfinite(self.norm) == math.isfinite(another.norm)
         return math.dist(self.sums, another.sums) <= CLOSE * max(self.norm, another.norm)
@@ -107,14 +107,14 @@ def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | N
     common = [name for name in digests[0] if all(name in by_rank for by_rank in digests)]
     differing, complete = [], True
     for name in common:
-        first, *rest = (by_rank[name] for by_rank in digests)
-        if first is None or None in rest:
+        reference, *remaining = (by_rank[name] for by_rank in digests)
+        if reference is None or None in remaining:
             complete = False
-            if first is not None or any(another is not None for another in rest):
+            if reference is not None or any(another is not None for another in remaining):
                 differing.append(name)
             continue
-        complete = complete and 0 < first.norm < math.inf
-        if not all(first.like(another) for another in rest):
+        complete = complete and 0 < reference.norm < math.inf
+        if not all(reference.matches(another) for another in remaining):
             differing.append(name)
     return differing, complete
 
@@ -159,7 +159,7 @@ def _readable(name: str, p: Tensor) -> str:
     """Returns the name that a module has for a parameter, where a call was given a number."""
     if not name.isdecimal():
         return name
-    owners = (f"{type(m).__name__}.{leaf}" for m in _modules() for leaf, own in m._parameters.items() if own is p)
+    owners = (f"{type(m).__name__}.{leaf}" for m in _modules() for leaf, q in m._parameters.items() if q is p)
     return f"parameter {name} ({next(owners, 'of no module')} {tuple(p.shape)})"
 
 
@@ -241,10 +241,10 @@ def _after_forward(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None
         return
     _ending.clear()  # of a backward pass that failed
     tensors = output if isinstance(output, tuple) else (output,)
-    first = next((x for x in tensors if isinstance(x, Tensor) and x.requires_grad), None)
-    if first is not None and not first.is_meta:
+    reference = next((x for x in tensors if isinstance(x, Tensor) and x.requires_grad), None)
+    if reference is not None and not reference.is_meta:
         weak = weakref.ref(layer)
-        first.register_hook(lambda gradient: _in_backward(weak()))
+        reference.register_hook(lambda gradient: _in_backward(weak()))
 
 
 def _in_backward(layer: nn.Module | None) -> None:

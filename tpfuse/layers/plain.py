@@ -47,8 +47,8 @@ def replicated(module: M, tp: TensorParallel) -> M:
             not isinstance(p, UninitializedParameter), f"replicated: {name} is not initialised; run the module before"
         )
         check(not p.is_complex(), f"replicated: {name} is complex, which is not built")
-    for part, leaf, own in _parameters(module):
-        shard = own in whole_of and whole_of[own].spec.dim is not None
+    for part, leaf, indices in _parameters(module):
+        shard = indices in whole_of and whole_of[indices].spec.dim is not None
         check(
             not shard, f"replicated: {type(part).__name__}.{leaf} is this rank's shard of a parallel layer's parameter"
         )
@@ -93,11 +93,11 @@ class _Copies(Function):
         sums: list[Tensor | None] = list(gradients)
         template = next(g for g in gradients if g is not None)
         for dtype in dict.fromkeys(dtype for _, dtype in ctx.shapes):
-            own = [i for i, (_, parameter_dtype) in enumerate(ctx.shapes) if parameter_dtype == dtype]
-            flat = [_flat(gradients[i], ctx.shapes[i], template) for i in own]
-            has = template.new_tensor([gradients[i] is not None for i in own], dtype=dtype)
-            *pieces, counts = all_reduce(torch.cat([*flat, has]), ctx.tp).split([*map(len, flat), len(own)])
-            for place, i in enumerate(own):
+            indices = [i for i, (_, parameter_dtype) in enumerate(ctx.shapes) if parameter_dtype == dtype]
+            flat = [_flat(gradients[i], ctx.shapes[i], template) for i in indices]
+            has = template.new_tensor([gradients[i] is not None for i in indices], dtype=dtype)
+            *pieces, counts = all_reduce(torch.cat([*flat, has]), ctx.tp).split([*map(len, flat), len(indices)])
+            for place, i in enumerate(indices):
                 if gradients[i] is not None or counts[place] > 0:  # only what is None here waits for a GPU
                     sums[i] = pieces[place].view(ctx.shapes[i][0])
         return None, *sums

@@ -24,11 +24,11 @@ def register(module: nn.Module) -> None:
 def owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec]]:
     """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
     weight_norm) has put in the place of one."""
-    own: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
-    parametrized: Any = own.get("_modules", {}).get("parametrizations", {})
-    for leaf, spec in own.get("specs", {}).items():
+    fields: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
+    parametrized: Any = fields.get("_modules", {}).get("parametrizations", {})
+    for leaf, spec in fields.get("specs", {}).items():
         for name in (leaf, *(f"{leaf}_{suffix}" for suffix in SUFFIXES)):
-            p = own["_parameters"].get(name)
+            p = fields["_parameters"].get(name)
             if p is not None:
                 yield name, p, spec
         if leaf in parametrized:

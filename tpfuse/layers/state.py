@@ -40,11 +40,11 @@ def as_whole(x: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     if isinstance(x, DTensor) or group is None:
         check_whole(x, spec)
         return x
-    known = _meshes.setdefault(group, {})
+    specs = _meshes.setdefault(group, {})
     kind = x.device.type
-    if kind not in known:
-        known[kind] = DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
-    return to_dtensor(x, spec, known[kind])
+    if kind not in specs:
+        specs[kind] = DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
+    return to_dtensor(x, spec, specs[kind])
 
 
 def check_whole(x: Tensor, spec: Spec) -> None:
@@ -65,13 +65,13 @@ def as_local(name: str, x: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     if isinstance(x, DTensor):
         chunk = x.__create_chunk_list__()
         held = [slice(o, o + n) for c in chunk for o, n in zip(c.offsets, c.sizes, strict=True)]
-        whole, x = tuple(x.shape), x.to_local()
-        if whole == spec.spread and held == list(_slice(spec, tp)):
+        full, x = tuple(x.shape), x.to_local()
+        if full == spec.spread and held == list(_slice(spec, tp)):
             return x
-        if whole != spec.spread or tuple(x.shape) != whole:
+        if full != spec.spread or tuple(x.shape) != full:
             raise ValueError(
-                f"{name} must be elements {_words(_slice(spec, tp))} of {spec.spread} on rank {tp.rank} of its"
-                f" tensor-parallel group, got a DTensor with elements {_words(held)} of {whole}; torch.distributed"
+                f"{name} must be elements {_describe(_slice(spec, tp))} of {spec.spread} on rank {tp.rank} of its"
+                f" tensor-parallel group, got a DTensor with elements {_describe(held)} of {full}; torch.distributed"
                 ".checkpoint and tpfuse.load_checkpoint load what was saved at another split"
             )
     return x[_slice(spec, tp)] if tuple(x.shape) == spec.spread else x
@@ -83,5 +83,5 @@ def _slice(spec: Spec, tp: TensorParallel) -> tuple[slice, ...]:
     return tuple(slice(*tp.chunk(n)) if i == dim else slice(0, n) for i, n in enumerate(spec.spread))
 
 
-def _words(slices: "list[slice] | tuple[slice, ...]") -> str:
+def _describe(slices: "list[slice] | tuple[slice, ...]") -> str:
     return f"[{', '.join(f'{s.start}:{s.stop}' for s in slices)}]"

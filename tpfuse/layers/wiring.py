@@ -102,9 +102,9 @@ ALONE, INNER, LAST = PLACES = "alone", "inner", "last"
 
 
 def enters(wiring: str) -> bool:
-    """Whether the first branch reads a norm of h."""
-    first = WIRINGS[wiring][0]
-    return isinstance(first, Norm) and first.norm == NORM_IN
+    """True if the first branch reads a norm of h."""
+    step = WIRINGS[wiring][0]
+    return isinstance(step, Norm) and step.norm == NORM_IN
 
 
 def steps_at(wiring: str, place: str) -> Steps:
@@ -116,18 +116,18 @@ def steps_at(wiring: str, place: str) -> Steps:
     steps = WIRINGS[wiring]
     if place == ALONE:
         return steps
-    *before, end = steps[enters(wiring) :]
+    *body, end = steps[enters(wiring) :]
     assert isinstance(end, Join)
     if end.norm is None and (enters(wiring) or place == LAST):
         end = end._replace(norm=NORM_OUT)
-    return *before, end
+    return *body, end
 
 
 def without_last_norm(steps: Steps) -> Steps:
     """Returns the steps of a block whose h is sent to another pipeline stage, which runs the last norm."""
-    *before, end = steps
+    *body, end = steps
     assert isinstance(end, Join)
-    return *before, end._replace(norm=None)
+    return *body, end._replace(norm=None)
 
 
 def first_branch(steps: Steps) -> str:
@@ -257,11 +257,11 @@ def _replicated(block: Any, steps: Steps) -> tuple[dict[str, Tensor | None], dic
     biases = {step.branch: getattr(block, step.branch).out_bias for step in steps if isinstance(step, Join)}
     modules = {name: getattr(block, name) for name in norm_names(steps)}
     vectors = [vector for norm in modules.values() for vector in (norm.weight, norm.bias)]
-    made = iter(replicated(block.tp, *biases.values(), *vectors))
-    biases = {name: next(made) for name in biases}
+    shared = iter(replicated(block.tp, *biases.values(), *vectors))
+    biases = {name: next(shared) for name in biases}
     norms: dict[str | None, NormVectors] = {None: NO_NORM}
     for name, norm in modules.items():
-        norms[name] = NormVectors(next(made), next(made), norm.eps, norm.kind)
+        norms[name] = NormVectors(next(shared), next(shared), norm.eps, norm.kind)
     return biases, norms
 
 

@@ -39,7 +39,7 @@ BLOCK = 128  # rows: more are worked on piece by piece, or in fewer passes
 
 
 def applies(model: CausalModel, ids: Tensor) -> bool:
-    """Whether the weights may be used as they are: plain tensors of one dtype on a CPU, nothing beside or around them.
+    """True if the weights may be used as they are: plain tensors of one dtype on a CPU, nothing beside or around them.
 
     Adapters, hooks, autocast, torch.compile, FSDP, onlookers of ops and layers of other kinds are for the model's own
     forward pass.
@@ -72,29 +72,29 @@ class Direct:
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
 
-    def __init__(self, model: CausalModel, seen: Tensor, *, padded: bool, prompt: int, new: int):
+    def __init__(self, model: CausalModel, visible: Tensor, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
-        self.model, self.exchange = model, exchange(model.tp, seen.device)
+        self.model, self.exchange = model, exchange(model.tp, visible.device)
         dtype = model.embedding.weight.dtype
-        self.caches = [KVCache(seen, padded=padded) for _ in model.blocks]
-        self.turnings = [_Turning(model, seen.shape[1], i) for i in range(len(model.config.ropes))]
+        self.caches = [KVCache(visible, padded=padded) for _ in model.blocks]
+        self.turnings = [_Turning(model, visible.shape[1], i) for i in range(len(model.config.ropes))]
         self.norm = _norm(model.norm_in) if model.norm_in is not None else None
-        self.form = form_for(dtype, rows=len(seen), times=new)
+        self.form = form_for(dtype, rows=len(visible), times=new)
         tied, self.capped = model._tied(), model.head.capped
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
-        first = self.form if self.form.any_rows else form_for(dtype, rows=len(seen) * prompt, times=1)
-        self.layers = [_DirectLayer(block, self.exchange, first) for block in model.blocks]
-        self.prompt: list[_DirectLayer] = [*self.layers[:-1], _Last(model.blocks[-1], self.exchange, first)]
-        if first is not self.form:
+        start = self.form if self.form.any_rows else form_for(dtype, rows=len(visible) * prompt, times=1)
+        self.layers = [_DirectLayer(block, self.exchange, start) for block in model.blocks]
+        self.prompt: list[_DirectLayer] = [*self.layers[:-1], _LastLayer(model.blocks[-1], self.exchange, start)]
+        if start is not self.form:
             self.layers = []
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids and their positions [B, n], which go on where the last call ended -> this rank's logits [B, V/R] of the
         last ones."""
         rows = positions.t().reshape(-1)
-        known = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
-        h = self._embedded(known, rows)
+        valid_ids = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
+        h = self._embedded(valid_ids, rows)
         turns: list[_Turn | None] = [turning(positions) for turning in self.turnings] or [None]
         x = h if self.norm is None else self.norm(h)
         reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
@@ -111,12 +111,12 @@ class Direct:
         return self.layers
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        first, learned = self.model.embedding, self.model.positions
-        table = local(first.weight)
+        start, learned = self.model.embedding, self.model.positions
+        table = local(start.weight)
         if self.model.tp.size == 1:
-            h = first.scaled(F.embedding(ids, table))
+            h = start.scaled(F.embedding(ids, table))
         else:
-            h = self.exchange.sum(first.scaled(embedding_fwd(table, ids, first.first)))
+            h = self.exchange.sum(start.scaled(embedding_fwd(table, ids, start.first)))
         return h if learned is None else h + F.embedding(positions, local(learned.weight))
 
 
@@ -166,14 +166,14 @@ class _DirectLayer:
         return _causal(qkv, cache.kv[:, :, :, :n], self.seeing.scale)
 
     def _heads(self, x: Tensor, slots: slice, turn: _Turn | None) -> Tensor:
-        """What a projection gives -> the heads of these slots of each group [m, G/R, slots, E], normed and rotated."""
-        first, last, _ = slots.indices(self.slots)
-        heads = x.view(len(x), -1, last - first, self.width)
+        """A projection's output -> the heads of these slots of each group [m, G/R, slots, E], normed and rotated."""
+        start, end, _ = slots.indices(self.slots)
+        heads = x.view(len(x), -1, end - start, self.width)
         if self.head_norms is not None:
-            queries = max(self.slots - 2 - first, 0)
-            q, k, _ = heads.split([queries, *((1, 1) if last == self.slots else (0, 0))], 2)
-            for norm, own in zip(self.head_norms, (q, k), strict=True):
-                own.copy_(norm(own))
+            queries = max(self.slots - 2 - start, 0)
+            q, k, _ = heads.split([queries, *((1, 1) if end == self.slots else (0, 0))], 2)
+            for norm, heads_of_norm in zip(self.head_norms, (q, k), strict=True):
+                heads_of_norm.copy_(norm(heads_of_norm))
         return heads if turn is None else turn(heads, slots)
 
 
@@ -196,7 +196,7 @@ class _Positions(NamedTuple):
         return n if step.stream else h, n
 
 
-class _Last(_DirectLayer):
+class _LastLayer(_DirectLayer):
     """The last layer over the prompt: of all rows the keys and values, of the last position's everything else."""
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
@@ -211,7 +211,7 @@ class _Last(_DirectLayer):
     def attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
         batch, queries = len(cache.mask), self.slots - 2
         cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
-        q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.last(batch))
+        q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.of_last(batch))
         return cache.see(q, self.seeing, decode=decode)
 
 
@@ -247,10 +247,10 @@ def _norm(norm: LayerNorm, exchange: Exchange | None = None) -> Map:
     def rms(x: Tensor) -> Tensor:
         if len(x) <= BLOCK and not kind.offset:
             return F.rms_norm(x, weight.shape, weight, eps)
-        wide = x.to(scale.dtype)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing written
+        acc = x.to(scale.dtype)
+        norm = torch.linalg.vector_norm(acc, dim=-1, keepdim=True)  # one pass, nothing written
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        normed = wide * rstd if wide is x else wide.mul_(rstd)
+        normed = acc * rstd if acc is x else acc.mul_(rstd)
         return normed.mul_(scale).to(x.dtype)
 
     def split(x: Tensor) -> Tensor:
@@ -296,21 +296,21 @@ class _Turn(NamedTuple):
         return heads
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        wide = x.to(cos.dtype)
-        paired = wide.roll(x.shape[-1] // 2, -1) if self.pairs is None else wide.index_select(-1, self.pairs)
-        return wide.mul_(cos).addcmul_(paired, sin).to(x.dtype)
+        acc = x.to(cos.dtype)
+        paired = acc.roll(x.shape[-1] // 2, -1) if self.pairs is None else acc.index_select(-1, self.pairs)
+        return acc.mul_(cos).addcmul_(paired, sin).to(x.dtype)
 
-    def last(self, rows: int) -> _Turn:
+    def of_last(self, rows: int) -> _Turn:
         return self._replace(cos=self.cos[-rows:], sin=self.sin[-rows:])
 
 
 class _Turning:
     """Looks the turns of rows up in tables of the model's, laid out for qkv."""
 
-    def __init__(self, model: CausalModel, columns: int, which: int):
-        self.model, self.columns, self.which = model, columns, which  # positions are less than columns
-        first: Any = model.blocks[0]
-        self.slots, self.width = first.attention.heads_per_group, model.config.head_size
+    def __init__(self, model: CausalModel, columns: int, kind: int):
+        self.model, self.columns, self.which = model, columns, kind  # positions are less than columns
+        start: Any = model.blocks[0]
+        self.slots, self.width = start.attention.heads_per_group, model.config.head_size
         self.made_of: Tensor | None = None
 
     def __call__(self, positions: Tensor) -> _Turn:
@@ -331,9 +331,9 @@ class _Turning:
         dtype = acc_dtype(self.model.embedding.weight)
         turned = torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
         tables = []
-        for table, rest in zip(turned, (1.0, 0.0)):
-            table = F.pad(table, (0, E - 2 * half), value=rest)[:, None, None].repeat(1, 1, self.slots, 1)
-            table[:, :, -1] = rest
+        for table, fill in zip(turned, (1.0, 0.0)):
+            table = F.pad(table, (0, E - 2 * half), value=fill)[:, None, None].repeat(1, 1, self.slots, 1)
+            table[:, :, -1] = fill
             tables.append(table)
         columns = torch.arange(E)
         pairs = torch.cat([columns[half : 2 * half], columns[:half], columns[2 * half :]])
