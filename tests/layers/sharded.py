@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.common import TOLERANCE, error, make_tp
+from tests.planted import Mistaken
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers.shards import named_specs
@@ -39,10 +40,10 @@ class Case:
         return replace(self, options=self.options | options)
 
 
-def mine(t: Tensor, how: str, tp: TensorParallel) -> Tensor:
-    if how == "rows":
+def mine(t: Tensor, layout: str, tp: TensorParallel) -> Tensor:
+    if layout == "rows":
         return t.chunk(tp.row_shards, 0)[tp.row_rank]
-    return t.chunk(tp.size, -1)[tp.rank] if how == "columns" else t
+    return t.chunk(tp.size, -1)[tp.rank] if layout == "columns" else t
 
 
 def data(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -91,9 +92,17 @@ def run(world, case: Case, sp: bool, dtype: torch.dtype, x: Tensor, dy: Tensor):
     return layer.tp, out, weights, {name: spec.local(tp) for name, spec, tp in named_specs(layer)}
 
 
-def whole(case: Case, dtype: torch.dtype, x: Tensor, dy: Tensor):
+def unsharded(case: Case, dtype: torch.dtype, x: Tensor, dy: Tensor):
     layer = build(case, None, dtype)
     return step(layer, case, x, dy), {name: p.detach() for name, p in layer.named_parameters()}
+
+
+def reference(forward, x: Tensor, dy: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``step`` gives, of a function of plain torch: y, and the gradients of x and of these parameters."""
+    x = x.detach().clone().requires_grad_()
+    y = forward(x)
+    gradients = torch.autograd.grad(y, [x, *parameters.values()], dy)
+    return dict(zip(("y", "x", *parameters), (y.detach(), *gradients)))
 
 
 def compare(case: Case, dtype: torch.dtype, one, many) -> None:
@@ -105,10 +114,10 @@ def compare(case: Case, dtype: torch.dtype, one, many) -> None:
         for name, w in weights.items():
             assert torch.equal(got_weights[name], w[slices[name]]), name
         for name, g in got.items():
-            how = {"y": case.y_is, "x": case.x_is}.get(name)
-            exact = values[name][slices[name]] if how is None else mine(values[name], how, tp)
-            if how is not None and case.valid is not None:
-                keep = mine(torch.arange(len(values[name])), how, tp) < case.valid
+            layout = {"y": case.y_is, "x": case.x_is, "memory": "rows"}.get(name)
+            exact = values[name][slices[name]] if layout is None else mine(values[name], layout, tp)
+            if layout is not None and case.valid is not None:
+                keep = mine(torch.arange(len(values[name])), layout, tp) < case.valid
                 assert name == "y" or not g[~keep].any()
                 g, exact = g[keep], exact[keep]
             if not (e := error(g, exact)) <= TOLERANCE[dtype]:
@@ -116,9 +125,20 @@ def compare(case: Case, dtype: torch.dtype, one, many) -> None:
     assert not wrong, wrong
 
 
-def check(ranks, case: Case, R: int, sp: bool, dtype: torch.dtype) -> None:
+def check(ranks, case: Case, R: int, sp: bool, dtype: torch.dtype, function=run) -> None:
     x, dy = data(case, dtype)
-    compare(case, dtype, whole(case, dtype, x, dy), ranks(R, run, case, sp, dtype, x, dy))
+    compare(case, dtype, unsharded(case, dtype, x, dy), ranks(R, function, case, sp, dtype, x, dy))
+
+
+def unsummed(right, tp, *vectors):
+    """A mistake in place of ``replicated``: replicated vectors whose gradients are not summed over the ranks."""
+    return list(vectors)
+
+
+def assert_seen(ranks, case: Case, target: str, mistake, names: str) -> None:
+    """A mistake that is planted on two ranks shows in what ``names`` matches."""
+    with pytest.raises(AssertionError, match=names):
+        check(ranks, case, 2, True, torch.float64, Mistaken(run, target, mistake))
 
 
 def sharded_is_whole(cases: dict[str, Case], brief: tuple[str, ...] = ()):
@@ -132,18 +152,18 @@ def sharded_is_whole(cases: dict[str, Case], brief: tuple[str, ...] = ()):
     @functools.cache
     def expected(name: str, dtype: torch.dtype):
         x, dy = data(cases[name], dtype)
-        return x, dy, whole(cases[name], dtype, x, dy)
+        return x, dy, unsharded(cases[name], dtype, x, dy)
 
     def marked(dtype: torch.dtype, R: int, sp: bool, name: str):
         daily = R == 4 and (sp or dtype == torch.float64) or (dtype, R, sp) == (torch.float64, 1, True)
         if name in brief:
             daily = (dtype, R, sp) == (torch.float64, 4, True)
-        words = f"fp{8 * dtype.itemsize}-{R}-{'sp' if sp else 'no sp'}-{name}"
-        return pytest.param(dtype, R, sp, name, id=words, marks=[] if daily else [pytest.mark.slow])
+        case_id = f"fp{8 * dtype.itemsize}-{R}-{'sp' if sp else 'no sp'}-{name}"
+        return pytest.param(dtype, R, sp, name, id=case_id, marks=[] if daily else [pytest.mark.slow])
 
-    every = itertools.product((torch.float64, torch.float32), (1, 2, 4), (True, False), cases)
+    settings = itertools.product((torch.float64, torch.float32), (1, 2, 4), (True, False), cases)
 
-    @pytest.mark.parametrize("dtype, R, sp, name", [marked(*case) for case in every])
+    @pytest.mark.parametrize("dtype, R, sp, name", [marked(*setting) for setting in settings])
     def test_sharded_is_whole(ranks, R, sp, dtype, name):
         x, dy, one = expected(name, dtype)
         compare(cases[name], dtype, one, ranks(R, run, cases[name], sp, dtype, x, dy))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.common import TOLERANCE, Recorder, error, fake_tp, make_tp
-from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, whole
+from tests.layers.sharded import Case, assert_seen, build, data, sharded_is_whole
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Call, ParallelAttention
 from tpfuse.layers.cache import KVCache
@@ -29,26 +29,15 @@ CASES = {
 test_sharded_is_whole = sharded_is_whole(CASES, brief=("norms over all heads", "scale, soft cap"))
 
 
-def _local_heads(world, *args):
-    """With the mistake that every rank counts its heads from 0."""
-    init = ParallelAttention.__init__
-
-    def wrong(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        self.first_head = 0
-
-    ParallelAttention.__init__ = wrong
-    try:
-        return run(world, *args)
-    finally:
-        ParallelAttention.__init__ = init
+def _local_heads(right, layer, *args, **options):
+    """The mistake that every rank counts its heads from 0."""
+    right(layer, *args, **options)
+    layer.first_head = 0
 
 
 def test_masks_of_local_heads_are_seen(ranks):
-    case, dtype = CASES["causal, dropout"], torch.float64
-    x, dy = data(case, dtype)
-    with pytest.raises(AssertionError, match="qkv.weight"):
-        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _local_heads, case, True, dtype, x, dy))
+    target = "tpfuse.layers.attention.ParallelAttention.__init__"
+    assert_seen(ranks, CASES["causal, dropout"], target, _local_heads, "qkv.weight")
 
 
 def _probabilities(world):

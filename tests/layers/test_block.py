@@ -13,10 +13,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import Recorder, assert_close, assert_equal, fake_tp, make_tp, my_rows, saved_bytes
-from tests.layers.sharded import Case, build, check, compare, data, run, sharded_is_whole, step, whole
+from tests.layers.sharded import (
+    Case,
+    assert_seen,
+    build,
+    check,
+    compare,
+    data,
+    run,
+    sharded_is_whole,
+    step,
+    unsharded,
+    unsummed,
+)
 from tpfuse.kernels.norm import norm_in
 from tpfuse.kernels.runtime.philox import make_rng
-from tpfuse.layers import LayerNorm, Normed, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock, wiring
+from tpfuse.layers import LayerNorm, Normed, ParallelAttention, ParallelMLP, RMSNorm, TransformerBlock
 from tpfuse.layers.module import ParallelModule, replicated
 from tpfuse.layers.shards import named_specs
 
@@ -94,89 +106,17 @@ def test_saving_less_changes_no_bit(ranks, R, case):
             assert_equal(smallest, fastest)
 
 
-def _wrong(world, what, *args):
-    """With a mistake planted."""
-    kept = wiring.replicated, wiring.reduce_bias_dropout_add_norm
-    if what == "norm_attention.weight":  # replicated vectors whose gradients are not summed
-        wiring.replicated = lambda tp, *vectors: list(vectors)
-    else:  # masks that count rows from this rank's first
-        wiring.reduce_bias_dropout_add_norm = lambda *tensors, first_row, **options: kept[1](*tensors, **options)
-    try:
-        return run(world, *args)
-    finally:
-        wiring.replicated, wiring.reduce_bias_dropout_add_norm = kept
+def _from_the_first(right, *tensors, first_row, **options):
+    """The mistake that masks count rows from this rank's first."""
+    return right(*tensors, **options)
 
 
-@pytest.mark.parametrize("what", ["norm_attention.weight", "y"])
-def test_a_planted_mistake_is_seen(ranks, what):
-    case, dtype = BLOCK, torch.float64
-    x, dy = data(case, dtype)
-    with pytest.raises(AssertionError, match=what):
-        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _wrong, what, case, True, dtype, x, dy))
-
-
-# ---- norms of branches ----
-
-
-def _by_hand(block, x, batch):
-    """The equations, on the block's own attention and MLP."""
-    norm = lambda m, t: t if m is None else F.layer_norm(t, t.shape[-1:], m.weight, m.bias, m.eps)
-    h = x + norm(block.branch_attention, block.attention(norm(block.norm_in, x), batch=batch))
-    return h + norm(block.branch_mlp, block.mlp(norm(block.norm_attention, h)))
-
-
-@pytest.mark.parametrize("wiring", ["sandwich", "branch"])
-def test_norms_of_branches_are_the_equations(wiring):
-    case = Case(TransformerBlock, (16, 4), (6, 16), (6, 16), dict(wiring=wiring), dict(batch=2))
-    layer, (x, dy) = build(case, None, torch.float64), data(case, torch.float64)
-    assert (layer.norm_in is None, layer.norm_attention is None) == (wiring == "branch",) * 2 and layer.norm_mlp is None
-    got, leaf = step(layer, case, x, dy), x.clone().requires_grad_()
-    layer.zero_grad()
-    y = _by_hand(layer, leaf, 2)
-    y.backward(dy)
-    exact = dict(y=y.detach(), x=leaf.grad) | {name: p.grad for name, p in layer.named_parameters()}
-    assert_close(got, exact, torch.float64)
-
-
-def test_a_stack_without_norms_before_ends_in_one():
-    """(h, h) goes in and on; the last block's n is a norm of what the blocks alone give."""
-    make = lambda place: TransformerBlock(16, 4, wiring="branch", place=place, dtype=torch.float64)
-    first, last, alone = map(make, ("inner", "last", "alone"))
-    alone.load_state_dict(first.state_dict())
-    x = torch.randn(6, 16, dtype=torch.float64)
-    h, normed = first(x, Normed(x[None]), batch=2)
-    assert torch.equal(h, normed.n[0]) and torch.equal(h, alone(x, batch=2))
-    h, normed = last(h, normed, batch=2)
-    torch.testing.assert_close(normed.n[0], F.layer_norm(h, (16,)), rtol=0, atol=1e-12)
-
-
-# ---- two forms of a stack ----
-
-
-def test_a_stack_of_norm_in_blocks_is_the_same():
-    """Block i owns its first norm, or block i - 1 does: renamed, the weights, the values and the gradients are the
-    same."""
-    stack = build(STACK, None, torch.float64)
-    alone = nn.ModuleList(build(BLOCK(layer=i), None, torch.float64) for i in range(2))
-    names = {"entry": "0.norm_in", "blocks.0.norm_mlp": "1.norm_in"}
-    rename = lambda name: next(
-        (name.replace(a, b) for a, b in names.items() if name.startswith(a)), name.removeprefix("blocks.")
-    )
-    last = "blocks.1.norm_mlp"  # the model's final norm
-    alone.load_state_dict({rename(name): p for name, p in stack.state_dict().items() if not name.startswith(last)})
-    x, dy = data(STACK, torch.float64)
-    call = dict(batch=3, rng=make_rng(7, 3))
-    one, other = (x.clone().requires_grad_() for _ in range(2))
-    h, _ = stack.states(one, **call)
-    y = alone[1](alone[0](other, **call), **call)
-    assert torch.equal(h, y)
-    h.backward(dy), y.backward(dy)
-    expected = {rename(name): p.grad for name, p in stack.named_parameters() if not name.startswith(last)}
-    assert_close(
-        {"x": other.grad, **{n: p.grad for n, p in alone.named_parameters()}},
-        {"x": one.grad, **expected},
-        torch.float64,
-    )
+@pytest.mark.parametrize(
+    "function, mistake, name",
+    [("replicated", unsummed, "norm_attention.weight"), ("reduce_bias_dropout_add_norm", _from_the_first, "y")],
+)
+def test_a_planted_mistake_is_seen(ranks, function, mistake, name):
+    assert_seen(ranks, BLOCK, f"tpfuse.layers.wiring.{function}", mistake, name)
 
 
 # ---- masks ----
@@ -218,7 +158,7 @@ def test_padding_adds_nothing(ranks, seq, batch, saving):
     case = Case(TransformerBlock, (16, 4), size, size, options, call, rng=True, valid=rows)
     x, dy = data(case, torch.float64)
     assert x[rows:].numel() == 0 or x[rows:].abs().max() > 1e3
-    values, weights = whole(case, torch.float64, x[:rows], dy[:rows])
+    values, weights = unsharded(case, torch.float64, x[:rows], dy[:rows])
     values |= {name: F.pad(values[name], (0, 0, 0, padded - rows)) for name in ("x", "y")}
     compare(case, torch.float64, (values, weights), ranks(4, run, case, True, torch.float64, x, dy))
 
@@ -262,11 +202,12 @@ def torch_expand(n):
 
 @pytest.mark.parametrize("saving", ["fastest", "smallest"])
 @pytest.mark.parametrize("R", [2, 4])
-def test_messages_of_a_block(ranks, R, saving):
+def test_messages_of_a_block_and_nothing_of_torch_over_activations(ranks, R, saving):
     D, m = 16, 64 // R
     shard, parts = ("all_gather", (m, D), torch.float32), ("all_to_all", (R, m, D), torch.float32)
     packed = ("all_gather", (6, D), torch.float32)
     for out in ranks(R, _account, saving, same):
+        assert out[1][2] == out[2][2] == []
         forward, backward, _ = out[1]
         assert forward == [shard, parts] * 2
         assert backward == [shard, parts, shard] * 2 + [packed]
@@ -274,13 +215,6 @@ def test_messages_of_a_block(ranks, R, saving):
         assert sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in backward) == 4 * (
             4 * m * D + 2 * R * m * D + 6 * D
         )
-
-
-@pytest.mark.parametrize("saving", ["fastest", "smallest"])
-@pytest.mark.parametrize("R", [2, 4])
-def test_nothing_of_torch_runs_over_activations_in_backward(ranks, R, saving):
-    for out in ranks(R, _account, saving, same):
-        assert out[1][2] == out[2][2] == []
 
 
 @pytest.mark.parametrize("between, op", [(times_one, "aten.mul.Tensor"), (torch_expand, "aten.sum.dim_IntList")])
@@ -320,16 +254,24 @@ def test_saved_bytes_counts_a_storage_once_and_parameters_not():
 # ---- again: recompute, two runs ----
 
 
-def _again(world, case, dtype):
-    """Twice, and once recomputed in backward."""
+def _recomputed(forward):
+    return lambda x, **call: checkpoint(forward, x, use_reentrant=False, **call)
+
+
+def _compiled(backend):
+    torch._dynamo.reset()
+    return lambda forward: torch.compile(forward, fullgraph=True, backend=backend)
+
+
+def _again(world, case, dtype, *backends):
+    """A step; the same again, and recomputed in backward, or compiled by each backend."""
     x, dy = torch.randn(24, 48, dtype=dtype), torch.randn(24, 48, dtype=dtype)
     layer, out = build(case, make_tp(world), dtype), []
     forward = layer.forward
-    for how in "plain", "plain", "recomputed":
+    changes = [_compiled(backend) for backend in backends] or [lambda forward: forward, _recomputed]
+    for change in lambda forward: forward, *changes:
         layer.zero_grad()
-        layer.forward = (
-            forward if how == "plain" else lambda x, **call: checkpoint(forward, x, use_reentrant=False, **call)
-        )
+        layer.forward = change(forward)
         out.append({name: t.clone() for name, t in step(layer, case, x, dy).items()})
     return out
 
@@ -369,13 +311,13 @@ def test_bf16_error_does_not_grow_with_the_ranks(ranks, case):
     assert 1e-3 < one["y"] < 1e-2
     for R in 2, 4:
         many = ranks(R, run, case, True, torch.bfloat16, x, dy)
-        whole = {name: torch.empty_like(t, dtype=torch.bfloat16) for name, t in exact.items()}
+        joined = {name: torch.empty_like(t, dtype=torch.bfloat16) for name, t in exact.items()}
         for tp, got, _, slices in many:
             for name, t in got.items():
                 where = slices[name] if name in slices else slice(tp.rank * 24 // R, (tp.rank + 1) * 24 // R)
-                whole[name][where] = t
+                joined[name][where] = t
         worse = {
-            name: (e, one[name]) for name, t in whole.items() if not (e := _rms(t, exact[name])) <= 1.6 * one[name]
+            name: (e, one[name]) for name, t in joined.items() if not (e := _rms(t, exact[name])) <= 1.6 * one[name]
         }
         assert not worse, (R, worse)
 
@@ -480,18 +422,6 @@ def test_equal_to_dtensor(ranks, kind):
 # ---- torch.compile ----
 
 
-def _compiled(world, case, backend):
-    torch._dynamo.reset()
-    layer, out = build(case, make_tp(world), torch.float32), []
-    x, dy = torch.randn(24, 48), torch.randn(24, 48)
-    forward = layer.forward
-    for compiled in False, True:
-        layer.zero_grad()
-        layer.forward = torch.compile(forward, fullgraph=True, backend=backend) if compiled else forward
-        out.append({name: t.clone() for name, t in step(layer, case, x, dy).items()})
-    return out
-
-
 @pytest.mark.parametrize(
     "R, case",
     [
@@ -504,7 +434,7 @@ def _compiled(world, case, backend):
     ],
 )
 def test_compiled_in_one_graph(ranks, R, case):
-    for eager, compiled in ranks(R, _compiled, CASES[case], "aot_eager"):
+    for eager, compiled in ranks(R, _again, CASES[case], torch.float32, "aot_eager"):
         assert_equal(compiled, eager)
 
 
@@ -512,7 +442,7 @@ def test_compiled_in_one_graph(ranks, R, case):
 @pytest.mark.parametrize("case", ["pre-norm", "stack, smallest"])
 @pytest.mark.parametrize("R", [1, 2])
 def test_compiled_by_inductor(ranks, R, case):
-    for eager, compiled in ranks(R, _compiled, CASES[case], "inductor", timeout=300):
+    for eager, compiled in ranks(R, _again, CASES[case], torch.float32, "inductor", timeout=300):
         assert_close(compiled, eager, torch.float32)
 
 

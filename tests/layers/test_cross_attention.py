@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.common import assert_close, error, make_tp
-from tests.layers.sharded import Case
+from tests.common import assert_close, error, make_tp, my_rows
+from tests.layers.sharded import Case, compare
 from tests.layers.sharded import build as built
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key
@@ -45,13 +45,9 @@ def data(width):
     return [torch.randn(n * B, w, generator=g, dtype=F64) for n, w in ((S, D), (T, width), (S, D))]
 
 
-def mine(x, tp):
-    return x.chunk(tp.row_shards)[tp.row_rank]
-
-
 def step(layer, options, call):
     """-> y, the gradients of both sequences and of every parameter; rows beyond seq count nothing."""
-    x, memory, dy = (mine(t, layer.tp).clone() for t in data(options.get("memory_size", D)))
+    x, memory, dy = (my_rows(t, layer.tp).clone() for t in data(options.get("memory_size", D)))
     rows = torch.arange(S * B).chunk(layer.tp.row_shards)[layer.tp.row_rank]
     valid = rows[:, None] < B * call.get("seq", S)
     x.requires_grad_(), memory.requires_grad_()
@@ -61,8 +57,11 @@ def step(layer, options, call):
     return dict(y=y, x=x.grad, memory=memory.grad) | {name: p.grad for name, p in layer.named_parameters()}
 
 
+CASE = Case(CrossAttention, (D, H), (), ())
+
+
 def build(options, tp):
-    return built(Case(CrossAttention, (D, H), (), (), options=options), tp, F64)
+    return built(CASE(**options), tp, F64)
 
 
 def run(world, name, sp):
@@ -83,11 +82,7 @@ def whole(name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("R, sp", [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)])
 def test_sharded_is_whole(ranks, R, sp, name):
-    exact, weights = whole(name)
-    for tp, got, mine_, slices in ranks(R, run, name, sp):
-        assert all(torch.equal(mine_[key], weights[key][slices[key]]) for key in weights)
-        want = {key: mine(g, tp) if key in ("y", "x", "memory") else g[slices[key]] for key, g in exact.items()}
-        assert_close(got, want, F64)
+    compare(CASE, F64, whole(name), ranks(R, run, name, sp))
 
 
 # ---- one process against torch ----
@@ -110,25 +105,12 @@ def dense(layer, x, memory, *, mask, seq=S, memory_seq=T):
         s = q @ k.transpose(-1, -2) / E**0.5
         probs = (s if seen is None else s.masked_fill(~seen, -torch.inf)).softmax(-1)
         *key, first = mask_key(make_rng(7, 3))
-        kept = torch.stack(
-            [
-                torch.stack(
-                    [
-                        keep(
-                            key,
-                            torch.arange(seq)[:, None],
-                            torch.tensor((32768 << 16) + h),
-                            columns=memory_seq,
-                            sample=torch.tensor(first + b),
-                            p=p,
-                            dtype=F64,
-                        )
-                        for h in range(H)
-                    ]
-                )
-                for b in range(B)
-            ]
-        )
+        queries = torch.arange(seq)[:, None]
+        mask_of = lambda b, h: keep(
+            key, queries, torch.tensor((32768 << 16) + h),
+            columns=memory_seq, sample=torch.tensor(first + b), p=p, dtype=F64,
+        )  # fmt: skip
+        kept = torch.stack([torch.stack([mask_of(b, h) for h in range(H)]) for b in range(B)])
         o = probs * kept * 65536 / (65536 - int(65536 * p + 0.5)) @ v
     o = F.pad(o.nan_to_num(0).permute(2, 0, 1, 3).flatten(2).flatten(0, 1), (0, 0, 0, (S - seq) * B))
     return F.linear(o, layer.out.weight, layer.out.bias)
@@ -201,20 +183,19 @@ class EncoderDecoder(nn.Module):
 def encode_decode(world, sp):
     tp = make_tp(world, sp)
     model = EncoderDecoder(tp)
-    x, memory, dy = (mine(t, tp).clone().requires_grad_() for t in data(D))
+    x, memory, dy = (my_rows(t, tp).clone().requires_grad_() for t in data(D))
     y = model(x, memory)
     y.backward(dy.detach())
-    specs = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return tp, dict(y=y.detach(), x=x.grad, memory=memory.grad), grads, specs
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    slices = {name: spec.local(tp) for name, spec, tp in named_specs(model)}
+    return tp, dict(y=y.detach(), x=x.grad, memory=memory.grad, **gradients), weights, slices
 
 
 @pytest.mark.parametrize("R, sp", [(2, True), (4, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_an_encoder_decoder(ranks, R, sp):
-    ((_, exact, whole_grads, _),) = ranks(1, encode_decode, sp)
-    for tp, got, grads, slices in ranks(R, encode_decode, sp):
-        assert_close(got, {key: mine(value, tp) for key, value in exact.items()}, F64)
-        assert_close(grads, {name: whole_grads[name][slices[name]] for name in grads}, F64)
+    ((_, exact, weights, _),) = ranks(1, encode_decode, sp)
+    compare(CASE, F64, (exact, weights), ranks(R, encode_decode, sp))
 
 
 # ---- what is refused ----

@@ -7,6 +7,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import prune
 
 from tests.common import make_tp
+from tests.models.common import default_dtype
 from tpfuse import make_rng, watch
 from tpfuse.layers import Normed, ParallelAttention, ParallelMLP, TransformerBlock
 from tpfuse.layers.hooks import hooked, onlooker
@@ -76,15 +77,19 @@ def step(block):
     return [*out, *(x.grad for x in own), *(p.grad.clone() for p in block.parameters())]
 
 
-def _both(world, kind, sp):
-    block = make(kind, None if world is None else make_tp(world, sp))
-    before = step(block)
-    fired, handles = listen(block)
-    during = step(block)
-    missing = all_of(block) - fired
+def around(model, step):
+    """What a step gives before, during and after hooks on every part; and the hooks that did not fire."""
+    before = step()
+    fired, handles = listen(model)
+    during = step()
     for handle in handles:
         handle.remove()
-    return before, during, step(block), missing
+    return before, during, step(), all_of(model) - fired
+
+
+def _both(world, kind, sp):
+    block = make(kind, None if world is None else make_tp(world, sp))
+    return around(block, lambda: step(block))
 
 
 def check(before, during, after, missing):
@@ -111,28 +116,18 @@ def test_every_hook_of_a_split_block_fires(ranks, kind, sp):
         check(*result)
 
 
+SIZES = dict(vocab_size=32, max_positions=16, hidden_size=D, num_layers=2, num_heads=HEADS)
 MODELS = {
-    "gpt2": (GPT, GPTConfig(vocab_size=32, max_positions=16, hidden_size=D, num_layers=2, num_heads=HEADS), {}),
-    "smallest": (
-        GPT,
-        GPTConfig(vocab_size=32, max_positions=16, hidden_size=D, num_layers=2, num_heads=HEADS, tie_embeddings=False),
-        dict(saving="smallest"),
-    ),
-    "bert": (
-        Bert,
-        BertConfig(vocab_size=32, max_positions=16, hidden_size=D, num_layers=2, num_heads=HEADS),
-        dict(masked_lm=True),
-    ),
+    "gpt2": (GPT, GPTConfig(**SIZES), {}),
+    "smallest": (GPT, GPTConfig(**SIZES, tie_embeddings=False), dict(saving="smallest")),
+    "bert": (Bert, BertConfig(**SIZES), dict(masked_lm=True)),
 }
 
 
 def _model(world, name, sp):
     cls, config, options = MODELS[name]
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         model = cls(config, tp=None if world is None else make_tp(world, sp), **options)
-    finally:
-        torch.set_default_dtype(torch.float32)
     ids = torch.randint(32, (3, 5), generator=torch.Generator().manual_seed(1))
 
     def step():
@@ -141,13 +136,7 @@ def _model(world, name, sp):
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
-    before = step()
-    fired, handles = listen(model)
-    during = step()
-    missing = all_of(model) - fired
-    for handle in handles:
-        handle.remove()
-    return before, during, step(), missing
+    return around(model, step)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.common import assert_close, fake_tp
-from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, step, whole
-from tpfuse.layers import ColumnParallelLinear, RowParallelLinear, linear
+from tests.layers.sharded import Case, assert_seen, build, data, reference, sharded_is_whole, step, unsummed
+from tpfuse.layers import ColumnParallelLinear, RowParallelLinear
 
 # 12 and 24 divide by 4; the weight of a shape, as attention's, is split on its first dimension
 CASES = {
@@ -22,19 +22,8 @@ CASES = {
 test_sharded_is_whole = sharded_is_whole(CASES)
 
 
-def _without_the_sum(world, *args):
-    kept, linear.replicated = linear.replicated, lambda tp, *vectors: list(vectors)
-    try:
-        return run(world, *args)
-    finally:
-        linear.replicated = kept
-
-
 def test_a_bias_whose_gradient_is_not_summed_is_seen(ranks):
-    case, dtype = CASES["row"], torch.float64
-    x, dy = data(case, dtype)
-    with pytest.raises(AssertionError, match="bias"):
-        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _without_the_sum, case, True, dtype, x, dy))
+    assert_seen(ranks, CASES["row"], "tpfuse.layers.linear.replicated", unsummed, "bias")
 
 
 @pytest.mark.parametrize("name", ["column", "row"])
@@ -44,11 +33,8 @@ def test_equal_to_torch(name):
     theirs = torch.nn.Linear(*case.args, dtype=torch.float64)
     theirs.load_state_dict(ours.state_dict())  # the same names and shapes
     x, dy = data(case, torch.float64)
-    leaf = x.clone().requires_grad_()
-    y = theirs(leaf)
-    y.backward(dy)
-    expected = dict(y=y.detach(), x=leaf.grad, **{name: p.grad for name, p in theirs.named_parameters()})
-    assert_close(step(ours, case, x, dy), expected, torch.float64)
+    exact = reference(theirs, x, dy, dict(theirs.named_parameters()))
+    assert_close(step(ours, case, x, dy), exact, torch.float64)
 
 
 def test_rows_may_have_two_dimensions_and_any_strides():

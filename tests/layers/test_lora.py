@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.common import Recorder, assert_close, assert_equal, error, make_tp
-from tests.layers.sharded import Case, build, check, compare, data, run, step, whole
+from tests.layers.sharded import Case, assert_seen, build, check, data, reference, step
 from tests.models.common import GPT_CONFIG, batch, default_dtype
 from tests.models.common import whole as parameters
 from tests.models.families.test_llama_like import config_of
@@ -73,29 +73,18 @@ def test_equal_to_torch(name):
     case = CASES[name]
     layer = build(case, None, F64)
     x, dy = data(case, F64)
-    leaves = {key: p.detach().clone().requires_grad_() for key, p in (("x", x), *layer.named_parameters())}
-    w = leaves["weight"] + 6.0 / 3 * leaves["lora.B"] @ leaves["lora.A"].view(3, -1)
-    y = F.linear(leaves["x"], w, leaves["bias"])
-    y.backward(dy)
-    assert_close(step(layer, case, x, dy), dict(y=y.detach(), **{key: p.grad for key, p in leaves.items()}), F64)
+    merged = lambda: layer.weight + 6.0 / 3 * layer.lora.B @ layer.lora.A.view(3, -1)
+    exact = reference(lambda x: F.linear(x, merged(), layer.bias), x, dy, dict(layer.named_parameters()))
+    assert_close(step(layer, case, x, dy), exact, F64)
 
 
-def planted(world, what, *args):
-    """With a sum over the ranks left out."""
-    kept, same = getattr(lora, what), lambda x, tp: x
-    setattr(lora, what, same)
-    try:
-        return run(world, *args)
-    finally:
-        setattr(lora, what, kept)
+def not_summed(right, x, tp):
+    return x
 
 
-@pytest.mark.parametrize("what, name, wrong", [("on_rows", "column", "lora.A"), ("copy", "row", "lora.B")])
-def test_a_sum_left_out_is_seen(ranks, what, name, wrong):
-    case = CASES[name]
-    x, dy = data(case, F64)
-    with pytest.raises(AssertionError, match=wrong):
-        compare(case, F64, whole(case, F64, x, dy), ranks(2, planted, what, case, True, F64, x, dy))
+@pytest.mark.parametrize("function, name, gradient", [("on_rows", "column", "lora.A"), ("copy", "row", "lora.B")])
+def test_a_sum_left_out_is_seen(ranks, function, name, gradient):
+    assert_seen(ranks, CASES[name], f"tpfuse.layers.lora.{function}", not_summed, gradient)
 
 
 # ---- a model's ----

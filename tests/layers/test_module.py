@@ -21,8 +21,8 @@ from tpfuse.layers import (
     VocabParallelEmbedding,
     module,
 )
-from tpfuse.layers.module import ParallelModule, initialize, replicated
-from tpfuse.layers.shards import named_specs, wholes
+from tpfuse.layers.module import initialize, replicated
+from tpfuse.layers.shards import named_specs
 
 # 997 is prime; 4 kv heads with 2 query heads each are sharded on a dimension that is not rows; the row layer is
 # sharded on columns
@@ -126,17 +126,6 @@ def test_copies(ranks, R):
     assert all(ranks(R, _copies))
 
 
-def test_a_plain_module_is_replicated():
-    class Mixed(ParallelModule):
-        def __init__(self):
-            super().__init__(None)
-            self.plain = torch.nn.Linear(2, 3)
-            self.ours = RMSNorm(4)
-
-    specs = {name: (spec.shape, spec.dim) for name, spec, _ in named_specs(Mixed())}
-    assert specs == {"plain.weight": ((3, 2), None), "plain.bias": ((3,), None), "ours.weight": ((4,), None)}
-
-
 def _packed(world, sp, dtypes):
     vectors = [
         None if d is None else torch.full((5,), float(i + 1), dtype=d, requires_grad=True) for i, d in enumerate(dtypes)
@@ -165,20 +154,6 @@ def test_replicated_vectors_travel_in_one_message(ranks, sp):
 
 def test_nothing_to_replicate():
     assert replicated(fake_tp(2), None, None) == [None, None]
-
-
-def test_wholes_know_every_living_parameter():
-    """Also those of copied and unpickled modules, and those that to_empty has put in others' places; no dead ones."""
-    with torch.device("meta"):
-        made = TransformerBlock(8, 4)
-    made.to_empty(device="cpu")
-    for block in made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)):
-        known = wholes()
-        for name, spec, tp in named_specs(block):
-            assert known[block.get_parameter(name)] == (spec, tp)
-    gone = {id(p) for p in block.parameters()}
-    del block, known
-    assert gone.isdisjoint({id(p) for p in wholes()})
 
 
 # ---- what is no rows ----

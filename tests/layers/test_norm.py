@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.common import assert_close, make_tp
-from tests.layers.sharded import Case, build, compare, data, run, sharded_is_whole, step, whole
-from tpfuse.layers import LayerNorm, RMSNorm, TransformerBlock, norm
+from tests.layers.sharded import Case, assert_seen, build, data, reference, sharded_is_whole, step, unsummed
+from tpfuse.layers import LayerNorm, RMSNorm, TransformerBlock
 
 CASES = {
     "layer": Case(LayerNorm, (10,), (8, 10), (8, 10)),
@@ -19,20 +19,9 @@ CASES = {
 test_sharded_is_whole = sharded_is_whole(CASES)
 
 
-def _without_the_sum(world, *args):
-    kept, norm.replicated = norm.replicated, lambda tp, *vectors: list(vectors)
-    try:
-        return run(world, *args)
-    finally:
-        norm.replicated = kept
-
-
 def test_a_gradient_of_one_shard_only_is_seen(ranks):
     """The classic: under sequence parallelism the norm's gradients left unsummed."""
-    case, dtype = CASES["layer"], torch.float64
-    x, dy = data(case, dtype)
-    with pytest.raises(AssertionError, match="weight"):
-        compare(case, dtype, whole(case, dtype, x, dy), ranks(2, _without_the_sum, case, True, dtype, x, dy))
+    assert_seen(ranks, CASES["layer"], "tpfuse.layers.norm.replicated", unsummed, "weight")
 
 
 @pytest.mark.parametrize("name, theirs", [("layer", torch.nn.LayerNorm), ("rms", torch.nn.RMSNorm)])
@@ -42,11 +31,8 @@ def test_equal_to_torch(name, theirs):
     theirs = theirs(10, eps=ours.eps, dtype=torch.float64)
     theirs.load_state_dict(ours.state_dict())
     x, dy = data(case, torch.float64)
-    leaf = x.clone().requires_grad_()
-    y = theirs(leaf)
-    y.backward(dy)
-    expected = dict(y=y.detach(), x=leaf.grad, **{name: p.grad for name, p in theirs.named_parameters()})
-    assert_close(step(ours, case, x, dy), expected, torch.float64)
+    exact = reference(theirs, x, dy, dict(theirs.named_parameters()))
+    assert_close(step(ours, case, x, dy), exact, torch.float64)
 
 
 def _summed_in_fp32(world):

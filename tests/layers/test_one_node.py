@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.common import make_tp
+from tests.planted import planted
 from tpfuse.kernels import replay
 from tpfuse.kernels.runtime.philox import make_rng
 from tpfuse.layers import Normed, Rope, TransformerBlock, one_node
-from tpfuse.layers import block as blocks
 from tpfuse.tools.ledger import saved_bytes
 
 D, HEADS, BATCH, SEQ = 16, 4, 2, 6
@@ -34,17 +34,20 @@ KINDS = {
 }
 
 
+def counting(calls):
+    def counted(right, *args):
+        calls.append(1)
+        return right(*args)
+
+    return counted
+
+
 @pytest.fixture
-def nodes(monkeypatch):
-    """How many blocks ran as one node."""
-    seen, apply = [], blocks.one_node
-
-    def counted(*args, **options):
-        seen.append(1)
-        return apply(*args, **options)
-
-    monkeypatch.setattr(blocks, "one_node", counted)
-    return seen
+def nodes(planted):
+    """A list with an element for each block that ran as one node."""
+    calls = []
+    planted("tpfuse.layers.block.one_node", counting(calls))
+    return calls
 
 
 def make(kind, dtype=torch.float64, **more):
@@ -81,10 +84,10 @@ def run(block, xs, **options):
     return [*outputs, *gradients(outputs, wanted)]
 
 
-def by_ops(monkeypatch, block, xs, **options):
-    with monkeypatch.context() as patch:
-        patch.setattr(TransformerBlock, "_is_one_node", lambda *_: False)
-        return run(block, xs, **options)
+def by_ops(function, *args, **options):
+    """The function's result where blocks never run as one node."""
+    with planted("tpfuse.layers.block.TransformerBlock._is_one_node", lambda *_: False):
+        return function(*args, **options)
 
 
 def assert_same(ours, theirs):
@@ -96,11 +99,11 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients(monkeypatch, nodes, kind, dtype):
+def test_values_and_gradients(nodes, kind, dtype):
     block, xs = make(kind, dtype), inputs(kind, dtype)
     ours = run(block, xs)
     assert len(nodes) == 1
-    assert_same(ours, by_ops(monkeypatch, block, xs))
+    assert_same(ours, by_ops(run, block, xs))
     assert len(nodes) == 1 and all(y.abs().max() > 0.01 for y in ours)
 
 
@@ -115,9 +118,9 @@ CALLS = {
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("kind", ["pre-norm", "llama"])
-def test_arguments(monkeypatch, nodes, kind, options):
+def test_arguments(nodes, kind, options):
     block, xs = make(kind), inputs(kind)
-    assert_same(run(block, xs, **options), by_ops(monkeypatch, block, xs, **options))
+    assert_same(run(block, xs, **options), by_ops(run, block, xs, **options))
     assert len(nodes) == 1
 
 
@@ -126,32 +129,29 @@ FREEZE = "qkv.weight", "qkv.bias", "out.weight", "fc1.weight", "fc1.bias", "fc2.
 
 @pytest.mark.parametrize("frozen", [*itertools.combinations(FREEZE, 1), FREEZE, ("",)], ids="+".join)
 @pytest.mark.parametrize("kind", ["pre-norm", "stack"])
-def test_frozen(monkeypatch, kind, frozen):
+def test_frozen(kind, frozen):
     block, xs = make(kind), inputs(kind)
     for name, p in block.named_parameters():
         p.requires_grad_(not name.endswith(frozen))
-    assert_same(run(block, xs), by_ops(monkeypatch, block, xs))
+    assert_same(run(block, xs), by_ops(run, block, xs))
 
 
 @pytest.mark.parametrize("kind", ["pre-norm", "stack", "post-norm"])
-def test_inputs_without_a_gradient(monkeypatch, kind):
+def test_inputs_without_a_gradient(kind):
     block, xs = make(kind), [x.detach() for x in inputs(kind)]
-    assert_same(run(block, xs), by_ops(monkeypatch, block, xs))
+    assert_same(run(block, xs), by_ops(run, block, xs))
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_output_of_two_is_used(monkeypatch, used):
+def test_one_output_of_two_is_used(used):
     block, xs = make("stack"), inputs("stack")
 
-    def one(patched):
-        with monkeypatch.context() as patch:
-            if patched:
-                patch.setattr(TransformerBlock, "_is_one_node", lambda *_: False)
-            wanted = [*xs, *block.parameters()]
-            made = gradients(call(block, xs)[used : used + 1], wanted)
-            return [torch.zeros_like(t) if g is None else g for g, t in zip(made, wanted, strict=True)]
+    def one():
+        wanted = [*xs, *block.parameters()]
+        made = gradients(call(block, xs)[used : used + 1], wanted)
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(made, wanted, strict=True)]
 
-    assert_same(one(False), one(True))
+    assert_same(one(), by_ops(one))
 
 
 def test_gradcheck():
@@ -167,7 +167,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_saved_are_the_same(monkeypatch, kind):
+def test_the_bytes_saved_are_the_same(kind):
     block, xs = make(kind), inputs(kind)
 
     def bytes_of():
@@ -175,9 +175,7 @@ def test_the_bytes_saved_are_the_same(monkeypatch, kind):
             kept = call(block, xs)  # noqa: F841  # alive while they are counted
         return saved()
 
-    ours = bytes_of()
-    monkeypatch.setattr(TransformerBlock, "_is_one_node", lambda *_: False)
-    assert ours <= bytes_of()
+    assert bytes_of() <= by_ops(bytes_of)
 
 
 @pytest.mark.parametrize("frozen", ["", "fc1.weight"])
@@ -210,10 +208,10 @@ class Doubled(nn.Module):
         return 2 * w
 
 
-def test_a_parametrized_weight(monkeypatch):
+def test_a_parametrized_weight():
     block, xs = make("pre-norm"), inputs("pre-norm")
     parametrize.register_parametrization(block.mlp.fc1, "weight", Doubled())
-    assert_same(run(block, xs), by_ops(monkeypatch, block, xs))
+    assert_same(run(block, xs), by_ops(run, block, xs))
 
 
 def test_where_ops_are_nodes_of_their_own(nodes):
@@ -228,14 +226,10 @@ def test_where_ops_are_nodes_of_their_own(nodes):
 
 
 def _nodes_on_two(world):
-    seen, apply = [], blocks.one_node
-    blocks.one_node = lambda *args, **options: (seen.append(1), apply(*args, **options))[1]
-    try:
-        block = TransformerBlock(D, HEADS, tp=make_tp(world, False))
-        block(torch.randn(4, D), batch=2)
-    finally:
-        blocks.one_node = apply
-    return len(seen)
+    calls = []
+    with planted("tpfuse.layers.block.one_node", counting(calls)):
+        TransformerBlock(D, HEADS, tp=make_tp(world, False))(torch.randn(4, D), batch=2)
+    return len(calls)
 
 
 def test_several_ranks_exchange(ranks):

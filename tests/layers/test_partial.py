@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
 from tests.common import Recorder, make_tp, my_rows
+from tests.planted import planted
 from tests.pool import Pool
 from tpfuse import TensorParallel
 from tpfuse.layers import ParallelModule, TransformerBlock, collect
@@ -181,15 +182,11 @@ def trained(world, sp):
     model = model_of(world, "complete", sp)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen = []
-    compare = checks._compare
-    checks._compare = lambda *args: seen.append(1) or compare(*args)
-    try:
+    with planted("tpfuse.layers.partial._compare", lambda right, *args: seen.append(1) or right(*args)):
         for _ in range(5):
             loss_of(model).backward()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        checks._compare = compare
     left = sum(hook is checks._after_forward for m in model.modules() for hook in m._forward_hooks.values())
     return len(seen), left, copy.deepcopy(model).after.weight
 

@@ -123,28 +123,14 @@ def grads_of(model, prefix="plain"):
 
 
 def backward(model, call=None):
-    x = my_rows(whole_x(), model.tp)
-    y = (model if call is None else call)(x)
+    y = (call or model)(my_rows(whole_x(), model.tp))
     (y * my_rows(whole_x().roll(1), model.tp)).sum().backward()
     return grads_of(model)
-
-
-def one(world, name, complete=True):
-    return backward(model_of(name, make_tp(world), complete))
 
 
 @functools.cache
 def exact(name):
     return backward(Model(name, TensorParallel()))
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("R", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_are_complete(ranks, R, name):
-    every = ranks(R, one, name)
-    for grads in every:
-        assert_close(grads, exact(name), F64)
-        assert_equal(grads, every[0])
 
 
 def partial(world, name):
@@ -165,6 +151,76 @@ def test_without_it_they_are_partial(ranks):
 # ---- whatever is done with the module ----
 
 
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def emptied(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+def after_a_failed_call(model):
+    with pytest.raises(RuntimeError):
+        model.plain(torch.zeros(2, D + 1, dtype=F64))
+    return model
+
+
+def recomputed(model, x, *, reentrant):
+    return checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant)
+
+
+def compiled(model, x):
+    torch._dynamo.reset()
+    one_graph = torch.__version__ >= "2.13"  # an older Dynamo breaks its graph where the copies are taken out
+    return torch.compile(model, backend="aot_eager", fullgraph=one_graph)(x)
+
+
+CHANGES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+    "to_empty": emptied,
+    "failed call": after_a_failed_call,
+}
+CALLS = {
+    "recomputed": functools.partial(recomputed, reentrant=False),
+    "recomputed, reentrant": functools.partial(recomputed, reentrant=True),
+    "compiled": compiled,
+}
+
+
+def treated(world, name, treatment=None):
+    """Gradients of a model that is changed, or called, in a way of torch's."""
+    model = CHANGES.get(treatment, lambda model: model)(model_of(name, make_tp(world)))
+    return backward(model, functools.partial(CALLS[treatment], model) if treatment in CALLS else model)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("R", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_are_complete(ranks, R, name):
+    first, *others = ranks(R, treated, name)
+    assert_close(first, exact(name), F64)
+    for grads in others:
+        assert_equal(grads, first)
+
+
+@pytest.mark.parametrize(
+    "treatment, name",
+    [
+        *((treatment, "deep") for treatment in (*CHANGES, *CALLS) if treatment != "compiled"),
+        *(pytest.param("compiled", name, marks=pytest.mark.slow) for name in ("deep", "tied")),
+    ],
+)
+def test_they_stay_complete(ranks, treatment, name):
+    for grads in ranks(2, treated, name, treatment):
+        assert_close(grads, exact(name), F64)
+
+
 def stays(world):
     """Its type, names, parameters and attributes; a second call is harmless; parts of it may be told too."""
     tp = make_tp(world)
@@ -183,57 +239,6 @@ def stays(world):
 def test_the_module_stays_what_it_is(ranks):
     for grads in ranks(2, stays):
         assert_close(grads, exact("deep"), F64)
-
-
-def copied(world, how):
-    model = model_of("deep", make_tp(world))
-    if how == "deepcopy":
-        model = copy.deepcopy(model)
-    elif how == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    elif how == "torch.save":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        model = torch.load(file, weights_only=False)
-    elif how == "to_empty":
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        model.to_empty(device="cpu").load_state_dict(state)
-    elif how == "failed call":
-        with pytest.raises(RuntimeError):
-            model.plain(torch.zeros(2, D + 1, dtype=F64))
-    return backward(model)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "to_empty", "failed call"])
-def test_copies_are_complete(ranks, how):
-    for grads in ranks(2, copied, how):
-        assert_close(grads, exact("deep"), F64)
-
-
-def recomputed(world, reentrant):
-    model = model_of("deep", make_tp(world))
-    return backward(model, lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_recomputation(ranks, reentrant):
-    for grads in ranks(2, recomputed, reentrant):
-        assert_close(grads, exact("deep"), F64)
-
-
-def compiled(world, name):
-    torch._dynamo.reset()
-    model = model_of(name, make_tp(world))
-    whole = torch.__version__ >= "2.13"  # an older Dynamo breaks its graph where the copies are taken out
-    return backward(model, torch.compile(model, backend="aot_eager", fullgraph=whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deep", "tied"])
-def test_compiled(ranks, name):
-    for grads in ranks(2, compiled, name):
-        assert_close(grads, exact(name), F64)
 
 
 def parallel(world, how):
