@@ -399,17 +399,16 @@ def _dtensor(world, kind):
         for d in state, full:
             for end in "weight", "bias":
                 d[f"qkv.{end}"] = torch.stack([d.pop(f"{p}.{end}").unflatten(0, (4, -1)) for p in "qkv"], 1)
+    modules = (norm, "norm."), (layer, "")
     with torch.no_grad():
-        for module, prefix in (norm, "norm."), (layer, ""):
-            for name, spec in [(n, s) for n, s, _ in named_specs(module)]:
+        for module, prefix in modules:
+            for name, spec, _ in named_specs(module):
                 module.get_parameter(name).copy_(state[prefix + name][spec.local(tp)])
                 expected[prefix + name] = full[prefix + name][spec.local(tp)]
     leaf = my_rows(x, tp).clone().requires_grad_()
     y = layer(norm(leaf), **({} if kind == "mlp" else dict(batch=1)))
     y.backward(my_rows(dy, tp))
-    grads = {
-        prefix + n: p.grad for module, prefix in ((norm, "norm."), (layer, "")) for n, p in module.named_parameters()
-    }
+    grads = {prefix + name: p.grad for module, prefix in modules for name, p in module.named_parameters()}
     assert_close(dict(y=y.detach(), x=leaf.grad, **grads), expected, torch.float32)
     return True
 

@@ -195,13 +195,13 @@ def test_an_mlp_takes_any_rows():
     assert mlp(x).shape == x.shape and torch.equal(mlp(x).flatten(0, 1), mlp(x.flatten(0, 1)))
 
 
-def words(world):
+def representations(world):
     tp = make_tp(world)
     return repr(layers.ColumnParallelLinear(4, 8, tp=tp)), repr(layers.RowParallelLinear(8, 4, False, tp=tp))
 
 
 def test_a_layer_says_its_sizes_its_bias_and_its_share(ranks):
-    column, row = ranks(2, words)[1]
+    column, row = ranks(2, representations)[1]
     assert column == "ColumnParallelLinear(in_features=4, out_features=8, activation='none', bias=True, rank 1 of 2)"
     assert row == "RowParallelLinear(in_features=8, out_features=4, bias=False, rank 1 of 2)"
     assert repr(layers.RMSNorm(4)) == "RMSNorm(normalized_shape=4, eps=1e-06, bias=False)"
