@@ -201,18 +201,15 @@ def test_a_block_is_its_equations(ranks, wiring):
 
 
 def swapped(steps, one, other):
-    """Steps in which two norms, or the branches that read them, stand in each other's place."""
+    """The same steps, with two norms in each other's place."""
     names = {one: other, other: one}
     return tuple(type(step)(*(names.get(field, field) for field in step)) for step in steps)
 
 
 pre, post, sandwich, branch, parallel = WIRINGS.values()
 MISTAKES = {
-    "pre: norms swapped": (
-        "pre",
-        (Norm("norm_attention", "attention"), *swapped(pre[1:], "norm_attention", "norm_in")),
-    ),
-    "pre: the MLP reads h": ("pre", (pre[0]._replace(norm="norm_in"), pre[1], Norm("norm_attention", "mlp"), *pre[1:])),
+    "pre: norms swapped": ("pre", swapped(pre, "norm_attention", "norm_in")),
+    "pre: branches side by side": ("pre", parallel),
     "post: n is not the stream": ("post", (post[0], post[1]._replace(stream=False), *post[2:])),
     "post: norms swapped": ("post", swapped(post, "norm_attention", "norm_mlp")),
     "sandwich: norms of branches swapped": ("sandwich", swapped(sandwich, "branch_attention", "branch_mlp")),
@@ -221,10 +218,7 @@ MISTAKES = {
         (*sandwich[:2], sandwich[2]._replace(branch_norm=None), *sandwich[3:]),
     ),
     "branch: norms swapped": ("branch", swapped(branch, "branch_attention", "branch_mlp")),
-    "parallel: norms swapped": (
-        "parallel",
-        (Norm("norm_in", "mlp"), Norm("norm_attention", "attention"), *parallel[2:]),
-    ),
+    "parallel: norms swapped": ("parallel", swapped(parallel, "norm_attention", "norm_in")),
     "parallel: the MLP reads the sum": (
         "parallel",
         (parallel[0], parallel[2], Join("attention", "norm_attention", to="mlp"), *parallel[4:]),
