@@ -99,8 +99,8 @@ def _silu_rows(z: Tensor) -> Tensor:
 
 def _silu_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     z = z.to(acc_dtype(z))
-    s = torch.neg(z).exp_().add_(1).reciprocal_()
-    y = z * s
+    e = torch.neg(z).exp_().add_(1)
+    y, s = z / e, e.reciprocal_()  # y bitwise as forward's
     return torch.addcmul(s, y, s, value=-1).add_(y).mul_(dy), y
 
 
@@ -118,8 +118,8 @@ def _gelu_tanh_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     z = z.to(acc_dtype(z))
     k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
     slope = torch.addcmul(k, z, z, value=-_C * _K)  # -2u / z; -3 slope - 2k is d(2u)/dz
-    s = (slope * z).exp_().add_(1).reciprocal_()
-    y = z * s
+    e = (slope * z).exp_().add_(1)
+    y, s = z / e, e.reciprocal_()  # y bitwise as forward's
     return torch.addcmul(s, torch.addcmul(y, y, s, value=-1), slope.mul_(-3).sub_(2 * _K)).mul_(dy), y
 
 
