@@ -101,8 +101,11 @@ def build(launch: Launch, arch: str) -> Any:
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """Returns what tells a kernel from another before it is compiled: a hash of Triton's first form of it, which knows
-    nothing of comments and line numbers, and of its options.  One version of Triton makes the same code of the same."""
+    """Returns a hash of Triton's first form of a kernel and of its options, known before it is compiled.
+
+    Comments, line numbers and the modules of device functions do not enter it.  One version of Triton makes the same
+    code of the same form.
+    """
     source, options = _ast(launch, arch)
     target = target_of(arch)
     backend, context = make_backend(target), ir.context()
@@ -111,7 +114,8 @@ def digest(launch: Launch, arch: str) -> str:
     parsed = backend.parse_options(options | source.parse_options())
     helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
     module = source.make_ir(target, parsed, *helpers, context)
-    return hashlib.sha256(f"{module.str_nodebug()} {sorted(options.items())}".encode()).hexdigest()[:12]
+    form = re.sub(r"\btpfuse(?:\.\w+)+\.(?=\w)", "", module.str_nodebug())
+    return hashlib.sha256(f"{form} {sorted(options.items())}".encode()).hexdigest()[:12]
 
 
 def reports(launches: list[Launch], arch: str) -> list[Report]:

@@ -4,7 +4,7 @@ import torch
 
 from bench.compile._compile import Call, meta
 from bench.compile.reduce_bias_dropout_add_norm import ELEMENTS, MASK, M, vector
-from tpfuse.kernels.norm.records import DROP, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import DROP, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import bwd_launch
 from tpfuse.kernels.norm.triton_forward import fwd_launch
 
@@ -13,7 +13,7 @@ def both(D: int, R: int, order: str):
     def run():
         h, gamma, index = meta(M, D), vector(D), meta(M, dtype=torch.int64)
         add = Add(None, meta(1024, D), index, *((meta(2, D), index) if order == DROP else (None, None)))
-        fwd_launch(meta(R, M, D), add, Norm(gamma, gamma, 1e-5), MASK, order)
+        fwd_launch(meta(R, M, D), add, NormVectors(gamma, gamma, 1e-5), MASK, order)
         saved = Saved(h, vector(M), vector(M), gamma, "layer")
         bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(None, True, None, h.dtype))
 

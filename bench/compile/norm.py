@@ -3,7 +3,7 @@
 from bench.compile._compile import Call, meta
 from bench.compile.reduce_bias_dropout_add_norm import EARLY, ELEMENTS, M, ahead, by_the_last, measured, vector
 from tpfuse.kernels.norm.kinds import KINDS
-from tpfuse.kernels.norm.records import ALONE, Add, Norm, Recompute, Saved, Wanted
+from tpfuse.kernels.norm.records import ALONE, Add, NormVectors, Recompute, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import bwd_launch
 from tpfuse.kernels.norm.triton_forward import apply_launch, fwd_launch
 from tpfuse.kernels.runtime.philox import Mask
@@ -12,7 +12,7 @@ from tpfuse.kernels.runtime.philox import Mask
 def forward_and_backward(D: int, kind: str):
     def run():
         x, gamma, beta = meta(M, D), vector(D), vector(D) if KINDS[kind].centred else None
-        norm, mean, rstd = Norm(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
+        norm, mean, rstd = NormVectors(gamma, beta, 1e-5, kind), vector(M if KINDS[kind].centred else 0), vector(M)
         fwd_launch(x[None], Add(), norm, Mask(), ALONE)
         apply_launch(Recompute(x, mean, rstd, *norm, x.dtype))
         backward(D, kind)()

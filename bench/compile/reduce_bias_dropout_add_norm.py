@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.compile._compile import Call, meta
 from tpfuse.kernels.norm import triton_backward
-from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import POST, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import bwd_launch
 from tpfuse.kernels.norm.triton_forward import fwd_launch, reduce_launch
 from tpfuse.kernels.runtime.philox import Mask
@@ -37,7 +37,7 @@ def both(D: int, R: int, kind: str = "layer", order: str = PRE):
     def run():
         h, gamma = meta(M, D), vector(D)
         beta = gamma if kind == "layer" else None
-        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), Norm(gamma, beta, 1e-5, kind), MASK, order)
+        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), NormVectors(gamma, beta, 1e-5, kind), MASK, order)
         backward(D, R, kind, order)()
 
     return run
@@ -56,7 +56,7 @@ def without_norm(D: int):
     def run():
         h = meta(M, D)
         reduce_launch(meta(8, M, D))
-        fwd_launch(meta(8, M, D), Add(residual=h), Norm(), MASK, PRE)
+        fwd_launch(meta(8, M, D), Add(residual=h), NormVectors(), MASK, PRE)
         saved = Saved(None, None, None, None, "layer")
         bwd_launch(meta(8, M, D), h, saved, MASK, PRE, Wanted(h.dtype, False, h.dtype, h.dtype))
 

@@ -19,7 +19,7 @@ from tpfuse.kernels.gemm import triton_gemm as gemm
 from tpfuse.kernels.losses import linear_triton
 from tpfuse.kernels.losses.options import Linear, Loss, Rows
 from tpfuse.kernels.norm import triton_backward, triton_forward
-from tpfuse.kernels.norm.records import DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted
+from tpfuse.kernels.norm.records import DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted
 from tpfuse.kernels.rotary.op import Rotation
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.kernels.runtime.philox import Mask
@@ -43,8 +43,8 @@ def below(limit: int, *shape: int) -> Tensor:
     return torch.randint(limit, shape)
 
 
-def norm_of(D: int, kind: str = "layer") -> Norm:
-    return Norm(random(D), random(D) if kind == "layer" else None, 1e-5, kind)
+def norm_of(D: int, kind: str = "layer") -> NormVectors:
+    return NormVectors(random(D), random(D) if kind == "layer" else None, 1e-5, kind)
 
 
 def saved_of(m: int, D: int, kind: str = "layer") -> Saved:
@@ -56,7 +56,7 @@ def norm_forward(m: int, D: int) -> list[tuple[Any, ...]]:
     return [
         (random(2, m, D), Add(random(D), **tables, residual=random(m, D)), norm_of(D), mask(), PRE),
         (random(1, m, D), Add(residual=random(m, D)), norm_of(D, "rms"), mask(), DROP),
-        (random(3, m, D), Add(), Norm(), Mask(), PRE),
+        (random(3, m, D), Add(), NormVectors(), Mask(), PRE),
     ]
 
 

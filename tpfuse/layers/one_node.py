@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..kernels.attn.op import attention_bwd, attention_fwd
 from ..kernels.attn.options import TENSORS, Options
 from ..kernels.norm.alone import NORM
-from ..kernels.norm.records import ALONE, POST, PRE, Add, Wanted
-from ..kernels.norm.records import Norm as NormArguments
+from ..kernels.norm.records import ALONE, POST, PRE, Add, NormVectors, Wanted
 from ..kernels.norm.records import Saved as NormSaved
 from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM as FUSED
 from ..kernels.replay import Composed
@@ -63,11 +62,11 @@ class Layer(NamedTuple):
     parameters: Parameters
     norms: tuple[Tensor | None, ...]
 
-    def norm(self, name: str | None) -> NormArguments:
+    def norm(self, name: str | None) -> NormVectors:
         for i, (norm, eps, kind) in enumerate(self.constants.norms):
             if norm == name:
-                return NormArguments(self.norms[2 * i], self.norms[2 * i + 1], eps, kind)
-        return NormArguments()
+                return NormVectors(self.norms[2 * i], self.norms[2 * i + 1], eps, kind)
+        return NormVectors()
 
 
 class Totals(NamedTuple):
@@ -177,7 +176,7 @@ class _Backward:
         del self.saved[len(self.saved) - count :]
         return taken
 
-    def state(self, norm: NormArguments) -> NormSaved:
+    def state(self, norm: NormVectors) -> NormSaved:
         """Returns what a norm saved: its input and statistics; without a norm none of them."""
         h, mean, rstd = (None,) * 3 if norm.gamma is None else self.take(3)
         return NormSaved(h, mean, rstd, norm.gamma, norm.kind)

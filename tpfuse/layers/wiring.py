@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ..kernels.norm import Recompute, norm_in, reduce_bias_dropout_add_norm
-from ..kernels.norm.records import Norm as NormVectors
+from ..kernels.norm.records import NormVectors
 from ..sequence_parallel.crossings import expanded
 from .call import Call
 from .module import replicated

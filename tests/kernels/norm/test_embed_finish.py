@@ -11,7 +11,7 @@ from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, like, narrow, on_a_gpu
 from tpfuse.kernels import embed_finish
 from tpfuse.kernels.norm import norm_apply
-from tpfuse.kernels.norm.records import DROP, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import DROP, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import EMBED_FINISH
 from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
 
@@ -30,9 +30,9 @@ LAYER, RMS = (Saved(D, STAT[:n], STAT, V, kind) for n, kind in ((3, "layer"), (0
 NONE = Saved(None, None, None, None, "layer")
 BOTH, POSITION = Add(None, W, POSITIONS, W, TYPES), Add(None, W, POSITIONS)
 SAMPLES = [
-    (fwd, (P, BOTH, Norm(V, V, 1e-5), MASK, PRE)),
-    (fwd, (P.bfloat16(), POSITION, Norm(V, None, 1e-5, "rms"), MASK, DROP)),
-    (fwd, (P, Add(), Norm(), Mask(), PRE)),
+    (fwd, (P, BOTH, NormVectors(V, V, 1e-5), MASK, PRE)),
+    (fwd, (P.bfloat16(), POSITION, NormVectors(V, None, 1e-5, "rms"), MASK, DROP)),
+    (fwd, (P, Add(), NormVectors(), Mask(), PRE)),
     (bwd, (P, D, LAYER, MASK, PRE, Wanted(None, True, None, FP32))),
     (bwd, (P.bfloat16(), None, RMS, MASK, DROP, Wanted(None, False, None, BF16))),
     (bwd, (None, D, LAYER, MASK, DROP, Wanted(None, True, None, FP32))),
@@ -271,7 +271,7 @@ def forward_arguments(R, m, D, post=False, dtype=torch.float32, **left_out):
     gamma, beta = (
         v if has[k] else None for v, k in zip(torch.randn(2, D, device=DEVICE), ("norm", "beta"), strict=True)
     )
-    norm = Norm(gamma, beta, 1e-5, "rms" if has["rms"] else "layer")
+    norm = NormVectors(gamma, beta, 1e-5, "rms" if has["rms"] else "layer")
     return parts, Add(None, *tables), norm, DROPPED if has["dropout"] else Mask(), DROP if post else PRE
 
 

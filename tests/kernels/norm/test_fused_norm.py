@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
 from tpfuse.kernels.norm import config, triton_backward
-from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import POST, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import partials
@@ -45,7 +45,7 @@ def forward_arguments(R, m, D, dtype=torch.float32, **left_out):
     bias, gamma, beta = torch.randn(3, D, device=DEVICE).unbind(0)
     some = dict(bias=bias, residual=residual, norm=gamma, beta=beta)
     bias, residual, gamma, beta = (t if has[k] else None for k, t in some.items())
-    norm = Norm(gamma, beta, 1e-5, "rms" if has["rms"] else "layer")
+    norm = NormVectors(gamma, beta, 1e-5, "rms" if has["rms"] else "layer")
     return parts, Add(bias=bias, residual=residual), norm, MASK if has["dropout"] else Mask(), PRE
 
 

@@ -13,7 +13,7 @@ from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_sa
 from tpfuse.kernels import layer_norm, rms_norm
 from tpfuse.kernels.norm import Recompute, norm_apply, norm_in
 from tpfuse.kernels.norm.core import reduce_parts
-from tpfuse.kernels.norm.records import ALONE, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import ALONE, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import NORM, REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime.philox import Mask
 
@@ -31,8 +31,8 @@ def back(dn, dh, saved, beta):
 
 
 SAMPLES = [
-    (norm_fwd, alone(X, Norm(GAMMA, GAMMA, 1e-5))),
-    (norm_fwd, alone(X.bfloat16(), Norm(GAMMA, None, 1e-5, "rms"))),
+    (norm_fwd, alone(X, NormVectors(GAMMA, GAMMA, 1e-5))),
+    (norm_fwd, alone(X.bfloat16(), NormVectors(GAMMA, None, 1e-5, "rms"))),
     (norm_apply, (Recompute(X, STAT, STAT, GAMMA, GAMMA, 1e-5, "layer", FP32),)),
     (norm_apply, (Recompute(X, STAT[:0], STAT, GAMMA, None, 1e-5, "rms", FP32),)),
     (norm_bwd, back(X[None].expand(2, 3, 7), X, Saved(X, STAT, STAT, GAMMA, "layer"), True)),
@@ -212,7 +212,7 @@ def test_only_what_is_needed():
 
 def launch_arguments(m, D, dtype, rms, R=2, kind="rms"):
     x, gamma, beta = torch.randn(m, D, device=DEVICE).to(dtype), *torch.randn(2, D, device=DEVICE).unbind(0)
-    norm = Norm(gamma, None if rms else beta, 1e-5, kind if rms else "layer")
+    norm = NormVectors(gamma, None if rms else beta, 1e-5, kind if rms else "layer")
     _, _, mean, rstd = norm_fwd.reference(*alone(x, norm))
     apply = (Recompute(x, mean, rstd, *norm, dtype),)
     dy = torch.randn(R, m, D, device=DEVICE).to(dtype)

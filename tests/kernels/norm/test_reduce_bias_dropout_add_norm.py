@@ -10,7 +10,7 @@ from tests.kernels import common
 from tests.kernels.common import RNG, gradcheck, leaf, run
 from tpfuse.kernels import reduce_bias_dropout_add_norm as fused
 from tpfuse.kernels.norm import norm_apply
-from tpfuse.kernels.norm.records import POST, PRE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import POST, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime.op import NAMESPACE
 from tpfuse.kernels.runtime.philox import Mask, keep_rows, make_rng, scale
@@ -23,9 +23,9 @@ LAYER, RMS = (Saved(D, STAT[:n], STAT, V, kind) for n, kind in ((3, "layer"), (0
 NONE = Saved(None, None, None, None, "layer")
 ALL = Wanted(FP32, True, FP32, FP32)
 SAMPLES = [
-    (FWD, (P, Add(bias=V, residual=D), Norm(V, V, 1e-5), MASK, PRE)),
-    (FWD, (P[:1].expand(2, 3, 7).bfloat16(), Add(residual=D), Norm(V, None, 1e-5, "rms"), MASK, POST)),
-    (FWD, (P, Add(), Norm(), Mask(), PRE)),
+    (FWD, (P, Add(bias=V, residual=D), NormVectors(V, V, 1e-5), MASK, PRE)),
+    (FWD, (P[:1].expand(2, 3, 7).bfloat16(), Add(residual=D), NormVectors(V, None, 1e-5, "rms"), MASK, POST)),
+    (FWD, (P, Add(), NormVectors(), Mask(), PRE)),
     (BWD, (P, D, LAYER, MASK, PRE, ALL)),
     (BWD, (P, D, LAYER, MASK, POST, Wanted(FP32, True, BF16, FP32))),
     (BWD, (P, D, LAYER, MASK, PRE, ALL, torch.empty(3, 9)[:, :7])),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tools.bench.common import CARD, LAYER_NORM, random
-from tpfuse.kernels.norm.records import ALONE, Add, Norm, Saved, Wanted
+from tpfuse.kernels.norm.records import ALONE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.triton_backward import BWD_ROW
 from tpfuse.kernels.norm.verbs import NORM
 from tpfuse.kernels.runtime.op import NAMESPACE, Cost
@@ -21,7 +21,7 @@ def test_counted_bytes_are_the_declared_costs():
     with count() as counted:
         y = LAYER_NORM.providers["tpfuse"](x, weight, bias)
         torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
-    args = x[None], Add(), Norm(weight, bias, 1e-5), Mask(), ALONE
+    args = x[None], Add(), NormVectors(weight, bias, 1e-5), Mask(), ALONE
     made = NORM.fwd(*args)
     saved, wanted = Saved(x, made[2], made[3], weight, "layer"), Wanted(None, True, None, x.dtype)
     back = torch.ones(1, 8, 16), None, saved, Mask(), ALONE, wanted

@@ -9,10 +9,10 @@ from ..runtime.op import as_rows, autocast
 from ..runtime.philox import NO_MASK, Mask
 from .core import NOTHING, norm_ops
 from .kinds import check_kind
-from .records import ALONE, Add, Norm, Saved, Wanted, check_vectors
+from .records import ALONE, Add, NormVectors, Saved, Wanted, check_vectors
 
 
-def _check_alone(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> None:
+def _check_alone(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
     name = "layer_norm" if norm.kind == "layer" else "rms_norm"
     check_vectors(name, parts.shape[-1], weight=norm.gamma, bias=norm.beta)
     check_kind(name, norm.kind, norm.eps)
@@ -42,9 +42,9 @@ class _NormAlone(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *norm: Any) -> Tensor:
-        """``norm`` are the fields of a Norm."""
+        """``norm`` are the fields of a NormVectors."""
         gamma, beta, _, kind = norm
-        _, n, mean, rstd = NORM.fwd(x.unsqueeze(0), NOTHING, Norm(*norm), NO_MASK, ALONE)
+        _, n, mean, rstd = NORM.fwd(x.unsqueeze(0), NOTHING, NormVectors(*norm), NO_MASK, ALONE)
         ctx.save_for_backward(x, mean, rstd, gamma)
         ctx.args = kind, Wanted(None, beta is not None, None, x.dtype)
         return n

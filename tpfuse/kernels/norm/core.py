@@ -30,7 +30,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
-from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, Saved, Wanted, incoming
+from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
 
@@ -47,7 +47,7 @@ def drop(z: Tensor, mask: Mask, residual: Tensor | None = None) -> Tensor:
 
 
 def fused_norm_fwd_ref(
-    parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> h (empty for "alone"), n, mean, rstd; the last three empty without gamma."""
     if order == ALONE:
@@ -110,13 +110,13 @@ def fused_norm_bwd_ref(
 
 def norm_apply_ref(recipe: Recompute) -> Tensor:
     """Returns n recomputed from what backward has saved, bitwise the first one."""
-    return normalize(recipe.h, Norm(recipe.gamma, recipe.beta, recipe.eps, recipe.kind))[0].to(recipe.dtype)
+    return normalize(recipe.h, NormVectors(recipe.gamma, recipe.beta, recipe.eps, recipe.kind))[0].to(recipe.dtype)
 
 
 # ---- CPU: the reference on blocks of rows, whose temporaries then stay in the cache ----
 
 
-def fwd_cpu(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, ...]:
+def fwd_cpu(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> tuple[Tensor, ...]:
     blocks = list(row_blocks(*parts.shape[1:]))
     if len(blocks) == 1:
         return fused_norm_fwd_ref(parts, add, norm, mask, order=order)
@@ -159,7 +159,9 @@ def bwd_cpu(
 # ---- shapes alone ----
 
 
-def _fwd_fake(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fwd_fake(
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, D = parts.shape[1:]
     dtype = parts.dtype if add.residual is None else add.residual.dtype
     h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)
@@ -213,7 +215,9 @@ class NormOps(NamedTuple):
     bwd: Op
 
 
-Check = Callable[[Tensor, Add, Norm, Mask, str], None]  # raises ValueError for what the public functions do not take
+Check = Callable[
+    [Tensor, Add, NormVectors, Mask, str], None
+]  # raises ValueError for what the public functions do not take
 
 
 def norm_ops(name: str, check: Check, blocked: bool = False) -> NormOps:
@@ -233,7 +237,7 @@ def norm_ops(name: str, check: Check, blocked: bool = False) -> NormOps:
 
 
 class Weights(NamedTuple):
-    """The tensors that a fused norm differentiates beside the parts; see Add and Norm."""
+    """The tensors that a fused norm differentiates beside the parts; see Add and NormVectors."""
 
     bias: Tensor | None = None
     position_weight: Tensor | None = None
@@ -283,7 +287,7 @@ class _FusedNorm(Function):
         order, ranks, add = options.order, options.ranks, NOTHING
         if order != ALONE:
             add = Add(bias, position_weight, options.positions, type_weight, types=options.types, residual=residual)
-        norm, mask = Norm(gamma, beta, options.eps, options.kind), options.mask(ops.name)
+        norm, mask = NormVectors(gamma, beta, options.eps, options.kind), options.mask(ops.name)
         h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order)
         if order == ALONE:
             h = parts[0]

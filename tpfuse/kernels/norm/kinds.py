@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..runtime.op import acc_dtype
 from ..runtime.rules import NOT_NEGATIVE, check_number
-from .records import Norm, Saved
+from .records import NormVectors, Saved
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ def _scale(gamma: Tensor, kind: Kind, acc: torch.dtype) -> Tensor:
     return gamma.to(acc) + kind.offset if kind.offset else gamma.to(acc)
 
 
-def normalize(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+def normalize(x: Tensor, norm: NormVectors) -> tuple[Tensor, Tensor, Tensor]:
     """x [m, D] -> y [m, D] in fp32, mean [m] (empty where the norm is not centred), rstd [m]."""
     assert norm.gamma is not None
     acc, kind = acc_dtype(x), KINDS[norm.kind]

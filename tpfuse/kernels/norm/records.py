@@ -19,7 +19,7 @@ class Add(NamedTuple):
     residual: Tensor | None = None  # [m, D], after dropout
 
 
-class Norm(NamedTuple):
+class NormVectors(NamedTuple):
     """The norm's parameters; without gamma there is no norm."""
 
     gamma: Tensor | None = None  # [D]

@@ -25,7 +25,7 @@ from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
 from .config import apply_config, fwd_chunks_config, fwd_config
 from .kinds import KINDS
-from .records import ALONE, DROP, PRE, Add, Norm, Recompute
+from .records import ALONE, DROP, PRE, Add, NormVectors, Recompute
 
 # ---- records that kernels take ----
 
@@ -261,7 +261,7 @@ def strided(parts: Tensor | None) -> Parts:
     return Parts(parts, parts.stride(0), parts.stride(1))
 
 
-def forward(parts: Tensor, add: Add, norm: Norm, mask: Mask, *, order: str, out: Outputs) -> None:
+def forward(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: str, out: Outputs) -> None:
     """Launches what fills ``out``; without h there, R is 1 and nothing is added."""
     R, m, D = parts.shape
     device, arch = parts.device, target(parts.device).arch
@@ -277,7 +277,9 @@ def forward(parts: Tensor, add: Add, norm: Norm, mask: Mask, *, order: str, out:
     launch(kernel, grid, device, *args, D=D, R=R, KIND=KINDS[norm.kind], DROP_N=order == DROP, **config)
 
 
-def fwd_launch(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fwd_launch(
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The launcher of fused_norm_fwd."""
     _, m, D = parts.shape
     dtype = parts.dtype if add.residual is None else add.residual.dtype
@@ -329,5 +331,5 @@ def reduce_launch(parts: Tensor) -> Tensor:
 def drop_launch(parts: Tensor, mask: Mask) -> Tensor:
     """[R, m, D] -> [m, D]: the launcher of dropout, of one part."""
     total = parts.new_empty(parts.shape[1:])
-    forward(parts, Add(), Norm(), mask, order=PRE, out=Outputs(total))
+    forward(parts, Add(), NormVectors(), mask, order=PRE, out=Outputs(total))
     return total

@@ -11,11 +11,11 @@ from ..runtime.philox import Mask, active_rng
 from .alone import NORM
 from .core import NormOptions, Weights, drop, fused_norm, norm_ops
 from .kinds import check_kind
-from .records import ALONE, DROP, POST, PRE, Add, Norm, Recompute, check_vectors
+from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, check_vectors
 from .triton_forward import drop_launch
 
 
-def _check_norm(name: str, norm: Norm, post_norm: bool) -> None:
+def _check_norm(name: str, norm: NormVectors, post_norm: bool) -> None:
     check_kind(name, norm.kind, norm.eps)
     if norm.gamma is None and (norm.beta is not None or post_norm):
         raise ValueError(f"{name}: norm_bias and post_norm need weight")
@@ -85,7 +85,7 @@ def reduce_bias_dropout_add_norm(
     return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, options)
 
 
-def _check_reduce(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> None:
+def _check_reduce(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
     name = "reduce_bias_dropout_add_norm"
     if parts.dim() != 3:
         raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
@@ -138,7 +138,7 @@ def embed_finish(
     return fused_norm(EMBED_FINISH, parts, weights, options)
 
 
-def _check_embed(parts: Tensor, add: Add, norm: Norm, mask: Mask, order: str) -> None:
+def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
     name = "embed_finish"
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]
