@@ -82,8 +82,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, o, lse, *tensors = ctx.saved_tensors
-        return attention_bwd(do.contiguous(), qkv, o, lse, Options(*tensors, *ctx.numbers)), None
+        saved = ctx.saved_tensors  # qkv, o, lse, then the options' tensors
+        return attention_bwd(do.contiguous(), *saved[:3], Options(*saved[3:], *ctx.numbers)), None
 
 
 # ---- public ----

@@ -169,7 +169,7 @@ def _linear_dgrad_act_cpu(
 
 
 def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> None:
-    check_linear("linear", x, w, b, activation)
+    check_linear("linear", x, w, b, activation=activation)
 
 
 activation_fwd = op(

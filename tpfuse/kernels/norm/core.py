@@ -305,7 +305,7 @@ class _FusedNorm(Function):
         if not options.recompute or order == DROP:
             return stream, n.expand(ranks, -1, -1), None
         copies = gamma.clone(), None if beta is None else beta.clone()
-        recompute = Recompute(h.detach(), mean, rstd, *copies, norm.eps, norm.kind, n.dtype)
+        recompute = Recompute(h.detach(), mean, rstd, *copies, eps=norm.eps, kind=norm.kind, dtype=n.dtype)
         return stream, n.expand(ranks, -1, -1), recompute
 
     @staticmethod
@@ -317,7 +317,7 @@ class _FusedNorm(Function):
         order = options.order
         if dn is None and (dh is None or order == ALONE):
             return None, None, None if dh is None else dh.expand(R, -1, -1), *Weights()
-        dh, saved = None if dh is None else dh.contiguous(), Saved(h, mean, rstd, gamma, options.kind)
+        dh, saved = None if dh is None else dh.contiguous(), Saved(h, mean, rstd, gamma, kind=options.kind)
         dparts, dresidual, dbias, dgamma, dbeta = ops.bwd(dn, dh, saved, options.mask(ops.name), order, wanted)
         dtables: Any = (None, None)
         if tables is not None:

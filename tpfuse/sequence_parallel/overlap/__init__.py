@@ -12,7 +12,7 @@
 Messages land in place, and GEMMs and activations write their rows in place.  The order of GEMMs and messages is a
 function of rank and shapes alone, never of arrival: two runs agree bitwise.  Values and gradients are bitwise those of
 the plain form with its GEMMs in the same pieces of rows, except the MLP's bias gradient, which is added piece by
-piece.  Whether a GEMM gives a row the same bits in pieces as in one is up to its library: with AVX-512 MKL's does in
+piece. Whether a GEMM gives a row the same bits in pieces as in one is up to its library: with AVX-512 MKL's does in
 pieces of 16 rows and more, with AVX2 it does not.
 
 Shapes: n, dp, dn [R, m, D], n and dp with any stride over R; dy, y [M, N]; w, w1 [N, D], w2 [D, N]; w1 of a gated
