@@ -53,6 +53,7 @@ class _NormAlone(Function):
     @once_differentiable
     def backward(ctx: Any, dn: Tensor) -> tuple[Tensor | None, ...]:
         kind, wanted = ctx.args
-        saved = Saved(*ctx.saved_tensors, kind=kind)
+        x, mean, rstd, gamma = ctx.saved_tensors
+        saved = Saved(x, mean, rstd, gamma, kind=kind)
         dx, _, _, dgamma, dbeta = NORM.bwd(dn.unsqueeze(0), None, saved, NO_MASK, ALONE, wanted)
         return dx, dgamma, dbeta if wanted.beta else None, None, None
