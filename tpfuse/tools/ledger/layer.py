@@ -134,7 +134,7 @@ def plain_layer(
         s.H,
         s.F,
         config.dropout,
-        post_norm=config.post_norm,
+        wiring=config.wiring,
         activation=nn.ReLU if config.activation == "relu" else nn.GELU,
         activation_dropout=activation_dropout,
         device="meta",

@@ -1,9 +1,9 @@
 """An encoder or decoder layer as one writes it in plain torch, nothing fused: what the ledger compares with."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+
+from ...layers.wiring import WIRINGS, Branch, Join, Norm, norm_names, run
 
 
 class Dropout(nn.Dropout):
@@ -14,7 +14,7 @@ class Dropout(nn.Dropout):
 
 
 class PlainLayer(nn.Module):
-    """x [B, S, D] -> [B, S, D], pre-norm, or ``post_norm`` as in BERT; ``activation`` is a class of nn.Module.
+    """x [B, S, D] -> [B, S, D]; ``wiring`` is an entry of WIRINGS, ``activation`` a class of nn.Module.
 
     ``dropout`` after attention, after the MLP and on the probabilities, ``activation_dropout`` as
     nn.TransformerEncoderLayer has it.
@@ -27,34 +27,47 @@ class PlainLayer(nn.Module):
         ffn: int,
         dropout: float = 0.1,
         *,
-        post_norm: bool = False,
+        wiring: str = "pre",
         activation: type[nn.Module] = nn.GELU,
         activation_dropout: float = 0.0,
-        **factory: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.heads, self.post_norm = heads, post_norm
-        self.qkv, self.out = nn.Linear(width, 3 * width, **factory), nn.Linear(width, width, **factory)
-        self.fc1, self.fc2 = nn.Linear(width, ffn, **factory), nn.Linear(ffn, width, **factory)
-        self.norm1, self.norm2 = nn.LayerNorm(width, **factory), nn.LayerNorm(width, **factory)
+        self.heads, self.steps = heads, WIRINGS[wiring]
+        linear = lambda n, m: nn.Linear(n, m, dtype=dtype, device=device)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.fc1, self.fc2 = linear(width, ffn), linear(ffn, width)
+        self.norms = nn.ModuleDict(
+            {name: nn.LayerNorm(width, dtype=dtype, device=device) for name in norm_names(self.steps)}
+        )
         self.activation = (
             nn.Sequential(activation(), Dropout(activation_dropout)) if activation_dropout else activation()
         )
-        self.dropout_p, self.dropout1, self.dropout2 = (Dropout(dropout) for _ in range(3))
+        self.probabilities_dropout = Dropout(dropout)
+        self.dropouts = nn.ModuleDict({name: Dropout(dropout) for name in ("attention", "mlp")})
 
     def attention(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, E]
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-        return self.out((self.dropout_p(torch.softmax(scores, -1)) @ v).transpose(1, 2).flatten(2))
+        return self.out((self.probabilities_dropout(torch.softmax(scores, -1)) @ v).transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]"""
         return self.fc2(self.activation(self.fc1(x)))
 
+    def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, self.norms[step.norm](h)
+
+    def branch(self, step: Branch, n: Tensor) -> Tensor:
+        return self.attention(n) if step.name == "attention" else self.mlp(n)
+
+    def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x = parts if step.branch_norm is None else self.norms[step.branch_norm](parts)
+        h = h + self.dropouts[step.branch](x)
+        n = h if step.norm is None else self.norms[step.norm](h)
+        return n if step.stream else h, n
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.post_norm:
-            x = self.norm1(x + self.dropout1(self.attention(x)))
-            return self.norm2(x + self.dropout2(self.mlp(x)))
-        x = x + self.dropout1(self.attention(self.norm1(x)))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        return run(self.steps, self, x, x)[0]
