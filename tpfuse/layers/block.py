@@ -159,14 +159,13 @@ class TransformerBlock(ParallelModule):
             check(value in choices, f"TransformerBlock: {name} must be one of {', '.join(choices)}, got {value!r}")
         check_kind("TransformerBlock", norm.kind, norm.eps)
         threshold(self.dropout)
-        self.width, self.sites, self.steps = attention.hidden_size, sites(layer), steps_at(self.wiring, self.place)
+        self.width, self.sites = attention.hidden_size, sites(layer)
+        self.norm_after = True
         self.attention = ParallelAttention.of(attention, tp=self.tp, layer=layer, init=init)
         self.mlp = ParallelMLP.of(mlp, tp=self.tp, init=init)
-        used = set(norm_names(self.steps))
-        for name in (*NORMS, *sorted(used - {*NORMS})):
-            module = norm_layer(norm, self.width, tp=self.tp, dtype=init.dtype, device=init.device)
-            setattr(self, name, module if name in used else None)
-        self._norm_after = True
+        for name in (*NORMS, *sorted({*self.norms} - {*NORMS})):
+            make = lambda: norm_layer(norm, self.width, tp=self.tp, dtype=init.dtype, device=init.device)
+            setattr(self, name, make() if name in self.norms else None)
 
     @property
     def norm_after(self) -> bool:
@@ -177,6 +176,7 @@ class TransformerBlock(ParallelModule):
     def norm_after(self, value: bool) -> None:
         steps = steps_at(self.wiring, self.place)
         self._norm_after, self.steps = value, steps if value else without_last_norm(steps)
+        self.norms = tuple(norm_names(self.steps))  # in the order of their use
 
     @property
     def post_norm(self) -> bool:
@@ -218,7 +218,8 @@ class TransformerBlock(ParallelModule):
         if alone != (self.place == ALONE):
             expected = "h" if self.place == ALONE else "(h, normed)"
             raise ValueError(f"TransformerBlock: with place={self.place!r} it takes {expected}")
-        call = call._replace(keep=self.saving == "fastest")
+        if call.keep != (self.saving == "fastest"):
+            call = call._replace(keep=not call.keep)
         n = Normed(h) if normed is None else normed
         if hooked(self):
             h, n = run(self.steps, ByParts(self, h, call), h, n)
@@ -247,7 +248,7 @@ class TransformerBlock(ParallelModule):
         attention, p = self.attention, self.dropout if self.training else 0.0
         rng = active_rng("TransformerBlock", p, call.rng)
         masks = [Mask(rng, p, self.sites.after[name], first_row=0, batch=call.batch) for name in ("attention", "mlp")]
-        norms = tuple((name, modules[name].eps, modules[name].kind) for name in norm_names(self.steps))
+        norms = tuple((name, modules[name].eps, modules[name].kind) for name in self.norms)
         constants = Constants(self.steps, norms, self.mlp.activation, *masks)
-        layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.steps))
+        layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.norms))
         return one_node(h.contiguous(), normed, layer)

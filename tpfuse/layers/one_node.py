@@ -26,7 +26,7 @@ from ..parallel import TensorParallel
 from ..sequence_parallel.forms import plain
 from ..sequence_parallel.records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads, adding
 from .module import local
-from .wiring import Branch, Join, Norm, Normed, Steps, norm_names, run, run_backward
+from .wiring import Branch, Join, Norm, Normed, Steps, run, run_backward
 
 ONE = TensorParallel()  # rank
 
@@ -327,7 +327,7 @@ def one_node(h: Tensor, normed: Normed | None, layer: Layer) -> tuple[Tensor, No
     return h, Normed(h[None] if n_out is None else n_out)
 
 
-def parameters_of(block: nn.Module, steps: Steps) -> tuple[Parameters, tuple[Tensor | None, ...]]:
+def parameters_of(block: nn.Module, norms: tuple[str, ...]) -> tuple[Parameters, tuple[Tensor | None, ...]]:
     """Returns the projections' parameters and the norms'.
 
     Modules and parameters are taken from their dictionaries: nn.Module's attribute access costs the host.
@@ -335,7 +335,7 @@ def parameters_of(block: nn.Module, steps: Steps) -> tuple[Parameters, tuple[Ten
     modules: dict[str, Any] = block._modules
     attention, mlp = modules["attention"]._modules, modules["mlp"]._modules
     projections = [attention["qkv"], attention["out"], mlp["fc1"], mlp["fc2"]]
-    vectors = [_parameter(modules[name], leaf) for name in norm_names(steps) for leaf in ("weight", "bias")]
+    vectors = [_parameter(modules[name], leaf) for name in norms for leaf in ("weight", "bias")]
     weights: list[Any] = [_parameter(module, leaf) for module in projections for leaf in ("weight", "bias")]
     return Parameters(*weights), tuple(vectors)
 
