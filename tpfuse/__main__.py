@@ -7,13 +7,14 @@ from .tools import command
 from .tools.bench import command as bench
 from .tools.doctor import command as doctor
 from .tools.ledger import commands as ledger
+from .tools.ledger import speed_commands as speeds
 from .tools.pipeline import command as pipeline
 from .tools.plan import command as collectives
 from .tools.plan import planning
 from .tools.plan.intra import command as layouts
 from .tools.plan.topology import command as topology
 
-TOOLS = doctor, ledger, planning, layouts, pipeline, collectives, topology, bench
+TOOLS = doctor, ledger, speeds, planning, layouts, pipeline, collectives, topology, bench
 
 
 def parser() -> ArgumentParser:

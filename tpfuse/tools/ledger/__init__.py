@@ -1,22 +1,23 @@
 """Accounting: bytes and flops of what runs, memory, any model at any scale, utilisation, step times.
 
-aten       costs of ops that are not tpfuse's
-commands   ledger, memory, dryrun, mfu, calibrate, predict on the command line
-dryrun     one rank of any world, on meta tensors
-layer      one layer, side by side
-machine    what this machine can do, calibrated
-memory     saved activations and state, closed forms and measured
-mfu        model flops, share of the peak, ThroughputMeter
-operators  the operator table of arXiv:2007.00072
-plain      the plain torch layer it is compared with
-plots      pictures
-presets    models by name
-processes  real gloo processes for calibrate and predict
-recorder   every op that runs under it
-shapes     sizes that every formula is written in
-stages     every rank of a pipeline, on meta tensors
-steptime   predicted step times
-text       tables and units
+aten            costs of ops that are not tpfuse's
+commands        ledger, memory and dryrun on the command line
+dryrun          one rank of any world, on meta tensors
+layer           one layer, side by side
+machine         what this machine can do, calibrated
+memory          saved activations and state, closed forms and measured
+mfu             model flops, share of the peak, ThroughputMeter
+operators       the operator table of arXiv:2007.00072
+plain           the plain torch layer it is compared with
+plots           pictures
+presets         models by name
+processes       real gloo processes for calibrate and predict
+recorder        every op that runs under it
+shapes          sizes that every formula is written in
+speed_commands  mfu, calibrate and predict on the command line
+stages          every rank of a pipeline, on meta tensors
+steptime        predicted step times
+text            tables and units
 """
 
 from .dryrun import Plan, fake_world

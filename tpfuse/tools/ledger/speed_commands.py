@@ -1,0 +1,165 @@
+"""Speeds on the command line: ``mfu``, ``calibrate`` and ``predict``."""
+
+import json
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Any
+
+from ..command import (
+    DTYPES,
+    MODEL_HELP,
+    Commands,
+    add_dtype,
+    add_model,
+    add_output,
+    add_seq,
+    comma_separated,
+    positive,
+    present,
+    print_result,
+)
+from . import machine, mfu, plots, steptime
+from .commands import add_saving, plan_of
+from .presets import load_config
+from .text import quantity, table
+
+
+def register(commands: Commands) -> None:
+    """Adds the commands of measured and predicted speeds."""
+    _register_mfu(commands)
+    _register_calibrate(commands)
+    _register_predict(commands)
+
+
+# ---- mfu ----
+
+
+def _register_mfu(commands: Commands) -> None:
+    p = commands.add(
+        "mfu",
+        "share of the peak that a measured step reaches (MFU, HFU)",
+        _run_mfu,
+        "Model and hardware flops utilisation of a measured step. Without --model: a published table, computed again.",
+    )
+    p.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP} (default: the published table)")
+    p.add_argument(
+        "--batch", type=positive, metavar="N", help="sequences in a step, over all devices; needed with --model"
+    )
+    add_seq(p, 2048)
+    p.add_argument(
+        "--seconds", type=float, metavar="X", help="measured time of a step, in seconds; needed with --model"
+    )
+    p.add_argument("--devices", type=positive, default=1, metavar="N", help="number of devices that took part")
+    p.add_argument("--device", choices=mfu.PEAK, default="H100", help="device whose dense 16-bit peak is the limit")
+    p.add_argument(
+        "--peak-tflops", type=float, metavar="X", help="peak of a device, in TFLOP/s (default: that of --device)"
+    )
+    p.add_argument("--recompute", choices=mfu.RECOMPUTE, default="none", help="part that is computed again in backward")
+    add_output(p, plot=False)
+
+
+def _run_mfu(args: Namespace) -> None:
+    if args.model is None:
+        return _show_published(args)
+    if args.batch is None or args.seconds is None:
+        raise ValueError("mfu: --model needs --batch and --seconds too")
+    config = load_config(args.model)
+    peak = mfu.PEAK[args.device] if args.peak_tflops is None else args.peak_tflops * 1e12
+    u = mfu.utilization(
+        config,
+        seq=args.seq,
+        batch=args.batch,
+        seconds=args.seconds,
+        devices=args.devices,
+        peak=peak,
+        recompute=args.recompute,
+    )
+    flops = mfu.model_flops(config, args.seq, args.batch)
+    facts = [
+        ("model flops a step", quantity(flops, "flop")),
+        ("tokens a second", f"{args.batch * args.seq / args.seconds:,.0f}"),
+        ("a device", quantity(u.model_rate, "flop/s")),
+        ("of a peak of", quantity(peak, "flop/s")),
+        ("MFU", f"{u.mfu:.1f} %"),
+        ("HFU", f"{u.hfu:.1f} %"),
+    ]
+    print_result(args, table(("", "value"), facts), dict(model_flops=flops, **u._asdict()))
+
+
+def _show_published(args: Namespace) -> None:
+    rows, values = [], []
+    for p in mfu.PUBLISHED:
+        u = p.recomputed()
+        rows.append((p.name, p.devices, f"{p.seconds:.2f}", f"{u.mfu:.1f}", p.mfu, f"{u.hfu:.1f}", p.hfu))
+        values.append(dict(name=p.name, mfu=u.mfu, published_mfu=p.mfu, hfu=u.hfu, published_hfu=p.hfu))
+    columns = ("model", "A100s", "s a step", "MFU %", "published", "HFU %", "published")
+    note = "\nTP + SP + selective recompute, Korthikanti et al. 2022 (arXiv:2205.05198); seconds are its inputs"
+    print_result(args, table(columns, rows) + note, values)
+
+
+# ---- calibrate, predict ----
+
+
+def _register_calibrate(commands: Commands) -> None:
+    p = commands.add("calibrate", "measure this machine's CPUs, for predict and plan --device here", _run_calibrate)
+    p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
+    p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
+    p.add_argument(
+        "--ranks",
+        type=comma_separated(positive),
+        default="1,2,4",
+        metavar="N,..",
+        help="numbers of processes that run at once, one thread each",
+    )
+    p.add_argument("--seconds", type=float, default=60, metavar="X", help="time that it takes about, in seconds")
+    add_output(p, plot=False)
+
+
+def _run_calibrate(args: Namespace) -> None:
+    measured = machine.calibrate([DTYPES[name] for name in args.dtype], args.ranks, seconds=args.seconds)
+    measured.save(args.out)
+    print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
+
+
+def _register_predict(commands: Commands) -> None:
+    p = commands.add("predict", "time of a training step on this machine by tp and dp (needs calibrate)", _run_predict)
+    add_model(p, default="gpt-3m")
+    p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
+    p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")
+    add_seq(p, 256)
+    p.add_argument(
+        "--micro-batch",
+        type=positive,
+        metavar="N",
+        help="sequences that a replica runs at once (default: all of its share)",
+    )
+    add_dtype(p, "fp32")
+    add_saving(p)
+    p.add_argument("--machine", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that calibrate wrote")
+    p.add_argument("--check", action="store_true", help="run the steps too, and print the errors of the predictions")
+    p.add_argument("--steps", type=positive, default=8, metavar="N", help="number of steps that --check measures")
+    add_output(p)
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    """Returns the (tp, dp) of "1x1,2x1"."""
+    pairs = [part.split("x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ArgumentTypeError(f"must be tp x dp pairs such as 1x1,2x1, got {text!r}")
+    return [(positive(tp), positive(dp)) for tp, dp in pairs]
+
+
+def _run_predict(args: Namespace) -> None:
+    config, speeds = load_config(args.model), machine.Machine.load(args.machine)
+    plans = [plan_of(args, tp, dp, args.micro_batch or max(1, args.batch // dp)) for tp, dp in args.choices]
+    if args.check:
+        checked = steptime.check(config, plans, speeds, batch=args.batch, steps=args.steps)
+    else:
+        checked = [steptime.Checked(steptime.predict(config, p, speeds, batch=args.batch)) for p in plans]
+    values: list[dict[str, Any]] = [
+        dict(tp=c.prediction.plan.tp, dp=c.prediction.plan.dp, micro_batch=c.prediction.plan.micro_batch)
+        | dict(seconds=c.prediction.seconds, parts=c.prediction.parts, measured=c.measured, error_percent=c.error)
+        for c in checked
+    ]
+    bars = {f"tp {v['tp']}, dp {v['dp']}": v["parts"] for v in values}
+    present(args, steptime.report(checked), values, lambda path: plots.bars(bars, "seconds a step", path))
