@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-RECIPES = "norm", "activation", "kernel", "collective", "model family"
+RECIPES = "norm", "activation", "kernel", "collective", "model family", "wiring of a block"
 
 
 def files(text: str) -> list[tuple[str, list[str]]]:
