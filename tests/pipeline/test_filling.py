@@ -177,7 +177,7 @@ def test_what_is_refused_says_why(ranks):
 
 
 def test_shampoo_of_pytorch_optimizer(ranks):
-    (found, _) = ranks(2, shampoo, pipeline_fill.Asked(ranks=2, micro_batches=4, layers=2, hidden=32, cycles=2))
+    (found, _) = ranks(2, shampoo, pipeline_fill.Options(ranks=2, micro_batches=4, layers=2, hidden=32, cycles=2))
     assert found["same"] and found["differs"]
     assert found["planned"] >= found["demand"] and found["reached"] == [found["planned"]]
 

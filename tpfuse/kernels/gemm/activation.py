@@ -94,7 +94,7 @@ def _gelu_tanh_tile(z):
 def _silu_rows(z: Tensor) -> Tensor:
     z = z.to(acc_dtype(z))
     e = torch.neg(z).exp_().add_(1)  # 1 / sigmoid(z)
-    return torch.div(z, e, out=e)
+    return z / e
 
 
 def _silu_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def _gelu_tanh_rows(z: Tensor) -> Tensor:
     z = z.to(acc_dtype(z))
     k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
     e = torch.addcmul(k, z, z, value=-_C * _K).mul_(z).exp_().add_(1)  # 1 / sigmoid(2u)
-    return torch.div(z, e, out=e)
+    return z / e
 
 
 def _gelu_tanh_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
