@@ -181,7 +181,6 @@ class Backward:
         self.qkv, self.options = qkv, options
         self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
         self.do, self.o = (by_head(t, batch, seq, (G, slots - 2)) for t in (do, o))
-        self.lse = lse.view(batch, G, slots - 2, seq)
         self.dqkv = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(qkv.shape)
         self._dq, self._dk, self._dv = heads(self.dqkv, batch, seq)
 
@@ -200,7 +199,7 @@ class Backward:
             s, tanh = sample.scores(q, block)
             probs = torch.softmax(s, -1)
             if sample.may_see_nothing:
-                probs.masked_fill_(sample.rows(self.lse[sample.b], block)[..., None] == INF, 0)
+                probs.masked_fill_(s.amax(-1, keepdim=True) == -INF, 0)
             dp = torch.bmm(do.to(sample.acc), vt[:, :, keys])
             dropped = probs
             if options.rng is not None:
