@@ -176,7 +176,7 @@ class Backward:
     Gradients of keys and values are added in the order of the ranges.
     """
 
-    def __init__(self, do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options):
+    def __init__(self, do: Tensor, qkv: Tensor, o: Tensor, options: Options):
         batch, seq, (_, G, slots, _) = options.batch, options.seq, qkv.shape
         self.qkv, self.options = qkv, options
         self.spans, self.rotation = documents(options), angles(options, acc_dtype(qkv))
@@ -231,7 +231,7 @@ def fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
-    backward = Backward(do, qkv, o, lse, options=options)
+    backward = Backward(do, qkv, o, options)
     for b in range(options.batch):
         gradients = backward.sample(b)
         backward.attend(gradients, 0, options.seq)

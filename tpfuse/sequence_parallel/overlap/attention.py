@@ -116,7 +116,7 @@ def gather_attention_exchange_bwd_by(
     rows_of_n = gather_in_background(f"{label} (n)", n, group_name)
     flight.post_all()
     rows_of_n.post_all()
-    work = Backward(do.flatten(0, 1), qkv, o, lse, options=options) if _by_tiles(qkv, m, options.batch) else None
+    work = Backward(do.flatten(0, 1), qkv, o, options) if _by_tiles(qkv, m, options.batch) else None
     tiles = None if work is None else Tiles(work, m)
 
     def multiply(dy: Tensor, tile: int, rows: slice) -> None:
