@@ -332,8 +332,10 @@ def _contract(kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | 
 def _multiply(a: Tensor, b: Tensor, *, out: Tensor, adding: bool) -> None:
     """out = a b, or out += a b, by torch, in fp32 inside; ``out`` may be fp32 where a and b have 16 bits."""
     wider: dict[str, Any] = {}
-    if out.dtype != a.dtype and a.device.type == "cpu":  # under the interpreter: only CUDA has such GEMMs
-        a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.device.type == "cpu":  # under the interpreter
+        # Only CUDA has GEMMs with outputs of another dtype, and oneDNN's on AMX multiplies what a strided row is padded
+        # with by zero: uninitialised memory may hold NaN.
+        a, b = a.to(out.dtype).contiguous(), b.to(out.dtype)
     elif out.dtype != a.dtype:
         wider = dict(out_dtype=out.dtype)
     if adding:
