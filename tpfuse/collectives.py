@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels.norm.core import reduce_parts
+from .kernels.norm.core import reduce_parts, reduce_tree
 from .kernels.runtime.function import Function, once_differentiable
 from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
@@ -123,22 +123,28 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
         return x.view_as(x)
     n = tp.divide(x.shape[dim], f"scatter_sum: dim {dim}")
     parts = all_to_all(x.movedim(dim, 0).reshape(tp.size, n, *x.movedim(dim, 0).shape[1:]).contiguous(), tp.group_name)
-    return reduce_parts(parts).movedim(0, dim)
+    return summed(parts, tp).movedim(0, dim)
+
+
+def summed(parts: Tensor, tp: TensorParallel) -> Tensor:
+    """[R, ...] of every rank -> their sum in parts' dtype: in fp32 in rank order, or with ``tp.bitwise`` as a tree."""
+    total: Tensor = reduce_parts(parts) if tp.bitwise is None else reduce_tree(parts)
+    return total
 
 
 _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper than an exchange and a gather of sums
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Returns the sum over ranks, in fp32 in rank order, rounded once: by one gather if x is small, else by an exchange
+    """Returns the sum over ranks (:func:`summed`): by one gather if x is small, else by an exchange
     of 1/R pieces."""
     if tp.size == 1:
         return x.view_as(x)
     if x.numel() <= _ONE_MESSAGE:
-        return reduce_parts(all_gather(x.contiguous(), tp.size, tp.group_name))
+        return summed(all_gather(x.contiguous(), tp.size, tp.group_name), tp)
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % tp.size))
-    mine = reduce_parts(all_to_all(padded.view(tp.size, -1), tp.group_name))
+    mine = summed(all_to_all(padded.view(tp.size, -1), tp.group_name), tp)
     return all_gather(mine, tp.size, tp.group_name).view(-1)[: flat.numel()].view(x.shape)
 
 

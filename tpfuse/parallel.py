@@ -15,6 +15,7 @@ from .ranks.agreement import Header, agree
 from .ranks.messages import channel, gather
 
 OVERLAP = "auto", "pairwise", "off"
+BITWISE = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, init=False)
@@ -30,6 +31,10 @@ class TensorParallel:
     ``one_machine``: all ranks of a gloo group are on one machine, where the cores that multiply also copy messages, so
     that "auto" hides none.
 
+    ``bitwise``: the number V of leaves of every dimension that is split, a power of two: loss, gradients and weights
+    have the same bits at every size that divides V, with and without sequence parallelism (docs/bits.md).  None: sums
+    over ranks are taken in rank order.  On CPUs; with ``overlap`` "off" or "auto", which then hides nothing.
+
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
     """
@@ -40,6 +45,7 @@ class TensorParallel:
     sequence_parallel: bool
     overlap: str
     one_machine: bool
+    bitwise: int | None
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class TensorParallel:
         *,
         sequence_parallel: bool = False,
         overlap: str = "auto",
+        bitwise: int | None = None,
     ):
         if overlap not in OVERLAP:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
@@ -63,11 +70,21 @@ class TensorParallel:
             raise ValueError(
                 f"TensorParallel: overlap='pairwise' needs a gloo or NCCL group, got {backend}; use 'auto'"
             )
+        if bitwise is not None and (type(bitwise) is not int or bitwise not in BITWISE):
+            raise ValueError(f"TensorParallel: bitwise must be a power of two from 1 to {BITWISE[-1]}, got {bitwise!r}")
+        if bitwise is not None and overlap == "pairwise":
+            raise ValueError("TensorParallel: overlap='pairwise' adds in another order than bitwise; use 'off'")
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         messages = channel(group)
         if messages is not None:
-            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
+            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, bitwise=bitwise, versions=versions())
             agree(group, Header("TensorParallel"), shared)
+        if bitwise is not None and bitwise % size:
+            works = [d for d in BITWISE if bitwise % d == 0]
+            raise ValueError(
+                f"TensorParallel: bitwise={bitwise} leaves are not divisible by tensor-parallel size {size}; use size"
+                f" {_either(works)}"
+            )
         gloo = overlap == "auto" and "gloo" in backend
         self.__dict__.update(  # the one place where a frozen value is written
             rank=rank,
@@ -76,6 +93,7 @@ class TensorParallel:
             sequence_parallel=sequence_parallel,
             overlap=overlap,
             one_machine=gloo and messages is not None and len(set(gather(host(), messages))) == 1,
+            bitwise=bitwise,
         )
 
     @property
@@ -92,6 +110,30 @@ class TensorParallel:
         """The index of this rank's shard of rows."""
         return self.rank if self.sequence_parallel else 0
 
+    @property
+    def leaves(self) -> int:
+        """The number of leaves of a split dimension that are on this rank; 0 without ``bitwise``."""
+        return 0 if self.bitwise is None else self.bitwise // self.size
+
+    @property
+    def row_leaves(self) -> int:
+        """The number of leaves of the rows that this rank holds between GEMMs; 0 without ``bitwise``."""
+        return 0 if self.bitwise is None else self.bitwise // self.row_shards
+
+    @property
+    def row_multiple(self) -> int:
+        """The number that divides the count of rows: of their leaves, or else of their shards."""
+        return self.row_shards if self.bitwise is None else self.bitwise
+
+    def divide_leaves(self, n: int, name: str) -> int:
+        """Returns n / size of a dimension that leaves are of; ValueError, with what works, if n is not divisible."""
+        if self.bitwise is not None and n % self.bitwise:
+            works = [d for d in BITWISE if n % d == 0]
+            raise ValueError(
+                f"{name}={n} is not divisible by bitwise={self.bitwise} leaves; use bitwise {_either(works)}"
+            )
+        return self.divide(n, name)
+
     def divide(self, n: int, name: str) -> int:
         """Returns n / size; ValueError, with the sizes that work, if n is not divisible."""
         if n % self.size:
@@ -102,15 +144,31 @@ class TensorParallel:
     def chunk(self, n: int, name: str = "size", copies: int = 1) -> tuple[int, int]:
         """Returns (start, stop) of this rank's slice, split as by torch.chunk.  ValueError if a rank gets nothing.
 
-        ``copies`` consecutive ranks have the same slice.
+        ``copies`` consecutive ranks have the same slice.  With ``bitwise`` a slice is of whole leaves, each of
+        ceil(n / bitwise), so that those of one split are joined by another.
         """
         size, rank = self.size // copies, self.rank // copies
-        step = -(-n // size)
+        step = self.columns(n, name, copies)
         if step * (size - 1) >= n:
             raise ValueError(
                 f"{name}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size"
             )
         return rank * step, min(n, (rank + 1) * step)
+
+    def columns(self, n: int, name: str = "size", copies: int = 1) -> int:
+        """Returns the number of elements in a rank's slice of n, of which the last ranks may have fewer."""
+        return -(-n // (self.size // copies)) if self.bitwise is None else self.leaf(n, name) * self.leaves * copies
+
+    def leaf(self, n: int, name: str = "size") -> int:
+        """Returns the size of a leaf of n elements, the last perhaps less; ValueError if one would have none."""
+        assert self.bitwise is not None
+        step = -(-n // self.bitwise)
+        if step * (self.bitwise - 1) >= n:
+            works = [d for d in BITWISE if -(-n // d) * (d - 1) < n]
+            raise ValueError(
+                f"{name}={n} leaves one of bitwise={self.bitwise} leaves empty; use bitwise {_either(works)}"
+            )
+        return step
 
     def agree(self, name: str, values: Mapping[str, Any]) -> None:
         """Compares ``values`` over the ranks; if they differ, raises one ValueError with all values on every rank.

@@ -167,8 +167,14 @@ class ParallelAttention(ParallelModule):
         self.site = sites(layer).probabilities
         self.width = D
         self.head_width = E = D // H if shape.head_width is None else shape.head_width
-        self.first_head = tp.rank * tp.divide(H, "ParallelAttention: num_heads")
+        self.first_head = tp.rank * tp.divide_leaves(H, "ParallelAttention: num_heads")
         heads, dtype, device = H // groups, init.dtype, init.device
+        if tp.bitwise is not None:
+            tp.divide_leaves(groups, "ParallelAttention: num_kv_heads")
+            check(
+                not (shape.qk_norm and shape.qk_norm_all),
+                "ParallelAttention: qk_norm_all, a norm over all heads, is not built for bitwise yet",
+            )
         if groups % tp.size == 0:
             copies = 1
             self.groups, self.heads_per_group = groups // tp.size, heads + 2  # of each: query heads, k and v
@@ -240,16 +246,17 @@ class ParallelAttention(ParallelModule):
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         cache, rope = call.cache, call.rotation(self.window)
         if cache is None:
-            return attend(qkv, self.options(len(qkv), call))
+            return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
             qkv, call = _rotated(qkv, rope, rope.positions), call._replace(rope=None)
         seq = len(qkv) // call.batch if call.seq is None else call.seq
         if cache.length > 0:
-            return cache.attend(qkv, call.batch, seq, Seeing(self.window, self.scale, self.softcap))
+            seeing = Seeing(self.window, self.scale, self.softcap)
+            return cache.attend(qkv, call.batch, seq, seeing, self.tp.leaves)
         cache.fill(qkv, call.batch, seq)
-        return attend(qkv, self.options(len(qkv), call))
+        return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
 
     def forward(
         self,
@@ -283,7 +290,7 @@ class ParallelAttention(ParallelModule):
             summed: Tensor = self.out(self._attend(self.qkv(x), call))
             return summed
         (bias,) = replicated(self.tp, self.out.bias)
-        return reduce_bias_dropout_add_norm(self.parts(x, call=call), bias)[0]
+        return reduce_bias_dropout_add_norm(self.parts(x, call=call), bias, leaves=self.tp.row_leaves)[0]
 
 
 def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:

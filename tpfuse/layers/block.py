@@ -233,6 +233,7 @@ class TransformerBlock(ParallelModule):
         """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
         return (
             self.tp.size == 1
+            and self.tp.bitwise is None
             and call.cache is None
             and call.keep
             and normed.recompute is None

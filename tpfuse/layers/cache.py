@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.attn.op import attention_decode
 from ..kernels.attn.options import DecodeOptions
+from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 
 
@@ -86,12 +87,24 @@ class KVCache:
         options = DecodeOptions(mask, lengths=lengths, window=seeing.window, scale=scale, softcap=seeing.softcap)
         return decode(q, k, v, options)
 
-    def attend(self, qkv: Tensor, batch: int, seq: int, seeing: Seeing) -> Tensor:
+    def leaf(self, i: int, leaves: int) -> "KVCache":
+        """Returns a view of leaf i of the heads, filled as far as this cache is."""
+        view = KVCache(self.mask, padded=self.padded)
+        view.length, view.place, view.kv = self.length, self.place, self.kv.chunk(leaves, 1)[i]
+        return view
+
+    def attend(self, qkv: Tensor, batch: int, seq: int, seeing: Seeing, leaves: int = 0) -> Tensor:
         """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
         seq * batch -> o [M, H/R E].
 
-        Rows of o beyond seq * batch are zero.
+        Rows of o beyond seq * batch are zero.  ``leaves``: as in kernels.attn.op.attend.
         """
+        if leaves > 1:
+            pieces = cut("KVCache", qkv, 1, leaves)
+            outputs = [self.leaf(i, leaves).attend(piece, batch, seq, seeing) for i, piece in enumerate(pieces)]
+            if self.place is None:
+                self.length += seq
+            return torch.cat(outputs, 1)
         rows, filled_before = seq * batch, self.length
         if seq == 1:
             self.store(qkv[:batch, :, -2:].unsqueeze(3))

@@ -98,7 +98,7 @@ class CrossAttention(ParallelModule):
         fits = head_width is not None or hidden_size % num_heads == 0
         check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
-        self.heads = self.tp.divide(num_heads, f"{name}: num_heads")
+        self.heads = self.tp.divide_leaves(num_heads, f"{name}: num_heads")
         fits = groups % size == 0 or size % groups == 0
         check(fits, f"{name}: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other")
         threshold(dropout)

@@ -58,4 +58,4 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         """Returns rows [m, D]; ValueError for an id beyond the vocabulary."""
         check_ids("VocabParallelEmbedding: ids", ids.clamp(min=0), self.num_embeddings)
-        return reduce_bias_dropout_add_norm(self.parts(ids))[0]
+        return reduce_bias_dropout_add_norm(self.parts(ids), leaves=self.tp.row_leaves)[0]

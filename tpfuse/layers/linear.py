@@ -114,7 +114,7 @@ class ColumnParallelLinear(ColumnProjection):
             f"{type(self).__name__}: activation must be one of {', '.join(PLAIN)}, got {activation!r}",
         )
         shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        self.tp.divide(shape[0], "ColumnParallelLinear: out_features")
+        self.tp.divide_leaves(shape[0], "ColumnParallelLinear: out_features")
         self.in_features, self.out_features, self.activation = in_features, math.prod(shape), activation
         self.add_parameter("weight", (*shape, in_features), 0, init_std, dtype=dtype, device=device)
         if bias:
@@ -148,7 +148,7 @@ class RowParallelLinear(Adaptable):
         device: torch.device | str | None = None,
     ):
         super().__init__(tp)
-        self.tp.divide(in_features, "RowParallelLinear: in_features")
+        self.tp.divide_leaves(in_features, "RowParallelLinear: in_features")
         self.in_features, self.out_features = in_features, out_features
         self.add_parameter("weight", (out_features, in_features), 1, init_std, dtype=dtype, device=device)
         if bias:
@@ -167,4 +167,4 @@ class RowParallelLinear(Adaptable):
         """x [..., K/R] -> [m, N].  ValueError for another width."""
         check_width("RowParallelLinear", x, self.in_features // self.tp.size)
         (bias,) = replicated(self.tp, self.bias)
-        return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias)[0]
+        return reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, x.shape[-1])), bias, leaves=self.tp.row_leaves)[0]

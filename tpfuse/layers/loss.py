@@ -18,7 +18,7 @@ from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..ranks.agreement import agreement_of
 from ..sequence_parallel import gather_linear, gather_linear_cross_entropy
-from ..sequence_parallel.loss import gather_stats
+from ..sequence_parallel.loss import gather_stats, leaf_of
 from .module import ParallelModule, local
 from .wiring import Normed
 
@@ -60,7 +60,7 @@ def cross_entropy(
     return kernel(
         logits, labels, first_token=first_token, gather=lambda stats: gather_stats(stats, tp), vocab_size=vocab_size,
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, normalizer=normalizer,
-        reduction=reduction,
+        reduction=reduction, leaf=leaf_of(vocab_size, tp),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ class VocabParallelHead(ParallelModule):
     ):
         super().__init__(tp)
         self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
-        self.columns = -(-vocab_size // self.tp.size)  # the last ranks may have fewer
+        self.columns = self.tp.columns(vocab_size)  # the last ranks may have fewer
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         if tied:
             self.register_parameter("weight", None)

@@ -59,7 +59,7 @@ class ParallelMLP(ParallelModule):
     def _build(self, shape: MLPShape, init: Init) -> None:
         D, F, activation, gated, bias = shape
         self.width = D
-        self.tp.divide(F, "ParallelMLP: ffn_size")
+        self.tp.divide_leaves(F, "ParallelMLP: ffn_size")
         choices = list(GATED.values() if gated else ACTIVATIONS)
         check(
             activation in choices,
@@ -106,5 +106,5 @@ class ParallelMLP(ParallelModule):
             y: Tensor = self.fc2(activate(self.fc1(rows), self.activation))
         else:
             (bias,) = replicated(self.tp, self.out_bias)
-            y = reduce_bias_dropout_add_norm(self.parts(rows, call=call), bias)[0]
+            y = reduce_bias_dropout_add_norm(self.parts(rows, call=call), bias, leaves=self.tp.row_leaves)[0]
         return y.view(x.shape)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import copy
+from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
@@ -267,6 +269,23 @@ def on_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     Under sequence parallelism its gradient is summed over the ranks.
     """
     return copy(x, tp) if tp.sequence_parallel else x
+
+
+class _PerLeaf(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaves: int) -> Tensor:
+        return x.repeat(leaves, *[1] * x.dim())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return tree(d.unbind(0)), None
+
+
+def per_leaf(x: Tensor, leaves: int) -> tuple[Tensor, ...]:
+    """Returns x once for each leaf; its gradient is the sum of theirs as a binary tree."""
+    copies: Tensor = _PerLeaf.apply(x, leaves)
+    return copies.unbind(0)
 
 
 def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: int, seq: int | None) -> None:

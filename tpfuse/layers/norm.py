@@ -9,10 +9,11 @@ from ..collectives import copy, copy_within, reduce
 from ..kernels.norm import KINDS, check_kind, layer_norm, rms_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .hooks import served
-from .module import ParallelModule, local, replicated
+from .module import ParallelModule, local, per_leaf, replicated
 from .shapes import NormShape
 
 
@@ -53,7 +54,7 @@ class LayerNorm(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]"""
         weight, bias = replicated(self.tp, self.weight, self.bias)
-        return layer_norm(x, weight, bias, self.eps)
+        return layer_norm(x, weight, bias, self.eps, leaves=self.tp.row_leaves)
 
 
 class RMSNorm(LayerNorm):
@@ -76,7 +77,7 @@ class RMSNorm(LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]"""
         (weight,) = replicated(self.tp, self.weight)
-        return rms_norm(x, weight, self.eps, kind=self.kind)
+        return rms_norm(x, weight, self.eps, kind=self.kind, leaves=self.tp.row_leaves)
 
 
 class HeadNorm(RMSNorm):
@@ -86,8 +87,12 @@ class HeadNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., E] -> [..., E]"""
-        return rms_norm(x, copy(local(self.weight), self.tp), self.eps, kind=self.kind)
+        """x [..., E] -> [..., E]; with ``tp.bitwise`` x is [M, heads, .., E]"""
+        weight, leaves = copy(local(self.weight), self.tp), self.tp.leaves
+        if leaves == 0:
+            return rms_norm(x, weight, self.eps, kind=self.kind)
+        pieces = zip(cut("HeadNorm", x, 1, leaves), per_leaf(weight, leaves), strict=True)
+        return torch.cat([rms_norm(heads, w, self.eps, kind=self.kind) for heads, w in pieces], 1)
 
 
 class SplitNorm(RMSNorm):

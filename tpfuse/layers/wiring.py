@@ -224,7 +224,14 @@ class Fused:
         weight, bias, eps, kind = self.norms[step.norm]
         assert weight is not None
         h, n, recompute = norm_in(
-            h, weight, bias, eps=eps, norm=kind, ranks=self.tp.row_shards, recompute=not self.call.keep
+            h,
+            weight,
+            bias,
+            eps=eps,
+            norm=kind,
+            ranks=self.tp.row_shards,
+            recompute=not self.call.keep,
+            leaves=self.tp.row_leaves,
         )
         return h, Normed(n, recompute)
 
@@ -237,14 +244,21 @@ class Fused:
         if step.branch_norm is not None:
             weight, norm_bias, eps, kind = self.norms[step.branch_norm]
             parts, *_ = reduce_bias_dropout_add_norm(
-                parts, bias, weight=weight, norm_bias=norm_bias, eps=eps, norm=kind, post_norm=True
+                parts,
+                bias,
+                weight=weight,
+                norm_bias=norm_bias,
+                eps=eps,
+                norm=kind,
+                post_norm=True,
+                leaves=self.tp.row_leaves,
             )
             bias = None
         weight, norm_bias, eps, kind = self.norms[step.norm]
         h, n, recompute = reduce_bias_dropout_add_norm(
             parts, bias, h, weight, norm_bias=norm_bias, eps=eps, norm=kind, post_norm=step.stream,
             p=self.p, rng=self.call.rng, site=self.block.sites.after[step.branch], first_row=self.first_row,
-            batch=self.call.batch, ranks=self.tp.row_shards, recompute=not self.call.keep,
+            batch=self.call.batch, ranks=self.tp.row_shards, recompute=not self.call.keep, leaves=self.tp.row_leaves,
         )  # fmt: skip
         return h, Normed(n, recompute)
 
@@ -285,7 +299,14 @@ class ByParts:
             x = getattr(self.block, step.branch_norm)(x).to(x.dtype)
         site = self.block.sites.after[step.branch]
         h, *_ = reduce_bias_dropout_add_norm(
-            x, residual=h, p=self.p, rng=self.call.rng, site=site, first_row=self.first_row, batch=self.call.batch
+            x,
+            residual=h,
+            p=self.p,
+            rng=self.call.rng,
+            site=site,
+            first_row=self.first_row,
+            batch=self.call.batch,
+            leaves=self.block.tp.row_leaves,
         )
         n = h if step.norm is None else getattr(self.block, step.norm)(h).to(x.dtype)
         h = n if step.stream else h

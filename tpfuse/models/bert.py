@@ -281,7 +281,9 @@ class Bert(Model):
             return Normed(self.transform_norm(x))
         gamma, beta = replicated(self.tp, self.transform_norm.weight, self.transform_norm.bias)
         ranks, recompute = self.tp.row_shards, self.saving == "smallest"
-        _, n, recipe = norm_in(x, gamma, beta, eps=self.config.eps, ranks=ranks, recompute=recompute)
+        _, n, recipe = norm_in(
+            x, gamma, beta, eps=self.config.eps, ranks=ranks, recompute=recompute, leaves=self.tp.row_leaves
+        )
         return Normed(n, recipe)
 
     # ---- files ----

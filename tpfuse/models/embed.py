@@ -66,7 +66,7 @@ def embed(
         weight=weight, norm_bias=bias, eps=1e-5 if norm is None else norm.eps,
         norm="layer" if norm is None else norm.kind,
         p=drop.p, rng=drop.rng, first_row=drop.first_row, batch=drop.batch,
-        post_norm=post_norm, ranks=tp.row_shards, recompute=recompute,
+        post_norm=post_norm, ranks=tp.row_shards, recompute=recompute, leaves=tp.row_leaves,
     )  # fmt: skip
     return h, Normed(n, recipe)
 

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from ..kernels.gemm.op import linear
 from ..kernels.losses.op import cross_entropy
 from ..kernels.norm import layer_norm
+from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import derived
 from ..layers.loss import VocabParallelHead, check_columns
-from ..layers.module import ParallelModule, local, on_rows
+from ..layers.module import ParallelModule, local, on_rows, per_leaf
 from ..layers.norm import LayerNorm
 from ..layers.wiring import Normed
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear_cross_entropy
-from ..sequence_parallel.loss import gather_stats
+from ..sequence_parallel.loss import gather_stats, leaf_of
 
 
 class ReplicatedTable(ParallelModule):
@@ -65,6 +66,11 @@ class ReplicatedLinear(ParallelModule):
         if self.of_rows:
             weight = derived(lambda w: on_rows(w, self.tp), weight)
             bias = None if bias is None else on_rows(bias, self.tp)
+            leaves = self.tp.row_leaves
+            if leaves > 1:
+                biases = [None] * leaves if bias is None else per_leaf(bias, leaves)
+                pieces = zip(cut("ReplicatedLinear", x, 0, leaves), per_leaf(weight, leaves), biases, strict=True)
+                return torch.cat([linear(rows, w, b, self.activation) for rows, w, b in pieces])
         return linear(x, weight, bias, self.activation)
 
 
@@ -118,4 +124,5 @@ class LMHead(VocabParallelHead):
 
     def _loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         check_columns("LMHead: logits", logits.shape[-1], self.vocab_size, self.tp)  # a hook may have changed them
-        return cross_entropy(logits, labels, **options, gather=lambda stats: gather_stats(stats, self.tp))
+        leaf = leaf_of(self.vocab_size, self.tp)
+        return cross_entropy(logits, labels, **options, gather=lambda stats: gather_stats(stats, self.tp), leaf=leaf)

@@ -8,11 +8,11 @@ from ..parallel import TensorParallel
 
 
 class BatchRows:
-    """[B, S] as sequence-major rows s * B + b, padded to a multiple of the row shards, and this rank's share."""
+    """[B, S] as sequence-major rows s * B + b, padded to a multiple of ``tp.row_multiple``, and this rank's share."""
 
     def __init__(self, shape: torch.Size, tp: TensorParallel):
         (self.batch, self.seq), self.tp = shape, tp
-        self.count = -(-self.batch * self.seq // tp.row_shards) * tp.row_shards
+        self.count = -(-self.batch * self.seq // tp.row_multiple) * tp.row_multiple
         self.per_shard = self.count // tp.row_shards
         self.first = tp.row_rank * self.per_shard
 

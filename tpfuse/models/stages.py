@@ -177,7 +177,9 @@ class ModelStages:
             return h, Normed(expanded(self.name, norm(h), model.tp))
         weight, bias = replicated(model.tp, norm.weight, norm.bias)
         ranks, recompute = model.tp.row_shards, model.recompute is not None
-        h, n, recipe = norm_in(h, weight, bias, eps=norm.eps, norm=norm.kind, ranks=ranks, recompute=recompute)
+        h, n, recipe = norm_in(
+            h, weight, bias, eps=norm.eps, norm=norm.kind, ranks=ranks, recompute=recompute, leaves=model.tp.row_leaves
+        )
         return h, Normed(n, recipe)
 
     def micro_batches(self, model: StagedModel, count: int, arguments: dict[str, Any]) -> list[Batch]:

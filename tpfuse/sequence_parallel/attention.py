@@ -89,7 +89,7 @@ def gather_attention_exchange(
     check(out_weight.shape == shape, f"{name}: out_weight must be {shape}, got {tuple(out_weight.shape)}")
     x, qkv_weight, qkv_bias, out_weight = autocast(x, qkv_weight, qkv_bias, out_weight)
     x = expanded(name, x, tp)
-    if tp.sequence_parallel:
+    if tp.sequence_parallel and tp.bitwise is None:
         form = choose(name, x, qkv_weight, tp=tp, columns=len(qkv_weight) + out_weight.shape[1])
     else:
         form = choose("gather_linear", x, qkv_weight, tp=tp)
@@ -102,5 +102,5 @@ def gather_attention_exchange(
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
         return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attend(qkv.view(len(qkv), -1, *heads), options)
+    o = attend(qkv.view(len(qkv), -1, *heads), options, tp.leaves)
     return run_linear_exchange(o, out_weight, tp, form)

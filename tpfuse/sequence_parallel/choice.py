@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.runtime.launch import target
+from ..kernels.runtime.leaves import check_device
 from ..kernels.runtime.tuning import tuned
 from ..parallel import TensorParallel
 from .flight import pieces
 from .forms import Form, overlapped, plain, replicated
+from .forms.leafwise import Leafwise
 
 _RANKS = tuple(1 << i for i in range(1, 8))  # tuned.json's buckets
 _PIECES = 0.01  # of the GEMMs' time; pieces make GEMMs up to 1.5 % slower on a CPU; wgrads, a third of them, are whole
@@ -126,6 +128,8 @@ def form_of(
     op: str, rows: int, weight: tuple[int, int], *, dtype: torch.dtype, device: torch.device, tp: TensorParallel
 ) -> Form:
     """Returns the form of a call of these sizes."""
+    if tp.bitwise is not None:
+        return Leafwise(-(-weight[0] // tp.leaves))
     if tp.size == 1 or tp.overlap == "off" or hidden(op, tp).gemms == 0:
         return plain
     if tp.overlap == "auto" and not sizes(op, rows, weight, dtype=dtype, device=device, tp=tp).wins:
@@ -136,6 +140,9 @@ def form_of(
 def choose(op: str, x: Tensor, weight: Tensor, *, tp: TensorParallel, columns: int | None = None) -> Form:
     """Returns the form of this call: x [M, K] or [.., m, D]; ``columns`` in place of the weight's N if ranks have
     different ones."""
+    if tp.bitwise is not None:
+        check_device(op, x)
+        return Leafwise(-(-(columns or weight.shape[0]) // tp.leaves))
     if tp.size == 1:
         return plain
     rows = len(x) if x.dim() == 2 else x.shape[0] * x.shape[1]

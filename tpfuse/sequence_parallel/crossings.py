@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives import all_gather, all_reduce, all_to_all
-from ..kernels.norm.core import reduce_parts
+from ..collectives import all_gather, all_reduce, all_to_all, summed
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
 from ..parallel import TensorParallel
@@ -50,16 +49,18 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class _Expand(Function):
-    """[m, D] -> [R, m, D] with stride 0.  Adds the R gradients in fp32 in rank order, which autograd's sum does not."""
+    """[m, D] -> [R, m, D] with stride 0.  Adds the R gradients as :func:`..collectives.summed` does, and autograd does
+    not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        return x.expand(ranks, -1, -1)
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.expand(tp.row_shards, -1, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_parts(dy), None
+        return summed(dy, ctx.tp), None
 
 
 class _ScatterRows(Function):
@@ -89,7 +90,7 @@ class _Exchange(Function):
 def expanded(name: str, x: Tensor, tp: TensorParallel) -> Tensor:
     """Returns x [m, D] or [R, m, D] as [R, m, D].  ValueError, in the name of the op ``name``, for another shape."""
     if x.dim() == 2:
-        return _Expand.apply(x.contiguous(), tp.row_shards)
+        return _Expand.apply(x.contiguous(), tp)
     check(
         x.dim() == 3 and x.shape[0] == tp.row_shards,
         f"{name}: x must be [m, D] or [{tp.row_shards}, m, D], got {tuple(x.shape)}",

@@ -9,16 +9,23 @@ logits nor gathered rows.  It costs one GEMM more than saved logits would (four 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..collectives import all_gather
 from ..kernels.gemm.op import check_linear
-from ..kernels.losses.linear import gradients, linear_cross_entropy_stats
+from ..kernels.losses.linear import (
+    gradients,
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_bwd_add,
+    linear_cross_entropy_stats,
+)
 from ..kernels.losses.op import Reduction, checked_rows, row_losses
 from ..kernels.losses.options import IGNORE, Linear, Loss, Rows
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.main_grad import mains, wanted
+from ..kernels.runtime.leaves import check_device, tree
+from ..kernels.runtime.main_grad import Main, mains, wanted
 from ..kernels.runtime.op import autocast
 from ..parallel import TensorParallel
 from .crossings import expanded, gather_rows, scatter_rows
@@ -26,7 +33,9 @@ from .records import SavedInput, restore, save
 
 
 def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
-    """[M, 4] -> every rank's [R, M, 4]"""
+    """[M, 4] -> every rank's [R, M, 4]; [leaves, M, 4] -> all leaves of all ranks"""
+    if stats.dim() == 3:
+        return stats if tp.size == 1 else all_gather(stats, tp.size, tp.group_name).flatten(0, 1)
     return stats[None] if tp.size == 1 else all_gather(stats, tp.size, tp.group_name)
 
 
@@ -45,7 +54,10 @@ class _GatherLinearCrossEntropy(Function):
         tp: TensorParallel,
         recompute: Recompute | None,
     ) -> Tensor:
-        stats = linear_cross_entropy_stats(Linear(gather_rows(n, tp), w, b), labels, loss)
+        layer, leaf = Linear(gather_rows(n, tp), w, b), leaf_of(loss.vocab_size, tp)
+        leaves = loss.leaves(len(w), leaf)
+        pieces = [linear_cross_entropy_stats(layer.of(tokens), labels, part) for tokens, part in leaves]
+        stats = pieces[0] if leaf is None else torch.stack(pieces)
         losses, lse = row_losses(gather_stats(stats, tp), labels, loss)
         save(ctx, (w, b, labels, lse), SavedInput.of(n, recompute, tp))
         ctx.loss, ctx.tp, ctx.mains = loss, tp, mains(w)
@@ -56,8 +68,35 @@ class _GatherLinearCrossEntropy(Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         (w, b, labels, lse), n = restore(ctx)
         rows = Rows(labels, lse, dloss=dlosses)
-        dx, dw, db = gradients(Linear(n.rows(), w, b), rows, ctx.loss, wanted(ctx.mains))
+        layer = Linear(n.rows(), w, b)
+        if ctx.tp.bitwise is None:
+            dx, dw, db = gradients(layer, rows, ctx.loss, wanted(ctx.mains))
+        else:
+            dx, dw, db = _leaf_gradients(layer, rows, ctx.loss, ctx.tp, wanted(ctx.mains))
         return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 4
+
+
+def _leaf_gradients(
+    layer: Linear, rows: Rows, loss: Loss, tp: TensorParallel, main: Main | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns :func:`gradients` by leaves of the vocabulary, dx as this rank's node of the tree over all leaves."""
+    leaves = loss.leaves(len(layer.w), leaf_of(loss.vocab_size, tp))
+    if main is None:
+        results = [linear_cross_entropy_bwd(layer.of(tokens), rows, part) for tokens, part in leaves]
+        dx, dw, db = zip(*results, strict=True)
+        return tree(dx), torch.cat(dw), torch.cat(db)
+
+    def add(total: Tensor) -> list[tuple[Tensor, Tensor]]:
+        add_to = linear_cross_entropy_bwd_add
+        return [add_to(layer.of(tokens), rows, part, total[tokens]) for tokens, part in leaves]
+
+    dx, db = zip(*main.add(add), strict=True)
+    return tree(dx), None, torch.cat(db)
+
+
+def leaf_of(vocab_size: int, tp: TensorParallel) -> int | None:
+    """Returns the width of a leaf of the vocabulary; None without ``tp.bitwise``."""
+    return None if tp.bitwise is None else tp.leaf(vocab_size, "vocab_size")
 
 
 # ---- public ----
@@ -92,6 +131,8 @@ def gather_linear_cross_entropy(
     check_linear(name, x, weight, bias, activation="none")
     x, weight, bias = autocast(x, weight, bias)
     x = expanded(name, x, tp)
+    if tp.bitwise is not None:
+        check_device(name, x)
     rows = x[..., :1].flatten(0, 1)  # of all ranks
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     reduce = Reduction(reduction, normalizer)

@@ -8,7 +8,7 @@ weights (kernels/runtime/deferred.py) ``run`` leaves the unit in a store and ret
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -151,7 +151,13 @@ class GatheredWeightGrad(NamedTuple):
         return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias)
 
 
-Work = WeightGrad | GatheredWeightGrad
+class Work(Protocol):
+    """The gradient of a weight, not yet computed; a NamedTuple, whose tensors a store of deferred work counts."""
+
+    def run(self) -> tuple[Tensor, Tensor | None]: ...
+    def add_to(self, total: Tensor) -> Tensor | None: ...
+
+
 Run = Callable[[str, Work], tuple[Tensor | None, Tensor | None]]
 
 

@@ -20,9 +20,11 @@ and both lie in one interval of cu_seqlens.  The mask of a probability is counte
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
+from ..runtime.leaves import cut
 from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
 from .cpu import bwd_cpu, fwd_cpu
@@ -147,8 +149,17 @@ def attention(
     return attend(qkv, options)
 
 
-def attend(qkv: Tensor, options: Options) -> Tensor:
-    """Computes :func:`attention` of its arguments as one record."""
+def attend(qkv: Tensor, options: Options, leaves: int = 0) -> Tensor:
+    """Computes :func:`attention` of its arguments as one record.
+
+    ``leaves``, unless 0: of so many leaves of the heads, by as many calls; a CPU's elementwise loops round the last
+    elements of a tensor otherwise.
+    """
     (qkv,) = autocast(qkv)
+    if leaves > 1:
+        pieces, first_head = cut("attention", qkv, 1, leaves), options.first_head
+        heads = pieces[0].shape[1] * (qkv.shape[2] - 2)
+        outputs = [attend(piece, options._replace(first_head=first_head + i * heads)) for i, piece in enumerate(pieces)]
+        return torch.cat(outputs, 1)
     output: Tensor = _Attention.apply(qkv.contiguous(), options)
     return output

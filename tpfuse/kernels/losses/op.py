@@ -54,6 +54,25 @@ cross_entropy_stats = op(cross_entropy_stats_ref, kind=ELEMENTWISE, launch=stats
 cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch)
 
 
+# ---- by leaves of the vocabulary: a CPU's loops round the last elements of a tensor otherwise ----
+
+
+def leaf_stats(logits: Tensor, labels: Tensor, loss: Loss, leaf: int | None) -> Tensor:
+    """-> [M, 4], or [leaves, M, 4] of leaves of so many columns"""
+    if leaf is None:
+        stats: Tensor = cross_entropy_stats(logits, labels, loss)
+        return stats
+    leaves = loss.leaves(logits.shape[1], leaf)
+    return torch.stack([cross_entropy_stats(logits[:, v].contiguous(), labels, part) for v, part in leaves])
+
+
+def leaf_bwd(logits: Tensor, rows: Rows, loss: Loss, leaf: int | None) -> Tensor:
+    """-> dlogits [M, V/R]"""
+    leaves = loss.leaves(logits.shape[1], leaf)
+    pieces = [cross_entropy_bwd(logits[:, v].contiguous(), rows, part) for v, part in leaves]
+    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+
 # ---- between the stages: the loss from the statistics, for logits and for linear layers ----
 
 
@@ -111,17 +130,18 @@ class _CrossEntropy(Function):
         labels: Tensor,
         loss: Loss,
         gather: Callable[[Tensor], Tensor],
+        leaf: int | None,
     ) -> Tensor:
-        losses, lse = row_losses(gather(cross_entropy_stats(logits, labels, loss)), labels, loss)
+        losses, lse = row_losses(gather(leaf_stats(logits, labels, loss, leaf)), labels, loss)
         ctx.save_for_backward(logits, labels, lse)
-        ctx.loss = loss
+        ctx.loss, ctx.leaf = loss, leaf
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
-        return cross_entropy_bwd(logits, Rows(labels, lse, dloss=dlosses), ctx.loss), None, None, None
+        return leaf_bwd(logits, Rows(labels, lse, dloss=dlosses), ctx.loss, ctx.leaf), *[None] * 4
 
 
 # ---- public ----
@@ -142,7 +162,8 @@ def cross_entropy(
     reduction: str = "mean",
     first_token: int = 0,
     vocab_size: int | None = None,
-    gather: Callable[[Tensor], Tensor] = lambda stats: stats[None],
+    gather: Callable[[Tensor], Tensor] = lambda stats: stats[None] if stats.dim() == 2 else stats,
+    leaf: int | None = None,
 ) -> Tensor:
     """Returns the mean cross-entropy, a scalar in fp32 (fp64 for fp64).
 
@@ -150,13 +171,16 @@ def cross_entropy(
     sum (default: the valid labels here, at least 1), which makes means over micro-batches exact.  ``reduction``:
     "mean", "sum", or "none" for the loss of each row, [...], 0 where it is ignored.  For a split vocabulary
     ``first_token`` is the global id of the first column, ``vocab_size`` the global V, and ``gather`` turns [M, 4] into
-    every rank's [R, M, 4].  ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
+    every rank's [R, M, 4].  With ``leaf``, the width of a leaf of the vocabulary, the sums over it have the same bits
+    however whole leaves are split over ranks: ``gather`` is given [leaves, M, 4] and returns all of them.
+
+    ValueError for shapes that do not agree or, on CPU, a label outside 0 to V - 1.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     loss = Loss(vocab_size, first_token, ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     reduce = Reduction(reduction, normalizer)
     rows, row_labels = checked_rows("cross_entropy", logits, labels, loss=loss, reduction=reduce)
-    return reduce(_CrossEntropy.apply(rows, row_labels, loss, gather), labels, ignore_index)
+    return reduce(_CrossEntropy.apply(rows, row_labels, loss, gather, leaf), labels, ignore_index)
 
 
 def checked_rows(name: str, x: Tensor, labels: Tensor, *, loss: Loss, reduction: Reduction) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,13 @@ class Loss(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
+    def leaves(self, columns: int, leaf: int | None) -> "list[tuple[slice, Loss]]":
+        """Returns the slices of ``leaf`` columns each (None: one of all) of this slice of the vocabulary, with their
+        losses."""
+        step = columns if leaf is None else leaf
+        starts = range(0, columns, step) if columns else range(1)
+        return [(slice(i, min(i + step, columns)), self._replace(first_token=self.first_token + i)) for i in starts]
+
 
 class Rows(NamedTuple):
     """Each row's inputs of the backward pass, [M]."""
@@ -31,3 +38,7 @@ class Linear(NamedTuple):
     x: Tensor  # [M, D]
     w: Tensor  # [V/R, D]
     b: Tensor | None  # [V/R]
+
+    def of(self, tokens: slice) -> "Linear":
+        """Returns the layer of these tokens alone."""
+        return Linear(self.x, self.w[tokens], None if self.b is None else self.b[tokens])

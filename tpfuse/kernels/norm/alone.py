@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
+from ..runtime.leaves import check_leaves
 from ..runtime.op import as_rows, autocast
 from ..runtime.philox import NO_MASK, Mask
 from .core import NOTHING, norm_ops
@@ -12,7 +13,7 @@ from .kinds import check_kind
 from .records import ALONE, Add, NormVectors, Saved, Wanted, check_vectors
 
 
-def _check_alone(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
+def _check_alone(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "layer_norm" if norm.kind == "layer" else "rms_norm"
     check_vectors(name, parts.shape[-1], weight=norm.gamma, bias=norm.beta)
     check_kind(name, norm.kind, norm.eps)
@@ -21,19 +22,21 @@ def _check_alone(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: 
 NORM = norm_ops("norm", _check_alone)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, leaves: int = 0) -> Tensor:
     """LayerNorm (Ba et al. 2016) over the last dimension.  x [..., D], weight and bias [D] -> [..., D] in x's dtype
-    (under autocast: in its dtype).  ValueError for vectors of another shape."""
+    (under autocast: in its dtype).  ``leaves`` as in :func:`reduce_bias_dropout_add_norm`.  ValueError for vectors of
+    another shape."""
     (rows,) = autocast(as_rows(x))
-    n: Tensor = _NormAlone.apply(rows, weight, bias, eps, "layer")
+    n: Tensor = _NormAlone.apply(rows, weight, bias, eps, "layer", leaves)
     return n if x.dim() == 2 else n.view(x.shape)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kind: str = "rms") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, kind: str = "rms", leaves: int = 0) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension.  x [..., D], weight [D] -> [..., D] in x's dtype (under
-    autocast: in its dtype).  ValueError for a weight of another shape or a kind that is not in KINDS."""
+    autocast: in its dtype).  ``leaves`` as in :func:`reduce_bias_dropout_add_norm`.  ValueError for a weight of another
+    shape or a kind that is not in KINDS."""
     (rows,) = autocast(as_rows(x))
-    n: Tensor = _NormAlone.apply(rows, weight, None, eps, kind)
+    n: Tensor = _NormAlone.apply(rows, weight, None, eps, kind, leaves)
     return n if x.dim() == 2 else n.view(x.shape)
 
 
@@ -41,12 +44,14 @@ class _NormAlone(Function):
     """x [m, D] -> n [m, D]"""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *norm: Any) -> Tensor:
-        """``norm`` are the fields of a NormVectors."""
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        """``arguments`` are the fields of a NormVectors, and the leaves of the rows."""
+        *norm, leaves = arguments
         gamma, beta, _, kind = norm
+        check_leaves("norm", x, leaves)
         _, n, mean, rstd = NORM.fwd(x.unsqueeze(0), NOTHING, NormVectors(*norm), NO_MASK, ALONE)
         ctx.save_for_backward(x, mean, rstd, gamma)
-        ctx.args = kind, Wanted(None, beta is not None, None, x.dtype)
+        ctx.args = kind, Wanted(None, beta is not None, None, x.dtype, leaves)
         return n
 
     @staticmethod
@@ -56,4 +61,4 @@ class _NormAlone(Function):
         x, mean, rstd, gamma = ctx.saved_tensors
         saved = Saved(x, mean, rstd, gamma, kind=kind)
         dx, _, _, dgamma, dbeta = NORM.bwd(dn.unsqueeze(0), None, saved, NO_MASK, ALONE, wanted)
-        return dx, dgamma, dbeta if wanted.beta else None, None, None
+        return dx, dgamma, dbeta if wanted.beta else None, None, None, None

@@ -15,8 +15,8 @@ What is not there is omitted.  ``order`` says what comes when, and which of the 
 Shapes: parts [R, m, D] (stride 0 allowed), bias, gamma, beta [D], residual [m, D], positions and types [m] -> h, n [m,
 D], mean, rstd [m]; dn parts [R, m, D], unsummed, dh [m, D].  Sums over ranks are taken in rank order in fp32 (fp64 for
 fp64), and so are statistics; h has the residual's dtype (parts' without one), n has parts' dtype, dgamma and dbeta have
-gamma's, dbias has the one that is asked for.  The statistics are of h as rounded and stored, so that an n recomputed
-from them is bitwise the first.
+gamma's, dbias has the one that is asked for.  With ``leaves`` sums over ranks and rows are binary trees.  The
+statistics are of h as rounded and stored, so that an n recomputed from them is bitwise the first.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from ..lookup.op import embedding_bwd
+from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
+from ..runtime.leaves import check_leaves, tree
 from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
@@ -47,13 +49,16 @@ def drop(z: Tensor, mask: Mask, residual: Tensor | None = None) -> Tensor:
 
 
 def fused_norm_fwd_ref(
-    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> h (empty for "alone"), n, mean, rstd; the last three empty without gamma."""
+    """-> h (empty for "alone"), n, mean, rstd; the last three empty without gamma.
+
+    ``leaves``: unless 0, the parts are summed as a binary tree.
+    """
     if order == ALONE:
         n, mean, rstd = normalize(parts[0], norm)
         return parts.new_empty(0), n.to(parts.dtype), mean, rstd
-    z = sum_parts(parts)
+    z = sum_parts(parts, as_tree=leaves > 0)
     if add.bias is not None:
         z += add.bias
     for table, index in ((add.position_weight, add.positions), (add.type_weight, add.types)):
@@ -86,9 +91,11 @@ def fused_norm_bwd_ref(
     ``out`` [m, D] (a send buffer; rows may lie apart) takes dparts, which then comes back empty: no op may return
     what it was given.
     """
+    if wanted.leaves > 1:
+        return by_leaves(fused_norm_bwd_ref, dn, dh, saved, mask, order, wanted, out=out)
     inside = order in (POST, DROP)  # dh, too, comes through the norm
     gradient = incoming(dn, dh)
-    d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn)
+    d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if dn is not None and dh is not None and inside:
         d += dh
@@ -108,6 +115,44 @@ def fused_norm_bwd_ref(
     return dparts, dresidual, dbias, dgamma, dbeta
 
 
+class Backward(NamedTuple):
+    """The arguments of backward that have rows."""
+
+    dn: Tensor | None
+    dh: Tensor | None
+    saved: Saved
+    mask: Mask
+    out: Tensor | None
+
+    def rows(self, start: int, stop: int) -> "Backward":
+        """Returns those of the rows from ``start`` to ``stop``."""
+        dn, dh, saved, mask, out = self
+        cut = lambda t: None if t is None else t[..., start:stop, :]
+        h, mean, rstd = (t if t is None or len(t) == 0 else t[start:stop] for t in (saved.h, saved.mean, saved.rstd))
+        part = saved._replace(h=h, mean=mean, rstd=rstd)
+        return Backward(cut(dn), cut(dh), part, mask._replace(first_row=mask.first_row + start), cut(out))
+
+
+def by_leaves(
+    bwd: Callable[..., tuple[Tensor, ...]],
+    dn: Tensor | None,
+    dh: Tensor | None,
+    saved: Saved,
+    mask: Mask,
+    order: str,
+    wanted: Wanted,
+    out: Tensor | None = None,
+) -> Any:
+    """Runs a backward on each leaf of the rows, and adds the gradients of vectors as a binary tree."""
+    m, one = incoming(dn, dh).shape[-2], wanted._replace(leaves=1)
+    check(m % wanted.leaves == 0, f"fused norm: {m} rows are not divisible by {wanted.leaves} leaves")
+    step, backward = m // wanted.leaves, Backward(dn, dh, saved, mask, out)
+    leaves = [backward.rows(i, i + step) for i in range(0, m, step)] if m else [backward]
+    gradients = [bwd(t.dn, t.dh, t.saved, t.mask, order, one, out=t.out) for t in leaves]
+    dparts, dresidual, *vectors = zip(*gradients, strict=True)
+    return torch.cat(dparts), torch.cat(dresidual), *map(tree, vectors)
+
+
 def norm_apply_ref(recipe: Recompute) -> Tensor:
     """Returns n recomputed from what backward has saved, bitwise the first one."""
     return normalize(recipe.h, NormVectors(recipe.gamma, recipe.beta, recipe.eps, recipe.kind))[0].to(recipe.dtype)
@@ -116,16 +161,16 @@ def norm_apply_ref(recipe: Recompute) -> Tensor:
 # ---- CPU: the reference on blocks of rows, whose temporaries then stay in the cache ----
 
 
-def fwd_cpu(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> tuple[Tensor, ...]:
+def fwd_cpu(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> tuple[Tensor, ...]:
     blocks = list(row_blocks(*parts.shape[1:]))
     if len(blocks) == 1:
-        return fused_norm_fwd_ref(parts, add, norm, mask, order=order)
+        return fused_norm_fwd_ref(parts, add, norm, mask, order=order, leaves=leaves)
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
         rows = mask._replace(first_row=mask.first_row + i)
         positions, types, residual = (None if t is None else t[i:j] for t in (add.positions, add.types, add.residual))
         part = add._replace(positions=positions, types=types, residual=residual)
-        return fused_norm_fwd_ref(parts[:, i:j], part, norm, rows, order=order)
+        return fused_norm_fwd_ref(parts[:, i:j], part, norm, rows, order=order, leaves=leaves)
 
     return tuple(torch.cat(outputs) for outputs in zip(*(block(i, j) for i, j in blocks), strict=True))
 
@@ -139,17 +184,17 @@ def bwd_cpu(
     wanted: Wanted,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
+    if wanted.leaves > 1:
+        gradients: tuple[Tensor, ...] = by_leaves(bwd_cpu, dn, dh, saved, mask, order, wanted, out=out)
+        return gradients
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
         return fused_norm_bwd_ref(dn, dh, saved, mask, order=order, wanted=wanted, out=out)
     acc_wanted = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
-        cut = lambda t: None if t is None else t[..., i:j, :]
-        h, mean, rstd = (t if t is None or len(t) == 0 else t[i:j] for t in (saved.h, saved.mean, saved.rstd))
-        part = saved._replace(h=h, mean=mean, rstd=rstd)
-        rows = mask._replace(first_row=mask.first_row + i)
-        return fused_norm_bwd_ref(cut(dn), cut(dh), part, rows, order=order, wanted=acc_wanted, out=cut(out))
+        t = Backward(dn, dh, saved, mask, out).rows(i, j)
+        return fused_norm_bwd_ref(t.dn, t.dh, t.saved, t.mask, order=order, wanted=acc_wanted, out=t.out)
 
     dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
     dbias, dgamma, dbeta = (torch.stack(v).sum(0) for v in vectors)
@@ -160,7 +205,7 @@ def bwd_cpu(
 
 
 def _fwd_fake(
-    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, D = parts.shape[1:]
     dtype = parts.dtype if add.residual is None else add.residual.dtype
@@ -201,7 +246,13 @@ def reduce_parts_ref(parts: Tensor) -> Tensor:
     return sum_parts(parts).to(parts.dtype)
 
 
+def reduce_tree_ref(parts: Tensor) -> Tensor:
+    """[R, ...] -> [...] in parts' dtype, as a binary tree whose nodes have it too"""
+    return sum_parts(parts, as_tree=True).to(parts.dtype)
+
+
 reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch, replay=True)
+reduce_tree = op(reduce_tree_ref, kind=ELEMENTWISE)
 
 
 # ---- the op pairs ----
@@ -216,7 +267,7 @@ class NormOps(NamedTuple):
 
 
 Check = Callable[
-    [Tensor, Add, NormVectors, Mask, str], None
+    [Tensor, Add, NormVectors, Mask, str, int], None
 ]  # raises ValueError for what the public functions do not take
 
 
@@ -262,6 +313,7 @@ class NormOptions(NamedTuple):
     order: str = PRE
     ranks: int = 1  # that n is expanded to
     recompute: bool = False  # return a Recompute beside n
+    leaves: int = 0  # blocks of these rows in a sum over all rows that has the same bits at every split; 0: no such sum
 
     def mask(self, name: str) -> Mask:
         """Returns the mask of ``name``'s dropout; ValueError where it lacks an rng."""
@@ -288,10 +340,10 @@ class _FusedNorm(Function):
         if order != ALONE:
             add = Add(bias, position_weight, options.positions, type_weight, types=options.types, residual=residual)
         norm, mask = NormVectors(gamma, beta, options.eps, options.kind), options.mask(ops.name)
-        h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order)
+        h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order, options.leaves)
         if order == ALONE:
             h = parts[0]
-        dtypes = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype)
+        dtypes = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype, options.leaves)
         tables = None
         if position_weight is not None or type_weight is not None:
             tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))
@@ -322,7 +374,7 @@ class _FusedNorm(Function):
         dtables: Any = (None, None)
         if tables is not None:
             dtables = [
-                None if table is None else embedding_bwd(dparts, index, 0, *table)
+                None if table is None else _table_bwd(dparts, index, table, wanted.leaves)
                 for table, index in zip(tables, tensors[1:], strict=True)
             ]
         normed = gamma is not None and (dn is not None or order in (POST, DROP))
@@ -338,11 +390,19 @@ class _FusedNorm(Function):
         )
 
 
+def _table_bwd(dparts: Tensor, index: Tensor, table: tuple[int, torch.dtype], leaves: int) -> Tensor:
+    """-> the gradient of a table of so many rows and dtype."""
+    n = len(dparts) // max(leaves, 1)
+    pieces = zip(dparts.split(n), index.split(n), strict=True) if leaves > 1 and n else [(dparts, index)]
+    return tree(embedding_bwd(d, i, 0, *table) for d, i in pieces)
+
+
 def fused_norm(
     ops: NormOps, parts: Tensor, weights: Weights, options: NormOptions
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """Runs a fused norm with gradients.  parts [R, m, D] -> the next h [m, D], n [ranks, m, D] with stride 0 (h without
     a norm), and the record that recomputes n (None unless ``options.recompute``, without a norm, and where n has been
-    dropped out)."""
+    dropped out).  ValueError for rows that are not divisible by ``options.leaves``."""
+    check_leaves(ops.name, parts, options.leaves)
     outputs: tuple[Tensor, Tensor, Recompute | None] = _FusedNorm.apply(ops, options, parts, *weights)
     return outputs

@@ -46,12 +46,16 @@ def incoming(dn: Tensor | None, dh: Tensor | None) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """The gradients that backward makes, by their dtypes; dgamma and dbeta have gamma's."""
+    """The gradients that backward makes, by their dtypes; dgamma and dbeta have gamma's.
+
+    ``leaves``: unless 0, sums over ranks and over so many blocks of the rows are binary trees (runtime/leaves.py).
+    """
 
     bias: torch.dtype | None
     beta: bool
     residual: torch.dtype | None
     parts: torch.dtype
+    leaves: int = 0
 
 
 class Recompute(NamedTuple):

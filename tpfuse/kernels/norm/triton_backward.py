@@ -183,7 +183,8 @@ def bwd_launch(
     wanted: Wanted,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of fused_norm_bwd."""
+    """The launcher of fused_norm_bwd, which sums in rank order."""
+    check(wanted.leaves == 0, f"fused_norm_bwd: the kernels do not sum by leaves yet, got {wanted.leaves}")
     check(out is None or out.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
     like = incoming(dn, dh)
     new, (m, D) = like.new_empty, like.shape[-2:]

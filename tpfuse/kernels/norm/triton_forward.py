@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.device import load, sum_ranks
+from ..runtime.errors import check
 from ..runtime.launch import launch, target
 from ..runtime.op import Cost, dense, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
@@ -278,9 +279,10 @@ def forward(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: st
 
 
 def fwd_launch(
-    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of fused_norm_fwd."""
+    """The launcher of fused_norm_fwd, which sums in rank order."""
+    check(leaves == 0, f"fused_norm_fwd: the kernels do not sum by leaves yet, got {leaves}")
     _, m, D = parts.shape
     dtype = parts.dtype if add.residual is None else add.residual.dtype
     h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)

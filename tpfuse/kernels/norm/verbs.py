@@ -33,16 +33,17 @@ def norm_in(
     norm: str = "layer",
     ranks: int = 1,
     recompute: bool = False,
+    leaves: int = 0,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """The norm that enters a block.  x [m, D] -> h = x, n.expand(ranks, m, D), and the record that recomputes n (None
     without ``recompute``).
 
     ``norm`` is one of KINDS; the residual stream h goes on, and the gradients of n come back from ``ranks`` peers
-    unsummed.
+    unsummed.  ``leaves``: see :func:`reduce_bias_dropout_add_norm`.
     """
     (x,) = autocast(x)
     weights = Weights(gamma=gamma, beta=beta)
-    options = NormOptions(eps=eps, kind=norm, order=ALONE, ranks=ranks, recompute=recompute)
+    options = NormOptions(eps=eps, kind=norm, order=ALONE, ranks=ranks, recompute=recompute, leaves=leaves)
     return fused_norm(NORM, x[None], weights, options)
 
 
@@ -66,6 +67,7 @@ def reduce_bias_dropout_add_norm(
     post_norm: bool = False,
     ranks: int = 1,
     recompute: bool = False,
+    leaves: int = 0,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """h' = residual + dropout(sum_r parts_r + bias), n' = norm(h'), in one pass.
 
@@ -73,19 +75,22 @@ def reduce_bias_dropout_add_norm(
     :func:`make_rng` where p > 0; ``norm`` one of KINDS.  Returns (h' [m, D], n' expanded to [ranks, m, D] with stride
     0, how to recompute n': None unless ``recompute`` asks for it, which copies weight and norm_bias); post-norm returns
     n' in h's place.  Without ``weight`` there is no norm: n' is h' and the third is None.  h' has the residual's dtype
-    (parts' without one), n' has parts'.  Under autocast parts and residual are cast.  ValueError for shapes that do not
-    match, an unknown norm, p outside [0, 1), or p > 0 without rng.
+    (parts' without one), n' has parts'.  ``leaves``, unless 0, makes sums over ranks and rows binary trees, the same
+    bits at every split: so many leaves of the rows are here (:attr:`tpfuse.TensorParallel.row_leaves`).  Under autocast
+    parts and residual are cast.  ValueError for shapes that do not match, an unknown norm, p outside [0, 1), p > 0
+    without rng, or rows that are not divisible by ``leaves``.
     """
     parts, residual = autocast(parts[None] if parts.dim() == 2 else parts, residual)
     weights = Weights(bias, residual=residual, gamma=weight, beta=norm_bias)
     options = NormOptions(
         rng if p else None, p=p, site=site, first_row=first_row, batch=batch,
         eps=eps, kind=norm, order=POST if post_norm else PRE, ranks=ranks, recompute=recompute,
+        leaves=leaves,
     )  # fmt: skip
     return fused_norm(REDUCE_BIAS_DROPOUT_ADD_NORM, parts, weights, options)
 
 
-def _check_reduce(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
+def _check_reduce(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "reduce_bias_dropout_add_norm"
     if parts.dim() != 3:
         raise ValueError(f"{name}: parts must be [R, m, D] or [m, D], got {tuple(parts.shape)}")
@@ -121,6 +126,7 @@ def embed_finish(
     post_norm: bool = False,
     ranks: int = 1,
     recompute: bool = False,
+    leaves: int = 0,
 ) -> tuple[Tensor, Tensor, Recompute | None]:
     """Rank sum + position + token type, then dropout -> h, norm -> n; post-norm: norm, then dropout -> h = n.
 
@@ -134,11 +140,12 @@ def embed_finish(
     options = NormOptions(
         rng if p else None, positions, types, p=p, site=site, first_row=first_row, batch=batch,
         eps=eps, kind=norm, order=DROP if post_norm else PRE, ranks=ranks, recompute=recompute,
+        leaves=leaves,
     )  # fmt: skip
     return fused_norm(EMBED_FINISH, parts, weights, options)
 
 
-def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str) -> None:
+def _check_embed(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0) -> None:
     name = "embed_finish"
     check(parts.dim() == 3, f"{name}: parts must be [R, m, D], got {tuple(parts.shape)}")
     m, D = parts.shape[1:]

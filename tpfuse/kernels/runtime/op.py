@@ -22,6 +22,7 @@ from torch import _C, Tensor
 from ..._version import __version__
 from ..replay import UNKNOWN, Replayed, active_recorder, eager, read
 from ..replay.calls import LAUNCHED
+from .leaves import tree
 from .main_grad import cast
 
 NAMESPACE = "tpfuse_" + __version__.replace(".", "_").replace("+", "_")
@@ -290,8 +291,13 @@ def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device | str
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def sum_parts(parts: Tensor) -> Tensor:
-    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded."""
+def sum_parts(parts: Tensor, as_tree: bool = False) -> Tensor:
+    """[R, ...] -> [...]: a new tensor, added in rank order in fp32 (fp64 for fp64), not yet rounded.
+
+    ``as_tree``: as a binary tree, each node rounded to parts' dtype (:mod:`.leaves`), then widened.
+    """
+    if as_tree:
+        return tree(parts.unbind(0)).to(acc_dtype(parts), copy=True)
     total = parts[0].to(acc_dtype(parts), copy=True)
     for part in parts[1:]:
         total += part

@@ -47,6 +47,7 @@ def applies(model: CausalModel, ids: Tensor) -> bool:
     parameters = list(model.parameters())
     return (
         ids.is_cpu
+        and model.tp.bitwise is None
         and all(p.is_cpu and not isinstance(p, DTensor) for p in parameters)
         and len({p.dtype for p in parameters}) == 1
         and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_in_torch_dispatch_mode())

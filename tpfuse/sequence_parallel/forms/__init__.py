@@ -1,12 +1,14 @@
 """The forms of the ops between row shards and GEMMs: modules with the same functions; an op's autograd Function is
 given one of them.
 
-All forms give the same values and send the same bytes; :mod:`..choice` decides between them.  A form whose messages
+All forms send the same bytes and give the same values, to rounding: a GEMM of pieces of rows, or by leaves, adds in
+another order.  :mod:`..choice` decides between them.  A form whose messages
 travel under wgrads runs these itself: work that is to be done later (see :mod:`..records`) is the plain form's.
 
 Shapes: n, dn, dp, parts [R, m, D], one of them expanded with stride 0 if it stands for one shard; x, y, dy [M, ...].
 Gradients of weights that ``grads`` does not ask for are None.
 
+leafwise    with ``bitwise``: sums by leaves, the same bits at every number of ranks
 overlapped  with sequence parallelism: messages travel while GEMMs run, forward and backward
 plain       a message, then its GEMM: the definition, the path at R = 1, and the fallback of the others
 replicated  without sequence parallelism: the sum of dx travels under the wgrads
@@ -21,7 +23,7 @@ from ..records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads
 
 
 class Form(Protocol):
-    """The functions of each module."""
+    """The functions of each module, or the methods of an object."""
 
     def gather_linear_fwd(self, n: Tensor, linear: LinearWeights, tp: TensorParallel) -> tuple[Tensor, Tensor]:
         """Returns y and z, its value before the activation (empty for "none")."""

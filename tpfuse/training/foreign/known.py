@@ -29,7 +29,8 @@ def keep() -> None:
 
 
 def _is_split(placement: Whole) -> bool:
-    return placement.spec.dim is not None and placement.tp.size > 1 and placement.tp.group_name is not None
+    spec, tp = placement
+    return spec.dim is not None and ((tp.size > 1 and tp.group_name is not None) or tp.bitwise is not None)
 
 
 def _any_split() -> bool:

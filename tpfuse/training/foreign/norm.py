@@ -20,17 +20,21 @@ _ORDER = limited("be more than 0", lambda v: v > 0)  # inf: the largest element
 
 class GradPart(NamedTuple):
     """This rank's elements of a gradient, the groups over which it is sharded, and how many ranks in each have the same
-    elements."""
+    elements.
+
+    ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``).
+    """
 
     elements: Tensor
     groups: tuple[str, ...] = ()
     copies: int = 1
+    leaf: tuple[int, int] | None = None
 
 
 def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
     """Returns a gradient's part; ``slice_of``: the whole that its parameter is a slice of, if it is split."""
     groups: dict[str, None] = {}
-    covered = False
+    covered, leaf = False, None if slice_of is None or isinstance(grad, DTensor) else _leaf(slice_of)
     if isinstance(grad, DTensor):
         for i, placement in enumerate(grad.placements):
             group = grad.device_mesh.get_group(i)
@@ -42,7 +46,12 @@ def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
         return GradPart(grad, tuple(groups))
     if not covered and slice_of.tp.group_name is not None:
         groups[slice_of.tp.group_name] = None
-    return GradPart(grad, tuple(groups), slice_of.spec.copies)
+    return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf)
+
+
+def _leaf(slice_of: Whole) -> tuple[int, int] | None:
+    spec, tp = slice_of
+    return None if tp.bitwise is None or spec.dim is None else (spec.dim, tp.leaf(spec.shape[spec.dim]))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -75,7 +84,8 @@ def total_norm(parts: Sequence[GradPart], order: float = 2.0, name: str = "total
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype, torch.device], list[Tensor]] = {}
-    for x, groups, copies in parts:
+    in_leaves = [part for part in parts if part.leaf is not None]
+    for x, groups, copies, _ in (part for part in parts if part.leaf is None):
         kinds.setdefault((groups, copies, x.dtype, x.device), []).append(x)
     device = parts[0].elements.device
     norms_of: dict[tuple[str, ...], list[Tensor]] = {}
@@ -85,7 +95,23 @@ def total_norm(parts: Sequence[GradPart], order: float = 2.0, name: str = "total
     totals = [
         over_groups(norm.joined(torch.stack(norms_of[groups])), groups, norm.joined) for groups in sorted(norms_of)
     ]
+    if in_leaves:
+        totals.append(_over_leaves(in_leaves, norm, order).to(device))
     return norm.lowered(norm.joined(torch.stack(totals)))
+
+
+def _over_leaves(parts: list[GradPart], norm: _Norm, order: float) -> Tensor:
+    """Returns what is joined of the norms of all leaves: one sum of one shape, the same at every number of ranks."""
+    rows = []  # a part's, of the leaves that are here
+    for x, _, copies, leaf in parts:
+        assert leaf is not None
+        dim, width = leaf
+        pieces = [piece.contiguous() for piece in x.split(width, dim)]
+        rows.append(norm.raised(_norms(pieces, order, x.dtype), copies))
+    here = torch.stack(rows)
+    for name in parts[0].groups:
+        here = all_gather(here, resolve(name).size(), name).transpose(0, 1).flatten(1)
+    return norm.joined(here.flatten())
 
 
 def _norms(grads: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,54 @@
+"""Sums over what is split, as one binary tree of leaves that do not depend on the number of ranks.
+
+    T(a) = a        T(a_0 .. a_(2n-1)) = round(T(a_0 .. a_(n-1)) + T(a_n .. a_(2n-1)))
+
+A dimension that is split over R ranks has V leaves, V a power of two and a multiple of R.  A rank computes its V / R
+leaves by calls of shapes in which R does not occur, and adds them to a node of the tree; nodes travel, and the kernel
+that receives them adds the upper levels.  Every node is rounded to the dtype of the leaves, so that a rank's sum is
+such a node, and a sum over ranks has the same bits at every R (Demmel and Nguyen, ARITH 2013, on reproducible sums by a
+fixed order).
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .errors import check
+
+
+def tree(leaves: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of a power of two of tensors as a binary tree, each node in their dtype; of one, itself."""
+    nodes = list(leaves)
+    if not nodes or len(nodes) & (len(nodes) - 1):
+        raise ValueError(f"tree: the number of leaves must be a power of two, got {len(nodes)}")
+    while len(nodes) > 1:
+        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]
+
+
+def cut(name: str, x: Tensor, dim: int, leaves: int) -> tuple[Tensor, ...]:
+    """Returns x in so many equal contiguous pieces along ``dim``; ValueError, in the name of an op, if it has none.
+
+    Contiguous, because elementwise loops of torch round otherwise on strided tensors (GELU and SiLU on a CPU).
+    """
+    n = x.shape[dim]
+    check(n % leaves == 0, f"{name}: {n} elements of dimension {dim} are not divisible by {leaves} leaves")
+    return tuple(piece.contiguous() for piece in x.split(n // leaves, dim)) if leaves > 1 else (x,)
+
+
+def split_columns(x: Tensor, leaf: int) -> tuple[Tensor, ...]:
+    """Returns x [M, N] in contiguous leaves of so many columns, the last perhaps of fewer."""
+    return tuple(piece.contiguous() for piece in x.split(leaf, 1))
+
+
+def check_leaves(name: str, rows: Tensor, leaves: int) -> None:
+    """Raises the ValueError of an op whose ``rows`` [.., m, D] have no such leaves, or are on a GPU."""
+    if leaves:
+        check_device(name, rows)
+        m = rows.shape[-2]
+        check(m % leaves == 0, f"{name}: {m} rows are not divisible by {leaves} leaves; pad them")
+
+
+def check_device(name: str, x: Tensor) -> None:
+    """Raises the ValueError of an op whose kernels add in another order."""
+    check(not x.is_cuda, f"{name}: bitwise sums are not built for GPUs yet, got a tensor on {x.device}")
