@@ -1,6 +1,7 @@
 """TensorParallel is a value: it copies and pickles, and divides with errors that help."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -86,3 +87,57 @@ def test_chunk_leaves_no_rank_with_nothing():
         assert "vocab=6 leaves a rank of tensor-parallel size 4 with nothing" in _raised(
             fake_tp(4, rank).chunk, 6, "vocab"
         )
+
+
+def _with_bitwise(world, bitwise):
+    return _raised(
+        lambda: TensorParallel(world.group, bitwise=bitwise if type(bitwise) is int else bitwise[world.rank])
+    )
+
+
+@pytest.mark.parametrize(
+    "bitwise, size, message",
+    [
+        (6, 1, "bitwise must be a power of two from 1 to 32, got 6"),
+        (True, 1, "bitwise must be a power of two from 1 to 32, got True"),
+        (2, 3, "bitwise=2 leaves are not divisible by tensor-parallel size 3; use size 1 or 2"),
+        ((4, 8), 2, "bitwise must be the same on every tensor-parallel rank"),
+    ],
+    ids=str,
+)
+def test_leaves_that_do_not_fit(bitwise, size, message, ranks):
+    if size == 1:
+        with pytest.raises(ValueError, match=message):
+            TensorParallel(bitwise=bitwise)
+    else:
+        assert all(message in error for error in ranks(size, _with_bitwise, bitwise))
+
+
+def test_leaves_do_not_go_with_pieces():
+    with pytest.raises(ValueError, match="overlap='pairwise' adds in another order than bitwise"):
+        TensorParallel(bitwise=8, overlap="pairwise")
+
+
+@pytest.mark.parametrize("n", [227, 96, 50257, 30522])
+def test_slices_are_of_whole_leaves(n):
+    """Every border of a split is one of the splits with more ranks."""
+    tp = TensorParallel(bitwise=8)
+    leaf, borders = tp.leaf(n), []
+    for size in 1, 2, 4, 8:
+        slices = []
+        for rank in range(size):
+            object.__setattr__(tp, "size", size)
+            object.__setattr__(tp, "rank", rank)
+            slices.append(tp.chunk(n))
+        assert slices[0][0] == 0 and slices[-1][1] == n
+        assert all(a[1] == b[0] and a[1] % leaf == 0 for a, b in itertools.pairwise(slices))
+        borders.append({stop for _, stop in slices})
+    assert all(a < b for a, b in itertools.pairwise(borders))
+
+
+def test_what_leaves_do_not_divide():
+    tp = TensorParallel(bitwise=8)
+    with pytest.raises(ValueError, match="heads=12 is not divisible by bitwise=8 leaves; use bitwise 1, 2 or 4"):
+        tp.divide_leaves(12, "heads")
+    with pytest.raises(ValueError, match="vocab_size=9 leaves one of bitwise=8 leaves empty; use bitwise 1 or 2"):
+        tp.chunk(9, "vocab_size")

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels.norm.core import reduce_parts, reduce_tree
+from .kernels.norm.core import reduce_parts
 from .kernels.runtime.function import Function, once_differentiable
+from .kernels.runtime.leaves import tree
 from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
 from .ranks import gloo
@@ -128,7 +129,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 
 def summed(parts: Tensor, tp: TensorParallel) -> Tensor:
     """[R, ...] of every rank -> their sum in parts' dtype: in fp32 in rank order, or with ``tp.bitwise`` as a tree."""
-    total: Tensor = reduce_parts(parts) if tp.bitwise is None else reduce_tree(parts)
+    total: Tensor = reduce_parts(parts) if tp.bitwise is None else tree(parts.unbind(0))
     return total
 
 

@@ -42,7 +42,6 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
 
 
-ONE = Layout(1)
 LAYOUTS = Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)
 
 

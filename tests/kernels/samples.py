@@ -137,7 +137,6 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "norm_apply": lambda m, D: (Recompute(*saved_of(m, D)[:4], random(D), 1e-5, "layer", FP32),),
     "dropout_fwd": lambda m, D: (random(m, D), mask()),
     "reduce_parts": lambda m, D: (random(3, m, D),),
-    "reduce_tree": lambda m, D: (random(4, m, D),),
     "attention_fwd": attention_forward,
     "attention_bwd": attention_backward,
     "attention_decode": attention_decode,

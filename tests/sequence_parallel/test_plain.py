@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.common import TOLERANCE, Recorder, assert_close, assert_equal, error, fake_tp, make_tp, my_rows
 from tpfuse.kernels.norm import norm_in
+from tpfuse.kernels.norm.core import reduce_parts
 from tpfuse.sequence_parallel import exchange, gather_linear, gather_mlp_exchange, leave_parts, linear_exchange
-from tpfuse.sequence_parallel.crossings import reduce_parts
 
 M, D, N = 24, 10, 36  # rows and columns divide by 1, 2, 3 and 4; no two sizes are equal, nor any slice of one another's
 OPS = "gather_linear", "gather_linear_act", "linear_exchange", "gather_mlp_exchange", "gather_mlp_exchange_gated"

@@ -254,7 +254,7 @@ class ParallelAttention(ParallelModule):
         seq = len(qkv) // call.batch if call.seq is None else call.seq
         if cache.length > 0:
             seeing = Seeing(self.window, self.scale, self.softcap)
-            return cache.attend(qkv, call.batch, seq, seeing, self.tp.leaves)
+            return cache.attend(qkv, call.batch, seq, seeing, leaves=self.tp.leaves)
         cache.fill(qkv, call.batch, seq)
         return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
 

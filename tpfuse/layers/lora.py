@@ -163,6 +163,7 @@ def add_lora(
     check(isinstance(rank, int) and rank >= 1, f"add_lora: rank must be a positive integer, got {rank!r}")
     base, layers = base_of(model), list(_linears(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
+    check(all(layer.tp.bitwise is None for _, layer in layers), "add_lora: adapters are not built for bitwise yet")
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
     chosen: list[tuple[str, Adaptable, Parts, list[str]]] = []
     matched: set[str] = set()

@@ -72,7 +72,7 @@ class _GatherLinearCrossEntropy(Function):
         if ctx.tp.bitwise is None:
             dx, dw, db = gradients(layer, rows, ctx.loss, wanted(ctx.mains))
         else:
-            dx, dw, db = _leaf_gradients(layer, rows, ctx.loss, ctx.tp, wanted(ctx.mains))
+            dx, dw, db = _leaf_gradients(layer, rows, ctx.loss, ctx.tp, main=wanted(ctx.mains))
         return scatter_rows(dx, ctx.tp), dw, None if b is None else db, *[None] * 4
 
 

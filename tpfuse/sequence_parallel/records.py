@@ -151,17 +151,17 @@ class GatheredWeightGrad(NamedTuple):
         return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias)
 
 
-class Work(Protocol):
+class WeightWork(Protocol):
     """The gradient of a weight, not yet computed; a NamedTuple, whose tensors a store of deferred work counts."""
 
     def run(self) -> tuple[Tensor, Tensor | None]: ...
     def add_to(self, total: Tensor) -> Tensor | None: ...
 
 
-Run = Callable[[str, Work], tuple[Tensor | None, Tensor | None]]
+Run = Callable[[str, WeightWork], tuple[Tensor | None, Tensor | None]]
 
 
-def run(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
+def run(name: str, work: WeightWork) -> tuple[Tensor | None, Tensor | None]:
     """Runs the work for the weight ``name``, "weight" or "out_weight", at once."""
     return work.run()
 
@@ -173,7 +173,7 @@ def adding(weight: Add | None, out_weight: Add | None) -> Run:
     """Returns a ``run`` that adds a weight's gradient to the total of its ``Add``; if that is None it returns the
     gradient."""
 
-    def run_adding(name: str, work: Work) -> tuple[Tensor | None, Tensor | None]:
+    def run_adding(name: str, work: WeightWork) -> tuple[Tensor | None, Tensor | None]:
         add = weight if name == "weight" else out_weight
         return run(name, work) if add is None else (None, add(work.add_to))
 
@@ -224,7 +224,7 @@ def _deferring(deferral: Later) -> Run:
     """Returns a ``run`` that leaves the work in a store."""
     weight, out_weight = deferral.mains or (None, None)
 
-    def defer(name: str, work: Work) -> tuple[None, None]:
+    def defer(name: str, work: WeightWork) -> tuple[None, None]:
         main = weight if name == "weight" else out_weight
 
         def make() -> None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_accurate_launch, assert_same, far_apart, like, narrow, on_a_gpu
 from tpfuse.kernels.norm import config, triton_backward
+from tpfuse.kernels.norm.core import reduce_parts
 from tpfuse.kernels.norm.records import POST, PRE, Add, NormVectors, Saved, Wanted
 from tpfuse.kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM
 from tpfuse.kernels.runtime import launch as _launch
@@ -17,7 +18,6 @@ from tpfuse.kernels.runtime import partials
 from tpfuse.kernels.runtime.counters import counters
 from tpfuse.kernels.runtime.op import dtype_of, flatten
 from tpfuse.kernels.runtime.philox import Mask, make_rng
-from tpfuse.sequence_parallel.crossings import reduce_parts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..lookup.op import embedding_bwd
-from ..runtime.errors import check
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import check_leaves, tree
 from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
@@ -92,7 +91,7 @@ def fused_norm_bwd_ref(
     what it was given.
     """
     if wanted.leaves > 1:
-        return by_leaves(fused_norm_bwd_ref, dn, dh, saved, mask, order, wanted, out=out)
+        return by_leaves(fused_norm_bwd_ref, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
     inside = order in (POST, DROP)  # dh, too, comes through the norm
     gradient = incoming(dn, dh)
     d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
@@ -115,7 +114,7 @@ def fused_norm_bwd_ref(
     return dparts, dresidual, dbias, dgamma, dbeta
 
 
-class Backward(NamedTuple):
+class BackwardRows(NamedTuple):
     """The arguments of backward that have rows."""
 
     dn: Tensor | None
@@ -124,31 +123,21 @@ class Backward(NamedTuple):
     mask: Mask
     out: Tensor | None
 
-    def rows(self, start: int, stop: int) -> "Backward":
+    def rows(self, start: int, stop: int) -> "BackwardRows":
         """Returns those of the rows from ``start`` to ``stop``."""
         dn, dh, saved, mask, out = self
         cut = lambda t: None if t is None else t[..., start:stop, :]
         h, mean, rstd = (t if t is None or len(t) == 0 else t[start:stop] for t in (saved.h, saved.mean, saved.rstd))
         part = saved._replace(h=h, mean=mean, rstd=rstd)
-        return Backward(cut(dn), cut(dh), part, mask._replace(first_row=mask.first_row + start), cut(out))
+        return BackwardRows(cut(dn), cut(dh), part, mask._replace(first_row=mask.first_row + start), out=cut(out))
 
 
-def by_leaves(
-    bwd: Callable[..., tuple[Tensor, ...]],
-    dn: Tensor | None,
-    dh: Tensor | None,
-    saved: Saved,
-    mask: Mask,
-    order: str,
-    wanted: Wanted,
-    out: Tensor | None = None,
-) -> Any:
+def by_leaves(bwd: Callable[..., tuple[Tensor, ...]], rows: BackwardRows, order: str, wanted: Wanted) -> Any:
     """Runs a backward on each leaf of the rows, and adds the gradients of vectors as a binary tree."""
-    m, one = incoming(dn, dh).shape[-2], wanted._replace(leaves=1)
-    check(m % wanted.leaves == 0, f"fused norm: {m} rows are not divisible by {wanted.leaves} leaves")
-    step, backward = m // wanted.leaves, Backward(dn, dh, saved, mask, out)
-    leaves = [backward.rows(i, i + step) for i in range(0, m, step)] if m else [backward]
-    gradients = [bwd(t.dn, t.dh, t.saved, t.mask, order, one, out=t.out) for t in leaves]
+    m, one = incoming(rows.dn, rows.dh).shape[-2], wanted._replace(leaves=1)
+    step = m // wanted.leaves
+    leaves = [rows.rows(i, i + step) for i in range(0, m, step)] if m else [rows]
+    gradients = [bwd(t.dn, t.dh, t.saved, t.mask, order=order, wanted=one, out=t.out) for t in leaves]
     dparts, dresidual, *vectors = zip(*gradients, strict=True)
     return torch.cat(dparts), torch.cat(dresidual), *map(tree, vectors)
 
@@ -185,7 +174,7 @@ def bwd_cpu(
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     if wanted.leaves > 1:
-        gradients: tuple[Tensor, ...] = by_leaves(bwd_cpu, dn, dh, saved, mask, order, wanted, out=out)
+        gradients: tuple[Tensor, ...] = by_leaves(bwd_cpu, BackwardRows(dn, dh, saved, mask, out=out), order, wanted)
         return gradients
     blocks = list(row_blocks(*incoming(dn, dh).shape[-2:]))
     if len(blocks) == 1:
@@ -193,7 +182,7 @@ def bwd_cpu(
     acc_wanted = wanted if wanted.bias is None else wanted._replace(bias=acc_dtype(incoming(dn, dh)))
 
     def block(i: int, j: int) -> tuple[Tensor, ...]:
-        t = Backward(dn, dh, saved, mask, out).rows(i, j)
+        t = BackwardRows(dn, dh, saved, mask, out=out).rows(i, j)
         return fused_norm_bwd_ref(t.dn, t.dh, t.saved, t.mask, order=order, wanted=acc_wanted, out=t.out)
 
     dparts, dresidual, *vectors = zip(*(block(i, j) for i, j in blocks), strict=True)
@@ -246,13 +235,7 @@ def reduce_parts_ref(parts: Tensor) -> Tensor:
     return sum_parts(parts).to(parts.dtype)
 
 
-def reduce_tree_ref(parts: Tensor) -> Tensor:
-    """[R, ...] -> [...] in parts' dtype, as a binary tree whose nodes have it too"""
-    return sum_parts(parts, as_tree=True).to(parts.dtype)
-
-
 reduce_parts = op(reduce_parts_ref, kind=ELEMENTWISE, launch=reduce_launch, replay=True)
-reduce_tree = op(reduce_tree_ref, kind=ELEMENTWISE)
 
 
 # ---- the op pairs ----
@@ -343,7 +326,7 @@ class _FusedNorm(Function):
         h, n, mean, rstd = ops.fwd(parts, add, norm, mask, order, options.leaves)
         if order == ALONE:
             h = parts[0]
-        dtypes = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype, options.leaves)
+        dtypes = Wanted(dtype_of(bias), beta is not None, dtype_of(residual), parts.dtype, leaves=options.leaves)
         tables = None
         if position_weight is not None or type_weight is not None:
             tables = tuple(None if w is None else (len(w), w.dtype) for w in (position_weight, type_weight))

@@ -5,6 +5,7 @@ deferred    gradients of weights handed over as work
 device      Triton functions that several kernels use
 errors      the ValueError of a public function
 function    torch.autograd.Function with less host time a call
+leaves      sums as binary trees: the same bits at every number of ranks
 launch      starts a kernel with parameters that are a function of the call's shapes; what descriptors hold
 main_grad   gradients of weights added in fp32
 op          one op = schema, reference, launcher, fake, cost; the records of its arguments
