@@ -24,9 +24,9 @@ class TensorParallel:
 
     ``group``: a one-dimensional DeviceMesh, a ProcessGroup, or nothing (size 1, no process group needed).
     ``sequence_parallel``: between GEMMs each rank holds 1/R of the rows (Korthikanti et al. 2022, arXiv:2205.05198);
-    else all of them.  ``overlap``: hides messages behind GEMMs, and never changes the result.  "off": not; "pairwise":
-    tiles travel piece by piece while others are multiplied (gloo and NCCL groups; a ValueError elsewhere); "auto":
-    pairwise where it was measured to win.
+    else all of them.  ``overlap``: hides messages behind GEMMs; results stay the same to rounding, as a GEMM of fewer
+    rows may add in another order.  "off": not; "pairwise": tiles travel piece by piece while others are multiplied
+    (gloo and NCCL groups; a ValueError elsewhere); "auto": pairwise where it was measured to win.
 
     ``one_machine``: all ranks of a gloo group are on one machine, where the cores that multiply also copy messages, so
     that "auto" hides none.
