@@ -137,8 +137,7 @@ _ONE_MESSAGE = 1 << 19  # elements up to which a gather of everything is cheaper
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Returns the sum over ranks (:func:`summed`): by one gather if x is small, else by an exchange
-    of 1/R pieces."""
+    """Returns the sum over ranks, as :func:`summed`: by one gather if x is small, else by an exchange of 1/R pieces."""
     if tp.size == 1:
         return x.view_as(x)
     if x.numel() <= _ONE_MESSAGE:

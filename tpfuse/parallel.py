@@ -148,15 +148,16 @@ class TensorParallel:
         ceil(n / bitwise), so that those of one split are joined by another.
         """
         size, rank = self.size // copies, self.rank // copies
-        step = self.columns(n, name, copies)
+        step = self.slice_size(n, name, copies)
         if step * (size - 1) >= n:
             raise ValueError(
                 f"{name}={n} leaves a rank of tensor-parallel size {self.size} with nothing; use a smaller size"
             )
         return rank * step, min(n, (rank + 1) * step)
 
-    def columns(self, n: int, name: str = "size", copies: int = 1) -> int:
-        """Returns the number of elements in a rank's slice of n, of which the last ranks may have fewer."""
+    def slice_size(self, n: int, name: str = "size", copies: int = 1) -> int:
+        """Returns the number of elements in a rank's slice of n (:meth:`chunk`), of which the last ranks may have
+        fewer."""
         return -(-n // (self.size // copies)) if self.bitwise is None else self.leaf(n, name) * self.leaves * copies
 
     def leaf(self, n: int, name: str = "size") -> int:

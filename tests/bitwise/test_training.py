@@ -40,6 +40,18 @@ def _train(world, kind, layout, options):
     return train(world, kind, sequence_parallel=layout.sequence_parallel, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2 odd", "qwen3 odd", "bert odd"])
+def test_a_leaf_a_rank(kind, dtype, ranks):
+    """Eight ranks: nothing is added before messages travel."""
+    options = dict(dtype=dtype)
+    (one,) = ranks(1, _train, kind, Layout(1), options)
+    for layout in Layout(8), Layout(8, True):
+        results = ranks(8, _train, kind, layout, options)
+        assert {r: differences(one, result) for r, result in enumerate(results)} == {r: {} for r in range(8)}
+
+
 def test_without_a_group_it_is_a_group_of_one(ranks):
     options = dict(dtype=torch.float32)
     (one,) = ranks(1, _train, "gpt2 odd", Layout(1), options)
@@ -69,7 +81,7 @@ CURES = {
     "row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaves: x @ w.t()),
     "column-parallel dgrad": (leafwise, "column_dgrad", lambda dy, w, leaf: dy @ w),
     "norms of leaves": (norm, "_leaf", lambda slice_of: None),
-    "sums over the vocabulary": (head, "leaf_of", lambda vocab_size, tp: tp.columns(vocab_size)),
+    "sums over the vocabulary": (head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),
 }
 
 

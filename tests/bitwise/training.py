@@ -1,12 +1,13 @@
 """Steps of training whose every number is compared as bits, over layouts of tensor and sequence parallelism."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.pool import World
-from tpfuse import TensorParallel, clip_grad_norm_
+from tpfuse import TensorParallel, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 
@@ -63,7 +64,10 @@ def train(
     bitwise: int | None = 8,
     saving: str = "fastest",
     steps: int = 2,
+    save: Path | None = None,
+    load: Path | None = None,
 ) -> Result:
+    """Trains ``steps`` steps, from the checkpoint ``load`` on if there is one."""
     group = None if world is None else world.group
     tp = TensorParallel(group, sequence_parallel=sequence_parallel, bitwise=bitwise)
     config = KINDS[kind]
@@ -75,8 +79,11 @@ def train(
     losses, norms = [], []
     tensors: dict[str, Tensor] = {}
     specs = {name: (spec, owner) for name, spec, owner in named_specs(model)}
+    done = 0 if load is None else load_checkpoint(load, model, optimizer)[0]
     for step in range(steps):
         ids = torch.randint(config.vocab_size, (3, 13), generator=generator)
+        if step < done:
+            continue
         optimizer.zero_grad()
         loss = model(ids, labels=ids, step=step).loss
         loss.backward()
@@ -84,6 +91,8 @@ def train(
         tensors |= {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norms.append(clip_grad_norm_(model, 0.5))
         optimizer.step()
+    if save is not None:
+        save_checkpoint(save, model, optimizer, step=steps)
     tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
     slices = {name: specs[name.split(" ", 1)[1]][0].local(specs[name.split(" ", 1)[1]][1]) for name in tensors}
     return Result(losses, norms, tensors, slices)

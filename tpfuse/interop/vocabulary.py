@@ -106,7 +106,7 @@ def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
     Every rank then uses them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather) would
     count the loss R times.
     """
-    return collect(F.pad(logits, (0, -(-vocab_size // tp.size) - logits.shape[-1])), tp, dim=-1)[..., :vocab_size]
+    return collect(F.pad(logits, (0, tp.slice_size(vocab_size) - logits.shape[-1])), tp, dim=-1)[..., :vocab_size]
 
 
 def open_ends(model: Model) -> None:
@@ -265,7 +265,7 @@ def _resize_layers(model: Model, count: int) -> None:
     model.embedding.num_embeddings, (model.embedding.first, _) = count, model.tp.chunk(count)
     if isinstance(head := model.head, LMHead):
         head.vocab_size, (head.first, head.last) = count, head.tp.chunk(count)
-        head.columns = -(-count // head.tp.size)
+        head.columns = head.tp.slice_size(count)
 
 
 def _bits(x: Tensor) -> Tensor:

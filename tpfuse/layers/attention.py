@@ -171,10 +171,6 @@ class ParallelAttention(ParallelModule):
         heads, dtype, device = H // groups, init.dtype, init.device
         if tp.bitwise is not None:
             tp.divide_leaves(groups, "ParallelAttention: num_kv_heads")
-            check(
-                not (shape.qk_norm and shape.qk_norm_all),
-                "ParallelAttention: qk_norm_all, a norm over all heads, is not built for bitwise yet",
-            )
         if groups % tp.size == 0:
             copies = 1
             self.groups, self.heads_per_group = groups // tp.size, heads + 2  # of each: query heads, k and v

@@ -98,9 +98,10 @@ class CrossAttention(ParallelModule):
         fits = head_width is not None or hidden_size % num_heads == 0
         check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
-        self.heads = self.tp.divide_leaves(num_heads, f"{name}: num_heads")
+        self.heads = self.tp.divide(num_heads, f"{name}: num_heads")
         fits = groups % size == 0 or size % groups == 0
         check(fits, f"{name}: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other")
+        check(self.tp.bitwise is None, f"{name}: it is not built for bitwise yet")
         threshold(dropout)
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width

@@ -137,7 +137,7 @@ class VocabParallelHead(ParallelModule):
     ):
         super().__init__(tp)
         self.first, self.last = self.tp.chunk(vocab_size, f"{type(self).__name__}: vocab_size")
-        self.columns = self.tp.columns(vocab_size)  # the last ranks may have fewer
+        self.columns = self.tp.slice_size(vocab_size)  # the last ranks may have fewer
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         if tied:
             self.register_parameter("weight", None)

@@ -119,6 +119,9 @@ class SplitNorm(RMSNorm):
         check(not KINDS[kind].centred, f"SplitNorm: kind must be an RMSNorm's, got {kind!r}")
         self.copies = copies
         super().__init__(normalized_shape, eps, kind=kind, tp=tp, dtype=dtype, device=device)
+        check(
+            self.tp.bitwise is None, "SplitNorm: norms over a split width (qk_norm_all) are not built for bitwise yet"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, ...], of which a row is this rank's slice -> the same shape"""

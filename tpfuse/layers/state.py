@@ -13,14 +13,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from .spec import Spec
 
 _meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
-def to_dtensor(x: Tensor, spec: Spec, mesh: DeviceMesh) -> DTensor:
-    """Returns this rank's slice ``x`` as the DTensor that ``spec`` describes, sharing its memory."""
+def to_dtensor(x: Tensor, spec: Spec, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
+    """Returns this rank's slice ``x`` as the DTensor that ``spec`` describes, sharing its memory.
+
+    ValueError, on every rank, for slices of whole leaves that are not those of torch.chunk, which a DTensor has.
+    """
+    if spec.dim is not None:
+        n, chunk = spec.shape[spec.dim], -(-spec.spread[spec.dim] // tp.size)
+        check(
+            tp.slice_size(n, copies=spec.copies) == chunk,
+            f"a parameter of shape {spec.shape} over {tp.size} ranks with bitwise={tp.bitwise} is in slices of whole"
+            f" leaves, which no DTensor has, nor a state dictionary: {n} is not divisible by {tp.bitwise}."
+            " tpfuse.save_checkpoint and save_pretrained write it; or pad that dimension",
+        )
     placement = Replicate() if spec.dim is None else Shard(spec.dim)
     stride = tuple(math.prod(spec.spread[i + 1 :]) for i in range(len(spec.spread)))
     return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(spec.spread), stride=stride)
@@ -44,7 +56,7 @@ def as_whole(x: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
     kind = x.device.type
     if kind not in specs:
         specs[kind] = DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
-    return to_dtensor(x, spec, specs[kind])
+    return to_dtensor(x, spec, tp, specs[kind])
 
 
 def check_whole(x: Tensor, spec: Spec) -> None:

@@ -224,15 +224,9 @@ class Fused:
         weight, bias, eps, kind = self.norms[step.norm]
         assert weight is not None
         h, n, recompute = norm_in(
-            h,
-            weight,
-            bias,
-            eps=eps,
-            norm=kind,
-            ranks=self.tp.row_shards,
-            recompute=not self.call.keep,
+            h, weight, bias, eps=eps, norm=kind, ranks=self.tp.row_shards, recompute=not self.call.keep,
             leaves=self.tp.row_leaves,
-        )
+        )  # fmt: skip
         return h, Normed(n, recompute)
 
     def branch(self, step: Branch, n: Normed) -> Tensor:
@@ -244,15 +238,9 @@ class Fused:
         if step.branch_norm is not None:
             weight, norm_bias, eps, kind = self.norms[step.branch_norm]
             parts, *_ = reduce_bias_dropout_add_norm(
-                parts,
-                bias,
-                weight=weight,
-                norm_bias=norm_bias,
-                eps=eps,
-                norm=kind,
-                post_norm=True,
+                parts, bias, weight=weight, norm_bias=norm_bias, eps=eps, norm=kind, post_norm=True,
                 leaves=self.tp.row_leaves,
-            )
+            )  # fmt: skip
             bias = None
         weight, norm_bias, eps, kind = self.norms[step.norm]
         h, n, recompute = reduce_bias_dropout_add_norm(
@@ -299,15 +287,9 @@ class ByParts:
             x = getattr(self.block, step.branch_norm)(x).to(x.dtype)
         site = self.block.sites.after[step.branch]
         h, *_ = reduce_bias_dropout_add_norm(
-            x,
-            residual=h,
-            p=self.p,
-            rng=self.call.rng,
-            site=site,
-            first_row=self.first_row,
-            batch=self.call.batch,
+            x, residual=h, p=self.p, rng=self.call.rng, site=site, first_row=self.first_row, batch=self.call.batch,
             leaves=self.block.tp.row_leaves,
-        )
+        )  # fmt: skip
         n = h if step.norm is None else getattr(self.block, step.norm)(h).to(x.dtype)
         h = n if step.stream else h
         return h, Normed(expanded("TransformerBlock", n, self.block.tp) if step.to == NEXT else n)

@@ -128,7 +128,7 @@ def form_of(
     op: str, rows: int, weight: tuple[int, int], *, dtype: torch.dtype, device: torch.device, tp: TensorParallel
 ) -> Form:
     """Returns the form of a call of these sizes."""
-    if tp.bitwise is not None:
+    if tp.bitwise is not None and op != "embedding":  # which adds one row and zeros
         return Leafwise(-(-weight[0] // tp.leaves))
     if tp.size == 1 or tp.overlap == "off" or hidden(op, tp).gemms == 0:
         return plain
@@ -142,8 +142,7 @@ def choose(op: str, x: Tensor, weight: Tensor, *, tp: TensorParallel, columns: i
     different ones."""
     if tp.bitwise is not None:
         check_device(op, x)
-        return Leafwise(-(-(columns or weight.shape[0]) // tp.leaves))
-    if tp.size == 1:
+    elif tp.size == 1:
         return plain
     rows = len(x) if x.dim() == 2 else x.shape[0] * x.shape[1]
     shape = columns or weight.shape[0], weight.shape[1]

@@ -16,6 +16,7 @@ from ..pipeline.placement import held_by
 from ..pipeline.schedules import placement
 from ..sequence_parallel.choice import OverlapSizes, form_of, hidden, sizes
 from ..sequence_parallel.forms import plain
+from ..sequence_parallel.forms.leafwise import Leafwise
 from ..training.data_parallel import bucket_count, limits, replica_of
 
 _MOST_ROWS = 1 << 24
@@ -30,7 +31,7 @@ class Path(NamedTuple):
 
     layer: str
     op: str
-    path: str  # "plain" or "pairwise"
+    path: str  # "plain", "leaves" or "pairwise"
     weight: tuple[int, ...]  # a rank's; () of a stage and of replicas
     rows: int | None
     bytes: int | None
@@ -103,7 +104,7 @@ def _layers(model: nn.Module) -> Iterator[_GemmMessages]:
             weight = local(tables[module.vocab_size] if untied is None else untied)
             yield _GemmMessages(name, "gather_linear", weight, module.tp, columns=module.columns)
         elif isinstance(module, VocabParallelEmbedding):
-            columns = -(-module.num_embeddings // module.tp.size)
+            columns = module.tp.slice_size(module.num_embeddings)
             yield _GemmMessages(name, "embedding", local(module.weight), module.tp, columns=columns)
 
 
@@ -156,7 +157,7 @@ def _path(layer: _GemmMessages, rows: int | None, dtype: torch.dtype) -> Path:
     sizes_of = lambda rows: sizes(op, rows, shape, dtype=dtype, device=weight.device, tp=tp)
     sent = None if rows is None else sizes_of(rows)
     form = form_of(op, rows or 1, shape, dtype=dtype, device=weight.device, tp=tp)
-    path = "plain" if form is plain else "pairwise"
+    path = "plain" if form is plain else "leaves" if isinstance(form, Leafwise) else "pairwise"
     reason, least = _reason(op, tp, sent, sizes_of)
     bytes, messages = (None, None) if sent is None else sent[:2]
     return Path(
@@ -180,6 +181,8 @@ def _reason(
         return "one rank: no messages", None
     if op == "embedding":
         return "no GEMM to hide under", None
+    if tp.bitwise is not None:
+        return f"bitwise={tp.bitwise}: sums by leaves, nothing overlaps", None
     if hidden(op, tp).gemms == 0:
         return "without sequence parallelism nothing of it overlaps", None
     if tp.overlap != "auto":

@@ -183,7 +183,7 @@ def _unsharded(x: Tensor, shape: torch.Size, tp: TensorParallel) -> Tensor | Non
     if x.dim() != len(shape) or len(cut) != 1:
         return None
     (d,), n = cut, shape[cut[0]]
-    rows, width = x.movedim(d, 0), -(-n // tp.size)
+    rows, width = x.movedim(d, 0), tp.slice_size(n)
     if len(rows) > width:
         return None
     rows = pad(rows.flatten(1), (0, 0, 0, width - len(rows))) if len(rows) < width else rows.flatten(1)
@@ -202,7 +202,7 @@ def _loss(outputs: dict[str, Tensor], tensors: Tensors, tp: TensorParallel) -> T
             weight = torch.randn(tensors["output", name].shape, generator=generator, dtype=torch.float64).to(x.device)
             for d, (n, full) in enumerate(zip(x.shape, weight.shape)):
                 if n != full:
-                    width = -(-full // tp.size)
+                    width = tp.slice_size(full)
                     padded = pad(weight.movedim(d, -1), (0, width * tp.size - full))
                     weight = padded.narrow(-1, tp.rank * width, n).movedim(-1, d)
             total = total.to(x.device) + (x.double() * weight).sum()

@@ -30,8 +30,10 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
     parameters = list(model.named_parameters())
-    for (name, p), (_, spec, _) in zip(parameters, specs, strict=True):
+    for (name, p), (_, spec, tp) in zip(parameters, specs, strict=True):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        owner.register_parameter(leaf, nn.Parameter(to_dtensor(p.detach(), spec, mesh), requires_grad=p.requires_grad))
+        owner.register_parameter(
+            leaf, nn.Parameter(to_dtensor(p.detach(), spec, tp, mesh), requires_grad=p.requires_grad)
+        )
     return model

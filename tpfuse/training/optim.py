@@ -67,7 +67,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     stages = None if pipeline is None else pipeline.groups.pp("clip_grad_norm_")
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
-    wholes = wholes_of(list(grads.values()))
+    wholes = wholes_of(list(grads.values()), in_leaves=True)
     parts = {name: part_of(grad, placement) for (name, grad), placement in zip(grads.items(), wholes, strict=True)}
     if pipeline is None or stages is None:
         total = total_norm(list(parts.values()))

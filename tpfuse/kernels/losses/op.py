@@ -68,9 +68,11 @@ def leaf_stats(logits: Tensor, labels: Tensor, loss: Loss, leaf: int | None) -> 
 
 def leaf_bwd(logits: Tensor, rows: Rows, loss: Loss, leaf: int | None) -> Tensor:
     """-> dlogits [M, V/R]"""
+    if leaf is None:
+        dlogits: Tensor = cross_entropy_bwd(logits, rows, loss)
+        return dlogits
     leaves = loss.leaves(logits.shape[1], leaf)
-    pieces = [cross_entropy_bwd(logits[:, v].contiguous(), rows, part) for v, part in leaves]
-    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+    return torch.cat([cross_entropy_bwd(logits[:, v].contiguous(), rows, part) for v, part in leaves], 1)
 
 
 # ---- between the stages: the loss from the statistics, for logits and for linear layers ----

@@ -19,9 +19,10 @@ class Loss(NamedTuple):
     def leaves(self, columns: int, leaf: int | None) -> "list[tuple[slice, Loss]]":
         """Returns the slices of ``leaf`` columns each (None: one of all) of this slice of the vocabulary, with their
         losses."""
-        step = columns if leaf is None else leaf
-        starts = range(0, columns, step) if columns else range(1)
-        return [(slice(i, min(i + step, columns)), self._replace(first_token=self.first_token + i)) for i in starts]
+        if leaf is None:
+            return [(slice(None), self)]
+        starts = range(0, columns, leaf)
+        return [(slice(i, min(i + leaf, columns)), self._replace(first_token=self.first_token + i)) for i in starts]
 
 
 class Rows(NamedTuple):

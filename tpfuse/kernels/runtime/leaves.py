@@ -5,8 +5,7 @@
 A dimension that is split over R ranks has V leaves, V a power of two and a multiple of R.  A rank computes its V / R
 leaves by calls of shapes in which R does not occur, and adds them to a node of the tree; nodes travel, and the kernel
 that receives them adds the upper levels.  Every node is rounded to the dtype of the leaves, so that a rank's sum is
-such a node, and a sum over ranks has the same bits at every R (Demmel and Nguyen, ARITH 2013, on reproducible sums by a
-fixed order).
+such a node, and a sum over ranks has the same bits at every R.
 """
 
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ def cut(name: str, x: Tensor, dim: int, leaves: int) -> tuple[Tensor, ...]:
     """
     n = x.shape[dim]
     check(n % leaves == 0, f"{name}: {n} elements of dimension {dim} are not divisible by {leaves} leaves")
-    return tuple(piece.contiguous() for piece in x.split(n // leaves, dim)) if leaves > 1 else (x,)
+    return tuple(piece.contiguous() for piece in x.split(n // leaves, dim))
 
 
 def split_columns(x: Tensor, leaf: int) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ class Scores:
     def gathered(self, logits: Tensor) -> Tensor:
         """[B, V/R] -> fp64 [B, V]"""
         if self.tp.size > 1:
-            width = -(-self.vocab // self.tp.size)  # the last rank may have fewer
+            width = self.tp.slice_size(self.vocab)  # the last rank may have fewer
             padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
             logits = self.gather(padded).permute(1, 0, 2).flatten(1)[:, : self.vocab]
         scores = logits.double()

@@ -27,17 +27,25 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     stage = stage_in(model)
     stages = 1 if stage is None else stage.ranks
     split = tp.size > 1
-    return {
+    # by leaves the bits are the same at every split over tensor-parallel ranks
+    layout = (
+        {"bitwise": tp.bitwise}
+        if tp.bitwise is not None
+        else {
+            "bitwise": None,
+            "tensor-parallel size": tp.size,
+            "sequence_parallel": split and tp.sequence_parallel,
+            "overlap": tp.overlap if split else None,
+            "one_machine": split and tp.one_machine,
+        }
+    )
+    return layout | {
         "torch": str(torch.__version__),
         "tpfuse": __version__,
         "threads": torch.get_num_threads(),
-        "tensor-parallel size": tp.size,
         "data-parallel size": world // tp.size // stages,
         "pipeline-parallel size": stages,
         "pipeline schedule": None if stage is None else stage.schedule,
-        "sequence_parallel": split and tp.sequence_parallel,
-        "overlap": tp.overlap if split else None,
-        "one_machine": split and tp.one_machine,
         "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
     }
 

@@ -29,8 +29,7 @@ def keep() -> None:
 
 
 def _is_split(placement: Whole) -> bool:
-    spec, tp = placement
-    return spec.dim is not None and ((tp.size > 1 and tp.group_name is not None) or tp.bitwise is not None)
+    return placement.spec.dim is not None and placement.tp.size > 1 and placement.tp.group_name is not None
 
 
 def _any_split() -> bool:
@@ -40,9 +39,15 @@ def _any_split() -> bool:
 any_split: Callable[[], bool] = torch.compiler.assume_constant_result(_any_split)  # a graph asks when it is made
 
 
-def wholes_of(tensors: Sequence[Tensor]) -> list[Whole | None]:
-    """Returns of each tensor (a parameter, its gradient, or a view of either) the whole that it is a slice of."""
-    by_memory = _by_memory(split_parameters())
+def wholes_of(tensors: Sequence[Tensor], in_leaves: bool = False) -> list[Whole | None]:
+    """Returns of each tensor (a parameter, its gradient, or a view of either) the whole that it is a slice of.
+
+    ``in_leaves``: also of one rank's parameters that have leaves (``TensorParallel(bitwise=V)``), all of which it has.
+    """
+    parameters = split_parameters()
+    if in_leaves:
+        parameters |= {p: whole for p, whole in wholes().items() if whole.spec.dim is not None and whole.tp.bitwise}
+    by_memory = _by_memory(parameters)
     return [by_memory.get(_memory(x)) for x in tensors]
 
 
