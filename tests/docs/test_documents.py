@@ -29,6 +29,7 @@ RANKS = {
     "README.md": 2,
     "docs/training.md": 2,
     "docs/faults.md": 2,
+    "docs/bits.md": 2,
     "docs/pipeline.md": 2,
     "docs/plan.md": 0,
 }  # pages for torchrun --nproc-per-node 2; 0: this process, which is in no process group; the others are for one rank

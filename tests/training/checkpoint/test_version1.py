@@ -23,7 +23,7 @@ def save_as_version_1(directory, model, optimizer, step, extra=None):
     tensors = {}
     for (name, spec, tp), p in zip(named_specs(model), model.parameters(), strict=True):
         spread = lambda x, spec=spec, tp=tp: (
-            x if tp.size == 1 else to_dtensor(x, spec, DeviceMesh.from_group(tp.group, "cpu"))
+            x if tp.size == 1 else to_dtensor(x, spec, tp, DeviceMesh.from_group(tp.group, "cpu"))
         )
         tensors[f"model.{name}"] = spread(p.detach())
         for key, value in optimizer.state.get(p, {}).items():
