@@ -5,6 +5,7 @@ config                 launch parameters by width
 core                   one op pair: sum over ranks, bias, dropout, residual, norm; its autograd
 kinds                  KINDS: the table of norms
 records                the records its ops take
+row_leaves             gradients of vectors and tables, summed by leaves of the rows
 triton_backward        Triton: backward
 triton_backward_tiles  Triton: what the kernels of backward share
 triton_backward_wide   Triton: backward of wide rows, in two forms

@@ -25,13 +25,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..lookup.op import embedding_bwd
 from ..runtime.function import Function, once_differentiable
-from ..runtime.leaves import check_leaves, tree
+from ..runtime.leaves import check_leaves
 from ..runtime.op import ELEMENTWISE, NORM, Op, acc_dtype, dtype_of, new_vector, op, row_blocks, sum_parts
 from ..runtime.philox import NO_MASK, Mask, active_rng, keep_rows, scale
 from .kinds import KINDS, normalize, normalize_backward
 from .records import ALONE, DROP, POST, PRE, Add, NormVectors, Recompute, Saved, Wanted, incoming
+from .row_leaves import BackwardRows, by_leaves, table_bwd
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import apply_launch, fwd_cost, fwd_launch, reduce_launch
 
@@ -112,34 +112,6 @@ def fused_norm_bwd_ref(
         out.copy_(d)
     dbias = d.new_empty(0) if wanted.bias is None else d.sum(0).to(wanted.bias)
     return dparts, dresidual, dbias, dgamma, dbeta
-
-
-class BackwardRows(NamedTuple):
-    """The arguments of backward that have rows."""
-
-    dn: Tensor | None
-    dh: Tensor | None
-    saved: Saved
-    mask: Mask
-    out: Tensor | None
-
-    def rows(self, start: int, stop: int) -> "BackwardRows":
-        """Returns those of the rows from ``start`` to ``stop``."""
-        dn, dh, saved, mask, out = self
-        cut = lambda t: None if t is None else t[..., start:stop, :]
-        h, mean, rstd = (t if t is None or len(t) == 0 else t[start:stop] for t in (saved.h, saved.mean, saved.rstd))
-        part = saved._replace(h=h, mean=mean, rstd=rstd)
-        return BackwardRows(cut(dn), cut(dh), part, mask._replace(first_row=mask.first_row + start), out=cut(out))
-
-
-def by_leaves(bwd: Callable[..., tuple[Tensor, ...]], rows: BackwardRows, order: str, wanted: Wanted) -> Any:
-    """Runs a backward on each leaf of the rows, and adds the gradients of vectors as a binary tree."""
-    m, one = incoming(rows.dn, rows.dh).shape[-2], wanted._replace(leaves=1)
-    step = m // wanted.leaves
-    leaves = [rows.rows(i, i + step) for i in range(0, m, step)] if m else [rows]
-    gradients = [bwd(t.dn, t.dh, t.saved, t.mask, order=order, wanted=one, out=t.out) for t in leaves]
-    dparts, dresidual, *vectors = zip(*gradients, strict=True)
-    return torch.cat(dparts), torch.cat(dresidual), *map(tree, vectors)
 
 
 def norm_apply_ref(recipe: Recompute) -> Tensor:
@@ -357,7 +329,7 @@ class _FusedNorm(Function):
         dtables: Any = (None, None)
         if tables is not None:
             dtables = [
-                None if table is None else _table_bwd(dparts, index, table, wanted.leaves)
+                None if table is None else table_bwd(dparts, index, table, wanted.leaves)
                 for table, index in zip(tables, tensors[1:], strict=True)
             ]
         normed = gamma is not None and (dn is not None or order in (POST, DROP))
@@ -371,13 +343,6 @@ class _FusedNorm(Function):
             dgamma if normed else None,
             dbeta if normed and wanted.beta else None,
         )
-
-
-def _table_bwd(dparts: Tensor, index: Tensor, table: tuple[int, torch.dtype], leaves: int) -> Tensor:
-    """-> the gradient of a table of so many rows and dtype."""
-    n = len(dparts) // max(leaves, 1)
-    pieces = zip(dparts.split(n), index.split(n), strict=True) if leaves > 1 and n else [(dparts, index)]
-    return tree(embedding_bwd(d, i, 0, *table) for d, i in pieces)
 
 
 def fused_norm(
