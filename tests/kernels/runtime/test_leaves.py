@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tpfuse.kernels.norm.core import reduce_parts
-from tpfuse.kernels.runtime.leaves import cut, split_columns, tree
+from tpfuse.kernels.runtime.leaves import TreeSum, cut, split_columns, tree, tree_of_new
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -33,6 +33,22 @@ def test_every_node_is_rounded():
 def test_a_number_of_leaves_that_is_no_power_of_two(count):
     with pytest.raises(ValueError, match=f"must be a power of two, got {count}"):
         tree([torch.ones(1)] * count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_leaves_that_come_one_by_one(count, dtype):
+    leaves = torch.randn(count, 100).to(dtype)
+    assert torch.equal(tree_of_new(leaf.clone() for leaf in leaves), tree(leaves))
+
+
+@pytest.mark.parametrize("count", [0, 3, 6])
+def test_a_count_that_ends_within_a_node(count):
+    total = TreeSum()
+    for _ in range(count):
+        total.add(torch.ones(1))
+    with pytest.raises(ValueError, match=f"must be a power of two, got {count}"):
+        total.total()
 
 
 def test_leaves_are_contiguous():

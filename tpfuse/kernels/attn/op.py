@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import cut
-from ..runtime.op import ATTENTION, acc_dtype, autocast, op
+from ..runtime.op import ATTENTION, Op, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
+from ..runtime.shortcut import Shortcut
 from .cpu import bwd_cpu, fwd_cpu
 from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
@@ -68,6 +69,36 @@ attention_decode = op(
 )
 
 
+# ---- by leaves of the heads: the same bits however whole leaves are split over ranks ----
+
+
+def _run(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
+    """Makes the call of ``rows``, tensors whose dimension 1 is of heads, by ``leaves`` leaves of these unless 0."""
+    if leaves < 2 or not rows[0].is_cpu:  # kernels compute a head as if it were alone
+        return call(*rows, options)
+    if options.cu_seqlens is not None:  # documents have other lengths in every call
+        return _by_leaves(call, rows, options, leaves)
+    anywhere = options._replace(site=0, first_head=0)  # masks alone depend on the place in a model
+    return _HEADS(call, rows, options, leaves, stand_in=(call, rows, anywhere, leaves))
+
+
+def _by_leaves(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
+    (qkv,) = (t for t in rows if t.dim() == 4)
+    heads, first = qkv.shape[1] // leaves * (qkv.shape[2] - 2), options.first_head
+    pieces = zip(*(cut("attention", t, 1, leaves) for t in rows), strict=True)
+    results = [call(*piece, options._replace(first_head=first + i * heads)) for i, piece in enumerate(pieces)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results, 1)
+    return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
+
+
+def _at_once(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
+    return call(*rows, options)
+
+
+_HEADS = Shortcut(_by_leaves, _at_once)
+
+
 # ---- autograd ----
 
 
@@ -75,17 +106,18 @@ class _Attention(Function):
     """Takes the options whole: none of their tensors is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, options: Options) -> Tensor:
-        o, lse = attention_fwd(qkv, options)
+    def forward(ctx: Any, qkv: Tensor, options: Options, leaves: int) -> Tensor:
+        o, lse = _run(attention_fwd, (qkv,), options, leaves)
         ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
-        ctx.numbers = options[TENSORS:]
+        ctx.numbers, ctx.leaves = options[TENSORS:], leaves
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # qkv, o, lse, then the options' tensors
-        return attention_bwd(do.contiguous(), *saved[:3], Options(*saved[3:], *ctx.numbers)), None
+        options = Options(*saved[3:], *ctx.numbers)
+        return _run(attention_bwd, (do.contiguous(), *saved[:3]), options, ctx.leaves), None, None
 
 
 # ---- public ----
@@ -152,14 +184,9 @@ def attention(
 def attend(qkv: Tensor, options: Options, leaves: int = 0) -> Tensor:
     """Computes :func:`attention` of its arguments as one record.
 
-    ``leaves``, unless 0: of so many leaves of the heads, by as many calls; a CPU's elementwise loops round the last
-    elements of a tensor otherwise.
+    ``leaves``, unless 0: by so many leaves of the heads, since a CPU's GEMMs and elementwise loops may round otherwise
+    for another number of heads.
     """
     (qkv,) = autocast(qkv)
-    if leaves > 1:
-        pieces, first_head = cut("attention", qkv, 1, leaves), options.first_head
-        heads = pieces[0].shape[1] * (qkv.shape[2] - 2)
-        outputs = [attend(piece, options._replace(first_head=first_head + i * heads)) for i, piece in enumerate(pieces)]
-        return torch.cat(outputs, 1)
-    output: Tensor = _Attention.apply(qkv.contiguous(), options)
+    output: Tensor = _Attention.apply(qkv.contiguous(), options, leaves)
     return output

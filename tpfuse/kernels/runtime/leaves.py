@@ -25,6 +25,38 @@ def tree(leaves: Iterable[Tensor]) -> Tensor:
     return nodes[0]
 
 
+class TreeSum:
+    """The sum that :func:`tree` gives, of tensors that come one by one and may be written to.
+
+    It holds one node a level, log2 n of them, as the digits of a binary number hold a count.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._nodes = 0, list[Tensor]()
+
+    def add(self, leaf: Tensor) -> None:
+        count, node = self.count, leaf
+        while count & 1:
+            node = self._nodes.pop().add_(node)
+            count >>= 1
+        self._nodes.append(node)
+        self.count += 1
+
+    def total(self) -> Tensor:
+        """Returns the sum; ValueError unless the number of leaves is a power of two."""
+        if len(self._nodes) != 1:
+            raise ValueError(f"TreeSum: the number of leaves must be a power of two, got {self.count}")
+        return self._nodes[0]
+
+
+def tree_of_new(leaves: Iterable[Tensor]) -> Tensor:
+    """Returns :func:`tree` of tensors that nobody else holds, which are added into one another."""
+    total = TreeSum()
+    for leaf in leaves:
+        total.add(leaf)
+    return total.total()
+
+
 def cut(name: str, x: Tensor, dim: int, leaves: int) -> tuple[Tensor, ...]:
     """Returns x in so many equal contiguous pieces along ``dim``; ValueError, in the name of an op, if it has none.
 

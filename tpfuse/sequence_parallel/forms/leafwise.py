@@ -7,6 +7,9 @@ of ranks does not occur; where it contracts that dimension its leaves are added 
     op                    forward                         dgrad                            wgrad
     gather_linear         leaves of N side by side        a tree over leaves of N          leaves of N, side by side
     linear_exchange       a tree over leaves of K         leaves of K side by side         leaves of K, side by side
+
+That is the definition.  Leaves side by side are made by one GEMM, and leaves of a tree are read where they lie, where
+this has the definition's bits (kernels/runtime/shortcut.py).
 """
 
 from collections.abc import Iterable
@@ -15,54 +18,135 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.gemm.op import column_sum, linear_dgrad, linear_dgrad_act, linear_fwd, linear_wgrad, linear_wgrad_add
-from ...kernels.runtime.leaves import cut, split_columns, tree
+from ...kernels.gemm.activation import width
+from ...kernels.gemm.op import (
+    activation_bwd,
+    activation_fwd,
+    column_sum,
+    linear_dgrad,
+    linear_fwd,
+    linear_wgrad,
+    linear_wgrad_add,
+)
+from ...kernels.runtime.leaves import split_columns, tree_of_new
+from ...kernels.runtime.shortcut import Shortcut, vectors
 from ...parallel import TensorParallel
 from ..crossings import gather_rows, scatter_rows
 from ..records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads
 
-# ---- GEMMs ----
+# ---- GEMMs: by leaves of so many columns of the dimension that is split, and the faster ways ----
 
 
 def _side_by_side(columns: Iterable[Tensor]) -> Tensor:
-    """Returns columns [M, n] beside one another; of empty tensors, an empty one."""
-    pieces = list(columns)
-    return torch.cat(pieces, 1) if pieces[0].dim() == 2 else pieces[0]
+    """Returns columns [M, n] beside one another."""
+    return torch.cat(list(columns), 1)
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
+    return linear_fwd(x, w, b, "none")[0]
+
+
+def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
+    weights = w.split(leaf)
+    biases = [None] * len(weights) if b is None else b.split(leaf)
+    return _side_by_side(_linear(x, w_v, b_v, leaf) for w_v, b_v in zip(weights, biases, strict=True))
+
+
+_COLUMN_FWD = Shortcut(_linear_by_leaves, _linear)
 
 
 def column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, Tensor]:
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N."""
     w, b, activation = linear
-    weights = w.split(leaf)
-    biases = [None] * len(weights) if b is None else b.split(leaf)
-    results = [linear_fwd(x, w_v, b_v, activation) for w_v, b_v in zip(weights, biases, strict=True)]
-    y, z = zip(*results, strict=True)
-    return _side_by_side(y), _side_by_side(z)
+    z = _COLUMN_FWD(x, w, b, leaf)
+    if activation == "none":
+        return z, z.new_empty(0)
+    if vectors(leaf // width(activation)):
+        return activation_fwd(z, activation), z
+    return _side_by_side(activation_fwd(z_v, activation) for z_v in split_columns(z, leaf)), z
 
 
-def row_fwd(x: Tensor, w: Tensor, leaves: int) -> Tensor:
-    """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N]."""
-    pieces = zip(cut("x", x, 1, leaves), cut("weight", w, 1, leaves), strict=True)
-    return tree(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
+def _row_fwd(x: Tensor, w: Tensor, leaf: int) -> Tensor:
+    pieces = zip(x.split(leaf, 1), w.split(leaf, 1), strict=True)
+    return tree_of_new(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
 
 
-def column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    """dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K], by leaves of so many of them."""
+def _row_fwd_by_leaves(x: Tensor, w: Tensor, leaf: int) -> Tensor:
+    pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
+    return tree_of_new(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
+
+
+row_fwd = Shortcut(_row_fwd_by_leaves, _row_fwd)  # x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N]
+
+
+def _column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+    return tree_of_new(linear_dgrad(dy_v, w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf), strict=True))
+
+
+def _column_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
     pieces = zip(split_columns(dy, leaf), w.split(leaf), strict=True)
-    return tree(linear_dgrad(dy_v, w_v) for dy_v, w_v in pieces)
+    return tree_of_new(linear_dgrad(dy_v, w_v) for dy_v, w_v in pieces)
 
 
-def row_dgrad(dy: Tensor, w: Tensor, leaves: int) -> Tensor:
-    """dy [M, N], w [N, K] -> [M, K]."""
-    return _side_by_side(linear_dgrad(dy, w_v) for w_v in cut("weight", w, 1, leaves))
+# dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]
+column_dgrad = Shortcut(_column_dgrad_by_leaves, _column_dgrad)
 
 
-def bias_grad(dy: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    """dy [M, N] -> its columns' sums [N] in ``dtype``: a sum of columns depends on how many there are."""
-    return torch.cat([column_sum(dy_v, dtype) for dy_v in split_columns(dy, leaf)])
+def _row_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+    return linear_dgrad(dy, w)
+
+
+def _row_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+    return _side_by_side(linear_dgrad(dy, w_v) for w_v in split_columns(w, leaf))
+
+
+row_dgrad = Shortcut(_row_dgrad_by_leaves, _row_dgrad)  # dy [M, N], w [N, K] -> [M, K], by leaves of K
+
+
+def activation_dgrad(da: Tensor, z: Tensor, activation: str, leaf: int, *, rebuild: bool) -> tuple[Tensor, Tensor]:
+    """da [M, N], z [M, N] (gated [M, 2N]) -> dz like z, act(z) (empty unless ``rebuild``), by leaves of the N."""
+    if vectors(leaf):
+        dz, _, a = activation_bwd(da, z, activation, rebuild=rebuild, bias=None)
+        return dz, a
+    pieces = zip(split_columns(da, leaf), split_columns(z, leaf * width(activation)), strict=True)
+    results = [activation_bwd(da_v, z_v, activation, rebuild=rebuild, bias=None) for da_v, z_v in pieces]
+    dz, _, a = map(list, zip(*results, strict=True))
+    return _side_by_side(dz), _side_by_side(a) if rebuild else da.new_empty(0)
+
+
+def _column_sum(x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
+    return column_sum(x, dtype)
+
+
+def _column_sum_by_leaves(x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
+    return torch.cat([column_sum(x_v, dtype) for x_v in split_columns(x, leaf)])
+
+
+_BIAS_GRAD = Shortcut(_column_sum_by_leaves, _column_sum)
+
+
+def bias_grad(dy: Tensor, dtype: torch.dtype | None, leaf: int) -> Tensor | None:
+    """dy [M, N] -> its columns' sums [N] in ``dtype``, if there is one: a sum depends on how many columns there are."""
+    return None if dtype is None else _BIAS_GRAD(dy, dtype, leaf)
 
 
 # ---- gradients of weights, as units of work ----
+
+
+def _wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
+    return linear_wgrad(dy, x, dtype, None)[0]
+
+
+def _column_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
+    return torch.cat([linear_wgrad(dy_v, x, dtype, None)[0] for dy_v in split_columns(dy, leaf)])
+
+
+def _row_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
+    return _side_by_side(linear_wgrad(dy, x_v, dtype, None)[0] for x_v in split_columns(x, leaf))
+
+
+_COLUMN_WGRAD = Shortcut(_column_wgrad_by_leaves, _wgrad)
+_ROW_WGRAD = Shortcut(_row_wgrad_by_leaves, _wgrad)
 
 
 class ColumnGrad(NamedTuple):
@@ -75,15 +159,14 @@ class ColumnGrad(NamedTuple):
     leaf: int  # of the N
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        x = self.n.rows()
-        results = [linear_wgrad(dy_v, x, self.dtype, self.bias) for dy_v in split_columns(self.dy, self.leaf)]
-        dw, db = (torch.cat(pieces) for pieces in zip(*results, strict=True))
-        return dw, None if self.bias is None else db
+        dw = _COLUMN_WGRAD(self.dy, self.n.rows(), self.dtype, self.leaf)
+        return dw, bias_grad(self.dy, self.bias, self.leaf)
 
     def add_to(self, total: Tensor) -> Tensor | None:
         x, pieces = self.n.rows(), zip(split_columns(self.dy, self.leaf), total.split(self.leaf), strict=True)
-        db = torch.cat([linear_wgrad_add(dy_v, x, part, self.bias) for dy_v, part in pieces])
-        return None if self.bias is None else db
+        for dy_v, part in pieces:
+            linear_wgrad_add(dy_v, x, part, None)
+        return bias_grad(self.dy, self.bias, self.leaf)
 
 
 class RowGrad(NamedTuple):
@@ -92,15 +175,13 @@ class RowGrad(NamedTuple):
     dy: Tensor
     x: Tensor
     dtype: torch.dtype
-    leaves: int
+    leaf: int  # of the K
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        pieces = cut("x", self.x, 1, self.leaves)
-        return _side_by_side(linear_wgrad(self.dy, x_v, self.dtype, None)[0] for x_v in pieces), None
+        return _ROW_WGRAD(self.dy, self.x, self.dtype, self.leaf), None
 
     def add_to(self, total: Tensor) -> Tensor | None:
-        totals = total.chunk(self.leaves, 1)
-        for x_v, part in zip(cut("x", self.x, 1, self.leaves), totals, strict=True):
+        for x_v, part in zip(split_columns(self.x, self.leaf), total.split(self.leaf, 1), strict=True):
             linear_wgrad_add(self.dy, x_v, part, None)
         return None
 
@@ -111,7 +192,7 @@ class RowGrad(NamedTuple):
 class Leafwise(NamedTuple):
     """The form of one call.
 
-    ``leaf``: the width of a leaf of a column-parallel layer's outputs, of which the last leaf of all may have fewer.
+    ``leaf``: the width of a leaf of what the call splits, which the last leaf of all may fall short of.
     """
 
     leaf: int
@@ -125,39 +206,36 @@ class Leafwise(NamedTuple):
         dn = scatter_rows(column_dgrad(dy, w, self.leaf), tp)
         if grads.weight:
             return dn, *grads.run("weight", ColumnGrad(dy, n, w.dtype, grads.bias, leaf=self.leaf))
-        return dn, None, None if grads.bias is None else bias_grad(dy, grads.bias, self.leaf)
+        return dn, None, bias_grad(dy, grads.bias, self.leaf)
 
     def linear_exchange_fwd(self, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
-        return scatter_rows(row_fwd(x, w, tp.leaves), tp)
+        return scatter_rows(row_fwd(x, w, x.shape[1] // tp.leaves), tp)
 
     def linear_exchange_bwd(
         self, dp: Tensor, w: Tensor, *, x: Tensor, grads: WantedGrads, tp: TensorParallel
     ) -> tuple[Tensor, Tensor | None]:
-        dy = gather_rows(dp, tp)
-        dx, dw = row_dgrad(dy, w, tp.leaves), None
+        dy, leaf = gather_rows(dp, tp), x.shape[1] // tp.leaves
+        dx, dw = row_dgrad(dy, w, leaf), None
         if grads.out_weight:
-            dw, _ = grads.run("out_weight", RowGrad(dy, x, w.dtype, tp.leaves))
+            dw, _ = grads.run("out_weight", RowGrad(dy, x, w.dtype, leaf))
         return dx, dw
 
     def gather_mlp_exchange_fwd(
         self, n: Tensor, mlp: MLP, *, keep: bool, tp: TensorParallel
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         a, z = column_fwd(gather_rows(n, tp), LinearWeights(mlp.w1, mlp.b1, mlp.activation), self.leaf)
-        return scatter_rows(row_fwd(a, mlp.w2, tp.leaves), tp), z, a if keep else None
+        return scatter_rows(row_fwd(a, mlp.w2, self.leaf // width(mlp.activation)), tp), z, a if keep else None
 
     def gather_mlp_exchange_bwd(
         self, dp: Tensor, mlp: MLP, *, saved: MLPSaved, grads: WantedGrads, tp: TensorParallel
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        dy, leaves, rebuild = gather_rows(dp, tp), tp.leaves, saved.a is None and grads.out_weight
-        pieces = zip(cut("weight", mlp.w2, 1, leaves), cut("z", saved.z, 1, leaves), strict=True)
-        results = [
-            linear_dgrad_act(dy, w_v, z_v, mlp.activation, rebuild=rebuild, bias=grads.bias) for w_v, z_v in pieces
-        ]
-        dzs, dbs, rebuilt = zip(*results, strict=True)
-        dz, a = _side_by_side(dzs), _side_by_side(rebuilt) if saved.a is None else saved.a
+        dy, leaf = gather_rows(dp, tp), self.leaf // width(mlp.activation)
+        da = row_dgrad(dy, mlp.w2, leaf)
+        dz, rebuilt = activation_dgrad(da, saved.z, mlp.activation, leaf, rebuild=saved.a is None and grads.out_weight)
+        a = rebuilt if saved.a is None else saved.a
         dn, dw1, dw2 = scatter_rows(column_dgrad(dz, mlp.w1, self.leaf), tp), None, None
         if grads.out_weight:
-            dw2, _ = grads.run("out_weight", RowGrad(dy, a, mlp.w2.dtype, leaves))
+            dw2, _ = grads.run("out_weight", RowGrad(dy, a, mlp.w2.dtype, leaf))
         if grads.weight:
             dw1, _ = grads.run("weight", ColumnGrad(dz, saved.n, mlp.w1.dtype, None, leaf=self.leaf))
-        return dn, dw1, None if grads.bias is None else torch.cat(dbs), dw2
+        return dn, dw1, bias_grad(dz, grads.bias, self.leaf), dw2
