@@ -150,6 +150,12 @@ def parse() -> argparse.Namespace:
     )
     add("--no-sequence-parallel", action="store_true", help="every tensor-parallel rank holds all rows between GEMMs")
     add(
+        "--bitwise",
+        type=common.positive,
+        metavar="V",
+        help="the same bits at every --tp that divides V, a power of two; the log gets a digest of the weights",
+    )
+    add(
         "--saving",
         choices=("fastest", "smallest"),
         default="fastest",
@@ -203,6 +209,9 @@ def parse() -> argparse.Namespace:
             parser.error("--ok-topk is of gradients that replicas share: give --dp 2 or more")
         if args.pp > 1 or args.main_grad:
             parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
+
+    if args.bitwise is not None and (args.dp > 1 or args.pp > 1):
+        parser.error("--bitwise is of tensor parallelism: sums over replicas and stages are not by leaves yet")
 
     shape = SIZES[args.size]
     args.width = args.width or shape["hidden_size"]

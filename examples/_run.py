@@ -1,6 +1,7 @@
 """Surroundings of a training loop: signals that stop it between steps, the best model so far, and a log that survives
 being resumed."""
 
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from tpfuse.models.files.write import whole_tensors
 
 PATIENCE = 5.0  # seconds: Slurm, Ctrl-C and launchers that pass a signal on deliver it twice at once
 
@@ -64,6 +68,18 @@ def save_trained(model: Any, folder: Path, **about: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
+
+
+def weights_digest(model: Any) -> str:
+    """Returns the sha256 of all weights, whole and in the order of their names: it does not depend on the split.
+
+    Every rank calls it.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(whole_tensors(model.files), key=lambda named: named[0]):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
 
 
 class Best:

@@ -7,6 +7,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --dp 4 --ok-topk 0.01   # a hundredth of the gradients is sent
     torchrun --nproc-per-node 4 examples/train_gpt.py --pp 2 --schedule zbv --batch 8 --micro-batches 8 --layers 8
     torchrun --nproc-per-node 4 examples/train_gpt.py --plan plan.json --batch 8   # of python -m tpfuse plan --json
+    torchrun --nproc-per-node 2 examples/train_gpt.py --bitwise 4     # the same bits at --tp 1, 2 and 4
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume        # goes on from the last checkpoint, bit for bit
 
 What is learnt does not depend on the split: sample i of step s is a function of (seed, s), its dropout masks of
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 from _batches import Batches
 from _options import SIZES, config_of, parse, stage_of
-from _run import Best, Log, StopSignal, save_trained
+from _run import Best, Log, StopSignal, save_trained, weights_digest
 from _text import END, Text, gzip_bits, paragraphs, read_text
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
@@ -127,7 +128,7 @@ def validate(setup: Setup) -> float:
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
 FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
-FIXED += "ok_topk", "ok_topk_warmup"
+FIXED += "ok_topk", "ok_topk_warmup", "bitwise"
 
 
 def resume(setup: Setup, checkpoints: Path) -> int:
@@ -196,6 +197,8 @@ def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
                 tokens, extras = int(setup.batches.lengths(step).sum()), dict(imbalance=[shared.before, shared.after])
             if setup.hook:
                 extras["bytes_sent"] = setup.hook.sent
+            if args.bitwise is not None:
+                extras["weights_sha256"] = weights_digest(setup.model)
             meter.stop(tokens)
 
             reached = step + 1
@@ -211,7 +214,8 @@ def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
                 best.offer(setup.model, reached, bits)
                 if log:
                     log(step=reached, held_out_bits=bits)
-                    bar.write(f"step {reached}: held out {bits:.3f} bits per byte")
+                    digest = f", weights sha256 {extras['weights_sha256']}" if args.bitwise is not None else ""
+                    bar.write(f"step {reached}: held out {bits:.3f} bits per byte{digest}")
             if reached % args.checkpoint_every == 0 or reached == args.steps or stopped_by:
                 saved = dict(step=reached, extra=settings(setup), hook=setup.hook)
                 tpfuse.save_checkpoint(args.out / "checkpoints", setup.model, setup.optimizer, **saved)
@@ -250,8 +254,8 @@ def main() -> None:
 
     device = common.start(args.timeout)
     mesh = init_device_mesh(device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
-    tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel)
     with common.one_line_errors():
+        tp = TensorParallel(mesh["tp"], sequence_parallel=not args.no_sequence_parallel, bitwise=args.bitwise)
         prints = [""] * common.WORLD
         dist.all_gather_object(prints, text.fingerprint)
         if len(set(prints)) > 1:

@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 
 from .tools import command
 from .tools.bench import command as bench
+from .tools.bits import command as bits
 from .tools.doctor import command as doctor
 from .tools.ledger import commands as ledger
 from .tools.ledger import speed_commands as speeds
@@ -14,7 +15,7 @@ from .tools.plan import planning
 from .tools.plan.intra import command as layouts
 from .tools.plan.topology import command as topology
 
-TOOLS = doctor, ledger, speeds, planning, layouts, pipeline, collectives, topology, bench
+TOOLS = doctor, bits, ledger, speeds, planning, layouts, pipeline, collectives, topology, bench
 
 
 def parser() -> ArgumentParser:

@@ -5,6 +5,7 @@ A run is 8 steps of a small GPT-2 with dropout and a checkpoint every third.  Ki
 a run that is to be stopped waits in every step, so no test depends on the time it takes.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -117,6 +118,43 @@ def test_killed_and_resumed_with(tmp_path, flags):
         assert sent[0] == sent[1] and max(sent[0][int(flags[-1]) :]) < 0.5 * sent[0][0]
     done = run(SCRIPT, *arguments(out, tp, dp, *others.split(), "--resume"), procs=tp * dp)
     assert refusal in done.stderr
+
+
+def digests(out: Path) -> dict[int, str]:
+    return {r["step"]: r["weights_sha256"] for r in log_of(out) if "weights_sha256" in r}
+
+
+BITWISE = ["--bitwise", 4, "--no-sequence-parallel"]
+
+
+def test_a_digest_of_the_weights(tmp_path):
+    """In the log and beside the held-out bits; of the weights that are saved."""
+    from safetensors.torch import load_file
+
+    said = ok(SCRIPT, *arguments(tmp_path, 1, 1, *BITWISE, "--steps", 2))
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    digest = hashlib.sha256()
+    for name in sorted(saved):
+        digest.update(name.encode())
+        digest.update(saved[name].contiguous().numpy().tobytes())
+    assert list(digests(tmp_path)) == [1, 2] and digests(tmp_path)[2] == digest.hexdigest() != digests(tmp_path)[1]
+    assert "step 2: held out" in said and f"weights sha256 {digest.hexdigest()}" in said
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_at_another_split(tmp_path):
+    """The bits of one process that was never killed, from two ranks with sequence parallelism to four without."""
+    one, out = tmp_path / "one", tmp_path / "killed"
+    ok(SCRIPT, *arguments(one, 1, 1, *BITWISE))
+    done = run(SCRIPT, *arguments(out, 2, 1, *BITWISE[:2]), procs=2, killed=("step", 6))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr and latest(out) == "step-00000003"
+    said = ok(SCRIPT, *arguments(out, 4, 1, *BITWISE, "--resume"), procs=4)
+    assert f"resumed at step 3 of {STEPS}" in said
+    same_run(out, one)
+    assert digests(out) == digests(one) and list(digests(one)) == list(range(1, STEPS + 1))
+    assert f"weights sha256 {digests(one)[STEPS]}" in said
+    done = run(SCRIPT, *arguments(out, 2, 1, "--bitwise", 2, "--resume"), procs=2)
+    assert "--bitwise is 2 and was 4 in" in done.stderr
 
 
 @pytest.mark.slow

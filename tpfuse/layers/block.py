@@ -26,6 +26,7 @@ from ..kernels.attn.options import as_key_mask
 from ..kernels.norm import check_kind
 from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import is_observed
 from ..kernels.runtime.op import autocasts
 from ..kernels.runtime.philox import Mask, active_rng, threshold
 from ..parallel import TensorParallel
@@ -241,6 +242,7 @@ class TransformerBlock(ParallelModule):
             and not torch.compiler.is_compiling()
             and not deferring()
             and not autocasts(h)
+            and not is_observed()
             and self.attention.in_one
             and self.mlp.in_one
         )

@@ -2,6 +2,7 @@
 
 accuracy   errors that rounding explains
 bench/     kernels alone, at any shape: python -m tpfuse bench
+bits/      bits over layouts of the ranks, and the first op whose differ: python -m tpfuse bits
 command    the command line of python -m tpfuse: what commands have in common
 doctor/    what an installation is, what runs where, whether it works: tpfuse.doctor()
 explain    which path each layer's messages take, and why

@@ -4,12 +4,16 @@ torch looks at every argument for wrappers that a functorch transform left behin
 contexts of Python; with the argument lists of fused ops each costs more host time than the op's own checks.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import _C
+
+Observer = Callable[[type, tuple[Any, ...], Any], None]  # a Function, its arguments, its outputs
+_observers: list[Observer] = []
 
 
 class Function(torch.autograd.Function):
@@ -20,6 +24,30 @@ class Function(torch.autograd.Function):
         if _C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # of C, which has no stub
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """In it, ``observer`` sees each call of a Function as it returns, and a block runs its ops one by one."""
+    usual = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any) -> Any:
+        outputs = usual.__func__(cls, *args)
+        observer(cls, args, outputs)
+        return outputs
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.pop()
+        Function.apply = usual  # type: ignore[method-assign]
+
+
+def is_observed() -> bool:
+    """True inside :func:`observed`."""
+    return bool(_observers)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

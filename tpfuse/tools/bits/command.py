@@ -1,0 +1,118 @@
+"""``python -m tpfuse bits``: which layouts of a model's ranks have the same bits."""
+
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...layers.block import SAVING
+from ...models import GPT, Bert, BertConfig
+from ...models.config.model import ModelConfig
+from ...models.files.read import INDEX, SINGLE
+from ...models.model import Model
+from ...parallel import BITWISE, TensorParallel
+from ..command import (
+    DTYPES,
+    MODEL_HELP,
+    Commands,
+    add_dtype,
+    add_output,
+    add_seq,
+    comma_separated,
+    positive,
+    print_result,
+)
+from ..ledger.presets import load_config
+from ..ledger.processes import on_ranks
+from .layouts import Batch, Bits, Layout, compare
+
+OFF = "off"
+SEQUENCE_PARALLEL = {"both": (False, True), "on": (True,), OFF: (False,)}
+
+
+@dataclass(frozen=True)
+class MakeModel:
+    """Makes a model: with the weights of a directory that has some, or else with initial ones."""
+
+    config: ModelConfig
+    folder: Path | None
+    dtype: torch.dtype
+    saving: str
+
+    def __call__(self, tp: TensorParallel) -> Model:
+        cls: Any = Bert if isinstance(self.config, BertConfig) else GPT
+        head = dict(masked_lm=True) if cls is Bert else dict(lm_head=True)
+        options: dict[str, Any] = dict(tp=tp, saving=self.saving, **head)
+        if self.folder is not None:
+            model: Model = cls.from_pretrained(self.folder, dtype=self.dtype, **options)
+        else:
+            model = cls(self.config, **options).to(self.dtype)
+        return model.train()
+
+
+def register(commands: Commands) -> None:
+    """Adds the command ``bits``."""
+    p = commands.add(
+        "bits",
+        "compare the bits of training steps over layouts of ranks, and name the first op that differs",
+        _run,
+        "Trains a model for some steps at each layout of ranks, in processes of this machine with one thread each, and"
+        " compares every tensor with one process, as integers. The exit code is 1 where bits differ.",
+    )
+    p.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; weights in the directory are read")
+    p.add_argument(
+        "--tp", type=comma_separated(positive), default="1,2,4", metavar="N,..", help="tensor-parallel sizes"
+    )
+    p.add_argument(
+        "--sequence-parallel",
+        choices=SEQUENCE_PARALLEL,
+        default="both",
+        help="with sequence parallelism, without, both",
+    )
+    p.add_argument(
+        "--bitwise", type=_leaves, default=8, metavar="V", help=f"leaves of what is split, or {OFF!r} for sums by rank"
+    )
+    p.add_argument("--batch", type=positive, default=3, metavar="N", help="sequences of random tokens in a step")
+    add_seq(p, 13)
+    p.add_argument("--steps", type=positive, default=1, metavar="N", help="steps of AdamW with clipping")
+    p.add_argument("--saving", choices=SAVING, default=SAVING[0], help="what blocks keep for backward")
+    add_dtype(p, "fp32")
+    add_output(p, plot=False)
+
+
+def _leaves(text: str) -> int | None:
+    """An argparse type: V, or None for "off"."""
+    if text != OFF and (not text.isdecimal() or int(text) not in BITWISE):
+        raise ArgumentTypeError(f"must be one of {', '.join(map(str, BITWISE))} or {OFF}, got {text}")
+    return None if text == OFF else int(text)
+
+
+def _run(args: Namespace) -> int:
+    """Returns 1 where bits differ, 0 otherwise."""
+    config, folder = load_config(args.model), Path(args.model)
+    stored = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    make = MakeModel(config, folder if stored else None, DTYPES[args.dtype], args.saving)
+    layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
+    batches = random_batches(config, args.batch, args.seq, args.steps)
+    result = on_ranks(max(args.tp), _compared, make, batches, layouts, args.bitwise)
+    if isinstance(result, ValueError):
+        raise result
+    options = dict(model=args.model, dtype=args.dtype, bitwise=args.bitwise)
+    print_result(args, str(result), dict(options, same=result.same, layouts=[row.json() for row in result]))
+    return 0 if result.same else 1
+
+
+def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> list[Batch]:
+    """Returns the arguments of a call a step: tokens that are their own labels, and the place of dropout's masks."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(config.vocab_size, (batch, seq), generator=generator) for _ in range(steps)]
+    return [dict(input_ids=ids, labels=ids, step=step, first_sample=0) for step, ids in enumerate(tokens)]
+
+
+def _compared(make: MakeModel, batches: list[Batch], layouts: list[Layout], bitwise: int | None) -> Bits | ValueError:
+    try:
+        return compare(make, batches, layouts, bitwise)
+    except ValueError as error:
+        return error
