@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from tests.bitwise.training import KINDS
 from tests.tools.ledger.test_steptime import built
 from tpfuse.__main__ import main
+from tpfuse.models import GPT
 from tpfuse.tools.ledger.presets import PRESETS
 
 
@@ -180,3 +183,28 @@ def test_arguments_that_are_none(capsys, argv):
 def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "tpfuse", "mfu"], capture_output=True, text=True)
     assert done.returncode == 0 and "published" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_bits(capsys, tmp_path):
+    undropped = dict(dropout=0.0, embedding_dropout=0.0)  # Llama drops attention's probabilities alone
+    GPT(replace(KINDS["llama"], **undropped)).save_pretrained(tmp_path)
+    argv = "bits", str(tmp_path), "--tp", "1,2"
+    text = said(capsys, *argv)
+    assert text.rstrip().endswith("the same bits at every layout") and text.count("\ntp ") == 4
+    values = json.loads(said(capsys, *argv, "--sequence-parallel", "on", "--dtype", "bf16", "--steps", "2", "--json"))
+    assert values["same"] and values["bitwise"] == 8 and [x["size"] for x in values["layouts"]] == [1, 2]
+    assert values["layouts"][1]["loss"] == [2, 2] and values["layouts"][1]["first"] is None
+    assert main([*argv, "--bitwise", "off"]) == 1
+    text = capsys.readouterr().out
+    assert "op blocks.0.attention.out linear_exchange: " in text and text.rstrip().endswith("bits differ")
+    assert main([*argv, "--bitwise", "16"]) == 2
+    refusal = "num_kv_heads=8 is not divisible by bitwise=16 leaves; use bitwise 1, 2, 4 or 8"
+    assert capsys.readouterr().err == f"tpfuse bits: error: ParallelAttention: {refusal}\n"
+
+
+@pytest.mark.parametrize("leaves", ["3", "64", "eight", "-8"])
+def test_leaves_are_a_power_of_two(capsys, leaves):
+    with pytest.raises(SystemExit):
+        main(["bits", "gpt-3m", f"--bitwise={leaves}"])
+    assert f"must be one of 1, 2, 4, 8, 16, 32 or off, got {leaves}" in capsys.readouterr().err

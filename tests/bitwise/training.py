@@ -6,44 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.bits.kinds import KINDS, LAYOUTS
 from tests.pool import World
 from tpfuse import TensorParallel, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tpfuse.layers.shards import named_specs
-from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
+from tpfuse.models import GPT, Bert, BertConfig
+from tpfuse.tools.bits.difference import bits
+from tpfuse.tools.bits.layouts import Layout
 
-# The rows of a batch, 3 x 13, are padded to 40; the last leaf of the vocabulary has fewer tokens.
-ODD: dict[str, Any] = dict(
-    hidden_size=112, ffn_size=296, vocab_size=227, num_heads=8, num_layers=2, max_positions=32
-)  # fmt: skip
-BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False, gated=True)
-ROPE = dict(rope_type="default", rope_theta=1e4)
-DROPOUT = dict(dropout=0.1, embedding_dropout=0.1, attention_dropout=0.1)
-KINDS: dict[str, Any] = {
-    "gpt2": GPTConfig(hidden_size=64, num_heads=8, num_layers=2, vocab_size=96, max_positions=32, **DROPOUT),
-    "gpt2 odd": GPTConfig(**ODD, **DROPOUT),
-    "llama": GPTConfig(
-        family="llama", hidden_size=64, num_heads=16, num_kv_heads=8, num_layers=2, vocab_size=96, ffn_size=176,
-        norm="rms", activation="silu", rope=ROPE, tie_embeddings=False, max_positions=32, **BARE, **DROPOUT,
-    ),
-    "qwen3 odd": GPTConfig(
-        family="qwen3", **ODD, num_kv_heads=8, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
-        **BARE, **DROPOUT,
-    ),
-    "gemma odd": GPTConfig(
-        family="gemma2", **ODD, num_kv_heads=8, norm="gemma_rms", activation="gelu_tanh", rope=ROPE, branch_norm=True,
-        attention_softcap=50.0, logit_softcap=30.0, scaled_embedding=True, **BARE, **DROPOUT,
-    ),
-    "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
-    "bert odd": BertConfig(**ODD, **DROPOUT),
-}  # fmt: skip
-
-
-class Layout(NamedTuple):
-    size: int
-    sequence_parallel: bool = False
-
-
-LAYOUTS = Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)
+__all__ = ["KINDS", "LAYOUTS", "Layout", "Result", "differences", "train"]
 
 
 class Result(NamedTuple):
@@ -96,11 +67,6 @@ def train(
     tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
     slices = {name: specs[name.split(" ", 1)[1]][0].local(specs[name.split(" ", 1)[1]][1]) for name in tensors}
     return Result(losses, norms, tensors, slices)
-
-
-def bits(x: Tensor) -> Tensor:
-    """Returns x as integers: NaNs compare, and -0 is not 0."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def differences(one: Result, other: Result) -> dict[str, float]:

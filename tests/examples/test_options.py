@@ -24,6 +24,8 @@ TRAIN = [  # flags, error
     ("--ok-topk 0.01 --dp 2 --main-grad", "--ok-topk stands in DDP, which --main-grad does without"),
     ("--ok-topk 0.01 --dp 2 --pp 2", "--ok-topk stands in DDP, which --pp does without"),
     ("--ok-topk-warmup 9", "--ok-topk-warmup is of --ok-topk, which is not given"),
+    ("--bitwise 4 --dp 2", "--bitwise is of tensor parallelism: sums over replicas and stages are not by leaves yet"),
+    ("--bitwise 3", "TensorParallel: bitwise must be a power of two from 1 to 32, got 3"),
     ("--dropout 1", "--dropout must be in [0, 1), got 1.0"),
     ("--seed -1", "--seed must be in [0, 2^63), got -1"),
     ("--temperature 0", "--temperature must be a positive number, got 0.0"),

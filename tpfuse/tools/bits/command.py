@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...layers.block import SAVING
-from ...models import GPT, Bert, BertConfig
+from ...models import GPT, Bert, BertConfig, head_options, with_head
 from ...models.config.model import ModelConfig
 from ...models.files.read import INDEX, SINGLE
 from ...models.model import Model
@@ -42,13 +42,11 @@ class MakeModel:
     saving: str
 
     def __call__(self, tp: TensorParallel) -> Model:
+        if self.folder is None:
+            return with_head(self.config, tp=tp, saving=self.saving).to(self.dtype).train()
         cls: Any = Bert if isinstance(self.config, BertConfig) else GPT
-        head = dict(masked_lm=True) if cls is Bert else dict(lm_head=True)
-        options: dict[str, Any] = dict(tp=tp, saving=self.saving, **head)
-        if self.folder is not None:
-            model: Model = cls.from_pretrained(self.folder, dtype=self.dtype, **options)
-        else:
-            model = cls(self.config, **options).to(self.dtype)
+        options = dict(dtype=self.dtype, saving=self.saving, **head_options(self.config.hf))
+        model: Model = cls.from_pretrained(self.folder, tp=tp, **options)
         return model.train()
 
 
@@ -96,7 +94,7 @@ def _run(args: Namespace) -> int:
     make = MakeModel(config, folder if stored else None, DTYPES[args.dtype], args.saving)
     layouts = [Layout(size, sp) for size in args.tp for sp in SEQUENCE_PARALLEL[args.sequence_parallel]]
     batches = random_batches(config, args.batch, args.seq, args.steps)
-    result = on_ranks(max(args.tp), _compared, make, batches, layouts, args.bitwise)
+    result = on_ranks(max(args.tp), _compared, (make, batches, layouts, args.bitwise))
     if isinstance(result, ValueError):
         raise result
     options = dict(model=args.model, dtype=args.dtype, bitwise=args.bitwise)
@@ -111,8 +109,9 @@ def random_batches(config: ModelConfig, batch: int, seq: int, steps: int) -> lis
     return [dict(input_ids=ids, labels=ids, step=step, first_sample=0) for step, ids in enumerate(tokens)]
 
 
-def _compared(make: MakeModel, batches: list[Batch], layouts: list[Layout], bitwise: int | None) -> Bits | ValueError:
+def _compared(arguments: tuple[Any, ...]) -> Bits | ValueError:
+    """Returns what :func:`compare` does, or raises, with these arguments."""
     try:
-        return compare(make, batches, layouts, bitwise)
+        return compare(*arguments)
     except ValueError as error:
         return error

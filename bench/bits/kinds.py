@@ -1,0 +1,34 @@
+"""Kinds of models whose bits are compared, and layouts; tests/bitwise reads them too."""
+
+from typing import Any
+
+from tpfuse.models import BertConfig, GPTConfig
+from tpfuse.tools.bits.layouts import Layout
+
+LAYOUTS = Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)
+
+# The rows of a batch, 3 x 13, are padded to 40; the last leaf of the vocabulary has fewer tokens.
+ODD: dict[str, Any] = dict(
+    hidden_size=112, ffn_size=296, vocab_size=227, num_heads=8, num_layers=2, max_positions=32
+)  # fmt: skip
+BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False, gated=True)
+ROPE = dict(rope_type="default", rope_theta=1e4)
+DROPOUT = dict(dropout=0.1, embedding_dropout=0.1, attention_dropout=0.1)
+KINDS: dict[str, Any] = {
+    "gpt2": GPTConfig(hidden_size=64, num_heads=8, num_layers=2, vocab_size=96, max_positions=32, **DROPOUT),
+    "gpt2 odd": GPTConfig(**ODD, **DROPOUT),
+    "llama": GPTConfig(
+        family="llama", hidden_size=64, num_heads=16, num_kv_heads=8, num_layers=2, vocab_size=96, ffn_size=176,
+        norm="rms", activation="silu", rope=ROPE, tie_embeddings=False, max_positions=32, **BARE, **DROPOUT,
+    ),
+    "qwen3 odd": GPTConfig(
+        family="qwen3", **ODD, num_kv_heads=8, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
+        **BARE, **DROPOUT,
+    ),
+    "gemma odd": GPTConfig(
+        family="gemma2", **ODD, num_kv_heads=8, norm="gemma_rms", activation="gelu_tanh", rope=ROPE, branch_norm=True,
+        attention_softcap=50.0, logit_softcap=30.0, scaled_embedding=True, **BARE, **DROPOUT,
+    ),
+    "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
+    "bert odd": BertConfig(**ODD, **DROPOUT),
+}  # fmt: skip
