@@ -16,6 +16,7 @@ from .ranks.messages import channel, gather
 
 OVERLAP = "auto", "pairwise", "off"
 BITWISE = 1, 2, 4, 8, 16, 32
+TILES = 12, 24, 48, 96  # CPU kernels of GEMMs take 4, 6 or 12 rows at a time, those left over in another order
 
 
 @dataclass(frozen=True, init=False)
@@ -35,6 +36,11 @@ class TensorParallel:
     have the same bits at every size that divides V, with and without sequence parallelism (docs/bits.md).  None: sums
     over ranks are taken in rank order.  On CPUs; with ``overlap`` "off" or "auto", which then hides nothing.
 
+    ``batch_invariant``, with ``bitwise``: the number T of rows in a tile, one of TILES.  Every forward GEMM is made in
+    tiles of T rows, and attention in tiles of T queries, so that a token's logits have the same bits in training, in a
+    prompt and in generation with a cache, in a batch of any size.  A small T makes tokens cheaper, a large one
+    training.  None: shapes are those of the call.
+
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
     """
@@ -46,6 +52,7 @@ class TensorParallel:
     overlap: str
     one_machine: bool
     bitwise: int | None
+    batch_invariant: int | None
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class TensorParallel:
         sequence_parallel: bool = False,
         overlap: str = "auto",
         bitwise: int | None = None,
+        batch_invariant: int | None = None,
     ):
         if overlap not in OVERLAP:
             raise ValueError(f"TensorParallel: overlap must be one of {', '.join(OVERLAP)}, got {overlap!r}")
@@ -74,11 +82,20 @@ class TensorParallel:
             raise ValueError(f"TensorParallel: bitwise must be a power of two from 1 to {BITWISE[-1]}, got {bitwise!r}")
         if bitwise is not None and overlap == "pairwise":
             raise ValueError("TensorParallel: overlap='pairwise' adds in another order than bitwise; use 'off'")
+        if batch_invariant is not None and (type(batch_invariant) is not int or batch_invariant not in TILES):
+            raise ValueError(
+                f"TensorParallel: batch_invariant must be {_either(list(TILES))} rows, got {batch_invariant!r}"
+            )
+        if batch_invariant is not None and bitwise is None:
+            raise ValueError(
+                "TensorParallel: batch_invariant needs bitwise, a number of leaves: bitwise=1 for one rank"
+            )
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         messages = channel(group)
         if messages is not None:
-            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, bitwise=bitwise, versions=versions())
-            agree(group, Header("TensorParallel"), shared)
+            bits = dict(bitwise=bitwise, batch_invariant=batch_invariant)
+            shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
+            agree(group, Header("TensorParallel"), shared | bits)
         if bitwise is not None and bitwise % size:
             works = [d for d in BITWISE if bitwise % d == 0]
             raise ValueError(
@@ -94,6 +111,7 @@ class TensorParallel:
             overlap=overlap,
             one_machine=gloo and messages is not None and len(set(gather(host(), messages))) == 1,
             bitwise=bitwise,
+            batch_invariant=batch_invariant,
         )
 
     @property
@@ -124,6 +142,11 @@ class TensorParallel:
     def row_multiple(self) -> int:
         """The number that divides the count of rows: of their leaves, or else of their shards."""
         return self.row_shards if self.bitwise is None else self.bitwise
+
+    @property
+    def row_tile(self) -> int:
+        """The number of rows in a tile of forward GEMMs, and of queries; 0 without ``batch_invariant``."""
+        return 0 if self.batch_invariant is None else self.batch_invariant
 
     def divide_leaves(self, n: int, name: str) -> int:
         """Returns n / size of a dimension that leaves are of; ValueError, with what works, if n is not divisible."""

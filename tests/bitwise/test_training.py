@@ -78,7 +78,7 @@ def at_once(bwd, rows, order, wanted):
 CURES = {
     "sums over ranks": (op, "tree", in_order),
     "sums over rows": (core, "by_leaves", at_once),
-    "row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaves: x @ w.t()),
+    "row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaves, tile: x @ w.t()),
     "column-parallel dgrad": (leafwise, "column_dgrad", lambda dy, w, leaf: dy @ w),
     "norms of leaves": (norm, "_leaf", lambda slice_of: None),
     "sums over the vocabulary": (head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),

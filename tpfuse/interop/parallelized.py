@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -200,7 +200,8 @@ class Parallelized(Vocabulary, nn.Module):
             values["top_k"] = values.get("top_k", 50) or None  # transformers' default
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
-        return self.parallel.generate(ids, **ours | {k: values[k] for k in _GENERATE if values.get(k) is not None})
+        options = ours | {k: values[k] for k in _GENERATE if values.get(k) is not None}
+        return cast(Tensor, self.parallel.generate(ids, **options))
 
     def save_pretrained(
         self,

@@ -216,7 +216,7 @@ class ParallelAttention(ParallelModule):
             batch=call.batch, seq=default_seq(rows, call.batch) if call.seq is None else call.seq,
             max_seqlen=call.max_seqlen, causal=self.causal, window=self.window,
             scale=self.head_width**-0.5 if self.scale is None else self.scale, softcap=self.softcap, p=p,
-            site=self.site, first_head=self.first_head,
+            site=self.site, first_head=self.first_head, tile=self.tp.row_tile,
         )  # fmt: skip
         rope = call.rotation(self.window)
         if rope is None:
@@ -250,7 +250,7 @@ class ParallelAttention(ParallelModule):
         seq = len(qkv) // call.batch if call.seq is None else call.seq
         if cache.length > 0:
             seeing = Seeing(self.window, self.scale, self.softcap)
-            return cache.attend(qkv, call.batch, seq, seeing, leaves=self.tp.leaves)
+            return cache.attend(qkv, call.batch, seq, seeing, leaves=self.tp.leaves, tile=self.tp.row_tile)
         cache.fill(qkv, call.batch, seq)
         return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
 

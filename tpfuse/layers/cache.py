@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.attn.op import attention_decode
 from ..kernels.attn.options import DecodeOptions
+from ..kernels.attn.tiles import Keys, TileOptions, attend_tiles
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 
@@ -93,20 +94,25 @@ class KVCache:
         view.length, view.place, view.kv = self.length, self.place, self.kv.chunk(leaves, 1)[i]
         return view
 
-    def attend(self, qkv: Tensor, batch: int, seq: int, seeing: Seeing, leaves: int = 0) -> Tensor:
+    def attend(self, qkv: Tensor, batch: int, seq: int, seeing: Seeing, *, leaves: int = 0, tile: int = 0) -> Tensor:
         """Stores the next ``seq`` positions and attends from them: qkv [M, G/R, Q + 2, E], rows s * batch + b, M >=
         seq * batch -> o [M, H/R E].
 
-        Rows of o beyond seq * batch are zero.  ``leaves``: as in kernels.attn.op.attend.
+        Rows of o beyond seq * batch are zero.  ``leaves``: as in kernels.attn.op.attend.  ``tile``, unless 0: in tiles
+        of so many queries, as training and prompts.
         """
-        if leaves > 1:
+        if leaves > 1 and tile == 0:  # which treat a head alike wherever it is
             pieces = cut("KVCache", qkv, 1, leaves)
             outputs = [self.leaf(i, leaves).attend(piece, batch, seq, seeing) for i, piece in enumerate(pieces)]
             if self.place is None:
                 self.length += seq
             return torch.cat(outputs, 1)
         rows, filled_before = seq * batch, self.length
-        if seq == 1:
+        if tile:
+            start = self.length if self.place is None else int(self.place.index)
+            self.fill(qkv, batch, seq)
+            o = self._see_in_tiles(start, qkv[:rows, :, :-2].unflatten(0, (seq, batch)), seeing, tile)
+        elif seq == 1:
             self.store(qkv[:batch, :, -2:].unsqueeze(3))
             o = self.see(qkv[:batch, :, :-2], seeing)
         else:
@@ -115,6 +121,16 @@ class KVCache:
         padded: Tensor = o.new_zeros(len(qkv), o.shape[1])
         padded[:rows] = o
         return padded
+
+    def _see_in_tiles(self, start: int, q: Tensor, seeing: Seeing, tile: int) -> Tensor:
+        """Attends as :meth:`_see_from`, in tiles of so many queries."""
+        n, batch, _, _, E = q.shape
+        k, v = self.kv[:, :, :, : start + n].unbind(2)
+        mask = self.mask[:, : start + n] if self.padded else None
+        scale = E**-0.5 if seeing.scale is None else seeing.scale
+        options = TileOptions(tile, causal=True, window=seeing.window, scale=scale, softcap=seeing.softcap)
+        o, _ = attend_tiles(q.permute(1, 2, 3, 0, 4), Keys.of(k, v, mask), options, start=start)
+        return o.permute(3, 0, 1, 2, 4).reshape(n * batch, -1)
 
     def _see_from(self, start: int, q: Tensor, seeing: Seeing) -> Tensor:
         """Attends from the positions from ``first`` on: q [n, B, G/R, Q, E] -> o [n B, H/R E]; a query that may see

@@ -79,6 +79,10 @@ class GPT(Model):
             lm_head=lm_head,
         )  # fmt: skip
         c, tp, stages = config, self.tp, self.stages
+        check(
+            tp.batch_invariant is None or not (c.stretched or c.switches_at is not None),
+            "GPT: rotary positions by a call's length (dynamic, longrope) are not built for batch_invariant",
+        )
         with torch.device("meta"):
             self._make_embedding(c.hidden_size**0.5 if c.scaled_embedding else None)
             self.positions = self._make_table(c.learned_positions)

@@ -70,8 +70,8 @@ class ReplicatedLinear(ParallelModule):
             if leaves > 1:
                 biases = [None] * leaves if bias is None else per_leaf(bias, leaves)
                 pieces = zip(cut("ReplicatedLinear", x, 0, leaves), per_leaf(weight, leaves), biases, strict=True)
-                return torch.cat([linear(rows, w, b, self.activation) for rows, w, b in pieces])
-        return linear(x, weight, bias, self.activation)
+                return torch.cat([linear(rows, w, b, self.activation, tile=self.tp.row_tile) for rows, w, b in pieces])
+        return linear(x, weight, bias, self.activation, tile=self.tp.row_tile)
 
 
 class WholeNorm(LayerNorm):
@@ -121,6 +121,10 @@ class LMHead(VocabParallelHead):
             return None if labels is None else self._loss(logits, labels, options), logits if keep else None
         options |= dict(tp=self.tp, recompute=normed.recompute)
         return gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options), None
+
+    def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """logits [M, V/R], tokens [M] -> the log-probability of each, as a loss with reduction="none" has it."""
+        return -self._loss(logits, tokens, dict(first_token=self.first, vocab_size=self.vocab_size, reduction="none"))
 
     def _loss(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         check_columns("LMHead: logits", logits.shape[-1], self.vocab_size, self.tp)  # a hook may have changed them

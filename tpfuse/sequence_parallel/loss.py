@@ -18,9 +18,9 @@ from ..kernels.losses.linear import (
     gradients,
     linear_cross_entropy_bwd,
     linear_cross_entropy_bwd_add,
-    linear_cross_entropy_stats,
+    stats_in_tiles,
 )
-from ..kernels.losses.op import Reduction, checked_rows, row_losses
+from ..kernels.losses.op import Reduction, checked_rows, merge_stats, row_losses
 from ..kernels.losses.options import IGNORE, Linear, Loss, Rows
 from ..kernels.norm import Recompute
 from ..kernels.runtime.function import Function, once_differentiable
@@ -33,10 +33,12 @@ from .records import SavedInput, restore, save
 
 
 def gather_stats(stats: Tensor, tp: TensorParallel) -> Tensor:
-    """[M, 4] -> every rank's [R, M, 4]; [leaves, M, 4] -> all leaves of all ranks"""
-    if stats.dim() == 3:
-        return stats if tp.size == 1 else all_gather(stats, tp.size, tp.group_name).flatten(0, 1)
-    return stats[None] if tp.size == 1 else all_gather(stats, tp.size, tp.group_name)
+    """[M, 4] -> every rank's [R, M, 4]; [leaves, M, 4] -> all leaves of all ranks, with ``tp.batch_invariant`` merged
+    into one"""
+    if stats.dim() == 2:
+        return stats[None] if tp.size == 1 else all_gather(stats, tp.size, tp.group_name)
+    leaves = stats if tp.size == 1 else all_gather(stats, tp.size, tp.group_name).flatten(0, 1)
+    return leaves if tp.batch_invariant is None else merge_stats(leaves, lambda rows: tree(rows.unbind(0)))[None]
 
 
 # ---- autograd ----
@@ -56,7 +58,7 @@ class _GatherLinearCrossEntropy(Function):
     ) -> Tensor:
         layer, leaf = Linear(gather_rows(n, tp), w, b), leaf_of(loss.vocab_size, tp)
         leaves = loss.leaves(len(w), leaf)
-        pieces = [linear_cross_entropy_stats(layer.of(tokens), labels, part) for tokens, part in leaves]
+        pieces = [stats_in_tiles(layer.of(tokens), labels, part, tp.row_tile) for tokens, part in leaves]
         stats = pieces[0] if leaf is None else torch.stack(pieces)
         losses, lse = row_losses(gather_stats(stats, tp), labels, loss)
         save(ctx, (w, b, labels, lse), SavedInput.of(n, recompute, tp))

@@ -182,7 +182,8 @@ def _reason(
     if op == "embedding":
         return "no GEMM to hide under", None
     if tp.bitwise is not None:
-        return f"bitwise={tp.bitwise}: sums by leaves, nothing overlaps", None
+        tiles = "" if tp.batch_invariant is None else f", tiles of {tp.batch_invariant} rows"
+        return f"bitwise={tp.bitwise}: sums by leaves{tiles}, nothing overlaps", None
     if hidden(op, tp).gemms == 0:
         return "without sequence parallelism nothing of it overlaps", None
     if tp.overlap != "auto":

@@ -28,11 +28,13 @@ from ..runtime.leaves import cut
 from ..runtime.op import ATTENTION, Op, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
 from ..runtime.shortcut import Shortcut
+from ..runtime.tiles import check_tiles_device
 from .cpu import bwd_cpu, fwd_cpu
 from .cpu import decode as decode_cpu
 from .decode import decode_cost, decode_launch
 from .options import TENSORS, DecodeOptions, Options, check_options, default_seq
 from .reference import attention_bwd_ref, attention_decode_ref, attention_fwd_ref
+from .tiles import fwd_tiles
 from .triton_backward import bwd_cost, bwd_launch
 from .triton_forward import fwd_cost, fwd_launch
 
@@ -53,12 +55,18 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> Ten
     return q.new_empty(len(q), q[0].numel())
 
 
+def _fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return fwd_tiles(qkv, options) if options.tile else fwd_cpu(qkv, options)
+
+
 def _check_fwd(qkv: Tensor, options: Options) -> None:
     check_options(qkv.shape, options)
+    if options.tile:
+        check_tiles_device("attention", qkv)
 
 
 attention_fwd = op(
-    attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=fwd_cpu, fake=_fwd_fake, check=_check_fwd, replay=True,
+    attention_fwd_ref, kind=ATTENTION, launch=fwd_launch, cpu=_fwd_cpu, fake=_fwd_fake, check=_check_fwd, replay=True,
     cost=fwd_cost,
 )  # fmt: skip
 attention_bwd = op(

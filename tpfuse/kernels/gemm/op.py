@@ -18,6 +18,7 @@ from torch import Tensor
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
+from ..runtime.tiles import check_alike, check_tiles_device, row_tiles
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import (
     linear_dgrad_act_cost,
@@ -205,13 +206,32 @@ linear_wgrad_add = op(
 )
 
 
+# ---- in tiles of rows ----
+
+
+def linear_fwd_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int) -> tuple[Tensor, Tensor]:
+    """Returns linear_fwd's y and z by tiles of so many rows; at once where ``tile`` is 0."""
+    if tile == 0:
+        y, z = linear_fwd(x, w, b, activation)
+        return y, z
+    check_tiles_device("linear", x)
+
+    def alike(rows: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = linear_fwd(rows, weight, None if b is None else weight[:, 0].to(b.dtype), activation)[0]
+        return y
+
+    check_alike(f"linear with {activation}{' and a bias' * (b is not None)}", alike, tile, w)
+    ys, zs = zip(*(linear_fwd(rows, w, b, activation) for rows in row_tiles(x, tile)), strict=True)
+    return torch.cat(ys)[: len(x)], torch.cat(zs)[: len(x)]
+
+
 # ---- autograd ----
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
-        y, z = linear_fwd(x, w, b, activation)
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: int) -> Tensor:
+        y, z = linear_fwd_tiles(x, w, b, activation, tile=tile)
         ctx.save_for_backward(x, w, None if activation == "none" else z)
         ctx.activation, ctx.bias, ctx.mains = activation, dtype_of(b), mains(w)
         return y
@@ -220,7 +240,7 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, z = ctx.saved_tensors
-        _, weight, bias, _ = ctx.needs_input_grad
+        _, weight, bias, *_ = ctx.needs_input_grad
         dy, dtype, db, dw = dy.contiguous(), ctx.bias if bias else None, None, None
         if z is not None:
             dy, db, _ = activation_bwd(dy, z, ctx.activation, rebuild=False, bias=dtype)
@@ -232,21 +252,22 @@ class _Linear(Function):
             dw, db_rest = linear_wgrad(dy, x, w.dtype, bias_dtype)
         else:
             db_rest = column_sum(dy, bias_dtype)
-        return linear_dgrad(dy, w), dw, None if dtype is None else db_rest if z is None else db, None
+        return linear_dgrad(dy, w), dw, None if dtype is None else db_rest if z is None else db, None, None
 
 
 # ---- public ----
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", *, tile: int = 0) -> Tensor:
     """Returns act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (or autocast's).
 
     ``activation``: "none", a name in kernels.linear.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
     the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
-    (a [N, 2, K] seen flat).  ValueError for another activation and for shapes or dtypes that do not agree.
+    (a [N, 2, K] seen flat).  ``tile``, unless 0, is the number of rows in each GEMM of forward: a row then has the same
+    bits whatever rows are beside it.  ValueError for another activation and for shapes or dtypes that do not agree.
     """
     x, weight, bias = autocast(x, weight, bias)
-    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation)
+    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation, tile)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
 
 

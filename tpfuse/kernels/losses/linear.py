@@ -23,13 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gemm.op import check_linear, column_sum, linear_wgrad_add
+from ..gemm.op import check_linear, column_sum, linear_fwd_tiles, linear_wgrad_add
 from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains, wanted
 from ..runtime.op import GEMM, acc_dtype, autocast, op
+from ..runtime.tiles import row_tiles
 from .linear_cost import bwd_add_cost, bwd_cost, stats_cost
 from .linear_triton import bwd_add_launch, bwd_launch, stats_launch, vocabulary_chunks
-from .op import Reduction, checked_rows, cross_entropy_bwd_ref, cross_entropy_stats_ref, merge_stats, row_losses
+from .op import (
+    Reduction,
+    checked_rows,
+    cross_entropy_bwd_ref,
+    cross_entropy_stats,
+    cross_entropy_stats_ref,
+    merge_stats,
+    row_losses,
+)
 from .options import IGNORE, Linear, Loss, Rows
 
 # ---- reference ----
@@ -116,6 +125,18 @@ linear_cross_entropy_bwd_add = op(
     mutates=("out",),
     cost=bwd_add_cost,
 )
+
+
+def stats_in_tiles(layer: Linear, labels: Tensor, loss: Loss, tile: int) -> Tensor:
+    """Returns linear_cross_entropy_stats by tiles of so many rows, as of logits that are stored; at once where it is
+    0."""
+    if tile == 0:
+        stats: Tensor = linear_cross_entropy_stats(layer, labels, loss)
+        return stats
+    x, w, b = layer
+    pairs = zip(row_tiles(x, tile), row_tiles(labels[:, None], tile), strict=True)
+    logits = ((linear_fwd_tiles(rows, w, b, "none", tile=tile)[0], of[:, 0]) for rows, of in pairs)
+    return torch.cat([cross_entropy_stats(z, of, loss) for z, of in logits])[: len(x)]
 
 
 def gradients(layer: Linear, rows: Rows, loss: Loss, main: Main | None = None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -78,11 +78,14 @@ def leaf_bwd(logits: Tensor, rows: Rows, loss: Loss, leaf: int | None) -> Tensor
 # ---- between the stages: the loss from the statistics, for logits and for linear layers ----
 
 
-def merge_stats(stats: Tensor) -> Tensor:
-    """[R, M, 4] of R slices of the vocabulary -> [M, 4] of all of it, added in rank order."""
+def merge_stats(stats: Tensor, add: Callable[[Tensor], Tensor] = lambda slices: slices.sum(0)) -> Tensor:
+    """[R, M, 4] of R slices of the vocabulary -> [M, 4] of all of it, added in rank order.
+
+    ``add`` makes the sum [M] of [R, M] instead: one of few columns has another order than one of many.
+    """
     top = stats[..., 0].amax(0)
-    total = (stats[..., 1] * torch.exp(stats[..., 0] - top)).sum(0)
-    return torch.stack([top, total, stats[..., 2].sum(0), stats[..., 3].sum(0)], -1)
+    total = add(stats[..., 1] * torch.exp(stats[..., 0] - top))
+    return torch.stack([top, total, add(stats[..., 2]), add(stats[..., 3])], -1)
 
 
 def row_losses(stats: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ partials    partial sums of programs, added in one order
 philox      dropout's mask, initial weights, sampling: Philox in torch, numpy and Triton
 rules       rules of values: type, range, the words of the error
 shortcut    faster ways of a computation by leaves, where they give its bits
+tiles       tiles of rows: a row has the same bits whatever is beside it
 triton      the only import of triton, and a stand-in where it is missing
 tuned.json  what bench.tune and bench.overlap measured
 tuning      launch parameters from tuned.json

@@ -20,7 +20,7 @@ from .graph import GraphStep, may_capture
 from .listening import Listener
 from .model import CausalModel
 from .passes import pass_of
-from .request import GenerationRequest, Length, checked
+from .request import Generation, GenerationRequest, Length, checked
 from .sampling import Chooser, Processor, Sampling, Scores, callables
 from .step import TokenStep
 from .stopping import Stopping, until_all_ended
@@ -55,7 +55,8 @@ def generate(
     on_token: Callable[[Tensor], bool | None] | None = None,
     on_prompt: Callable[[int, int], None] | None = None,
     cuda_graph: bool = False,
-) -> Tensor:
+    return_log_probs: bool = False,
+) -> Tensor | Generation:
     """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
 
     input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.
@@ -91,6 +92,12 @@ def generate(
     ``on_prompt(columns, of)`` is called behind each, on the ranks that have it.  An error of one rank's streamer or
     callable is an error on every rank.
 
+    With ``return_log_probs``, of greedy or sampled tokens, a :class:`Generation` comes back: the sequences, and the
+    log-probability of each new token, fp32 (fp64 of a model in fp64).  It is the model's, log softmax(logits), before
+    penalty, processors, temperature and filters, as vLLM returns it unless told otherwise; the end token has its own,
+    and what follows the end of a sequence 0.  It equals ``-model(sequences, labels=sequences, reduction="none").loss``
+    to rounding, with ``TensorParallel(batch_invariant=T)`` in every bit.
+
     With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
     processors, autocast or beams stand against it.
 
@@ -111,7 +118,7 @@ def generate(
         seed=seed,
     )
     check_gathered("generate", model.embedding)
-    length = Length(max_new_tokens, num_return_sequences, eos_token_id, pad_token_id)
+    length = Length(max_new_tokens, num_return_sequences, eos_token_id, pad_token_id, return_log_probs=return_log_probs)
     beams = Beams(num_beams, length_penalty, early_stopping)
     shared: dict[str, Any] = dict(
         input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer)
@@ -167,7 +174,7 @@ def _begun(
 
 def _continued(
     step: TokenStep, run: Callable[[], None], request: GenerationRequest, listeners: tuple[Stopping, Listener]
-) -> Tensor:
+) -> Tensor | Generation:
     """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
     (stopping, listener), ids, scores = listeners, request.ids, step.choose.scores
     interval = 1 if not (listener.idle and stopping.idle) else _tokens_between(ids.device)
@@ -188,10 +195,10 @@ def _continued(
             break
     listener.end()
     text = step.text[:, :columns]
-    if not request.ends:
-        return text
-    scores.check()
-    return until_all_ended(text, request.ends, prompt=ids.shape[1]) if interval > 1 else text
+    if request.ends:
+        scores.check()
+        text = until_all_ended(text, request.ends, prompt=ids.shape[1]) if interval > 1 else text
+    return text if step.log_probs is None else Generation(text, step.log_probs[:, : text.shape[1] - ids.shape[1]])
 
 
 def _searched(

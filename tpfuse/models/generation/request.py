@@ -30,12 +30,21 @@ _NUMBERS: dict[str, Rule] = {
 
 
 class Length(NamedTuple):
-    """The arguments that say how many tokens come, and of how many sequences; as in :func:`generate`."""
+    """The arguments that say how many tokens come, of how many sequences, and with what; as in :func:`generate`."""
 
     max_new_tokens: int
     num_return_sequences: int = 1
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
+    return_log_probs: bool = False
+
+
+class Generation(NamedTuple):
+    """What ``generate(return_log_probs=True)`` returns: ``sequences`` [B, S + new], and the log-probability of each new
+    token under the model, [B, new]."""
+
+    sequences: Tensor
+    log_probs: Tensor
 
 
 class GenerationRequest(NamedTuple):
@@ -49,6 +58,7 @@ class GenerationRequest(NamedTuple):
     pad: int | None  # None: an ended sequence goes on as the model continues it
     sampling: Sampling
     sequences: int  # of each prompt
+    log_probs: bool  # whether those of the new tokens are returned
 
     @property
     def positions(self) -> Tensor:
@@ -78,6 +88,12 @@ def checked(
     check_numbers("generate", sampling._asdict() | length._asdict(), _NUMBERS)
     sample, new, sequences = sampling.do_sample, length.max_new_tokens, length.num_return_sequences
     check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
+    returned = length.return_log_probs
+    check(isinstance(returned, bool), f"generate: return_log_probs must be True or False, got {described(returned)}")
+    check(
+        not (returned and beams > 1),
+        f"generate: return_log_probs is of sampled or greedy tokens, got num_beams={beams}",
+    )
     check(not (sample and beams > 1), f"generate: do_sample with num_beams={beams}, beam sampling, is not built")
     check(
         sample or sequences <= beams,
@@ -104,4 +120,5 @@ def checked(
         pad=pad,
         sampling=sampling,
         sequences=sequences,
+        log_probs=length.return_log_probs,
     )

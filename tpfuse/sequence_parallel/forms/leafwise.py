@@ -25,6 +25,7 @@ from ...kernels.gemm.op import (
     column_sum,
     linear_dgrad,
     linear_fwd,
+    linear_fwd_tiles,
     linear_wgrad,
     linear_wgrad_add,
 )
@@ -55,9 +56,13 @@ def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tens
 _COLUMN_FWD = Shortcut(_linear_by_leaves, _linear)
 
 
-def column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, Tensor]:
-    """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N."""
+def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, Tensor]:
+    """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
+    if tile:
+        leaves = zip(w.split(leaf), [None] * len(w) if b is None else b.split(leaf))
+        y, z = zip(*(linear_fwd_tiles(x, w_v, b_v, activation, tile=tile) for w_v, b_v in leaves), strict=True)
+        return _side_by_side(y), z[0] if activation == "none" else _side_by_side(z)
     z = _COLUMN_FWD(x, w, b, leaf)
     if activation == "none":
         return z, z.new_empty(0)
@@ -76,7 +81,16 @@ def _row_fwd_by_leaves(x: Tensor, w: Tensor, leaf: int) -> Tensor:
     return tree_of_new(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
 
 
-row_fwd = Shortcut(_row_fwd_by_leaves, _row_fwd)  # x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N]
+_ROW_FWD = Shortcut(_row_fwd_by_leaves, _row_fwd)
+
+
+def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
+    """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N], by tiles of so many rows unless 0."""
+    if tile == 0:
+        total: Tensor = _ROW_FWD(x, w, leaf)
+        return total
+    pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
+    return tree_of_new(linear_fwd_tiles(x_v, w_v, None, "none", tile=tile)[0] for x_v, w_v in pieces)
 
 
 def _column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
@@ -198,7 +212,7 @@ class Leafwise(NamedTuple):
     leaf: int
 
     def gather_linear_fwd(self, n: Tensor, linear: LinearWeights, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-        return column_fwd(gather_rows(n, tp), linear, self.leaf)
+        return column_fwd(gather_rows(n, tp), linear, self.leaf, tp.row_tile)
 
     def gather_linear_bwd(
         self, dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
@@ -209,7 +223,7 @@ class Leafwise(NamedTuple):
         return dn, None, bias_grad(dy, grads.bias, self.leaf)
 
     def linear_exchange_fwd(self, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
-        return scatter_rows(row_fwd(x, w, x.shape[1] // tp.leaves), tp)
+        return scatter_rows(row_fwd(x, w, x.shape[1] // tp.leaves, tp.row_tile), tp)
 
     def linear_exchange_bwd(
         self, dp: Tensor, w: Tensor, *, x: Tensor, grads: WantedGrads, tp: TensorParallel
@@ -223,8 +237,9 @@ class Leafwise(NamedTuple):
     def gather_mlp_exchange_fwd(
         self, n: Tensor, mlp: MLP, *, keep: bool, tp: TensorParallel
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        a, z = column_fwd(gather_rows(n, tp), LinearWeights(mlp.w1, mlp.b1, mlp.activation), self.leaf)
-        return scatter_rows(row_fwd(a, mlp.w2, self.leaf // width(mlp.activation)), tp), z, a if keep else None
+        linear, tile = LinearWeights(mlp.w1, mlp.b1, mlp.activation), tp.row_tile
+        a, z = column_fwd(gather_rows(n, tp), linear, self.leaf, tile)
+        return scatter_rows(row_fwd(a, mlp.w2, self.leaf // width(mlp.activation), tile), tp), z, a if keep else None
 
     def gather_mlp_exchange_bwd(
         self, dp: Tensor, mlp: MLP, *, saved: MLPSaved, grads: WantedGrads, tp: TensorParallel

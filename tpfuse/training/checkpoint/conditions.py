@@ -29,7 +29,7 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     split = tp.size > 1
     # by leaves the bits are the same at every split over tensor-parallel ranks
     layout = (
-        {"bitwise": tp.bitwise}
+        {"bitwise": tp.bitwise, "batch_invariant": tp.batch_invariant}
         if tp.bitwise is not None
         else {
             "bitwise": None,
