@@ -141,3 +141,12 @@ def test_what_leaves_do_not_divide():
         tp.divide_leaves(12, "heads")
     with pytest.raises(ValueError, match="vocab_size=9 leaves one of bitwise=8 leaves empty; use bitwise 1 or 2"):
         tp.chunk(9, "vocab_size")
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(bitwise=8, batch_invariant=8), "batch_invariant must be 12, 24, 48 or 96 rows, got 8"),
+    (dict(batch_invariant=12), "batch_invariant needs bitwise"),
+], ids=str)  # fmt: skip
+def test_tiles_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        TensorParallel(**options)
