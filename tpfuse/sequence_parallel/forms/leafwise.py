@@ -60,7 +60,7 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
     if tile:
-        leaves = zip(w.split(leaf), [None] * len(w) if b is None else b.split(leaf))
+        leaves = zip(w.split(leaf), [None] * -(-len(w) // leaf) if b is None else b.split(leaf), strict=True)
         y, z = zip(*(linear_fwd_tiles(x, w_v, b_v, activation, tile=tile) for w_v, b_v in leaves), strict=True)
         return _side_by_side(y), z[0] if activation == "none" else _side_by_side(z)
     z = _COLUMN_FWD(x, w, b, leaf)
