@@ -1,6 +1,7 @@
 """linear: the fused GEMMs, each epilogue with its default tiles, and the elementwise passes beside torch's GEMM."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -49,6 +50,15 @@ def gemm(run: Callable, *args, **parameters) -> Call:
     return Call(fused(run, *args, **parameters), ELEMENTS, BY_DESCRIPTORS)
 
 
+def by_leaves(leaves: int, K: int = N, dtype: torch.dtype = torch.bfloat16, layout: str = "NT") -> Call:
+    """Compiles a row-parallel forward [M, K] [N, K]', or a column-parallel dgrad [M, K] [K, N], of so many leaves."""
+    x, leaf = meta(M, K, dtype=dtype), -(-K // leaves)
+    if layout == "NN":
+        return Call(lambda: _gemm.linear_dgrad_launch(x, meta(K, N, dtype=dtype), leaf), ELEMENTS)
+    return Call(lambda: _gemm.linear_fwd_launch(x, meta(N, K, dtype=dtype), None, "none", leaf), ELEMENTS)
+
+
+NODES = "nodes that wait are spilt once a leaf"
 CALLS = {
     "gelu_tanh": gemm(forward, "gelu_tanh"),
     "gelu": gemm(forward, "gelu"),
@@ -70,5 +80,14 @@ CALLS = {
     ),
     "passes gelu_tanh": Call(lambda: passes("gelu_tanh"), ELEMENTS),
     "passes gelu": Call(lambda: passes("gelu"), ELEMENTS),
+    "8 leaves": by_leaves(8),
+    "1 leaf": by_leaves(1),
+    "8 leaves dgrad": by_leaves(8, layout="NN"),
+    "8 leaves K=7989": replace(by_leaves(8, 7989), spills={"_linear_kernel": 120}, why=NODES),
+    "32 leaves": replace(by_leaves(32), spills={"_linear_kernel": 2400}, why=NODES),
+    "8 leaves fp32": by_leaves(8, dtype=torch.float32),
+    "one tile gelu_tanh": Call(
+        lambda: _gemm.linear_fwd_launch(meta(M, K), meta(N, K), meta(N), "gelu_tanh", 0), ELEMENTS
+    ),
     "column sum": Call(lambda: column_sum_launch(meta(M, N), BIAS), ELEMENTS),
 }

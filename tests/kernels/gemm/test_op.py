@@ -10,6 +10,7 @@ from tpfuse.kernels.gemm.activation import ACTIVATIONS, GATED, PLAIN, width
 from tpfuse.kernels.gemm.op import (
     activation_bwd,
     activation_fwd,
+    bias_grad,
     linear_dgrad,
     linear_dgrad_act,
     linear_fwd,
@@ -40,6 +41,10 @@ SAMPLES = [
     (linear_wgrad, (Z.bfloat16(), X.bfloat16(), FP32, None)),
     (linear_wgrad_add, (Z, X, torch.randn(4, 5), FP32)),
     (linear_wgrad_add, (Z.bfloat16(), X.bfloat16(), torch.randn(4, 5), None)),
+    (bias_grad, (Z, FP32)),
+    (linear_fwd, (X, W, None, "none", 3)),
+    (linear_dgrad, (Z, W, 2)),
+    (linear_wgrad, (Z, X, FP32, FP32, True)),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 

@@ -42,7 +42,7 @@ def last_call(call, *args, **options):
 
 
 def test_tried_once_for_each_kind_of_tensor():
-    call = Shortcut(definition, quick)
+    call = Shortcut(definition, quick, quick)
     args: Any = torch.zeros(3, 4), Numbers(torch.zeros(2, dtype=torch.int64), 2.0)
     assert last_call(call, *args) == ("quick", 3)
     assert last_call(call, *args) == ("quick", 1)
@@ -54,7 +54,7 @@ def test_tried_once_for_each_kind_of_tensor():
 
 
 def test_zeros_do_not_hide_a_difference():
-    call, args = Shortcut(definition, a_bit_off), (torch.zeros(3, 4), Numbers(None, 2.0))
+    call, args = Shortcut(definition, a_bit_off, quick), (torch.zeros(3, 4), Numbers(None, 2.0))
     assert last_call(call, *args) == ("definition", 3)
     assert last_call(call, *args) == ("definition", 1)
 
@@ -62,7 +62,7 @@ def test_zeros_do_not_hide_a_difference():
 def test_the_generator_of_the_user_is_left_alone():
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    Shortcut(definition, quick)(torch.zeros(5, 7), Numbers(None, 1.0))
+    Shortcut(definition, quick, quick)(torch.zeros(5, 7), Numbers(None, 1.0))
     assert torch.equal(state, torch.get_rng_state())
 
 

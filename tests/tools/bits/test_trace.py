@@ -121,7 +121,7 @@ def _parity(world, kind, bitwise, mistake):
 # By what is wrong: where it stands, and in its place.
 FAULTS = {
     "nothing": (op, "tree", op.tree),
-    "a row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaves: x @ w.t()),
+    "a row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaf, tile: x @ w.t()),
     "a dgrad": (leafwise, "column_dgrad", lambda dy, w, leaf: dy @ w),
 }
 FIRST = {

@@ -82,9 +82,9 @@ attention_decode = op(
 
 def _run(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
     """Makes the call of ``rows``, tensors whose dimension 1 is of heads, by ``leaves`` leaves of these unless 0."""
-    if leaves < 2 or not rows[0].is_cpu:  # kernels compute a head as if it were alone
+    if leaves < 2:
         return call(*rows, options)
-    if options.cu_seqlens is not None:  # documents have other lengths in every call
+    if options.cu_seqlens is not None and rows[0].is_cpu:  # documents have other lengths in every call
         return _by_leaves(call, rows, options, leaves)
     anywhere = options._replace(site=0, first_head=0)  # masks alone depend on the place in a model
     return _HEADS(call, rows, options, leaves, stand_in=(call, rows, anywhere, leaves))
@@ -104,7 +104,7 @@ def _at_once(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) 
     return call(*rows, options)
 
 
-_HEADS = Shortcut(_by_leaves, _at_once)
+_HEADS = Shortcut(_by_leaves, _at_once, _at_once)  # a kernel computes a head as if it were alone
 
 
 # ---- autograd ----

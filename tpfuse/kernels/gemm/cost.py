@@ -8,24 +8,24 @@ from .triton_gemm import fused
 
 
 def linear_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (x, w, _, activation), (_, z) = args, outputs
+    (x, w, _, activation, *rest), (_, z) = args, outputs
     cost = least(args, outputs)._replace(flops=2 * x.numel() * len(w))
-    if fused("linear_fwd", activation, x, (len(x), *w.shape)):
+    if fused("linear_fwd", activation, x, (len(x), *w.shape), leaf=rest[0] if rest else None):
         return cost
     return cost._replace(read=cost.read + moved(z))
 
 
 def linear_dgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, w = args
+    dy, w, *_ = args
     return least(args, outputs)._replace(flops=2 * dy.numel() * w.shape[1])
 
 
 def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, w, z, activation, _, bias = args
+    dy, w, z, activation, _, bias, *fixed = args
     (M, K), N = dy.shape, w.shape[1]
     cost = least(args, outputs)._replace(flops=2 * M * K * N)
     columns = 0 if bias is None else z.shape[1]
-    if config := fused("linear_dgrad_act", activation, dy, (M, N, K)):
+    if config := fused("linear_dgrad_act", activation, dy, (M, N, K), leaf=0 if any(fixed) else None):
         return with_partials(cost, -(-M // config["BM"]), columns)
     da = dy.new_empty(1, 1).expand(M, N)
     hidden_bytes = da.element_size() * M * N
@@ -34,19 +34,24 @@ def linear_dgrad_act_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Co
 
 
 def linear_wgrad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    dy, x, _, bias = args
+    dy, x, _, bias, *fixed = args
     cost = least(args, outputs)._replace(flops=2 * dy.numel() * x.shape[1])
     if bias is None:
         return cost
-    return with_partials(cost._replace(read=cost.read + moved(dy)), partial_rows(dy), dy.shape[1])
+    return with_partials(cost._replace(read=cost.read + moved(dy)), partial_rows(dy, any(fixed)), dy.shape[1])
 
 
 def linear_wgrad_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """Beside what linear_wgrad moves, the sum so far is read."""
-    dy, x, out, bias = args
-    cost = least(args, outputs)
+    """Beside what linear_wgrad moves, the sum so far is read; where ``fixed`` dW is written and read too."""
+    dy, x, out, bias, *fixed = args
+    cost, dw = least(args, outputs), moved(out) * any(fixed)
     return cost._replace(
-        read=cost.read + (0 if bias is None else moved(dy)),
-        written=cost.written + moved(out),
+        read=cost.read + (0 if bias is None else moved(dy)) + dw,
+        written=cost.written + moved(out) + dw,
         flops=2 * dy.numel() * x.shape[1],
     )
+
+
+def bias_grad_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
+    dy, _ = args
+    return with_partials(least(args, outputs), partial_rows(dy, fixed=True), dy.shape[1])

@@ -7,6 +7,11 @@ Shapes: x [M, K], W [N, K], b [N], z, y [M, N].  Activations: "none" and those o
 "swiglu", is act(gate) up of z = (gate, up, gate, up, ..), W [2N, K] being [N, 2, K] seen flat: z [M, 2N], y [M, N].
 GEMMs accumulate in fp32; outputs have x's dtype, dW and db that which is asked for.  The activation is taken of z as
 rounded and stored, and recomputed from z in the same pass as its derivative.
+
+Two arguments are for the same bits at every split (runtime/leaves.py).  ``leaf``, the width of a leaf of the dimension
+that is contracted, makes the sum a binary tree over its leaves, each node rounded to x's dtype; there are a power of
+two, of which the last may be narrower, and 0 stands for one leaf at every split.  On a GPU 0, and ``fixed``, which is 0
+for ops that contract no split dimension, fix the size of a tile, and so the order of every sum, whatever M and N are.
 """
 
 from typing import Any
@@ -16,18 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
+from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
 from ..runtime.tiles import check_alike, check_tiles_device, row_tiles
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import (
+    bias_grad_cost,
     linear_dgrad_act_cost,
     linear_dgrad_cost,
     linear_fwd_cost,
     linear_wgrad_add_cost,
     linear_wgrad_cost,
 )
-from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch
+from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch, bias_grad_launch
 from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 
 # ---- reference ----
@@ -68,26 +75,35 @@ def activation_bwd_ref(
     return dz, column_sum(dz, bias), activation_fwd_ref(z, activation) if rebuild else z.new_empty(0)
 
 
-def linear_fwd_ref(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def linear_fwd_ref(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
+) -> tuple[Tensor, Tensor]:
     """-> y, z (empty for "none")."""
-    z = F.linear(x, w, None if b is None else b.to(x.dtype))
+    b = None if b is None else b.to(x.dtype)
+    if leaf:
+        z = tree(F.linear(x_v.contiguous(), w_v.contiguous()) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1)))
+        z = z if b is None else z + b
+    else:
+        z = F.linear(x, w, b)
     return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
 
 
-def linear_dgrad_ref(dy: Tensor, w: Tensor) -> Tensor:
+def linear_dgrad_ref(dy: Tensor, w: Tensor, leaf: int | None = None) -> Tensor:
     """dy [M, N], w [N, K] -> dx [M, K]"""
-    return dy @ w
+    return tree(dy_v.contiguous() @ w_v for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf))) if leaf else dy @ w
 
 
 def linear_dgrad_act_ref(
-    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None
+    dy: Tensor, w: Tensor, z: Tensor, activation: str, rebuild: bool, bias: torch.dtype | None, fixed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Through W and then through the activation before it: dy [M, N], w [N, K], z [M, K] (gated [M, 2K]) -> dz like z,
     db its columns' sums in the dtype ``bias`` or empty, act(z) [M, K] or empty."""
     return activation_bwd(dy @ w, z, activation, rebuild=rebuild, bias=bias)
 
 
-def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def linear_wgrad_ref(
+    dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
     """dy [M, N], x [M, K] -> dW [N, K] in ``dtype``, db [N] in the dtype ``bias`` (empty if None)."""
     return (dy.t() @ x).to(dtype), column_sum(dy, bias)
 
@@ -95,12 +111,16 @@ def linear_wgrad_ref(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtyp
 ROWS = 512  # that a CPU widens at a time: few enough to be small beside the activations, enough for a GEMM
 
 
-def linear_wgrad_add_ref(dy: Tensor, x: Tensor, out: Tensor, bias: torch.dtype | None) -> Tensor:
+def linear_wgrad_add_ref(dy: Tensor, x: Tensor, out: Tensor, bias: torch.dtype | None, fixed: bool = False) -> Tensor:
     """Adds dW = dy' x [N, K] to ``out`` in its dtype, which is fp32 (fp64 for fp64) -> db as of linear_wgrad.
 
     The GEMM adds, and nothing is rounded in between.  Where torch has none from 16 bits to fp32 (it has on CUDA), dy
-    and x are widened a few rows at a time.
+    and x are widened a few rows at a time.  ``fixed`` on a GPU: dW is made first, by linear_wgrad.
     """
+    if fixed and not dy.is_cpu:
+        dw, db = linear_wgrad(dy, x, out.dtype, bias, fixed=True)
+        out.add_(dw)
+        return db
     if dy.dtype == out.dtype:
         out.addmm_(dy.t(), x)
     elif dy.device.type == "meta" or (dy.is_cuda and not torch.version.hip):
@@ -109,6 +129,11 @@ def linear_wgrad_add_ref(dy: Tensor, x: Tensor, out: Tensor, bias: torch.dtype |
         for dy_rows, x_rows in zip(dy.split(ROWS), x.split(ROWS)):
             out.addmm_(dy_rows.to(out.dtype).t(), x_rows.to(out.dtype))
     return column_sum(dy, bias)
+
+
+def bias_grad_ref(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy [M, N] -> db [N] in ``dtype``, with the same bits whatever N is on a GPU."""
+    return column_sum(dy, dtype)
 
 
 # ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
@@ -163,13 +188,14 @@ def _linear_dgrad_act_cpu(
     activation: str,
     rebuild: bool,
     bias: torch.dtype | None,
-    dz: Tensor | None = None,
-    y: Tensor | None = None,
+    fixed: bool = False,
+    *places: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dz, y = (*places, None, None)[:2]
     return _activation_bwd_cpu(dy @ w, z, activation, rebuild, bias=bias, dz=dz, y=y)
 
 
-def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> None:
+def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None) -> None:
     check_linear("linear", x, w, b, activation=activation)
 
 
@@ -200,10 +226,11 @@ linear_wgrad = op(linear_wgrad_ref, kind=GEMM, launch=linear_wgrad_launch, repla
 linear_wgrad_add = op(
     linear_wgrad_add_ref,
     kind=GEMM,
-    fake=lambda dy, x, out, bias: column_sum(dy, bias),
+    fake=lambda dy, x, out, bias, fixed=False: column_sum(dy, bias),
     mutates=("out",),
     cost=linear_wgrad_add_cost,
 )
+bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=True, cost=bias_grad_cost)
 
 
 # ---- in tiles of rows ----

@@ -114,9 +114,14 @@ FWD = dict(BLOCK=2048, num_warps=4)
 BWD = dict(ROWS=8, A=256, num_warps=4)
 
 
-def partial_rows(dy: Tensor) -> int:
-    """Returns P for dy [M, N]: about eight programs a multiprocessor, partials of at most a fortieth of the traffic."""
+def partial_rows(dy: Tensor, fixed: bool = False) -> int:
+    """Returns P for dy [M, N]: about eight programs a multiprocessor, partials of at most a fortieth of the traffic.
+
+    ``fixed``: P, which is in a sum's order, does not depend on N.
+    """
     M, N = dy.shape
+    if fixed:
+        return max(1, min(256, -(-M // 64)))
     chunks = max(1, -(-N // BWD["A"]))
     return max(1, min(-(-8 * multiprocessors(dy) // chunks), -(-M // 64)))
 
@@ -149,15 +154,22 @@ def activation_bwd_launch(
     return dz, db, z.new_empty(0) if y is None else y
 
 
-def column_sum_launch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] -> [N], summed in fp32 and rounded to ``dtype``"""
-    return _sum_columns(x.contiguous(), "none", dtype, dict(z_ptr=None, dz_ptr=None, y_ptr=None))
+def column_sum_launch(x: Tensor, dtype: torch.dtype, fixed: bool = False) -> Tensor:
+    """[M, N] -> [N], summed in fp32 and rounded to ``dtype``; ``fixed``: in an order that does not depend on N"""
+    return _sum_columns(x.contiguous(), "none", dtype, dict(z_ptr=None, dz_ptr=None, y_ptr=None), fixed=fixed)
 
 
-def _sum_columns(dy: Tensor, activation: str, dtype: torch.dtype | None, tensors: dict[str, Tensor | None]) -> Tensor:
+def bias_grad_launch(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """The launcher of bias_grad."""
+    return column_sum_launch(dy, dtype, fixed=True)
+
+
+def _sum_columns(
+    dy: Tensor, activation: str, dtype: torch.dtype | None, tensors: dict[str, Tensor | None], *, fixed: bool = False
+) -> Tensor:
     """Returns the sums of dz over its rows in ``dtype`` (None: no sums, and an empty tensor); dz is dy where
     ``tensors``, the kernel's by name, hold no z."""
-    (M, N), P, columns = dy.shape, partial_rows(dy), dy.shape[1] * width(activation)
+    (M, N), P, columns = dy.shape, partial_rows(dy, fixed), dy.shape[1] * width(activation)
     partial = None if dtype is None else dy.new_empty(P, columns, dtype=torch.float32)
     grid = P, -(-N // BWD["A"])
     sizes = dict(M=M, N=N)

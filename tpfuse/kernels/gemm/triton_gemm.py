@@ -8,6 +8,9 @@ Layouts as in BLAS: "NT" x w', A [M, K] and B [N, K];  "NN" dy w, A [M, K] and B
 every tensor's rows start at a multiple of 16 bytes, otherwise by pointers, in the same kernel.  The epilogue works on
 half a tile at a time, which keeps it in registers.  An activation is taken of z as rounded and stored.  An absent
 tensor is None, for which Triton compiles no code.
+
+With ``leaf`` or ``fixed`` (op.py) tiles are of one size, in which an element's products are added in one order whatever
+M and N are, and a program holds the whole tree over the leaves that are here.
 """
 
 import functools
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from ..runtime import tuning
 from ..runtime.device import load, swizzle
+from ..runtime.errors import check
 from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import new_vector
 from ..runtime.partials import reduce_partials
@@ -63,13 +67,13 @@ def _put(x, value, row, column, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
-def _product(
-    a, b, row, column, M, N, K, stride_a, stride_b,
+def _leaf(
+    a, b, row, column, M, N, first, K, stride_a, stride_b,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LAYOUT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A tile of A B in two halves, side by side."""
+    """A tile of A B over k from ``first`` to K, in fp32."""
     acc = tl.zeros([BM, BN], tl.float32)
-    for k in tl.range(0, K, BK):
+    for k in tl.range(first, K, BK):
         if LAYOUT == "TN":
             x = _get(a, k, row, K, M, stride_a, BK, BM, TMA).T
         else:
@@ -79,7 +83,61 @@ def _product(
         else:
             y = _get(b, k, column, K, N, stride_b, BK, BN, TMA)
         acc = tl.dot(x, y, acc, input_precision="ieee")
-    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+    return acc
+
+
+@triton.jit
+def _join(x, y):
+    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _tree(
+    a, b, row, column, M, N, K, leaf, stride_a, stride_b, NODE: tl.constexpr, LEAVES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LAYOUT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile of the sum of A B over LEAVES leaves as a binary tree, each node rounded to NODE.
+
+    A leaf is carried up as a bit into a binary number: ``one``, ``two`` .. are nodes of so many leaves that wait for
+    their right neighbours.
+    """
+    x = tl.zeros([BM, BN], NODE)
+    one, two, four, eight, sixteen = x, x, x, x, x
+    for i in tl.range(0, LEAVES):
+        first = i * leaf
+        end = tl.minimum(first + leaf, K)
+        x = _leaf(a, b, row, column, M, N, first, end, stride_a, stride_b, BM, BN, BK, LAYOUT, TMA).to(NODE)
+        if i & 1 == 0:
+            one = x
+        else:
+            x = _join(one, x)
+            if LEAVES > 2:
+                if i & 2 == 0:
+                    two = x
+                else:
+                    x = _join(two, x)
+                    if LEAVES > 4:
+                        if i & 4 == 0:
+                            four = x
+                        else:
+                            x = _join(four, x)
+                            if LEAVES > 8:
+                                if i & 8 == 0:
+                                    eight = x
+                                else:
+                                    x = _join(eight, x)
+                                    if LEAVES > 16:
+                                        if i & 16 == 0:
+                                            sixteen = x
+                                        else:
+                                            x = _join(sixteen, x)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _halves(acc):
+    """[BM, BN] -> two tiles that stand side by side"""
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -121,15 +179,22 @@ def _linear_kernel(
     bias_ptr,  # [N] in
     z,  # [M, N] out
     c,  # [M, N] out, [M, N / 2] where GATED
-    M, N, K, stride_a, stride_b,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    M, N, K, leaf, stride_a, stride_b,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, LEAVES: tl.constexpr,
     LAYOUT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for i in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), tl.num_programs(0)), flatten=FLATTEN):
         tile_m, tile_n = swizzle(tl.program_id(0) + i * tl.num_programs(0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BM, tile_n * BN
-        left, right = _product(a, b, row, column, M, N, K, stride_a, stride_b, BM, BN, BK, LAYOUT, TMA)
+        if LEAVES == 1:
+            acc = _leaf(a, b, row, column, M, N, 0, K, stride_a, stride_b, BM, BN, BK, LAYOUT, TMA)
+        else:
+            NODE: tl.constexpr = c.dtype if TMA else c.dtype.element_ty
+            acc = _tree(
+                a, b, row, column, M, N, K, leaf, stride_a, stride_b, NODE, LEAVES, BM, BN, BK, LAYOUT, TMA
+            )  # fmt: skip
+        left, right = _halves(acc)
         _linear_half(left, row, column, bias_ptr, z, c, M, N, BM, BN // 2, ACT, GATED, TMA)
         _linear_half(right, row, column + BN // 2, bias_ptr, z, c, M, N, BM, BN // 2, ACT, GATED, TMA)
 
@@ -149,7 +214,7 @@ def _dgrad_act_kernel(
     for i in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), tl.num_programs(0)), flatten=FLATTEN):
         tile_m, tile_n = swizzle(tl.program_id(0) + i * tl.num_programs(0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BM, tile_n * BN
-        left, right = _product(a, b, row, column, M, N, K, stride_a, stride_b, BM, BN, BK, "NN", TMA)
+        left, right = _halves(_leaf(a, b, row, column, M, N, 0, K, stride_a, stride_b, BM, BN, BK, "NN", TMA))
         _dgrad_act_half(left, row, column, z, dz, y, partial_ptr, M, N, BM, BN // 2, ACT, GATED, TMA)
         _dgrad_act_half(right, row, column + BN // 2, z, dz, y, partial_ptr, M, N, BM, BN // 2, ACT, GATED, TMA)
 
@@ -164,6 +229,13 @@ TILES = {
     "cpu": dict(BM=16, BN=32, BK=16, GROUP_M=2, FLATTEN=False),  # the interpreter: several tiles of small matrices
     # Any GPU: none has matrix units for fp32.
     "fp32": dict(BM=64, BN=64, BK=32, GROUP_M=8, FLATTEN=False, num_warps=8, num_stages=2),
+}
+# Over those of one leaf: registers for the nodes of a tree.
+TREE = {
+    "sm_90": dict(FLATTEN=False, num_warps=16),
+    "sm_80": dict(BN=64),
+    "gfx942": dict(BN=64),
+    "cpu": {},
 }
 
 
@@ -190,8 +262,20 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
     return parameters(op, activation, arch, dtype=dtype, shape=shape)["path"]
 
 
-def fused(op: str, activation: str, like: Tensor, shape: tuple[int, int, int]) -> dict[str, Any] | None:
-    """Returns the fused kernel's launch parameters; None for the other path."""
+@functools.cache
+def _fixed(op: str, activation: str, arch: str, dtype: torch.dtype, tree: bool) -> dict[str, Any]:
+    """Returns the launch parameters of every call with leaves, which are summed where ``tree``."""
+    config = {name: value for name, value in _default(op, activation, arch, dtype=dtype).items() if name != "path"}
+    config["BN"] = min(config["BN"], 128)  # by descriptors what it is by pointers
+    return config if not tree or dtype == torch.float32 else config | TREE.get(arch, TREE["sm_80"])
+
+
+def fused(
+    op: str, activation: str, like: Tensor, shape: tuple[int, int, int], leaf: int | None = None
+) -> dict[str, Any] | None:
+    """Returns the fused kernel's launch parameters; None for the other path, which no call with leaves takes."""
+    if leaf is not None:
+        return _fixed(op, activation, target(like.device).arch, dtype=like.dtype, tree=leaf > 0)
     answers = parameters, tuned, tuning._table
     return _choice(answers, op, activation, target(like.device).arch, dtype=like.dtype, shape=shape)
 
@@ -215,6 +299,13 @@ class Product(NamedTuple):
     a: Tensor
     b: Tensor
     config: dict[str, Any]  # tiles and launch options
+    leaf: int | None = None
+
+    @property
+    def leaves(self) -> int:
+        """The number of leaves of the contraction that are here."""
+        K = self.a.shape[0] if self.layout == "TN" else self.a.shape[1]
+        return max(1, -(-K // self.leaf)) if self.leaf else 1
 
 
 def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **others: Any) -> None:
@@ -223,7 +314,7 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **other
     ``tiles``: the contiguous tensors that the epilogue reads and writes tile by tile, by argument name, with the same
     number of rows as C; ``others``: its other arguments.
     """
-    layout, a, b, config = product
+    layout, a, b, config, leaf = product
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     (K, M) = a.shape if layout == "TN" else a.shape[::-1]
     N = b.shape[0] if layout == "NT" else b.shape[1]
@@ -234,7 +325,9 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **other
     present |= dict(a=a, b=b)
     tensors: dict[str, Any] = dict(a=a, b=b, **tiles)
     arch, multiprocessors = target(a.device)
-    tma = has_tma(arch) and all(describable(t) for t in present.values())
+    tma = (
+        has_tma(arch) and all(describable(t) for t in present.values()) and not (leaf or 0) % BK
+    )  # no leaf's end in a tile
     if tma:
         tensors |= {name: TensorDescriptor.from_tensor(present[name], list(block)) for name, block in blocks.items()}
     else:  # pointers take registers too
@@ -249,26 +342,32 @@ def gemm(
 ) -> Tensor:
     """Fills c with act(A B + bias) and z, where given, with A B + bias; returns c."""
     bias = None if bias is None else bias.contiguous()
-    _run(_linear_kernel, product, dict(z=z, c=c), bias_ptr=bias, LAYOUT=product.layout, **constants(activation))
+    count = product.leaves
+    check(count in (1, 2, 4, 8, 16, 32), f"linear: the leaves of a GEMM must be a power of two up to 32, got {count}")
+    leaves = dict(leaf=product.leaf if count > 1 else None, LEAVES=count)
+    constant = dict(LAYOUT=product.layout, **constants(activation))
+    _run(_linear_kernel, product, dict(z=z, c=c), bias_ptr=bias, **leaves, **constant)
     return c
 
 
-def linear_fwd_launch(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def linear_fwd_launch(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: int | None = None
+) -> tuple[Tensor, Tensor]:
     M, K, N = *x.shape, len(w)
     plain = activation == "none"
-    if config := fused("linear_fwd", activation, x, (M, N, K)):
+    if config := fused("linear_fwd", activation, x, (M, N, K), leaf=leaf):
         z = None if plain else x.new_empty(M, N)
         y = x.new_empty(M, N // width(activation))
-        gemm(Product("NT", x, w, config), y, bias=b, z=z, activation=activation)
+        gemm(Product("NT", x, w, config, leaf=leaf), y, bias=b, z=z, activation=activation)
         return y, x.new_empty(0) if z is None else z
     z = F.linear(x, w, None if b is None else b.to(x.dtype))
     return (z, z.new_empty(0)) if plain else (activation_fwd_launch(z, activation), z)
 
 
-def linear_dgrad_launch(dy: Tensor, w: Tensor) -> Tensor:
+def linear_dgrad_launch(dy: Tensor, w: Tensor, leaf: int | None = None) -> Tensor:
     M, K, N = *dy.shape, w.shape[1]
-    config = fused("linear_dgrad", "none", dy, (M, N, K))
-    return gemm(Product("NN", dy, w, config), dy.new_empty(M, N)) if config else dy @ w
+    config = fused("linear_dgrad", "none", dy, (M, N, K), leaf=leaf)
+    return gemm(Product("NN", dy, w, config, leaf=leaf), dy.new_empty(M, N)) if config else dy @ w
 
 
 def linear_dgrad_act_launch(
@@ -278,14 +377,14 @@ def linear_dgrad_act_launch(
     activation: str,
     rebuild: bool,
     bias: torch.dtype | None,
-    dz: Tensor | None = None,
-    y: Tensor | None = None,
+    fixed: bool = False,
+    *places: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dz, y = (*places, None, None)[:2]
     M, K, N = *dy.shape, w.shape[1]
-    config = fused("linear_dgrad_act", activation, dy, (M, N, K))
+    config = fused("linear_dgrad_act", activation, dy, (M, N, K), leaf=0 if fixed else None)
     if config is None:
-        places = {name: t for name, t in dict(dz=dz, y=y).items() if t is not None}
-        return activation_bwd_launch(dy @ w, z, activation, rebuild=rebuild, bias=bias, **places)
+        return activation_bwd_launch(dy @ w, z, activation, rebuild=rebuild, bias=bias, dz=dz, y=y)
     z = z.contiguous()
     dz = z.new_empty(z.shape) if dz is None else dz
     y = z.new_empty(M, N) if rebuild and y is None else y
@@ -305,10 +404,12 @@ def linear_dgrad_act_launch(
     )
 
 
-def linear_wgrad_launch(dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def linear_wgrad_launch(
+    dy: Tensor, x: Tensor, dtype: torch.dtype, bias: torch.dtype | None, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
     """The bias gradient is a pass over dy of its own: in the GEMM it would take the operand through registers."""
-    db = new_vector(dy, 0, None) if bias is None else column_sum_launch(dy, bias)
+    db = new_vector(dy, 0, None) if bias is None else column_sum_launch(dy, bias, fixed=fixed)
     K, M, N = *dy.shape, x.shape[1]
-    if config := fused("linear_wgrad", "none", dy, (M, N, K)):
+    if config := fused("linear_wgrad", "none", dy, (M, N, K), leaf=0 if fixed else None):
         return gemm(Product("TN", dy, x, config), dy.new_empty(M, N, dtype=dtype)), db
     return (dy.t() @ x).to(dtype), db

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .op import tensors
+
 VECTOR = 64  # elements: no loop of torch takes more at a time (two registers of 512 bits in 16-bit numbers)
 _TRIED = 4096  # sets of shapes that are remembered
 
@@ -28,16 +30,19 @@ class _Strided(NamedTuple):
 class Shortcut:
     """A call of ``definition`` that takes the way of ``quick`` where that has the definition's bits.
 
-    Both are functions of modules.  They take tensors on a CPU, records of such, and hashable values.
+    Both are functions of modules.  They take tensors, records of such, and hashable values.  On other devices than a
+    CPU ``kernel`` is called, which has the same bits at every split by itself.
     """
 
-    def __init__(self, definition: Callable[..., Any], quick: Callable[..., Any]):
-        self.definition, self.quick = definition, quick
+    def __init__(self, definition: Callable[..., Any], quick: Callable[..., Any], kernel: Callable[..., Any]):
+        self.definition, self.quick, self.kernel = definition, quick, kernel
         self._agree = functools.lru_cache(maxsize=_TRIED)(self._try)
 
     def __call__(self, *args: Any, stand_in: tuple[Any, ...] | None = None) -> Any:
         """Returns definition(*args).  ``stand_in``: the arguments to try both on, if numbers in ``args`` that choose no
         kernel would make for many trials."""
+        if not next(tensors(args)).is_cpu:
+            return self.kernel(*args)
         agree = self._agree(_layout(args if stand_in is None else stand_in), torch.get_num_threads())
         return (self.quick if agree else self.definition)(*args)
 

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.gemm import op as gemm
 from ...kernels.gemm.activation import width
 from ...kernels.gemm.op import (
     activation_bwd,
     activation_fwd,
-    column_sum,
     linear_dgrad,
     linear_fwd,
     linear_fwd_tiles,
@@ -44,7 +44,7 @@ def _side_by_side(columns: Iterable[Tensor]) -> Tensor:
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
-    return linear_fwd(x, w, b, "none")[0]
+    return linear_fwd(x, w, b, "none", leaf=0)[0]
 
 
 def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tensor:
@@ -53,12 +53,14 @@ def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tens
     return _side_by_side(_linear(x, w_v, b_v, leaf) for w_v, b_v in zip(weights, biases, strict=True))
 
 
-_COLUMN_FWD = Shortcut(_linear_by_leaves, _linear)
+_COLUMN_FWD = Shortcut(_linear_by_leaves, _linear, _linear)
 
 
 def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, Tensor]:
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
+    if not x.is_cpu:
+        return linear_fwd(x, w, b, activation, leaf=0)
     if tile:
         leaves = zip(w.split(leaf), [None] * -(-len(w) // leaf) if b is None else b.split(leaf), strict=True)
         y, z = zip(*(linear_fwd_tiles(x, w_v, b_v, activation, tile=tile) for w_v, b_v in leaves), strict=True)
@@ -77,11 +79,10 @@ def _row_fwd(x: Tensor, w: Tensor, leaf: int) -> Tensor:
 
 
 def _row_fwd_by_leaves(x: Tensor, w: Tensor, leaf: int) -> Tensor:
-    pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
-    return tree_of_new(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
+    return linear_fwd(x, w, None, "none", leaf=leaf)[0]
 
 
-_ROW_FWD = Shortcut(_row_fwd_by_leaves, _row_fwd)
+_ROW_FWD = Shortcut(_row_fwd_by_leaves, _row_fwd, _row_fwd_by_leaves)
 
 
 def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
@@ -98,28 +99,28 @@ def _column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
 
 
 def _column_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    pieces = zip(split_columns(dy, leaf), w.split(leaf), strict=True)
-    return tree_of_new(linear_dgrad(dy_v, w_v) for dy_v, w_v in pieces)
+    return linear_dgrad(dy, w, leaf)
 
 
 # dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]
-column_dgrad = Shortcut(_column_dgrad_by_leaves, _column_dgrad)
+column_dgrad = Shortcut(_column_dgrad_by_leaves, _column_dgrad, _column_dgrad_by_leaves)
 
 
 def _row_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return linear_dgrad(dy, w)
+    return linear_dgrad(dy, w, 0)
 
 
 def _row_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
     return _side_by_side(linear_dgrad(dy, w_v) for w_v in split_columns(w, leaf))
 
 
-row_dgrad = Shortcut(_row_dgrad_by_leaves, _row_dgrad)  # dy [M, N], w [N, K] -> [M, K], by leaves of K
+# dy [M, N], w [N, K] -> [M, K], by leaves of K
+row_dgrad = Shortcut(_row_dgrad_by_leaves, _row_dgrad, _row_dgrad)
 
 
 def activation_dgrad(da: Tensor, z: Tensor, activation: str, leaf: int, *, rebuild: bool) -> tuple[Tensor, Tensor]:
     """da [M, N], z [M, N] (gated [M, 2N]) -> dz like z, act(z) (empty unless ``rebuild``), by leaves of the N."""
-    if vectors(leaf):
+    if vectors(leaf) or not z.is_cpu:
         dz, _, a = activation_bwd(da, z, activation, rebuild=rebuild, bias=None)
         return dz, a
     pieces = zip(split_columns(da, leaf), split_columns(z, leaf * width(activation)), strict=True)
@@ -129,14 +130,14 @@ def activation_dgrad(da: Tensor, z: Tensor, activation: str, leaf: int, *, rebui
 
 
 def _column_sum(x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return column_sum(x, dtype)
+    return gemm.bias_grad(x, dtype)
 
 
 def _column_sum_by_leaves(x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return torch.cat([column_sum(x_v, dtype) for x_v in split_columns(x, leaf)])
+    return torch.cat([gemm.bias_grad(x_v, dtype) for x_v in split_columns(x, leaf)])
 
 
-_BIAS_GRAD = Shortcut(_column_sum_by_leaves, _column_sum)
+_BIAS_GRAD = Shortcut(_column_sum_by_leaves, _column_sum, _column_sum)
 
 
 def bias_grad(dy: Tensor, dtype: torch.dtype | None, leaf: int) -> Tensor | None:
@@ -148,7 +149,7 @@ def bias_grad(dy: Tensor, dtype: torch.dtype | None, leaf: int) -> Tensor | None
 
 
 def _wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
-    return linear_wgrad(dy, x, dtype, None)[0]
+    return linear_wgrad(dy, x, dtype, None, fixed=True)[0]
 
 
 def _column_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
@@ -159,8 +160,8 @@ def _row_wgrad_by_leaves(dy: Tensor, x: Tensor, dtype: torch.dtype, leaf: int) -
     return _side_by_side(linear_wgrad(dy, x_v, dtype, None)[0] for x_v in split_columns(x, leaf))
 
 
-_COLUMN_WGRAD = Shortcut(_column_wgrad_by_leaves, _wgrad)
-_ROW_WGRAD = Shortcut(_row_wgrad_by_leaves, _wgrad)
+_COLUMN_WGRAD = Shortcut(_column_wgrad_by_leaves, _wgrad, _wgrad)
+_ROW_WGRAD = Shortcut(_row_wgrad_by_leaves, _wgrad, _wgrad)
 
 
 class ColumnGrad(NamedTuple):
@@ -179,7 +180,7 @@ class ColumnGrad(NamedTuple):
     def add_to(self, total: Tensor) -> Tensor | None:
         x, pieces = self.n.rows(), zip(split_columns(self.dy, self.leaf), total.split(self.leaf), strict=True)
         for dy_v, part in pieces:
-            linear_wgrad_add(dy_v, x, part, None)
+            linear_wgrad_add(dy_v, x, part, None, fixed=True)
         return bias_grad(self.dy, self.bias, self.leaf)
 
 
@@ -196,7 +197,7 @@ class RowGrad(NamedTuple):
 
     def add_to(self, total: Tensor) -> Tensor | None:
         for x_v, part in zip(split_columns(self.x, self.leaf), total.split(self.leaf, 1), strict=True):
-            linear_wgrad_add(self.dy, x_v, part, None)
+            linear_wgrad_add(self.dy, x_v, part, None, fixed=True)
         return None
 
 

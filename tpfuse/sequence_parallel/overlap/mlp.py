@@ -87,7 +87,8 @@ def gather_mlp_exchange_bwd_by(
     def multiply(dy: Tensor, tile: int, rows: slice, result: Tensor) -> None:
         places = (dz[tile, rows], act[tile, rows]) if a is None else (dz[tile, rows],)
         rows_of_z = z[tile, rows]
-        sums = linear_dgrad_act.write(places, dy, w2, rows_of_z, activation=activation, rebuild=a is None, bias=acc)
+        args = dy, w2, rows_of_z, activation, a is None, acc
+        sums = linear_dgrad_act.write(places, *args, fixed=False)
         db1.add_(sums[1])
         torch.mm(dz[tile, rows], w1, out=result)
 
