@@ -94,9 +94,9 @@ def generate(
 
     With ``return_log_probs``, of greedy or sampled tokens, a :class:`Generation` comes back: the sequences, and the
     log-probability of each new token, fp32 (fp64 of a model in fp64).  It is the model's, log softmax(logits), before
-    penalty, processors, temperature and filters, as vLLM returns it unless told otherwise; the end token has its own,
-    and what follows the end of a sequence 0.  It equals ``-model(sequences, labels=sequences, reduction="none").loss``
-    to rounding, with ``TensorParallel(batch_invariant=T)`` in every bit.
+    penalty, processors, temperature and filters; the end token has its own, and what follows the end of a sequence 0.
+    It equals ``-model(sequences, labels=sequences, reduction="none").loss`` to rounding, with
+    ``TensorParallel(batch_invariant=T)`` in every bit.
 
     With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
     processors, autocast or beams stand against it.
