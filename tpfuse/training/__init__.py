@@ -5,6 +5,7 @@ data_parallel  data_parallel: replicas under DistributedDataParallel, and what i
 dtensor        parameters as DTensors, for FSDP2
 foreign/       torch's own tools on split parameters: right, or refused
 main_grad      MainGrad: gradients in fp32 over micro-batches, and fp32 weights
+micro_batches  MicroBatchReplica: gradients of micro-batches as a binary tree over all replicas
 matrices       whole weight matrices, for Muon and its like
 ok_topk/       gradients over slow links: the sum of what is large, the rest kept
 optim          param_groups, clip_grad_norm_

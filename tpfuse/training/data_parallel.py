@@ -7,6 +7,7 @@ The gradients lie in the buckets that DDP sends: no second copy of them is held,
 import gc
 import weakref
 from collections.abc import Iterable
+from typing import overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,22 +18,39 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import NOT_NEGATIVE, check_number, listed
+from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
 from ..parallel import resolve
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
 from .foreign.groups import WRAPPED, error_of
+from .micro_batches import MicroBatchReplica
 
 BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
 _NAME = "data_parallel"
 _replicas: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = weakref.WeakKeyDictionary()
 
 
+@overload
 def data_parallel(
-    model: nn.Module, dp: dist.ProcessGroup | DeviceMesh, *, bucket_cap_mb: float | None = None
-) -> DistributedDataParallel:
+    model: nn.Module,
+    dp: dist.ProcessGroup | DeviceMesh,
+    *,
+    bucket_cap_mb: float | None = None,
+    bitwise_micro_batches: None = None,
+) -> DistributedDataParallel: ...
+@overload
+def data_parallel(
+    model: nn.Module, dp: dist.ProcessGroup | DeviceMesh | None, *, bitwise_micro_batches: int
+) -> MicroBatchReplica: ...
+def data_parallel(
+    model: nn.Module,
+    dp: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    bucket_cap_mb: float | None = None,
+    bitwise_micro_batches: int | None = None,
+) -> DistributedDataParallel | MicroBatchReplica:
     """Returns a model under DistributedDataParallel, which averages its gradients over the replicas during backward.
 
         replica = tpfuse.data_parallel(model, mesh["dp"])
@@ -45,23 +63,51 @@ def data_parallel(
     each parameter.  Parameters and buffers become those of replica 0 now; buffers are not sent again.  Every trainable
     parameter takes part in every loss: torch raises a RuntimeError at the next forward otherwise.
 
+    ``bitwise_micro_batches``: the number K of micro-batches in a step, a power of two that the replicas divide.  The
+    gradient is the mean of all K, added as a binary tree, the same bits at every number of replicas; then a
+    :class:`MicroBatchReplica` comes back, which is called K / replicas times a step, and ``dp`` may be None for one
+    process.  A model with ``TensorParallel(bitwise=V)`` then has the same bits at every (dp, tp).
+
     All ranks call it.  ValueError on every rank, before anything is changed, for a ``dp`` that is not the model's or
     in which ranks hold different slices; for a model that is under DistributedDataParallel, FSDP or MainGrad, holds
     pipeline stages, has no trainable parameter, is on the meta device, or has a BatchNorm layer whose statistics would
     be each replica's own; and where replicas have different parameters or settings.
     """
     check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {type(model).__name__}")
+    if dp is None and bitwise_micro_batches is not None:
+        _check_micro_batches(bitwise_micro_batches, 1, bucket_cap_mb)
+        _check(model, None, bucket_cap_mb)
+        return MicroBatchReplica(model, None, bitwise_micro_batches)
     group = _group(dp)
     groups = [*_split_over(model), group]
-    together(lambda: _check(model, group, bucket_cap_mb), groups)
+
+    def examine() -> None:
+        if bitwise_micro_batches is not None:
+            _check_micro_batches(bitwise_micro_batches, group.size(), bucket_cap_mb)
+        _check(model, group, bucket_cap_mb)
+
+    together(examine, groups)
     trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
     shared = {"trainable parameters": trained, "bucket_cap_mb": bucket_cap_mb}
+    shared |= {"bitwise_micro_batches": bitwise_micro_batches}
     together(lambda: agree(group, Header(_NAME, axis="data-parallel"), shared), groups)
+    if bitwise_micro_batches is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        return MicroBatchReplica(model, group, bitwise_micro_batches)
     cap = None if bucket_cap_mb is None else max(bucket_cap_mb, 2**-20)  # a byte: torch 2.11 takes no 0
     replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either
     _replicas[model] = weakref.ref(replica)
     return replica
+
+
+def _check_micro_batches(count: int, replicas: int, bucket_cap_mb: float | None) -> None:
+    name = f"{_NAME}: bitwise_micro_batches"
+    check_number(name, count, COUNT)
+    check(count & (count - 1) == 0, f"{name} must be a power of two, got {count}")
+    check(count % replicas == 0, f"{name}={count} is not divisible by {replicas} replicas")
+    check(bucket_cap_mb is None, f"{name} has messages of its own; leave bucket_cap_mb off, got {bucket_cap_mb}")
 
 
 def replica_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -97,13 +143,14 @@ def under_ddp(model: nn.Module) -> bool:
     return held()
 
 
-def _group(dp: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+def _group(dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     one = isinstance(dp, dist.ProcessGroup) or (isinstance(dp, DeviceMesh) and dp.ndim == 1)
     check(
         one,
         f"{_NAME}: dp must be a DeviceMesh of one dimension or a ProcessGroup that this process is in, got {dp!r};"
         " pass mesh['dp']",
     )
+    assert dp is not None
     return dp.get_group() if isinstance(dp, DeviceMesh) else dp
 
 
@@ -112,7 +159,7 @@ def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:
     return [resolve(name) for name in sorted({tp.group_name for _, _, tp in named_specs(model) if tp.group_name})]
 
 
-def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | None) -> None:
+def _check(model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None) -> None:
     name = f"{_NAME}: {type(model).__name__}"
     if bucket_cap_mb is not None:
         check_number(f"{_NAME}: bucket_cap_mb", bucket_cap_mb, NOT_NEGATIVE)
@@ -135,7 +182,8 @@ def _check(model: nn.Module, group: dist.ProcessGroup, bucket_cap_mb: float | No
             f"{_NAME}: {path} keeps statistics of its replica's rows alone; use nn.SyncBatchNorm, or"
             " track_running_stats=False",
         )
-    _check_group(model, group)
+    if group is not None:
+        _check_group(model, group)
 
 
 def _check_parameters(name: str, model: nn.Module) -> None:

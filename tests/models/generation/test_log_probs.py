@@ -1,4 +1,7 @@
-"""Log-probabilities of generated tokens, against transformers' logits, and what follows an end token."""
+"""Log-probabilities of generated tokens, against transformers' logits, and what follows an end token.
+
+Spans: tpfuse/models/generation/request.py and generate.py.
+"""
 
 import pytest
 import torch

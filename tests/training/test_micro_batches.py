@@ -1,0 +1,203 @@
+"""data_parallel(bitwise_micro_batches=K): the bits of one process at every (dp, tp), its bytes, and every refusal."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.bits.kinds import KINDS
+from tpfuse import TensorParallel, clip_grad_norm_, data_parallel
+from tpfuse.layers.shards import named_specs
+from tpfuse.models import GPT
+from tpfuse.training.micro_batches import MicroBatchReplica
+
+K, SAMPLES, SEQ = 4, 3, 13
+LAYOUTS = (1, 1), (4, 1), (2, 2), (1, 4), (2, 1)  # dp, tp
+
+
+def trained(world, dp, kind, dtype):
+    """-> losses by micro-batch, norms; weights and gradients after two steps, with their slices of the whole."""
+    torch.set_num_threads(1)
+    mesh = world.mesh(dp, world.size // dp)
+    config = KINDS[kind]
+    model = GPT(config, tp=TensorParallel(mesh["tp"], sequence_parallel=True, bitwise=8), dp=mesh["dp"], seed=3)
+    replica = data_parallel(model.to(dtype).train(), mesh["dp"], bitwise_micro_batches=K)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses, norms, tensors = torch.Generator().manual_seed(5), {}, [], {}
+    for step in range(2):
+        ids = torch.randint(config.vocab_size, (K, SAMPLES, SEQ), generator=generator)
+        replica.zero_grad()
+        for _ in range(replica.local_micro_batches):
+            micro = replica.micro_batch
+            loss = replica(ids[micro], labels=ids[micro], step=step, first_sample=micro * SAMPLES).loss
+            loss.backward()
+            losses[step, micro] = loss.detach()
+        tensors |= {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(clip_grad_norm_(model, 0.5))
+        optimizer.step()
+    tensors |= {f"weight {name}": p.detach() for name, p in model.named_parameters()}
+    specs = {name: spec.local(owner) for name, spec, owner in named_specs(model)}
+    return losses, norms, {name: (t, specs[name.split(" ", 1)[1]]) for name, t in tensors.items()}
+
+
+def assert_same_bits(one, other):
+    losses, norms, tensors = other
+    assert all(torch.equal(loss, one[0][key]) for key, loss in losses.items()) and losses
+    assert all(map(torch.equal, norms, one[1])) and len(norms) == 2
+    for name, (tensor, slices) in tensors.items():
+        assert torch.equal(tensor, one[2][name][0][slices]), name
+
+
+def compare(ranks, kind, dtype, layouts):
+    (one,) = ranks(1, trained, 1, kind, dtype)
+    assert len(one[0]) == 2 * K
+    for dp, tp in layouts:
+        for result in ranks(dp * tp, trained, dp, kind, dtype):
+            assert_same_bits(one, result)
+
+
+def test_every_split_has_the_bits_of_one_process(ranks):
+    compare(ranks, "gpt2 odd", torch.float32, [(2, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt2 odd", "llama"])
+def test_all_splits(kind, dtype, ranks):
+    compare(ranks, kind, dtype, LAYOUTS[1:])
+
+
+class Line(nn.Module):
+    """y = w x; ``unused`` takes part where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.unused = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x, use=True):
+        return (self.w * x).sum() + (self.unused.sum() if use else 0)
+
+
+def gradients_of(world, inputs):
+    model = Line()
+    replica = data_parallel(model, dist.group.WORLD, bitwise_micro_batches=len(inputs))
+    for _ in range(replica.local_micro_batches):
+        assert model.w.grad is None
+        replica(inputs[replica.micro_batch]).backward()
+    return model.w.grad
+
+
+def test_the_mean_is_a_tree(ranks):
+    """((a + b) + (c + d)) / 4 at every number of replicas; in order it would be another number."""
+    inputs = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24])[:, None].expand(4, 5).contiguous()
+    right = (1 + 2.0**-23) / 4
+    assert (inputs[0] + inputs[1] + inputs[2] + inputs[3])[0] / 4 != right
+    for size in 1, 2, 4:
+        for gradient in ranks(size, gradients_of, inputs):
+            assert gradient.eq(right).all()
+    replica = data_parallel(Line(), None, bitwise_micro_batches=4)
+    for row in inputs:
+        replica(row).backward()
+    assert replica.module.w.grad.eq(right).all()
+
+
+def sent(world):
+    """-> elements that a step's messages have, the exchange's and the gathered ones, and the gradients'"""
+    replica, counts = data_parallel(Line(), dist.group.WORLD, bitwise_micro_batches=world.size), []
+    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
+    try:
+        dist.all_to_all_single = lambda out, x, group: (counts.append(x.numel()), exchange(out, x, group=group))
+        dist.all_gather_into_tensor = lambda out, x, group: (counts.append(out.numel()), gather(out, x, group=group))
+        replica(torch.ones(5)).backward()
+    finally:
+        dist.all_to_all_single, dist.all_gather_into_tensor = exchange, gather
+    return counts, 5 + 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_are_as_long_as_a_rings(size, ranks):
+    """Of each an R-th stays: 2 (R - 1) / R of the gradients, padded to a multiple of R."""
+    for counts, elements in ranks(size, sent):
+        assert counts == [elements + -elements % size] * 2
+
+
+def begin(world):
+    return data_parallel(Line(), dist.group.WORLD, bitwise_micro_batches=4)
+
+
+def errors(world):
+    """-> the messages of what is refused; each step is right after zero_grad()"""
+    replica, x, messages = begin(world), torch.ones(5), []
+
+    def refused(call):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+        replica.zero_grad()
+
+    def twice():
+        replica(x)
+        replica(x)
+
+    def absent():
+        for _ in range(replica.local_micro_batches):
+            replica(x, use=world.rank == 0).backward()
+
+    def left():
+        replica.module.w.grad = torch.ones(5)
+        replica(x)
+
+    for call in twice, absent, left:
+        refused(call)
+    for _ in range(replica.local_micro_batches):
+        replica(x).backward()
+    return messages, replica.module.w.grad
+
+
+def test_misuse_is_named_on_every_rank(ranks):
+    for messages, gradient in ranks(2, errors):
+        twice, absent, left = messages
+        assert "Line: the micro-batch before has had no whole backward pass" in twice
+        assert "unused took no part in the loss of a micro-batch" in absent
+        assert "w has a gradient when a step begins; call zero_grad() first" in left
+        assert gradient.eq(1).all()
+
+
+def test_a_call_outside_a_step_changes_nothing():
+    replica = data_parallel(Line(), None, bitwise_micro_batches=2)
+    replica.module(torch.ones(5)).backward()
+    assert replica.module.w.grad.eq(1).all()
+    replica.zero_grad()
+    replica.eval()(torch.ones(5))
+    replica.train()
+    for _ in range(2):
+        replica(torch.ones(5)).backward()
+    assert replica.module.w.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("count, words", [(3, "must be a power of two, got 3"), (0, "must be at least 1")])
+def test_numbers_of_micro_batches(count, words):
+    with pytest.raises(ValueError, match=words):
+        data_parallel(Line(), None, bitwise_micro_batches=count)
+
+
+def test_masks_must_be_numbered():
+    model = GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8))
+    replica = data_parallel(model, None, bitwise_micro_batches=2)
+    assert isinstance(replica, MicroBatchReplica)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="masks are numbered by step and first_sample"):
+        replica(ids, labels=ids)
+
+
+def too_many(world):
+    try:
+        data_parallel(Line(), dist.group.WORLD, bitwise_micro_batches=1 if world.rank else 2)
+    except ValueError as error:
+        return str(error)
+
+
+def test_replicas_must_divide_and_agree(ranks):
+    for message in ranks(2, too_many):
+        assert "bitwise_micro_batches=1 is not divisible by 2 replicas" in message
