@@ -1,6 +1,7 @@
 """Ranks that disagree are told so: one ValueError on every rank, with each rank's value, before anything travels."""
 
 import contextlib
+import dataclasses
 import re
 from unittest import mock
 
@@ -180,6 +181,58 @@ MODES = {
     "autocast": (lambda model, stack: stack.enter_context(torch.autocast("cpu", BF16)), "autocast must .*bfloat16"),
     "checking": (lambda model, stack: stack.enter_context(tpfuse.checking()), "checking must"),
 }
+
+
+STATE = {  # what decides a call and is no argument of it, changed on rank 1 after the first call
+    "a part in eval": (lambda model: model.blocks[1].eval(), "parts in another mode must"),
+    "frozen": (lambda model: model.blocks[0].mlp.fc1.weight.requires_grad_(False), "frozen parameters must"),
+    "dtype": (lambda model: model.to(BF16), "parameters of torch.float32 and parameters of torch.bfloat16 must"),
+    "dtype of a part": (lambda model: model.blocks[0].to(F64), "parameters of torch.float64"),
+    "dropout": (lambda model: setattr(model.blocks[0], "dropout", 0.5), "parts with dropout=0.5"),
+    "attention dropout": (lambda model: setattr(model.blocks[0].attention, "dropout", 0.5), "parts with dropout=0.5"),
+    "step": (lambda model: model.step.add_(1), "model.step must .*rank 0: 2; rank 1: 3"),
+    "a step of one's own": (lambda model: setattr(model, "step", torch.tensor(9)), "model.step must .*rank 1: 9"),
+    "seed": (lambda model: setattr(model, "seed", 1), "model.seed must .*rank 0: 0; rank 1: 1"),
+}
+
+
+def state_changed(world, name):
+    model, call = GPT(dataclasses.replace(GPT_CONFIG, dropout=0.1), tp=make_tp(world, False)), batch(GPT_CONFIG)
+    for _ in range(2):
+        model(**call)
+    return refused(world, lambda differs: (STATE[name][0](model) if differs else 0, model(**call)))
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_state_that_differs_at_a_later_call(ranks, name):
+    alike(ranks(2, state_changed, name), "GPT: ", STATE[name][1])
+
+
+def crossed(world):
+    models, call = [GPT(GPT_CONFIG, tp=make_tp(world, False), seed=seed) for seed in (0, 0)], batch(GPT_CONFIG)
+    for model in models:
+        model(**call)
+    said = refused(world, lambda differs: models[differs](**call))
+    return said, [model(**call).loss.item() for model in models]
+
+
+def test_two_models_in_another_order(ranks):
+    found = ranks(2, crossed)
+    alike([said for said, _ in found], "GPT: which model, in the order .* must .*rank 0: ")
+
+
+def crossed_backward(world):
+    models, call = [GPT(GPT_CONFIG, tp=make_tp(world, False)) for _ in range(2)], batch(GPT_CONFIG)
+    with tpfuse.checking():
+        losses = [model(**call).loss for model in models]
+    said = refused(world, lambda differs: losses[differs].backward(retain_graph=True))
+    for loss in losses:
+        loss.backward()
+    return said
+
+
+def test_two_backward_passes_in_another_order_under_checking(ranks):
+    alike(ranks(2, crossed_backward), "GPT: the backward pass of which model, in the order .* must .*rank 0: ")
 
 
 def mode(world, name, first, always):
@@ -367,17 +420,17 @@ def test_clipping_that_differs(ranks, how, said):
 def messages(world):
     compare, sent = Agreement(Header("f"), each_call=True), []
     links = channel(world.group)
-    exchange, gather = links.exchange, agreement.gather
-    links.exchange = lambda row: sent.append(row.nbytes) or exchange(row)
-    with mock.patch.object(agreement, "gather", lambda value, group: sent.append("table") or gather(value, group)):
+    heads, gather = links._from_all, agreement.gather
+    links._from_all = lambda row: sent.append(row.nbytes) or heads(row)
+    with mock.patch.object(agreement, "gather", lambda *args, **call: sent.append("table") or gather(*args, **call)):
         for x in (SAME, SAME, SAME + 1):
             compare(world.group, dict(x=x), {})
-    del links.exchange
+    del links._from_all
     return sent
 
 
-def test_a_known_kind_costs_sixteen_bytes(ranks):
-    assert ranks(2, messages) == [[16, "table", 16, 16]] * 2
+def test_a_known_kind_costs_24_bytes(ranks):
+    assert ranks(2, messages) == [[24, "table", 24, 24, 24]] * 2
 
 
 def test_what_has_no_words_is_its_type():

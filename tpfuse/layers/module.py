@@ -25,6 +25,7 @@ from .spec import Spec as Spec
 from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
+_PLAIN = bool, int, float, str
 ON_SPLIT: list[Callable[[], None]] = []  # called when a parameter of which ranks hold slices is made or unpickled
 
 
@@ -155,7 +156,8 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
     if module._agreement is not None and not torch.compiler.is_compiling():
         call = _flat("", dict({f"argument {i}": x for i, x in enumerate(args, 1)}, **kwargs))
         state = lambda: module_state(module)
-        module._agreement(module.tp.group, call, {"training": module.training}, state)
+        dtype = next((p.dtype for p in module.parameters()), None)
+        module._agreement(module.tp.group, call, {"training": module.training, "dtype": dtype}, state)
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -166,13 +168,48 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     return {k: v for key, x in items for k, v in _flat(f"{name}.{key}" if name else str(key), x).items()}
 
 
+# ---- what decides a call beside its arguments ----
+
+DECIDING = "dropout", "p", "eps", "activation", "causal", "window", "scale", "softcap", "saving"  # attributes of parts
+
+
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Returns what the ranks must share of a module's state: the frozen parameters, the parts that train otherwise."""
-    other_mode = [name for name, part in module.named_modules() if part.training != module.training]
-    return {
-        "frozen parameters": names([name for name, p in module.named_parameters() if not p.requires_grad]),
-        "parts in another mode": names(other_mode),
+    """Returns what the ranks must share of a module's state, in words: all that :func:`mark_of` holds."""
+    parts, parameters = list(module.named_modules()), list(module.named_parameters())
+    state = {
+        "frozen parameters": names([name for name, p in parameters if not p.requires_grad]),
+        "parts in another mode": names([name for name, part in parts if part.training != module.training]),
     }
+    alike: dict[str, list[str]] = {}  # names of what is alike in one point, by what it is
+    for name, p in parameters:
+        alike.setdefault(f"parameters of {p.dtype}", []).append(name)
+    for name, part in parts:
+        for key, value in _deciding(part):
+            alike.setdefault(f"parts with {key}={value!r}", []).append(name)
+    return state | {key: names(alike[key]) for key in sorted(alike)}
+
+
+def mark_of(module: nn.Module) -> list[Any]:
+    """Returns a list that changes when :func:`module_state` does: one walk over the parts, for every call."""
+    mark: list[Any] = []
+    _mark(module, mark)
+    return mark
+
+
+def _mark(part: nn.Module, mark: list[Any]) -> None:
+    mark.append(part.training)
+    mark += _deciding(part)
+    for p in part._parameters.values():
+        if p is not None:
+            mark += p.requires_grad, p.dtype
+    for child in part._modules.values():
+        if child is not None:
+            _mark(child, mark)
+
+
+def _deciding(part: nn.Module) -> list[tuple[str, Any]]:
+    fields = part.__dict__
+    return [(key, fields[key]) for key in DECIDING if isinstance(fields.get(key), _PLAIN)]
 
 
 def check_gathered(method: str, module: "ParallelModule") -> None:

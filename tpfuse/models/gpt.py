@@ -157,8 +157,7 @@ class GPT(Model):
         h, normed = self._embedded(batch)
         h, normed, states = self._run_blocks(h, normed, batch)
         output = self._finish(h, normed, batch, states)
-        self._count(inputs.step)
-        return output
+        return self._end(output, inputs.step)
 
     def _begin(self, inputs: Inputs) -> Batch:
         """Checks a call, and makes its rows and the record that all blocks get."""

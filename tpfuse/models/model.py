@@ -1,5 +1,6 @@
 """The base of GPT and Bert: their groups and stages, the rng of a call, agreement of the ranks, files."""
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -15,11 +16,11 @@ from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
-from ..layers.module import initialize, local, module_state
+from ..layers.module import initialize, local, mark_of, module_state
 from ..layers.wiring import Normed
 from ..parallel import TensorParallel, versions
 from ..pipeline.placement import Stage
-from ..ranks.agreement import Agreement, Header, agree
+from ..ranks.agreement import Agreement, Header, agree, digest, is_checking, next_number
 from ..ranks.messages import together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
@@ -35,6 +36,7 @@ from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
 
 M = TypeVar("M", bound="Model")
+_WHICH = "which model, in the order in which they were made"
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
 
 
@@ -66,6 +68,7 @@ class Model(nn.Module):
         seed: chooses the initial weights and the dropout masks.
         step: chooses the masks too: a 0-d int64 tensor, no buffer, that counts training forwards unless a call brings
             its own.
+        shared: what it was made of and the ranks of every axis must share.
         saving: what blocks keep for backward, "fastest" or "smallest".
     """
 
@@ -97,11 +100,16 @@ class Model(nn.Module):
         self.step = torch.zeros((), dtype=torch.int64, device="cpu")
         name = type(self).__name__
         self._agreement = Agreement(Header(name, causes=(("input_ids", _CAUSE),)), each_call=True)
+        self._host = HostState()
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
-        shared["dtype"] = torch.get_default_dtype()
-        self.tp.agree(name, shared | options)
-        shared |= dict(sequence_parallel=self.tp.sequence_parallel, overlap=self.tp.overlap, versions=versions())
-        agree(dp, Header(name, axis="data-parallel"), shared | options)
+        shared |= dict(dtype=torch.get_default_dtype()) | options
+        self.tp.agree(name, shared)
+        split: dict[str, Any] = {
+            f"tp.{key}": getattr(self.tp, key) for key in ("size", "sequence_parallel", "overlap", "bitwise")
+        }
+        self.shared = shared | split | dict(versions=versions())
+        agree(dp, Header(name, axis="data-parallel"), self.shared)
+        self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
@@ -182,10 +190,22 @@ class Model(nn.Module):
         check_given(type(self).__name__, inputs, self.config.hidden_size)
         self.stages.check_whole("a call")
 
+    def _end(self, output: Output, step: int | Tensor | None) -> Output:
+        """Ends a call: counts it, and under ``checking()`` makes its backward pass compare whose it is."""
+        if self.tp.size > 1 and not torch.compiler.is_compiling() and is_checking():
+            tensors = (x for x in (output.loss, output.logits, output.last_hidden_state) if x is not None)
+            reference = next((x for x in tensors if x.requires_grad), None)
+            if reference is not None:
+                whose = {f"the backward pass of {_WHICH}": self._number}
+                reference.register_hook(lambda gradient: self.tp.agree(type(self).__name__, whose))
+        self._count(step)
+        return output
+
     def _count(self, step: int | Tensor | None) -> None:
         """Counts a call: the last thing it does, so that one that fails has not been counted."""
         if step is None and self._drops():
             self.step += 1
+            self._host.counted(self.step)
 
     def _count_labels(self, inputs: Inputs) -> Tensor:
         """Returns the number of a call's labels that have a loss, int64 []."""
@@ -207,7 +227,19 @@ class Model(nn.Module):
         if self.tp.size > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
-            self._agreement(self.tp.group, arguments, modes, lambda: module_state(self))
+            self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what decides a call beside its arguments, in words."""
+        return self.counters() | {_WHICH: self._number} | module_state(self)
+
+    def counters(self) -> dict[str, int]:
+        """Returns what chooses the masks of the next call, without waiting for a device."""
+        return {"model.seed": self.seed, "model.step": self._host.value(self.step)}
+
+    def _mark(self) -> Hashable:
+        """Returns what changes when :meth:`_state` does."""
+        return self.seed, self._host.value(self.step), self._number, self._host.digest(mark_of(self))
 
     def _check_inputs(self, inputs: Inputs, longest: int | None = None) -> None:
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
@@ -254,7 +286,8 @@ class Model(nn.Module):
             first_sample = (self.groups.dp_rank or 0) * batch
         if step is None:
             if self.step.device != inputs.tokens.device:
-                self.step = self.step.to(inputs.tokens.device)
+                before, self.step = self.step, self.step.to(inputs.tokens.device)
+                self._host.moved(before, self.step)
             step = self.step
         return step, first_sample
 
@@ -318,6 +351,41 @@ class Model(nn.Module):
     def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
         """Returns the constructor arguments that the tensors in a directory decide."""
         return {}
+
+
+class HostState:
+    """What the host knows of a model without waiting for a device, so that calls can be compared by it."""
+
+    def __init__(self) -> None:
+        self._step: tuple[Tensor | None, int, int] = (None, 0, 0)  # its version, its value
+        self._mark: tuple[list[Any], int] = ([], 0)
+
+    def counted(self, step: Tensor) -> None:
+        """Says that 1 was added to a counter."""
+        if not torch.compiler.is_compiling():
+            known, version, value = self._step
+            if known is step and version + 1 == step._version:
+                self._step = step, step._version, value + 1
+
+    def moved(self, step: Tensor, to: Tensor) -> None:
+        """Says that ``to`` is a copy of a counter on another device."""
+        if step.is_cpu and not torch.compiler.is_compiling():
+            self._step = to, to._version, int(step)
+
+    def value(self, step: Tensor) -> int:
+        """Returns a counter's value; a device is waited for only where somebody else has changed it."""
+        known, version, value = self._step
+        if known is not step or step._version != version:
+            value = int(step)
+            self._step = step, step._version, value
+        return value
+
+    def digest(self, mark: list[Any]) -> int:
+        """Returns the digest of a list, the one before while the list stays equal."""
+        known, number = self._mark
+        if mark != known:
+            self._mark = mark, (number := digest(mark))
+        return number
 
 
 def staged_in(model: nn.Module) -> Model | None:

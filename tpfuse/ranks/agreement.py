@@ -4,8 +4,9 @@ on every rank.
 Messages of a comparison have connections of their own (gloo, on the host), so that a rank whose call differs waits for
 an answer, and not inside a collective of other sizes, which gloo ends with an abort and NCCL never.
 
-Each call of a model exchanges 16 bytes: a digest of its kind (shapes, dtypes, modes) and one of the values that are
-read without waiting for a device.  At the first call of a kind, or under :func:`checking` at each, everything is.
+Each call of a model exchanges 24 bytes: which function it is, a digest of its kind (shapes, dtypes, modes), and one of
+the state that decides it and of the values that are read without waiting for a device.  At the first call of a kind, or
+under :func:`checking` at each, everything is compared.
 These messages are no part of what a ledger counts.
 """
 
@@ -41,10 +42,15 @@ def checking() -> Iterator[None]:
         _always.reset(token)
 
 
+def is_checking() -> bool:
+    """Returns whether this is inside :func:`checking`."""
+    return _always.get()
+
+
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     """Returns whether ``flag`` is true on any rank of the group; each rank calls it."""
     links = channel(group)
-    return flag if links is None else bool(links.exchange(torch.tensor([int(flag)], device="cpu")).any())
+    return flag if links is None else bool(links.exchange("any_rank", int(flag)).any())
 
 
 # ---- one comparison ----
@@ -80,7 +86,7 @@ def agree(group: dist.ProcessGroup | None, header: Header, values: Mapping[str, 
 
 
 def _compare(links: Channel, header: Header, values: Mapping[str, Described]) -> None:
-    tables: list[Mapping[str, Described]] = gather(dict(values), links)
+    tables: list[Mapping[str, Described]] = gather(dict(values), links, call=header.name)
     absent = Described("not given")
     keys = dict.fromkeys(key for table in tables for key in table)
     columns = {key: [table.get(key, absent) for table in tables] for key in keys}
@@ -153,21 +159,29 @@ class Agreement:
         arguments: Mapping[str, Any],
         modes: Mapping[str, Hashable],
         state: Callable[[], Mapping[str, Any]] = dict,
+        mark: Callable[[], Hashable] = tuple,
     ) -> None:
         """Compares ``arguments`` (anything), ``modes`` (part of the kind) and, at a kind's first call, ``state()``.
 
+        ``mark()``, which has a repr of its value, changes when that state does, and is part of each call's digest.
         Nothing is compared inside a compiled graph, in a CUDA graph's capture, or on tensors without values.
         """
         if torch.compiler.is_compiling() or not _comparable(arguments):
             return
         with _disable_current_modes():
             links = channel(group)
-            if links is not None and self._is_new(links, arguments, modes := {**modes, **_torch_modes()}):
+            if links is not None and self._is_new(links, arguments, modes := {**modes, **_torch_modes()}, mark):
                 call = {**arguments, **modes, **state()}
                 _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
-                self._digests[_kinds(arguments, modes)] = _digest(_kinds(arguments, modes))
+                self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
 
-    def _is_new(self, links: Channel, arguments: Mapping[str, Any], modes: Mapping[str, Hashable]) -> bool:
+    def _is_new(
+        self,
+        links: Channel,
+        arguments: Mapping[str, Any],
+        modes: Mapping[str, Hashable],
+        mark: Callable[[], Hashable],
+    ) -> bool:
         """Returns whether to compare everything: at a kind's first call, under :func:`checking`, where digests differ.
 
         A kind is stored once it was equal on all ranks, so it is new on all ranks or on none.
@@ -176,11 +190,13 @@ class Agreement:
         stored = self._digests.get(kind)
         if not self.each_call:
             return stored is None or _always.get()
-        values = _digest([_quick(value) for value in arguments.values()])
-        digests = links.exchange(torch.tensor([_digest(kind) if stored is None else stored, values], device="cpu"))
+        values = digest([*map(_quick, arguments.values()), mark()])
+        call = f"{self.header.name} {modes.get('call', '')}"
+        digests = links.exchange(call, digest(kind) if stored is None else stored, values)
         return stored is None or _always.get() or bool((digests != digests[0]).any())
 
 
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
@@ -190,6 +206,14 @@ def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool) -> Agr
     if name not in agreements:
         agreements[name] = Agreement(Header(name), each_call=each_call, floats=False)
     return agreements[name]
+
+
+def next_number(group: dist.ProcessGroup | None) -> int:
+    """Returns the number of a thing that all ranks of a group make, in one order: a model, a pipeline."""
+    if group is None:
+        return 0
+    _numbers[group] = _numbers.get(group, 0) + 1
+    return _numbers[group]
 
 
 def _comparable(arguments: Mapping[str, Any]) -> bool:
@@ -224,5 +248,6 @@ def _quick(value: Any) -> Hashable:
     return None if not value.is_cpu else _crc(value.detach())
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
+    """Returns 8 bytes of a value's repr."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)

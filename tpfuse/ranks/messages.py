@@ -1,14 +1,21 @@
 """Python objects from rank to rank: a rank that has ended is named, and an error on one rank is an error on every rank.
 
-A collective whose member has ended fails on its neighbours with a closed connection, which does not say whose, and the
-others wait until those end too.  In :func:`gather` every rank talks with the first one alone: a message that fails has
-a number, and the first tells the others.  All goes through one rank: this is for rare events, such as a save.
+Every exchange begins with a head of one fixed size from each rank to each other: which call it belongs to, and two
+numbers, the lengths of what follows or all that there is to say.  Ranks that are in different calls therefore meet in a
+ValueError that names the calls, and never in messages of two lengths, which gloo ends by an abort of the process.
+
+A collective whose member has ended fails on its neighbours with a closed connection, which does not say whose.  Heads
+go from each rank to each other, so that a message that fails has a number.  What follows a head in :func:`gather` goes
+through the first rank: that is for rare events, such as a save.
 """
 
+import functools
+import hashlib
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +26,8 @@ from .gloo import connect, limit, receive, send
 
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
+_NUMBERS, _LONGEST_NAME = 2, 120  # of a head, beside the call's; bytes of its name
+_LIBRARY = __name__.partition(".")[0] + "."
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel]" = weakref.WeakKeyDictionary()
 
 
@@ -29,30 +38,90 @@ class RankEnded(RuntimeError):
 # ---- connections beside a group's own ----
 
 
-class Channel:
-    """Connections between the hosts of a group's ranks.  Made by all of them."""
+class Links:
+    """Connections between ranks: by number in them, of which ``world_rank`` gives the number in the world."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        note_failures()
-        self.rank, self.size, self.timeout = group.rank(), group.size(), limit(group)
-        self.world_ranks = dist.get_process_group_ranks(group)
-        self.gloo = connect(group)
+    def __init__(self, gloo: Any, world_rank: Callable[[int], int], seconds: float):
+        self.gloo, self.world_rank, self.seconds = gloo, world_rank, seconds
+        self.rank, self.size = gloo.rank(), gloo.size()
 
-    def exchange(self, row: Tensor) -> Tensor:
-        """All-gathers int64 [n] -> [R, n], the same n on every rank."""
+    def exchange(self, call: str, *numbers: int) -> Tensor:
+        """Returns the numbers of every rank, int64 [R, n] for at most two; each rank calls it, with as many.
+
+        ValueError on every rank where they are in different ``call``s.  RankEnded names a rank that has ended.
+        """
+        head = [_call_number(call, len(numbers)), *numbers, *[0] * (_NUMBERS - len(numbers))]
+        heads = self._from_all(torch.tensor(head, device="cpu"))
+        if (heads[:, 0] != head[0]).any():
+            self._raise_calls()
+        return heads[:, 1 : 1 + len(numbers)]
+
+    def _from_all(self, row: Tensor) -> Tensor:
+        """All-gathers [n] -> [R, n], the same n on every rank."""
         rows = row.new_empty(self.size, *row.shape)
         rows[self.rank] = row
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            messages = [receive(rows[rank], self.gloo, rank) for rank in peers]
-            for message in messages + [send(row, self.gloo, rank) for rank in peers]:
-                message.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.size} compares its call with the other ranks', and one of them has ended or"
-                f" has come to no such call within {self.timeout.total_seconds():g} s: {explained(error)}"
-            ) from error
+        ended: dict[int, RuntimeError] = {}
+
+        def attempt(rank: int, action: Callable[[], Any]) -> Any:
+            try:
+                return action()
+            except RuntimeError as error:
+                ended.setdefault(rank, error)
+
+        starts = [(rank, functools.partial(receive, rows[rank], self.gloo, rank)) for rank in peers]
+        starts += [(rank, functools.partial(send, row, self.gloo, rank)) for rank in peers]
+        messages = [(rank, attempt(rank, start)) for rank, start in starts]
+        for rank, message in messages:  # all of them: the others shall see which rank it is that has ended
+            if message is not None:
+                attempt(rank, message.wait)
+        if ended:
+            rank, error = next(iter(ended.items()))
+            raise self.ended(rank, explained(error)) from error
         return rows
+
+    def ended(self, rank: int, note: str) -> "RankEnded":
+        """Returns the error of a rank that does not answer; ``note`` says more of it."""
+        return RankEnded(
+            f"rank {self.world_rank(rank)} has ended, or has come to no such call within the group's limit of"
+            f" {self.seconds:g} s; this is rank {self.rank} of {self.size}, in {outermost()}{f' ({note})' * bool(note)}"
+        )
+
+    def _raise_calls(self) -> NoReturn:
+        name = outermost().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
+        names = self._from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8))
+        calls = [row.numpy().tobytes().decode(errors="replace").strip() for row in names]
+        raise ValueError(
+            "the ranks are in different calls, and each must make the same ones in the same order: "
+            + ", ".join(f"rank {rank} is in {call}" for rank, call in enumerate(calls))
+        )
+
+
+class Channel(Links):
+    """Connections of their own between the hosts of a group's ranks.  Made by all of them."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        note_failures()
+        super().__init__(connect(group), dist.get_process_group_ranks(group).__getitem__, limit(group).total_seconds())
+
+
+@functools.cache
+def _call_number(call: str, count: int) -> int:
+    digest = hashlib.blake2b(f"{call} {count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def outermost() -> str:
+    """Returns the name of the function of this library that the caller's code is in, "GPT.forward" say."""
+    frame, outer = sys._getframe(), sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_code.co_name[0] != "<":
+            outer = frame
+    code, owner = outer.f_code, outer.f_locals.get("self", outer.f_locals.get("cls"))
+    if owner is None or "." not in code.co_qualname:
+        return code.co_qualname
+    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{code.co_name}"
 
 
 def channel(group: dist.ProcessGroup | None) -> Channel | None:
@@ -67,27 +136,31 @@ def channel(group: dist.ProcessGroup | None) -> Channel | None:
 # ---- objects ----
 
 
-def gather(value: T, group: dist.ProcessGroup | Channel | None, *, to_first: bool = False) -> list[T]:
+def gather(
+    value: T, group: dist.ProcessGroup | Links | None, *, to_first: bool = False, call: str | None = None
+) -> list[T]:
     """Returns the values of all ranks, in rank order; each rank calls it.  Without a group: ``[value]``.
 
-    ``to_first``: the group's first rank alone gets them, and the others an empty list.  RankEnded on every rank where
-    one is gone, with its number in the world; only over gloo, for NCCL waits for a lost rank in any form of a message.
+    ``to_first``: the group's first rank alone gets them, and the others an empty list.  ``call`` names the call, by
+    default the public function that this is in.  ValueError on every rank where they are in different calls.  RankEnded
+    where one is gone, with its number in the world.
 
-    Over gloo torch's register of groups is not asked, which ``destroy_process_group`` empties: a save in the background
-    goes on after that.
+    Connections are the group's channel, or those of a gloo group that has none yet: to make one takes the store, which
+    may have gone.  torch's register of groups is not asked for them, which ``destroy_process_group`` empties: a save in
+    the background goes on after that.
     """
     if group is None:
         return [value]
-    if not isinstance(group, Channel) and not _over_gloo(group):
-        return _gather_by_torch(value, group, to_first)
-    links: Any = group.gloo if isinstance(group, Channel) else group
-    values, ended = _collect(value, links, to_first) if links.rank() == 0 else _ask_first(value, links)
+    if not isinstance(group, Links):
+        links = _channels.get(group)
+        if links is None and not _over_gloo(group):
+            return _gather_by_torch(value, group, to_first)
+        group = links or Links(group, functools.partial(_world_rank, group), limit(group).total_seconds())
+    message, gloo = pickle.dumps(value), group.gloo
+    lengths = group.exchange(f"gather {call or outermost()}", len(message))[:, 0].tolist()
+    values, ended = _collect(value, lengths, gloo, to_first) if group.rank == 0 else _ask_first(message, gloo)
     if ended:
-        note = noted()
-        raise RankEnded(
-            f"rank {_world_rank(group, ended[0])} has ended, or has not answered within the group's limit of"
-            f" time{f' ({note})' * bool(note)}"
-        )
+        raise group.ended(ended[0], noted())
     return values
 
 
@@ -105,53 +178,51 @@ def _gather_by_torch(value: Any, group: dist.ProcessGroup, to_first: bool) -> li
     return values if group.rank() == 0 else []
 
 
-def _world_rank(group: dist.ProcessGroup | Channel, rank: int) -> int:
-    if isinstance(group, Channel):
-        return group.world_ranks[rank]
+def _world_rank(group: dist.ProcessGroup, rank: int) -> int:
     try:
         return dist.get_global_rank(group, rank)
     except ValueError:  # destroyed: a group that is used nevertheless is one of all ranks
         return rank
 
 
-def _collect(value: Any, links: Any, to_first: bool) -> tuple[list[Any], list[int]]:
+def _collect(value: Any, lengths: list[int], links: Any, to_first: bool) -> tuple[list[Any], list[int]]:
     """Gathers on the first rank, and answers the others: the values, and the ranks that sent none."""
     values, ended = [value], list[int]()
     for peer in range(1, links.size()):
         try:
-            values.append(_receive(links, peer))
+            values.append(pickle.loads(_received(lengths[peer], links, peer)))
         except RuntimeError:
             ended.append(peer)
     answer = pickle.dumps(([] if to_first else values, ended))  # once for all
     for peer in set(range(1, links.size())).difference(ended):
         try:
+            send(torch.tensor([len(answer)], device="cpu"), links, peer).wait()
             _send(answer, links, peer)
         except RuntimeError:
             ended.append(peer)
     return values, ended
 
 
-def _ask_first(value: Any, links: Any) -> tuple[list[Any], list[int]]:
+def _ask_first(message: bytes, links: Any) -> tuple[list[Any], list[int]]:
     try:
-        _send(pickle.dumps(value), links, 0)
-        values, ended = _receive(links, 0)
+        _send(message, links, 0)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        receive(length, links, 0).wait()
+        values, ended = pickle.loads(_received(int(length), links, 0))
     except RuntimeError:
         return [], [0]
     return values, ended
 
 
 def _send(message: bytes, links: Any, to: int) -> None:
-    """Sends the length, then the bytes."""
-    for part in (torch.tensor([len(message)], device="cpu"), torch.frombuffer(bytearray(message), dtype=torch.uint8)):
-        send(part, links, to).wait()
+    send(torch.frombuffer(bytearray(message), dtype=torch.uint8), links, to).wait()
 
 
-def _receive(links: Any, source: int) -> Any:
-    length = torch.empty(1, dtype=torch.int64, device="cpu")
-    receive(length, links, source).wait()
-    message = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+def _received(length: int, links: Any, source: int) -> bytes:
+    message = torch.empty(length, dtype=torch.uint8, device="cpu")
     receive(message, links, source).wait()
-    return pickle.loads(message.numpy().tobytes())
+    data: bytes = message.numpy().tobytes()
+    return data
 
 
 # ---- errors ----

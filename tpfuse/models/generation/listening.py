@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,7 +76,7 @@ class Listener:
             status = _STOPS * bool(action())
         except Exception as e:
             status, error = _FAILED, e
-        statuses = peers.exchange(torch.tensor([status], device="cpu"))
+        statuses = peers.exchange("generate", status)
         if (statuses == _FAILED).any():
             raise_together(error, (self.group,))
         return bool(statuses.any())

@@ -48,8 +48,13 @@ def settle() -> None:
 def raise_earlier(directory: Path, ranks: Ranks) -> None:
     """Raises on every rank the error of an earlier save in this folder, unless each rank has had it."""
     saving = _saves.pop(_key(directory), None)
-    with named("the save before, in the background"):
-        ranks.together(lambda: None if saving is None or saving.told else saving._future.result())
+
+    def end() -> None:
+        if saving is not None and not saving.told:
+            with named("the save before, in the background"):
+                saving._future.result()
+
+    ranks.together(end)
 
 
 def _key(directory: Path) -> Path:
