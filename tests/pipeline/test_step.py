@@ -378,3 +378,35 @@ def test_a_rank_reads_its_own_stages(ranks, tmp_path, kind):
     none = dict.fromkeys(DROP, 0.0) if kind == "llama" else {}  # whose files know no dropout
     GPT(replace(MODELS[kind], **none), seed=3).save_pretrained(tmp_path)
     assert ranks(2, reads, tmp_path) == [dict.fromkeys(("1f1b", "zbv", "chimera"), True)] * 2
+
+
+AXES = {  # what rank 1, the second stage, does otherwise: (of its model, of its schedule, between, what is named)
+    "eps": (dict(eps=1e-2), {}, None, "config must be the same on every pipeline rank"),
+    "dropout": (dict(dropout=0.4), {}, None, "config must"),
+    "width": (dict(hidden_size=48), {}, None, "config must"),
+    "micro-batches": ({}, dict(micro_batches=2), None, "micro_batches must"),
+    "schedule": ({}, dict(name="gpipe"), None, "name must"),
+    "seed": ({}, {}, lambda model: setattr(model, "seed", 1), "model.seed must"),
+    "step": ({}, {}, lambda model: model.step.add_(1), "model.step must"),
+    "dtype": ({}, {}, lambda model: model.to(torch.bfloat16), "dtype must"),
+}
+
+
+def disagreeing(world, name):
+    mesh, (config, plan, between, _) = world.stages(2, 1, 1), AXES[name]
+    differs = world.rank == 1
+    with pytest.raises(ValueError) as caught:
+        model = made(replace(GPT2, **(config if differs else {})), **place(mesh, "1f1b"))
+        pipeline = schedule(model, mesh["pp"], **(dict(name="1f1b", micro_batches=4) | (plan if differs else {})))
+        if differs and between is not None:
+            between(model)
+        ids, labels = next(batches(1))
+        pipeline.step(ids, labels=labels)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_stages_that_disagree(ranks, name):
+    texts = ranks(2, disagreeing, name)
+    assert len(set(texts)) == 1 and AXES[name][3] in texts[0], texts

@@ -17,7 +17,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
-from ..ranks.agreement import Agreement, Header
+from ..ranks.agreement import Agreement, Header, agree, next_number
 from . import failures
 from .action import KINDS
 from .bubbles import Filler, Filling
@@ -38,7 +38,10 @@ class Pipeline:
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
         self._filler: Filler | None = None
-        self._agreement = Agreement(Header(f"pipeline {order.schedule}", axis="pipeline"), each_call=True)
+        name = f"pipeline {order.schedule}"
+        self._agreement = Agreement(Header(name, axis="pipeline"), each_call=True)
+        self._of_replicas = Agreement(Header(name, axis="data-parallel"), each_call=True)
+        self._number = next_number(group)
 
     def step(self, input_ids: Tensor | None = None, **arguments: Any) -> Tensor:
         """Runs forward and backward over a batch; each rank passes the same arguments, those of the model's forward.
@@ -100,7 +103,9 @@ class Pipeline:
         mains = main_grads(model.parameters()) if backward else []
         reduced = [main for main in mains if main.reduced]
         mode = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
-        self._agreement(self.group, arguments, mode)
+        mode["dtype"] = next(p.dtype for p in model.parameters())
+        self._agreement(self.group, arguments, mode, self._state, lambda: tuple(self._state().values()))
+        self._of_replicas(self._dp, {}, mode, self._state, lambda: tuple(self._state().values()))
         for main in reduced[:1]:
             main.check_open()
         calls = model.stages.micro_batches(model, self.order.micro_batches, arguments)
@@ -126,6 +131,11 @@ class Pipeline:
             filler.end()
         model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what decides a step beside its arguments, the same on every stage and replica."""
+        which = {"which pipeline, in the order in which they were made": self._number}
+        return self.model.counters() | which
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime for calls of these shapes; messages have the same shape in all of them."""
@@ -230,8 +240,9 @@ def schedule(
             f"pipeline: {type(model).__name__} has no stages; make it with stage=(mesh['pp'].get_local_rank(),"
             f" mesh['pp'].size(), {name!r})"
         )
-    check_sharded(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    _agree(model, group, dict(name=name, micro_batches=micro_batches, backward=backward))
+    check_sharded(model)
     check_number("pipeline: micro_batches", micro_batches, integer())
     rank, ranks = group.rank(), group.size()
     check(
@@ -248,6 +259,19 @@ def schedule(
     )
     model.groups.pp_name = group.group_name
     return Pipeline(model, group, actions)
+
+
+def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
+    """Compares over every axis what a schedule is made of; over the stages, which know each other only now, the model
+    too."""
+    stage: Stage = model.stages.place
+    shared = model.shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
+    for axis, ranks, values in (
+        ("tensor-parallel", model.tp.group, arguments),
+        ("data-parallel", model.groups.dp, arguments),
+        ("pipeline", group, shared | arguments),
+    ):
+        agree(ranks, Header("pipeline", axis=axis), values)
 
 
 def _chunks(name: str, stage: Stage) -> int | None:
