@@ -132,7 +132,7 @@ class Pipeline:
         model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
         which = {"which pipeline, in the order in which they were made": self._number}
         return self.model.counters() | which

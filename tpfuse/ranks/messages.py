@@ -38,7 +38,7 @@ class RankEnded(RuntimeError):
 # ---- connections beside a group's own ----
 
 
-class Links:
+class Connections:
     """Connections between ranks: by number in them, of which ``world_rank`` gives the number in the world."""
 
     def __init__(self, gloo: Any, world_rank: Callable[[int], int], seconds: float):
@@ -97,7 +97,7 @@ class Links:
         )
 
 
-class Channel(Links):
+class Channel(Connections):
     """Connections of their own between the hosts of a group's ranks.  Made by all of them."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -137,7 +137,7 @@ def channel(group: dist.ProcessGroup | None) -> Channel | None:
 
 
 def gather(
-    value: T, group: dist.ProcessGroup | Links | None, *, to_first: bool = False, call: str | None = None
+    value: T, group: dist.ProcessGroup | Connections | None, *, to_first: bool = False, call: str | None = None
 ) -> list[T]:
     """Returns the values of all ranks, in rank order; each rank calls it.  Without a group: ``[value]``.
 
@@ -151,11 +151,11 @@ def gather(
     """
     if group is None:
         return [value]
-    if not isinstance(group, Links):
+    if not isinstance(group, Connections):
         links = _channels.get(group)
         if links is None and not _over_gloo(group):
             return _gather_by_torch(value, group, to_first)
-        group = links or Links(group, functools.partial(_world_rank, group), limit(group).total_seconds())
+        group = links or Connections(group, functools.partial(_world_rank, group), limit(group).total_seconds())
     message, gloo = pickle.dumps(value), group.gloo
     lengths = group.exchange(f"gather {call or outermost()}", len(message))[:, 0].tolist()
     values, ended = _collect(value, lengths, gloo, to_first) if group.rank == 0 else _ask_first(message, gloo)
