@@ -184,7 +184,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     for name, p in parameters:
         alike.setdefault(f"parameters of {p.dtype}", []).append(name)
     for name, part in parts:
-        for key, value in _deciding(part):
+        for key, value in _deciding(part.__dict__):
             alike.setdefault(f"parts with {key}={value!r}", []).append(name)
     return state | {key: names(alike[key]) for key in sorted(alike)}
 
@@ -192,24 +192,20 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 def mark_of(module: nn.Module) -> list[Any]:
     """Returns a list that changes when :func:`module_state` does: one walk over the parts, for every call."""
     mark: list[Any] = []
-    _mark(module, mark)
+    parts = [module]
+    while parts:
+        fields = parts.pop().__dict__
+        mark.append(fields["training"])
+        mark += _deciding(fields)
+        for p in fields["_parameters"].values():
+            if p is not None:
+                mark += p.requires_grad, p.dtype
+        parts += [child for child in fields["_modules"].values() if child is not None]
     return mark
 
 
-def _mark(part: nn.Module, mark: list[Any]) -> None:
-    mark.append(part.training)
-    mark += _deciding(part)
-    for p in part._parameters.values():
-        if p is not None:
-            mark += p.requires_grad, p.dtype
-    for child in part._modules.values():
-        if child is not None:
-            _mark(child, mark)
-
-
-def _deciding(part: nn.Module) -> list[tuple[str, Any]]:
-    fields = part.__dict__
-    return [(key, fields[key]) for key in DECIDING if isinstance(fields.get(key), _PLAIN)]
+def _deciding(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, fields[key]) for key in DECIDING if key in fields and isinstance(fields[key], _PLAIN)]
 
 
 def check_gathered(method: str, module: "ParallelModule") -> None:
