@@ -1,6 +1,6 @@
 """The base of parallel modules: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -204,7 +204,7 @@ def mark_of(module: nn.Module) -> list[Any]:
     return mark
 
 
-def _deciding(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+def _deciding(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(key, fields[key]) for key in DECIDING if key in fields and isinstance(fields[key], _PLAIN)]
 
 

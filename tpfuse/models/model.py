@@ -68,7 +68,6 @@ class Model(nn.Module):
         seed: chooses the initial weights and the dropout masks.
         step: chooses the masks too: a 0-d int64 tensor, no buffer, that counts training forwards unless a call brings
             its own.
-        shared: what it was made of and the ranks of every axis must share.
         saving: what blocks keep for backward, "fastest" or "smallest".
     """
 
@@ -107,8 +106,8 @@ class Model(nn.Module):
         split: dict[str, Any] = {
             f"tp.{key}": getattr(self.tp, key) for key in ("size", "sequence_parallel", "overlap", "bitwise")
         }
-        self.shared = shared | split | dict(versions=versions())
-        agree(dp, Header(name, axis="data-parallel"), self.shared)
+        self._shared = shared | split | dict(versions=versions())
+        agree(dp, Header(name, axis="data-parallel"), self._shared)
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
@@ -231,9 +230,9 @@ class Model(nn.Module):
 
     def _state(self) -> dict[str, Any]:
         """Returns what decides a call beside its arguments, in words."""
-        return self.counters() | {_WHICH: self._number} | module_state(self)
+        return self._seed_and_step() | {_WHICH: self._number} | module_state(self)
 
-    def counters(self) -> dict[str, int]:
+    def _seed_and_step(self) -> dict[str, int]:
         """Returns what chooses the masks of the next call, without waiting for a device."""
         return {"model.seed": self.seed, "model.step": self._host.value(self.step)}
 

@@ -135,7 +135,7 @@ class Pipeline:
     def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
         which = {"which pipeline, in the order in which they were made": self._number}
-        return self.model.counters() | which
+        return self.model._seed_and_step() | which
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime for calls of these shapes; messages have the same shape in all of them."""
@@ -265,7 +265,7 @@ def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -
     """Compares over every axis what a schedule is made of; over the stages, which know each other only now, the model
     too."""
     stage: Stage = model.stages.place
-    shared = model.shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
+    shared = model._shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
     for axis, ranks, values in (
         ("tensor-parallel", model.tp.group, arguments),
         ("data-parallel", model.groups.dp, arguments),

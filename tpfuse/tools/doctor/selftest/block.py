@@ -40,6 +40,7 @@ def both(*names: str) -> tuple[str, ...]:
 ALONE = (
     BlockSplit("block on one rank", {}, {}),
     BlockSplit("block that recomputes", {}, dict(saving="smallest")),
+    BlockSplit("block by leaves", dict(bitwise=1), {}),  # on a CPU: kernels are not built
 )
 SPLIT = (
     BlockSplit(
@@ -70,8 +71,10 @@ def alone(device: torch.device) -> list[Finding]:
     """Returns the lines of the blocks on one rank."""
     lines = []
     for split in ALONE:
+        if split.group and device.type != "cpu":
+            continue
         try:
-            lines += compared(split, TensorParallel(), device)
+            lines += compared(split, TensorParallel(**split.group), device)
         except Exception as error:
             lines.append(Finding(split.name, f"{type(error).__name__}: {error}", FAULT, ADVICE))
     return lines
