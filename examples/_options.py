@@ -153,7 +153,8 @@ def parse() -> argparse.Namespace:
         "--bitwise",
         type=common.positive,
         metavar="V",
-        help="the same bits at every --tp that divides V, a power of two; the log gets a digest of the weights",
+        help="the same bits at every --tp that divides V, a power of two, and at every --dp with the same --dp x"
+        " --micro-batches; the log gets a digest of the weights",
     )
     add(
         "--saving",
@@ -210,8 +211,13 @@ def parse() -> argparse.Namespace:
         if args.pp > 1 or args.main_grad:
             parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
 
-    if args.bitwise is not None and (args.dp > 1 or args.pp > 1):
-        parser.error("--bitwise is of tensor parallelism: sums over replicas and stages are not by leaves yet")
+    if args.bitwise is not None and (args.pp > 1 or args.main_grad):
+        parser.error(f"--bitwise: sums of {'--pp' if args.pp > 1 else '--main-grad'} are not by leaves yet")
+    args.tree_of = None if args.bitwise is None else args.dp * args.micro_batches
+    if args.tree_of and args.tree_of & (args.tree_of - 1):
+        parser.error(f"--bitwise: --dp x --micro-batches must be a power of two, got {args.tree_of}")
+    if args.bitwise is not None and args.pack and args.tree_of > 1:
+        parser.error("--bitwise: --pack lays documents in other rows for each --dp and --micro-batches; leave it off")
 
     shape = SIZES[args.size]
     args.width = args.width or shape["hidden_size"]

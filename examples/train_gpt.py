@@ -39,6 +39,7 @@ from _options import SIZES, config_of, parse, stage_of
 from _run import Best, Log, StopSignal, save_trained, weights_digest
 from _text import END, Text, gzip_bits, paragraphs, read_text
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import tpfuse
@@ -72,7 +73,9 @@ def forward_backward(setup: Setup, step: int) -> float:
     """Gradients of the mean loss over the step's global batch -> a number whose mean over processes is that loss."""
     labels = setup.batches.labels(step)
     if setup.pipeline is None:
-        loss = micro_batches(setup, step, labels / setup.args.dp)  # DDP averages over dp
+        loss = micro_batches(
+            setup, step, labels / (setup.args.tree_of or setup.args.dp)
+        )  # over which gradients are averaged
     else:
         with setup.autocast():
             loss = setup.pipeline.step(**setup.batches.merged(step), loss_normalizer=labels, step=step).item()
@@ -85,13 +88,13 @@ def micro_batches(setup: Setup, step: int, normalizer: float) -> float:
     """Forward and backward over one micro-batch after another -> the sum of their losses."""
     total, calls = 0.0, setup.batches.micro_batches(step)
     for i, call in enumerate(calls):
-        wait = setup.replica is not setup.model and i < len(calls) - 1
+        wait = isinstance(setup.replica, DistributedDataParallel) and i < len(calls) - 1
         with setup.replica.no_sync() if wait else nullcontext():
             with setup.autocast():
                 loss = setup.replica(**call, loss_normalizer=normalizer, step=step).loss
             loss.backward()
         total += loss.item()
-    return total
+    return total / len(calls) if setup.args.tree_of else total
 
 
 def learning_rate(args, step: int) -> float:
@@ -128,7 +131,7 @@ def validate(setup: Setup) -> float:
 
 # What a run must share with the checkpoint it goes on from, for the rest of it to be the same run.
 FIXED = "family", "width", "layers", "heads", "seq", "batch", "pack", "seed", "steps", "lr", "dropout"
-FIXED += "ok_topk", "ok_topk_warmup", "bitwise"
+FIXED += "ok_topk", "ok_topk_warmup", "bitwise", "tree_of"
 
 
 def resume(setup: Setup, checkpoints: Path) -> int:
@@ -146,7 +149,7 @@ def resume(setup: Setup, checkpoints: Path) -> int:
         extra |= dict(zip(("family", "width", "layers", "heads"), ("gpt2", *SIZES[extra["size"]].values())))
     for key, now in settings(setup).items():
         if extra.get(key) != now:
-            flag, was = key.replace("_", "-"), extra.get(key)
+            flag, was = "dp x --micro-batches" if key == "tree_of" else key.replace("_", "-"), extra.get(key)
             raise ValueError(f"--{flag} is {now} and was {was} in {checkpoints}: resume with the same, or --restart")
     common.say(f"resumed at step {step} of {setup.args.steps}")
     return step
@@ -168,7 +171,7 @@ def agree(loss: float, signum: int, device: torch.device) -> tuple[float, int]:
 def train(setup: Setup, start: int, log: Log | None, best: Best) -> int:
     """Steps ``start`` .. args.steps; -> 0, or the signal that stopped it, with a checkpoint written."""
     args = setup.args
-    if (args.dp > 2 or setup.hook) and setup.replica is not setup.model and start < args.steps:
+    if (args.dp > 2 or setup.hook) and isinstance(setup.replica, DistributedDataParallel) and start < args.steps:
         # DDP fixes its buckets and order of summation in the first backward: for a bitwise resume, not in a step
         forward_backward(setup, start)
         setup.optimizer.zero_grad()
@@ -274,6 +277,8 @@ def main() -> None:
             pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches)
         if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
+        elif args.tree_of is not None:
+            replica = tpfuse.data_parallel(model, mesh["dp"], bitwise_micro_batches=args.tree_of)
         elif args.dp > 1 and stage is None:
             replica = tpfuse.data_parallel(model, mesh["dp"])
         if args.ok_topk is not None:

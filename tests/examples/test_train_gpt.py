@@ -158,6 +158,19 @@ def test_killed_and_resumed_at_another_split(tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_and_resumed_with_other_replicas(tmp_path):
+    """The bits of one process with two micro-batches, from two replicas of two ranks to one of four."""
+    one, out, micro = tmp_path / "one", tmp_path / "killed", ("--micro-batches", 2)
+    ok(SCRIPT, *arguments(one, 1, 1, *BITWISE, *micro))
+    done = run(SCRIPT, *arguments(out, 2, 2, *BITWISE[:2]), procs=4, killed=("step", 6))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr and latest(out) == "step-00000003"
+    done = run(SCRIPT, *arguments(out, 4, 1, *BITWISE, "--resume"), procs=4)
+    assert "--dp x --micro-batches is 1 and was 2 in" in done.stderr
+    ok(SCRIPT, *arguments(out, 4, 1, *BITWISE, *micro, "--resume"), procs=4)
+    assert digests(out) == digests(one) and list(digests(one)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path, undisturbed):
     """As a user types it: no process here was forked."""
     ok(SCRIPT, *arguments(tmp_path, 2, 1), procs=2, forked=False)
