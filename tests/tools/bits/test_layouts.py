@@ -22,7 +22,7 @@ def _compared(world, make, layouts, bitwise, steps):
 
 def _in_order(world, make, layouts):
     """Row-parallel GEMMs undivided: a fault of one op."""
-    leaves, leafwise.row_fwd = leafwise.row_fwd, lambda x, w, leaves: x @ w.t()
+    leaves, leafwise.row_fwd = leafwise.row_fwd, lambda x, w, leaf, tile: x @ w.t()
     try:
         return _compared(world, make, layouts, 8, 2)
     finally:

@@ -27,7 +27,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import cut
 from ..runtime.op import ATTENTION, Op, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
-from ..runtime.shortcut import Shortcut
+from ..runtime.shortcut import Shortcut, vectors
 from ..runtime.tiles import check_tiles_device
 from .cpu import bwd_cpu, fwd_cpu
 from .cpu import decode as decode_cpu
@@ -84,8 +84,8 @@ def _run(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> A
     """Makes the call of ``rows``, tensors whose dimension 1 is of heads, by ``leaves`` leaves of these unless 0."""
     if leaves < 2:
         return call(*rows, options)
-    if options.cu_seqlens is not None and rows[0].is_cpu:  # documents have other lengths in every call
-        return _by_leaves(call, rows, options, leaves)
+    if rows[0].is_cpu and (options.cu_seqlens is not None or not vectors(options.seq)):
+        return _by_leaves(call, rows, options, leaves)  # the last elements of a head may be rounded in another way
     anywhere = options._replace(site=0, first_head=0)  # masks alone depend on the place in a model
     return _HEADS(call, rows, options, leaves, stand_in=(call, rows, anywhere, leaves))
 
