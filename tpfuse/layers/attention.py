@@ -216,7 +216,8 @@ class ParallelAttention(ParallelModule):
             batch=call.batch, seq=default_seq(rows, call.batch) if call.seq is None else call.seq,
             max_seqlen=call.max_seqlen, causal=self.causal, window=self.window,
             scale=self.head_width**-0.5 if self.scale is None else self.scale, softcap=self.softcap, p=p,
-            site=self.site, first_head=self.first_head, tile=self.tp.row_tile,
+            site=self.site, first_head=self.first_head, leaves=self.tp.leaves,
+            tile=self.tp.row_tile,
         )  # fmt: skip
         rope = call.rotation(self.window)
         if rope is None:
@@ -242,7 +243,7 @@ class ParallelAttention(ParallelModule):
             qkv = torch.cat([*normed(self.q_norm, self.k_norm, q, k), v], 2)
         cache, rope = call.cache, call.rotation(self.window)
         if cache is None:
-            return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
+            return attend(qkv, self.options(len(qkv), call))
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
@@ -252,7 +253,7 @@ class ParallelAttention(ParallelModule):
             seeing = Seeing(self.window, self.scale, self.softcap)
             return cache.attend(qkv, call.batch, seq, seeing, leaves=self.tp.leaves, tile=self.tp.row_tile)
         cache.fill(qkv, call.batch, seq)
-        return attend(qkv, self.options(len(qkv), call), self.tp.leaves)
+        return attend(qkv, self.options(len(qkv), call))
 
     def forward(
         self,

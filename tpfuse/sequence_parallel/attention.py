@@ -102,5 +102,5 @@ def gather_attention_exchange(
             weights = qkv_weight.detach(), detached(qkv_bias), out_weight.detach()
         return _GatherAttentionExchange.apply(x, *weights, (heads, deferral), options, tp, recompute)
     qkv = run_gather_linear(x, LinearWeights(qkv_weight, qkv_bias, "none"), tp=tp, recompute=recompute, form=form)
-    o = attend(qkv.view(len(qkv), -1, *heads), options, tp.leaves)
+    o = attend(qkv.view(len(qkv), -1, *heads), options)
     return run_linear_exchange(o, out_weight, tp, form)

@@ -5,6 +5,9 @@ computed.
 Probabilities come from torch.softmax, which treats every row alike: torch's exp2, as its sigmoid, rounds the last
 elements of a tensor in another way than the others, so that a head's bits would depend on the heads beside it.
 bench/kernels/cpu.py compares this with ATen's flash attention.
+
+A batched GEMM of another number of heads may add in another order.  With ``leaves`` it is made by as many calls, of so
+many heads each at every number of ranks; all else treats a head alike wherever it is.
 """
 
 from collections.abc import Iterator
@@ -46,6 +49,16 @@ class _QueryBlock(NamedTuple):
     end: int
     first_key: int
     last_key: int
+
+
+def _bmm(a: Tensor, b: Tensor, leaves: int) -> Tensor:
+    """Returns a [G, M, K] times b [G, K, N], by leaves of the G unless 0."""
+    if leaves < 2:
+        return torch.bmm(a, b)
+    output = a.new_empty(len(a), a.shape[1], b.shape[2])
+    for pieces in zip(a.chunk(leaves), b.chunk(leaves), output.chunk(leaves), strict=True):
+        torch.bmm(pieces[0], pieces[1], out=pieces[2])
+    return output
 
 
 class _Sample:
@@ -95,7 +108,7 @@ class _Sample:
         options, (a, e, lo, hi) = self.options, block
         window, softcap = options.window, options.softcap
         unit = options.scale if softcap is None else options.scale / softcap
-        s, tanh = torch.bmm(q.to(self.acc) * unit, self.kt[:, :, lo:hi]), None
+        s, tanh = _bmm(q.to(self.acc) * unit, self.kt[:, :, lo:hi], options.leaves), None
         if softcap is not None:
             tanh = s.tanh_()
             s = tanh * softcap
@@ -153,7 +166,8 @@ class Forward:
                 probs.masked_fill_(hidden, 0)
             if self.options.rng is not None:
                 probs *= sample.keep_mask(block).mul_(scale(self.options.p))
-            o = torch.bmm(probs.to(self.o.dtype), sample.v[:, block.first_key : block.last_key])
+            values = sample.v[:, block.first_key : block.last_key]
+            o = _bmm(probs.to(self.o.dtype), values, self.options.leaves)
             rows = slice(block.start, block.end)
             self._o[sample.b, :, :, rows] = sample.by_row(o, block)
             self._lse[sample.b, :, :, rows] = sample.by_row(lse, block)[..., 0]
@@ -200,20 +214,20 @@ class Backward:
             probs = torch.softmax(s, -1)
             if sample.may_see_nothing:
                 probs.masked_fill_(s.amax(-1, keepdim=True) == -INF, 0)
-            dp = torch.bmm(do.to(sample.acc), vt[:, :, keys])
+            dp = _bmm(do.to(sample.acc), vt[:, :, keys], options.leaves)
             dropped = probs
             if options.rng is not None:
                 mask = sample.keep_mask(block).mul_(scale(options.p))
                 dp *= mask
                 dropped = mask.mul_(probs)
-            dv[:, keys] += torch.bmm(dropped.to(dtype).transpose(1, 2), do)
+            dv[:, keys] += _bmm(dropped.to(dtype).transpose(1, 2), do, options.leaves)
             ds = dp.sub_((do.to(sample.acc) * o).sum(-1, keepdim=True)).mul_(probs)
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1))
             ds = ds.to(dtype)
-            block_dq = torch.bmm(ds, sample.k[:, keys]).mul_(options.scale)
+            block_dq = _bmm(ds, sample.k[:, keys], options.leaves).mul_(options.scale)
             dq[:, :, block.start : block.end] = sample.by_row(block_dq, block)
-            dk[:, keys] += torch.bmm(ds.transpose(1, 2), q)
+            dk[:, keys] += _bmm(ds.transpose(1, 2), q, options.leaves)
 
     def finish(self, gradients: _Gradients) -> None:
         sample = gradients.sample

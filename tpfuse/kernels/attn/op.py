@@ -20,14 +20,11 @@ and both lie in one interval of cu_seqlens.  The mask of a probability is counte
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..runtime.function import Function, once_differentiable
-from ..runtime.leaves import cut
-from ..runtime.op import ATTENTION, Op, acc_dtype, autocast, op
+from ..runtime.op import ATTENTION, acc_dtype, autocast, op
 from ..runtime.philox import active_rng
-from ..runtime.shortcut import Shortcut, vectors
 from ..runtime.tiles import check_tiles_device
 from .cpu import bwd_cpu, fwd_cpu
 from .cpu import decode as decode_cpu
@@ -77,36 +74,6 @@ attention_decode = op(
 )
 
 
-# ---- by leaves of the heads: the same bits however whole leaves are split over ranks ----
-
-
-def _run(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
-    """Makes the call of ``rows``, tensors whose dimension 1 is of heads, by ``leaves`` leaves of these unless 0."""
-    if leaves < 2:
-        return call(*rows, options)
-    if rows[0].is_cpu and (options.cu_seqlens is not None or not vectors(options.seq)):
-        return _by_leaves(call, rows, options, leaves)  # the last elements of a head may be rounded in another way
-    anywhere = options._replace(site=0, first_head=0)  # masks alone depend on the place in a model
-    return _HEADS(call, rows, options, leaves, stand_in=(call, rows, anywhere, leaves))
-
-
-def _by_leaves(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
-    (qkv,) = (t for t in rows if t.dim() == 4)
-    heads, first = qkv.shape[1] // leaves * (qkv.shape[2] - 2), options.first_head
-    pieces = zip(*(cut("attention", t, 1, leaves) for t in rows), strict=True)
-    results = [call(*piece, options._replace(first_head=first + i * heads)) for i, piece in enumerate(pieces)]
-    if isinstance(results[0], Tensor):
-        return torch.cat(results, 1)
-    return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
-
-
-def _at_once(call: Op, rows: tuple[Tensor, ...], options: Options, leaves: int) -> Any:
-    return call(*rows, options)
-
-
-_HEADS = Shortcut(_by_leaves, _at_once, _at_once)  # a kernel computes a head as if it were alone
-
-
 # ---- autograd ----
 
 
@@ -114,18 +81,17 @@ class _Attention(Function):
     """Takes the options whole: none of their tensors is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, options: Options, leaves: int) -> Tensor:
-        o, lse = _run(attention_fwd, (qkv,), options, leaves)
+    def forward(ctx: Any, qkv: Tensor, options: Options) -> Tensor:
+        o, lse = attention_fwd(qkv, options)
         ctx.save_for_backward(qkv, o, lse, *options[:TENSORS])
-        ctx.numbers, ctx.leaves = options[TENSORS:], leaves
+        ctx.numbers = options[TENSORS:]
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # qkv, o, lse, then the options' tensors
-        options = Options(*saved[3:], *ctx.numbers)
-        return _run(attention_bwd, (do.contiguous(), *saved[:3]), options, ctx.leaves), None, None
+        return attention_bwd(do.contiguous(), *saved[:3], Options(*saved[3:], *ctx.numbers)), None
 
 
 # ---- public ----
@@ -189,12 +155,8 @@ def attention(
     return attend(qkv, options)
 
 
-def attend(qkv: Tensor, options: Options, leaves: int = 0) -> Tensor:
-    """Computes :func:`attention` of its arguments as one record.
-
-    ``leaves``, unless 0: by so many leaves of the heads, since a CPU's GEMMs and elementwise loops may round otherwise
-    for another number of heads.
-    """
+def attend(qkv: Tensor, options: Options) -> Tensor:
+    """Computes :func:`attention` of its arguments as one record."""
     (qkv,) = autocast(qkv)
-    output: Tensor = _Attention.apply(qkv.contiguous(), options, leaves)
+    output: Tensor = _Attention.apply(qkv.contiguous(), options)
     return output

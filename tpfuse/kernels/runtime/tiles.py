@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .errors import check
+from .shortcut import telling
 
 _ALIKE: set[Hashable] = set()  # the products that have been tried out
 
@@ -53,14 +54,15 @@ def check_alike(name: str, multiply: Callable[[Tensor, Tensor], Tensor], tile: i
     """Raises RuntimeError, in the name of an op, where ``multiply`` gives equal rows of a tile unequal bits.
 
     ``multiply`` takes x [tile, K] and w [N, K], of the shape and dtype of ``weight``.  Each op, shape and number of
-    threads is tried once, with random rows; nothing is tried while torch traces or counts.
+    threads is tried once, with rows that show an order of summation; nothing is tried while torch traces or counts.
     """
     key = name, tile, weight.shape, weight.dtype, torch.get_num_threads()
     if key in _ALIKE or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return
     _check_functions()
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(weight.shape[1], generator=generator).to(weight.dtype) for _ in range(2))
+    signs = False, True
+    x, w = (telling((weight.shape[1],), negated=s, generator=generator).to(weight.dtype) for s in signs)
     rows, w = x.repeat(2 * tile, 1), w.repeat(len(weight), 1)  # two tiles, which begin at other addresses
     y = torch.cat([multiply(rows_of_one, w) for rows_of_one in rows.split(tile)])
     if not torch.equal(y, y[:1].expand_as(y)):

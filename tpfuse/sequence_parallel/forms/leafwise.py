@@ -73,37 +73,43 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
     return _side_by_side(activation_fwd(z_v, activation) for z_v in split_columns(z, leaf)), z
 
 
-def _row_fwd(x: Tensor, w: Tensor, leaf: int) -> Tensor:
-    pieces = zip(x.split(leaf, 1), w.split(leaf, 1), strict=True)
-    return tree_of_new(linear_fwd(x_v, w_v, None, "none")[0] for x_v, w_v in pieces)
+def _leaf_fwd(x: Tensor, w: Tensor) -> Tensor:
+    return linear_fwd(x, w, None, "none")[0]
 
 
-def _row_fwd_by_leaves(x: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return linear_fwd(x, w, None, "none", leaf=leaf)[0]
+def _contiguous_leaf_fwd(x: Tensor, w: Tensor) -> Tensor:
+    return _leaf_fwd(x.contiguous(), w.contiguous())
 
 
-_ROW_FWD = Shortcut(_row_fwd_by_leaves, _row_fwd, _row_fwd_by_leaves)
+_LEAF_FWD = Shortcut(_contiguous_leaf_fwd, _leaf_fwd, _leaf_fwd)
 
 
 def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
     """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N], by tiles of so many rows unless 0."""
-    if tile == 0:
-        total: Tensor = _ROW_FWD(x, w, leaf)
-        return total
-    pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
-    return tree_of_new(linear_fwd_tiles(x_v, w_v, None, "none", tile=tile)[0] for x_v, w_v in pieces)
+    if not x.is_cpu:
+        return linear_fwd(x, w, None, "none", leaf=leaf)[0]
+    if tile:
+        pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
+        return tree_of_new(linear_fwd_tiles(x_v, w_v, None, "none", tile=tile)[0] for x_v, w_v in pieces)
+    return tree_of_new(_LEAF_FWD(x_v, w_v) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1), strict=True))
 
 
-def _column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return tree_of_new(linear_dgrad(dy_v, w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf), strict=True))
+def _leaf_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    return linear_dgrad(dy, w)
 
 
-def _column_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
-    return linear_dgrad(dy, w, leaf)
+def _contiguous_leaf_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    return linear_dgrad(dy.contiguous(), w)
 
 
-# dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]
-column_dgrad = Shortcut(_column_dgrad_by_leaves, _column_dgrad, _column_dgrad_by_leaves)
+_LEAF_DGRAD = Shortcut(_contiguous_leaf_dgrad, _leaf_dgrad, _leaf_dgrad)
+
+
+def column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+    """dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]."""
+    if not dy.is_cpu:
+        return linear_dgrad(dy, w, leaf)
+    return tree_of_new(_LEAF_DGRAD(dy_v, w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf), strict=True))
 
 
 def _row_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
