@@ -8,7 +8,7 @@ line through the second half, with its standard error, on the rank where it is l
     tpfuse, one process     the same model, no messages
     torch, gloo             torch's own layers of the same shape, an all-reduce for each of tpfuse's messages
     gloo's all_gather       16 bytes, nothing else of a step: torch alone
-    tpfuse's comparison     the same 16 bytes as a model's call exchanges them: sends and receives
+    tpfuse's comparison     24 bytes, as a model's call exchanges them: sends and receives
 
 A slope in resident memory without one in what is given out is no leak: it is memory that malloc keeps between blocks.
 """

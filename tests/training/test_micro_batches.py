@@ -169,6 +169,8 @@ def test_a_call_outside_a_step_changes_nothing():
     replica.module(torch.ones(5)).backward()
     assert replica.module.w.grad.eq(1).all()
     replica.zero_grad()
+    with pytest.raises(TypeError):
+        replica()  # a call that fails is none of the step
     replica.eval()(torch.ones(5))
     replica.train()
     for _ in range(2):

@@ -8,6 +8,7 @@ and its sum is a node of the tree.  The upper levels are added shard by shard: e
 shard, adds the R nodes of its own, and hands the sum to all, 2 (R - 1) / R of the gradients' bytes, as a ring does.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..models.model import Model
 from ..ranks.messages import together
 
 _BUCKET = 25 << 20  # bytes of gradients a message
+_counts: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 
 
 class MicroBatchReplica(nn.Module):
@@ -40,6 +42,7 @@ class MicroBatchReplica(nn.Module):
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._sums: dict[nn.Parameter, TreeSum] = {}
         self._done, self._called, self._in_backward = 0, False, False
+        _counts[module] = micro_batches
         for p in self._trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -60,7 +63,9 @@ class MicroBatchReplica(nn.Module):
         backward pass or ``zero_grad()`` is missing."""
         if self.training and torch.is_grad_enabled():
             self._check_call(kwargs)
+            output = self.module(*args, **kwargs)
             self._called = True
+            return output
         return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -147,3 +152,8 @@ class MicroBatchReplica(nn.Module):
         shard = tree(nodes.chunk(self._size))
         dist.all_gather_into_tensor(flat, shard.contiguous(), group=self._group)
         return flat
+
+
+def micro_batches_of(model: nn.Module) -> int | None:
+    """Returns the K micro-batches of which a model's gradients are a tree; None where they are none."""
+    return _counts.get(model)

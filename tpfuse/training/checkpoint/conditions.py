@@ -14,6 +14,7 @@ from torch import nn
 from ..._version import __version__
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
+from ..micro_batches import micro_batches_of
 from .stages import stage_in
 
 # Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
@@ -27,7 +28,8 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     stage = stage_in(model)
     stages = 1 if stage is None else stage.ranks
     split = tp.size > 1
-    # by leaves the bits are the same at every split over tensor-parallel ranks
+    # by leaves the bits are the same at every split over tensor-parallel ranks; of a tree of micro-batches, at every
+    # number of replicas
     layout = (
         {"bitwise": tp.bitwise, "batch_invariant": tp.batch_invariant}
         if tp.bitwise is not None
@@ -39,15 +41,21 @@ def conditions(model: nn.Module) -> dict[str, Any]:
             "one_machine": split and tp.one_machine,
         }
     )
-    return layout | {
-        "torch": str(torch.__version__),
-        "tpfuse": __version__,
-        "threads": torch.get_num_threads(),
-        "data-parallel size": world // tp.size // stages,
-        "pipeline-parallel size": stages,
-        "pipeline schedule": None if stage is None else stage.schedule,
-        "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-    }
+    count = micro_batches_of(model)
+    replicas = {} if count is not None else {"data-parallel size": world // tp.size // stages}
+    return (
+        layout
+        | replicas
+        | {
+            "bitwise_micro_batches": count,
+            "torch": str(torch.__version__),
+            "tpfuse": __version__,
+            "threads": torch.get_num_threads(),
+            "pipeline-parallel size": stages,
+            "pipeline schedule": None if stage is None else stage.schedule,
+            "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        }
+    )
 
 
 def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
