@@ -32,7 +32,8 @@ class TreeSum:
     """
 
     def __init__(self) -> None:
-        self.count, self._nodes = 0, list[Tensor]()
+        self.count = 0
+        self._nodes: list[Tensor] = []
 
     def add(self, leaf: Tensor) -> None:
         count, node = self.count, leaf
