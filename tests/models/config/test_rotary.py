@@ -151,9 +151,9 @@ def test_the_trained_length_beside_rope_parameters_goes_first():
     inner = dict(PARTIAL, original_max_position_embeddings=7)
     for outer, trained in (({}, 4096), (dict(original_max_position_embeddings=9), 9)):
         theirs = Phi3Config(rope_parameters=dict(inner), **SIZES, **outer).rope_parameters
-        values = dict(rope_parameters=dict(inner), original_max_position_embeddings=None) | outer
+        keys = dict(model_type="phi3", rope_parameters=dict(inner)) | SIZES | outer
         assert theirs["original_max_position_embeddings"] == trained
-        assert rope_of(Phi3Config, **values)["original_max_position_embeddings"] == trained
+        assert GPTConfig.from_hf(keys).rope["original_max_position_embeddings"] == trained
 
 
 @pytest.mark.parametrize("share", [None, 0.75])

@@ -183,8 +183,8 @@ def test_older_keys_of_rotary_positions_and_layers():
     assert [rope["rope_theta"] for rope in BertConfig.from_hf(bare).ropes] == [160_000.0, 10_000.0]
     yarn = dict(rope_type="yarn", rope_theta=5.0, factor=2.0)
     for change, message in (
-        (dict(local_rope_theta=None), "local_rope_theta=None is not built"),
-        (dict(rope_scaling=yarn), "rope_scaling=.* is not built; only None is"),
+        (dict(local_rope_theta=None), "local_rope_theta must be a number, got null"),
+        (dict(rope_scaling=yarn), "rope_type='yarn' is not built; one of default is"),
         (dict(rope_parameters=dict(full_attention=yarn)), "rope_type='yarn' is not built; one of default is"),
         (dict(rope_parameters=3), "rope_parameters must be an object"),
         (dict(layer_types=["full"]), "layer_types must be 3 of full_attention and sliding_attention"),

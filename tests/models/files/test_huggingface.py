@@ -149,8 +149,7 @@ def gamma_beta(name):
 
 
 NEWER = dict(n_positions="max_position_embeddings", n_embd="hidden_size", n_layer="num_hidden_layers")
-NEWER |= dict(n_head="num_attention_heads", n_inner="intermediate_size")
-NEWER |= dict(activation_function="hidden_act", layer_norm_epsilon="layer_norm_eps")
+NEWER |= dict(n_head="num_attention_heads")  # those of transformers' attribute_map
 one = torch.ones(2)
 REWRITES = {
     "gpt without prefix": ("gpt", dict(names=lambda n: n.removeprefix("transformer."))),
@@ -441,7 +440,7 @@ def test_an_option_that_is_the_default_is_no_error(theirs, tmp_path):
     path = rewritten(
         theirs("gpt")[1],
         tmp_path / "other",
-        config=lambda c: c | dict(scale_attn_weights=True, add_cross_attention=None),
+        config=lambda c: c | dict(scale_attn_weights=True, add_cross_attention=False),
     )
     assert GPT.from_pretrained(path).config.num_layers == 2
 

@@ -128,6 +128,7 @@ def _dynamic(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple
 
 def _yarn(scaling: Scaling, rotary: int, theta: float, seq_len: int) -> tuple[Tensor, float]:
     """Peng et al. 2023 (arXiv:2309.00071): fast pairs stay, slow ones are stretched, a ramp between."""
+    check(rotary % 2 == 0, f"rope_table: rope type 'yarn' needs an even number of rotary columns, got {rotary}")
     factor, original = _factor(scaling), _original(scaling)
     pair = lambda rotations: rotary * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...kernels.runtime.rules import Rule, check_rules, instance, quoted
-from ..families import ENCODERS, Family
-from .fields import BERT_FIELDS, FULL, SLIDING
+from ...kernels.runtime.rules import Rule, quoted
+from ..families import ENCODERS, FULL, SLIDING
+from .fields import BERT_FIELDS
 from .model import ModelConfig
 from .reader import Reader
-
-_THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +62,13 @@ class BertConfig(ModelConfig):
         return 1 + (self.pad_token_id or 0) if self.positions_skip_padding else 0
 
     @classmethod
-    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
-        values = super()._values(read, family)
-        return values | _layers(read, values["num_layers"]) if family.rotary else values
+    def _values(cls, read: Reader) -> dict[str, Any]:
+        values = super()._values(read)
+        if read.family.rotary:
+            values["rope"], values["local_rope"] = read.ropes().by_kind()
+            values["layer_types"] = read.pattern(values["num_layers"])
+            values["window"] = read.config["local_attention"] // 2 + 1  # keys on either side, and the query's own
+        return values
 
     def to_hf(self) -> dict[str, Any]:
         config = super().to_hf()
@@ -76,25 +78,6 @@ class BertConfig(ModelConfig):
                 raise ValueError(f"{name} rotary positions and a window, got rope={self.rope} and window={self.window}")
             types = [FULL if window is None else SLIDING for window in self.windows]
             config |= dict(local_attention=2 * (self.window - 1), layer_types=types)
+            config["rope_scaling"] = None
             config["rope_parameters"] = {FULL: dict(self.rope), SLIDING: dict(self.local_rope or self.rope)}
         return config
-
-
-def _layers(read: Reader, layers: int) -> dict[str, Any]:
-    """Returns the window, which layers have it, and the rotary positions of both kinds of layers."""
-    types, period = read.optional("layer_types"), read.optional("global_attn_every_n_layers") or 3
-    if types is None:
-        types = [SLIDING if i % period else FULL for i in range(layers)]
-    parameters = read.optional("rope_parameters") or {}
-    check_rules(read.name, dict(rope_parameters=parameters), dict(rope_parameters=instance("an object", Mapping)))
-    if read.optional("rope_scaling") is not None:
-        raise ValueError(f"{read.name}: rope_scaling={quoted(read.config['rope_scaling'])} is not built; only None is")
-    ropes = []
-    for kind, (key, default) in _THETAS.items():
-        rope = parameters.get(kind) or {}
-        check_rules(read.name, {kind: rope}, {kind: instance("an object", Mapping)})
-        if read.config.get(key, default) is None:
-            raise ValueError(f"{read.name}: {key}=None is not built; give it a number")
-        ropes.append({"rope_type": "default", "rope_theta": read.config.get(key, default)} | dict(rope))
-    window = (read.optional("local_attention") or 128) // 2 + 1  # keys on either side, and the query's own
-    return dict(window=window, layer_types=types, rope=ropes[0], local_rope=ropes[1])

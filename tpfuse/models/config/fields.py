@@ -8,7 +8,6 @@ from ...kernels.runtime.rules import Rule, boolean, instance, integer, number, o
 
 MAX_LAYERS = 10_000
 MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
-FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
 _PROBABILITY = number(0, 1, "[)")
 _POSITIVE = number(0, 1e6, "(]")
 
@@ -70,9 +69,9 @@ BERT_FIELDS = MODEL_FIELDS | dict(
 )
 # Keys of config.json that are no field.
 FILE_KEYS: dict[str, Rule] = dict(
-    use_sliding_window=optional(boolean),
-    max_window_layers=optional(integer(least=0)),
-    sliding_window_pattern=optional(integer()),
-    local_attention=optional(integer()),
-    global_attn_every_n_layers=optional(integer()),
+    use_sliding_window=boolean,
+    max_window_layers=integer(least=0),
+    sliding_window_pattern=integer(),
+    local_attention=integer(),
+    global_attn_every_n_layers=integer(),
 )

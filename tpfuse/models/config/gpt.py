@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from ...kernels.runtime.rules import Rule, quoted
 from ...layers.shapes import AttentionShape
-from ..families import CAUSAL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, WINDOWED_LAYERS, Family
-from .fields import FULL, GPT_FIELDS, SLIDING
+from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SLIDING, WINDOWED_LAYERS
+from .fields import GPT_FIELDS
 from .model import ModelConfig
 from .reader import Reader
-from .rotary import read_rope, stretched, switches_at, written_rope
+from .rotary import stretched, switches_at, written_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +104,16 @@ class GPTConfig(ModelConfig):
         return switches_at(self.rope or {}, self.max_positions)
 
     @classmethod
-    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
-        values = super()._values(read, family)
-        if family.thetas is not None:
-            values |= read.ropes(family)
+    def _values(cls, read: Reader) -> dict[str, Any]:
+        values, family = super()._values(read), read.family
+        if family.rotary_keys.thetas:
+            values["rope"], values["local_rope"] = read.ropes().by_kind()
         elif family.rotary:
-            values["rope"] = read_rope(read.name, read.config, family.rotary_keys)
+            values["rope"] = read.ropes().one()
         if family.windows == WINDOWED_LAYERS:
             values |= read.windows(values["num_layers"])
         elif family.windows == PATTERNED_LAYERS:
-            values["layer_types"] = read.pattern(family, values["num_layers"])
+            values["layer_types"] = read.pattern(values["num_layers"])
         return values
 
     def to_hf(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class GPTConfig(ModelConfig):
                 config |= dict(num_key_value_heads=self.kv_heads, head_dim=self.head_size)
             config |= written_rope(self.rope, family.rotary_keys, self.max_positions)
             local = dict(self.local_rope or self.rope)
-            if family.thetas is not None:
+            if family.rotary_keys.thetas:
                 config["rope_parameters"] = {FULL: dict(self.rope), SLIDING: local}
                 config["rope_local_base_freq"] = local["rope_theta"]
             elif local != dict(self.rope):

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 from ...kernels.gemm.activation import ACTIVATIONS
 from ...kernels.runtime.rules import Rule, check_rules, one_of, quoted
 from ...layers.shapes import AttentionShape, MLPShape, NormShape
-from ..families import FAMILIES, Family
-from .fields import FULL, MAX_WEIGHT, MODEL_FIELDS, SLIDING
+from ..families import FAMILIES, FULL, SLIDING, Family
+from .fields import MAX_WEIGHT, MODEL_FIELDS
 from .reader import NAMED, Reader
 from .rotary import check_rope
 
@@ -152,17 +152,18 @@ class ModelConfig:
     def from_hf(cls: type[Config], config: Mapping[str, Any]) -> Config:
         """Returns the config for the contents of a config.json.
 
-        ValueError for a model_type that is not one of ``families``, a missing key or an option that is not built.
+        A missing key counts as transformers' default of it.  ValueError for a model_type that is not one of
+        ``families``, a null that transformers does not take, or an option that is not built.
         """
         name = config.get("model_type")
         if name not in cls.families:
             choices = repr(*cls.families) if len(cls.families) == 1 else f"one of {', '.join(cls.families)}"
             raise ValueError(f"{cls.__name__}: model_type must be {choices}, got {quoted(name)}")
-        return cls(family=name, **cls._values(Reader(cls.__name__, cls.rules, config), FAMILIES[name]))
+        return cls(family=name, **cls._values(Reader(cls.__name__, cls.rules, config, FAMILIES[name])))
 
     @classmethod
-    def _values(cls, read: Reader, family: Family) -> dict[str, Any]:
-        return read.fields(family)
+    def _values(cls, read: Reader) -> dict[str, Any]:
+        return read.fields()
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the contents of a config.json from which transformers builds the same model.
@@ -175,7 +176,7 @@ class ModelConfig:
             self._check_fixed(key, value)
         values: dict[str, Any] = {name: getattr(self, name) for name in family.hf_keys}
         for name in (name for name in NAMED if values.get(name) is not None):
-            names, usual = ACTIVATIONS[values[name]].huggingface, family.hf_optional.get(name)
+            names, usual = ACTIVATIONS[values[name]].huggingface, family.defaults.get(family.hf_keys[name][0])
             values[name] = usual if usual in names else names[0]
         config: dict[str, Any] = {"model_type": self.family}
         for name, (key, *_) in family.hf_keys.items():

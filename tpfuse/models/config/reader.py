@@ -1,96 +1,88 @@
-"""Reads a Hugging Face config.json, of either generation of its keys, for a config class."""
+"""Reads a Hugging Face config.json, of either generation of its keys, for a config class, as transformers does."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ...kernels.gemm.activation import ACTIVATIONS
-from ...kernels.runtime.rules import Rule, check_rules, instance, quoted
-from ..families import Family
-from .fields import FILE_KEYS, FULL, SLIDING
-from .rotary import read_rope
+from ...kernels.runtime.rules import Rule, check_rules, quoted
+from ..families import FULL, SLIDING, Family
+from .fields import FILE_KEYS
+from .rotary import RopeReader
 
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
 NAMED = "activation", "head_activation"  # fields that hold an activation's name
+_EVERYWHERE = {"per_layer_config": None}  # keys of any family whose other values are not built
 
 
 class Reader:
-    """Reads a config.json for a config class."""
+    """Reads a config.json for a config class.
 
-    def __init__(self, name: str, rules: Mapping[str, Rule], config: Mapping[str, Any]):
-        self.name, self.rules, self.config = name, rules, config
-        check_rules(self.name, config, FILE_KEYS)
+    A key that is missing counts as transformers' default of it; one that transformers lets be null is None then.
+    ValueError for another null.
+    """
 
-    def fields(self, family: Family) -> dict[str, Any]:
+    def __init__(self, name: str, rules: Mapping[str, Rule], config: Mapping[str, Any], family: Family):
+        self.name, self.rules, self.family = name, rules, family
+        null = [key for key, value in config.items() if value is None and self._needs_value(key)]
+        if null:
+            raise ValueError(f"{name}: config.json has {null[0]}=null, which transformers has no meaning for")
+        self.config: dict[str, Any] = {**family.defaults, **config}
+        for key, *aliases in family.hf_keys.values():
+            self.config[key] = next((config[alias] for alias in aliases if alias in config), self.config.get(key))
+        read = {**family.defaults, **dict.fromkeys((family.pattern_key or "",))}
+        check_rules(self.name, {key: value for key, value in self.config.items() if key in read}, FILE_KEYS)
+
+    def _needs_value(self, key: str) -> bool:
+        family = self.family
+        named = next((keys[0] for keys in family.hf_keys.values() if key in keys), key)
+        return named in family.defaults and named not in family.nullable
+
+    def fields(self) -> dict[str, Any]:
         """Returns the fields that config.json holds and those that the family fixes."""
-        for key, built in family.not_built.items():
+        family = self.family
+        for key, built in (family.not_built | _EVERYWHERE).items():
             if self.config.get(key, built) not in (built, None):
                 raise ValueError(f"{self.name}: {key}={quoted(self.config[key])} is not built; only {built!r} is")
-        values: dict[str, Any] = {}
-        for name, keys in family.hf_keys.items():
-            values[name] = self.optional(*keys) if name in family.hf_optional else self.required(*keys)
-            null = name in family.nullable and any(key in self.config for key in keys)
-            if values[name] is None and not null:
-                values[name] = family.hf_optional[name]
+        if family.rotary and "head_width" not in family.hf_keys:
+            self._check_head_dim()
+        values: dict[str, Any] = {name: self.config.get(keys[0]) for name, keys in family.hf_keys.items()}
         for name in (name for name in NAMED if name in values):
             if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
                 raise ValueError(
                     f"{self.name}: {name} {quoted(values[name])} is not built; one of {sorted(HF_ACTIVATIONS)} is"
                 )
             values[name] = HF_ACTIVATIONS[values[name]]
-        values = {name: value for name, value in values.items() if value is not None}
-        check_rules(self.name, values, self.rules, {name: self.key_of(*keys) for name, keys in family.hf_keys.items()})
+        if values.get("attention_dropout", 0.0) is None:  # the one probability that may be null
+            values["attention_dropout"] = 0.0
+        check_rules(self.name, values, self.rules, {name: keys[0] for name, keys in family.hf_keys.items()})
         return values | family.fixed
 
-    def ropes(self, family: Family) -> dict[str, Any]:
-        """Returns rope and local_rope: rope_parameters by the kind of layers, or what older files have, rope_theta,
-        rope_scaling and rope_local_base_freq; the family's thetas where none of them says it."""
-        assert family.thetas is not None  # the caller has looked
-        by_kind, scaling = self.config.get("rope_parameters") or {}, self.config.get("rope_scaling") or {}
-        check_rules(self.name, {"rope_parameters": by_kind}, {"rope_parameters": instance("an object", Mapping)})
-        if set(by_kind) - {FULL, SLIDING}:
-            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {quoted(set(by_kind))}")
-        ropes = {}
-        for name, kind, key, theta in (
-            ("rope", FULL, "rope_theta", family.thetas[0]),
-            ("local_rope", SLIDING, "rope_local_base_freq", family.thetas[1]),
-        ):
-            parts = {"rope_parameters": by_kind.get(kind) or {}, "rope_scaling": scaling if kind == FULL else {}}
-            check_rules(self.name, parts, dict.fromkeys(parts, instance("an object", Mapping)))
-            theta = theta if self.optional(key) is None else self.config[key]
-            config = dict(rope_parameters={**parts["rope_parameters"], **parts["rope_scaling"]}, rope_theta=theta)
-            ropes[name] = read_rope(self.name, {**self.config, **config}, family.rotary_keys)
-        return ropes
+    def _check_head_dim(self) -> None:
+        """Raises ValueError for a head_dim that transformers' classes of the family take for the rotation alone."""
+        width = self.config["hidden_size"] // self.config["num_attention_heads"]
+        if self.config.get("head_dim") not in (None, width):
+            raise ValueError(f"{self.name}: head_dim={quoted(self.config['head_dim'])} is not built; only {width} is")
 
-    def pattern(self, family: Family, layers: int) -> tuple[str, ...]:
+    def ropes(self) -> RopeReader:
+        """Returns a reader of the rotary positions."""
+        return RopeReader(self.name, self.config, self.family.rotary_keys, self.config["max_position_embeddings"])
+
+    def pattern(self, layers: int) -> tuple[str, ...]:
         """Returns which layers have a window: what layer_types says, or the family's pattern."""
-        types = self.optional("layer_types")
-        if types is None:
-            period = None if family.pattern_key is None else self.optional(family.pattern_key)
-            period = family.full_every if period is None else period
-            types = [SLIDING if i % period else FULL for i in range(1, layers + 1)]
-        return tuple(types)
+        family = self.family
+        period = self.config.get(family.pattern_key or "", family.full_every)
+        first = 0 if family.full_first else 1
+        return self._layer_types([SLIDING if (i + first) % period else FULL for i in range(layers)])
 
     def windows(self, layers: int) -> dict[str, Any]:
         """Returns the window, and which layers have it."""
-        if not self.config.get("use_sliding_window", False):
-            return dict(window=None, layer_types=None)
-        window, types = self.required("sliding_window"), self.optional("layer_types")
-        if types is None:
-            full = self.required("max_window_layers")
-            types = [SLIDING if i >= full else FULL for i in range(layers)]
-        return dict(window=window, layer_types=tuple(types))
+        window = self.config["sliding_window"] if self.config["use_sliding_window"] else None
+        full = layers if window is None else self.config["max_window_layers"]
+        types = self._layer_types([SLIDING if i >= full else FULL for i in range(layers)])
+        return dict(window=window, layer_types=None if window is None and types == (FULL,) * layers else types)
 
-    def optional(self, *keys: str) -> Any:
-        """Returns the value of the first key that has one; None where none has."""
-        return self.config.get(self.key_of(*keys))
-
-    def key_of(self, *keys: str) -> str:
-        """Returns the first key that has a value; the first of all where none has."""
-        return next((key for key in keys if self.config.get(key) is not None), keys[0])
-
-    def required(self, *keys: str) -> Any:
-        """Returns the value of the first key that has one; ValueError where none has."""
-        value = self.optional(*keys)
-        if value is None:
-            raise ValueError(f"{self.name}: config.json has no {' or '.join(keys)}")
-        return value
+    def _layer_types(self, usual: list[str]) -> tuple[str, ...]:
+        types = self.config.get("layer_types")
+        types = usual if types is None else types
+        check_rules(self.name, dict(layer_types=types), dict(layer_types=self.rules["layer_types"]))
+        return tuple(types)

@@ -5,14 +5,17 @@ from typing import Any
 
 from ...kernels.rotary.table import rope_table
 from ...kernels.runtime.rules import check_rules, instance, quoted
-from ..families.family import RotaryKeys
+from ..families.family import FULL, SLIDING, RotaryKeys
 
 Rope = Mapping[str, Any]
+THETA, SHARE, TRAINED = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+_USUAL_THETA = 10000.0
+_OF_A_LENGTH = "llama3", "yarn", "longrope"  # the types that know the length that the model was trained for first
 
 
 def check_rope(name: str, rope: Rope, keys: RotaryKeys, *, head_size: int, max_positions: int) -> None:
     """Raises ValueError of ``name`` for a rotation that is not built in a family, or whose numbers are wrong."""
-    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
+    kind, share = rope.get("rope_type", "default"), rope.get(SHARE)
     if kind not in keys.kinds:
         raise ValueError(f"{name}: rope_type={quoted(kind)} is not built; one of {', '.join(keys.kinds)} is")
     if not keys.partial and share not in (None, 1):  # which transformers' classes of the family treat differently
@@ -30,37 +33,75 @@ def stretched(rope: Rope, max_positions: int) -> bool:
 
 def switches_at(rope: Rope, max_positions: int) -> int | None:
     """Returns the length past which a call has longrope's long factors in place of the short ones; None: none has."""
-    trained: int = rope.get("original_max_position_embeddings") or max_positions
+    trained: int = rope.get(TRAINED) or max_positions
     return trained if rope.get("rope_type") == "longrope" and trained < max_positions else None
 
 
-def read_rope(name: str, config: Mapping[str, Any], keys: RotaryKeys) -> dict[str, Any]:
-    """Returns rope_parameters, or what older files have: rope_theta, and rope_scaling with "type"."""
-    key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_parameters")
-    parameters = config.get(key) or {}
-    check_rules(name, {key: parameters}, {key: instance("an object", Mapping)})
-    rope = dict(parameters)
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    kind = rope.setdefault("rope_type", "default")
-    rope["rope_type"] = keys.aliases.get(kind, kind) if isinstance(kind, str) else kind
-    for field in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        value = config.get(keys.names.get(field, field))
-        value = keys.omitted.get(field) if value is None else value
-        if value is not None and (field in keys.outer or rope.get(field) is None):
-            rope[field] = value
-    if "rope_theta" not in rope:
-        raise ValueError(f"{name}: config.json has neither rope_parameters.rope_theta nor rope_theta")
-    return rope
+class RopeReader:
+    """Reads the rotary positions of a config.json in transformers' order.
+
+    That is rope_scaling, the key of older files, where it is not empty, before rope_parameters; in it, what stands
+    there, before the older keys beside it, before the usual values.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any], keys: RotaryKeys, trained: int):
+        self.name, self.config, self.keys = name, config, keys
+        self.trained = trained  # what a missing original_max_position_embeddings counts as
+
+    def one(self) -> dict[str, Any]:
+        """Returns the rotary positions of all layers."""
+        key = "rope_scaling" if self.config.get("rope_scaling") else "rope_parameters"
+        return self._completed(self._object(key), (self.keys.theta, _USUAL_THETA))
+
+    def by_kind(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns those of layers without a window, and with one."""
+        parameters, scaling = self._object("rope_parameters"), self._object("rope_scaling")
+        if set(parameters) - {FULL, SLIDING}:
+            kinds = quoted(set(parameters))
+            raise ValueError(f"{self.name}: rope_parameters must have {FULL} and {SLIDING}, got {kinds}")
+        ropes = []
+        for kind in (FULL, SLIDING):
+            rope = parameters.get(kind) or {"rope_type": "default"}
+            check_rules(self.name, {f"rope_parameters.{kind}": rope}, {f"rope_parameters.{kind}": _OBJECT})
+            rope = {**rope, **(scaling if kind in self.keys.scaled else {})}
+            ropes.append(self._completed(rope, self.keys.thetas[kind]))
+        return ropes[0], ropes[1]
+
+    def _object(self, key: str) -> dict[str, Any]:
+        value = self.config.get(key)
+        value = {} if value is None else value
+        check_rules(self.name, {key: value}, {key: _OBJECT})
+        return dict(value)
+
+    def _completed(self, rope: dict[str, Any], theta: tuple[str, float]) -> dict[str, Any]:
+        keys = self.keys
+        rope.setdefault(THETA, self.config.get(*theta))
+        share = self.config.get(keys.share, keys.usual_share)
+        if share is not None or keys.usual_share is not None:
+            rope.setdefault(SHARE, share)
+        kind = rope.setdefault("rope_type", rope.get("type", "default"))
+        rope.pop("type", None)
+        rope["rope_type"] = keys.aliases.get(kind, kind) if isinstance(kind, str) else kind
+        if rope["rope_type"] in _OF_A_LENGTH:
+            if keys.trained_outside:
+                rope[TRAINED] = self.config[TRAINED]
+            rope.setdefault(TRAINED, self.trained)
+        for name, key in (THETA, theta[0]), (SHARE, keys.share):
+            if rope.get(name, 1) is None:
+                raise ValueError(f"{self.name}: {key} must be a number, got null")
+        return rope
+
+
+_OBJECT = instance("an object", Mapping)
 
 
 def written_rope(rope: Rope, keys: RotaryKeys, max_positions: int) -> dict[str, Any]:
     """Returns what config.json says of ``rope``, in the keys of new and of older releases."""
-    config: dict[str, Any] = dict(rope_parameters=dict(rope), rope_theta=rope["rope_theta"])
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    for field, key in keys.names.items():
-        config[key] = rope.get(field, 1.0)
-    for field in keys.outer:
-        config[field] = rope.get(field, max_positions)
+    scaling = {k: v for k, v in rope.items() if k != THETA} if rope.get("rope_type", "default") != "default" else None
+    config: dict[str, Any] = dict(rope_parameters=dict(rope), rope_theta=rope[THETA], rope_scaling=scaling)
+    config[keys.theta] = rope[THETA]
+    if keys.partial:
+        config[keys.share] = rope.get(SHARE, 1.0)
+    if keys.trained_outside:
+        config[TRAINED] = rope.get(TRAINED, max_positions)
     return config

@@ -1,32 +1,37 @@
 """The families of models: one table, an entry a file of this folder.
 
-bert        BERT
-bert_like   the common part of BERT and its relatives
-distilbert  DistilBERT
-family      the fields of an entry
-gemma       Gemma 2 and 3
-gpt2        GPT-2
-gpt_neox    GPT-NeoX and Pythia
-llama       Llama
-llama_like  the common part of Llama and its relatives
-mistral     Mistral
-modernbert  ModernBERT
-names       building blocks for the names of parameters in a file
-olmo        OLMo 2
-phi3        Phi-3 and Phi-4-mini
-qwen        Qwen 2 and 3
-roberta     RoBERTa, XLM-RoBERTa and CamemBERT
-starcoder2  StarCoder2
+bert           BERT
+bert_like      the common part of BERT and its relatives
+defaults       reads defaults.json
+defaults.json  what transformers takes for a missing key, as python -m bench.defaults writes it
+distilbert     DistilBERT
+family         the fields of an entry
+gemma          Gemma 2 and 3
+gpt2           GPT-2
+gpt_neox       GPT-NeoX and Pythia
+llama          Llama
+llama_like     the common part of Llama and its relatives
+mistral        Mistral
+modernbert     ModernBERT
+names          building blocks for the names of parameters in a file
+olmo           OLMo 2
+phi3           Phi-3 and Phi-4-mini
+qwen           Qwen 2 and 3
+roberta        RoBERTa, XLM-RoBERTa and CamemBERT
+starcoder2     StarCoder2
 """
 
 from .bert import BERT
+from .defaults import DEFAULTS
 from .distilbert import DISTILBERT
 from .family import (
+    FULL,
     NO_WINDOW,
     ONE_WINDOW,
     PATTERNED_LAYERS,
     PER,
     SEQUENCE,
+    SLIDING,
     TOKEN,
     WINDOWED_LAYERS,
     Classes,
@@ -46,11 +51,11 @@ from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .starcoder2 import STARCODER2
 
 __all__ = [
-    "CAUSAL", "ENCODERS", "FAMILIES", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE", "TOKEN",
-    "WINDOWED_LAYERS", "Classes", "Family", "HeadLayers",
+    "CAUSAL", "ENCODERS", "FAMILIES", "FULL", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE",
+    "SLIDING", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family", "HeadLayers",
 ]  # fmt: skip
 
-FAMILIES = {
+_ENTRIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "gpt_neox": GPT_NEOX,
@@ -69,5 +74,6 @@ FAMILIES = {
     "distilbert": DISTILBERT,
     "modernbert": MODERNBERT,
 }
+FAMILIES = {name: entry._replace(**DEFAULTS.get(name, {})) for name, entry in _ENTRIES.items()}
 CAUSAL = tuple(name for name, family in FAMILIES.items() if family.causal)
 ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.causal)

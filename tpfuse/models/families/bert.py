@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805)."""
 
 from ..files.source import Source
-from .bert_like import OMITTED, PLAIN, SHARED, body, head
+from .bert_like import PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family
 from .names import NamingConfig, flat, linear, norm
 
@@ -24,7 +24,6 @@ BERT = Family(
     base_prefix="bert.",
     head_prefixes=("cls.",),
     sources=bert_sources,
-    hf_optional=OMITTED,
     fixed=PLAIN,
     ignorable=(
         r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)",

@@ -59,4 +59,3 @@ SHARED: dict[str, Any] = dict(
     not_built=dict(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
     causal=False,
 )
-OMITTED: dict[str, Any] = dict(tie_embeddings=None, init_std=None, pad_token_id=None)

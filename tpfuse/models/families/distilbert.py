@@ -45,7 +45,6 @@ DISTILBERT = Family(
         dropout=("dropout",), attention_dropout=("attention_dropout",), embedding_dropout=("dropout",),
         pad_token_id=("pad_token_id",),
     ),
-    hf_optional=dict(tie_embeddings=None, init_std=None, pad_token_id=None),
     fixed=PLAIN | dict(eps=1e-12, type_vocab_size=0),
     ignorable=(r"vocab_projector\.weight",),
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},

@@ -14,13 +14,14 @@ from ..files.source import Source
 # a pattern, where it does not list them.
 NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed layers"
 PATTERNED_LAYERS = "patterned layers"
+FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
 
 
 # What a classification head classifies.
 SEQUENCE, TOKEN = PER = "sequence", "token"
 
 
-# config field -> its keys in config.json, as most families have them.
+# config field -> its key in config.json, as most families have it, and other names of that key.
 KEYS: dict[str, tuple[str, ...]] = dict(
     vocab_size=("vocab_size",),
     max_positions=("max_position_embeddings",),
@@ -40,9 +41,12 @@ class RotaryKeys(NamedTuple):
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")  # the rope_type that it may have
     partial: bool = False  # whether a part of each head may be left as it is
     aliases: dict[str, str] = {}  # other spellings of a rope_type
-    names: dict[str, str] = {}  # keys of rope_parameters -> those of older files, beside it
-    outer: tuple[str, ...] = ()  # keys whose value beside rope_parameters goes before that in it
-    omitted: dict[str, Any] = {}  # what transformers takes for a key that is missing
+    theta: str = "rope_theta"  # the key of older files for rope_theta
+    share: str = "partial_rotary_factor"  # and for partial_rotary_factor
+    usual_share: float | None = None  # what transformers takes where neither says it
+    trained_outside: bool = False  # original_max_position_embeddings stands beside rope_parameters
+    thetas: dict[str, tuple[str, float]] = {}  # kind of layers -> its key of older files, its usual theta
+    scaled: tuple[str, ...] = ()  # the kinds of layers that rope_scaling of older files is of
 
 
 USUAL = RotaryKeys()
@@ -75,11 +79,9 @@ class HeadLayers(NamedTuple):
 class Family(NamedTuple):
     """One model_type.
 
-    ``hf_keys``: config field -> its keys in config.json, the first of which is written.  ``hf_optional``: fields that
-    config.json may omit, and the values that transformers then takes (None: the config's own default).  ``fixed``:
-    fields that the family decides.  ``not_built``: keys of config.json whose other values are errors.  ``nullable``:
-    fields of ``hf_optional`` whose null in config.json is None, and not the value that transformers takes where the
-    key is missing.
+    ``hf_keys``: config field -> its key in config.json and that key's other names, which transformers lets go first.
+    ``defaults`` and ``nullable``: what a missing key counts as, and which keys may be null (defaults.py).  ``fixed``:
+    fields that the family decides.  ``not_built``: keys of config.json whose other values are errors.
     """
 
     architecture: str  # the class of transformers with a language-model head
@@ -88,7 +90,8 @@ class Family(NamedTuple):
     head_prefixes: tuple[str, ...]  # begin the names that it does not precede
     sources: Callable[[Any], dict[str, Source]]
     hf_keys: dict[str, tuple[str, ...]]
-    hf_optional: dict[str, Any]
+    defaults: dict[str, Any] = {}
+    nullable: tuple[str, ...] = ()
     fixed: dict[str, Any] = {}
     not_built: dict[str, Any] = {}
     ignorable: tuple[str, ...] = ()  # patterns of tensors that are no parameters
@@ -99,9 +102,8 @@ class Family(NamedTuple):
     rotary: bool = False
     windows: str = NO_WINDOW
     full_every: int = 0  # of patterned layers, which have no window: every so-many-th
+    full_first: bool = False  # the first of so many layers, not the last
     pattern_key: str | None = None  # of config.json, which may say another number
-    thetas: tuple[float, float] | None = None  # rope_theta by default, of layers without and with a window
-    nullable: tuple[str, ...] = ()
     stem: str | None = None  # begins the names of the classes, where that is not what the architecture begins with
     transposed: bool = False  # weights are Conv1D's
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)

@@ -6,7 +6,7 @@ and logits by tanh; Gemma 3 has a norm on every query and key head, and other ro
 from typing import Any
 
 from ..files.source import Source
-from .family import PATTERNED_LAYERS, SEQUENCE, Family
+from .family import FULL, PATTERNED_LAYERS, SEQUENCE, SLIDING, USUAL, Family
 from .llama_like import ATTENTION_BIAS, around, layer, llama_like
 from .names import NamingConfig, flat, norm
 
@@ -25,32 +25,28 @@ def gemma_sources(config: NamingConfig) -> dict[str, Source]:
     return flat(modules)
 
 
-def _gemma(architecture: str, *, keys: dict[str, tuple[str, ...]], optional: dict[str, Any], **fixed: Any) -> Family:
+def _gemma(architecture: str, *, keys: dict[str, tuple[str, ...]], **fixed: Any) -> Family:
     shared = ATTENTION_BIAS | dict(
         activation=("hidden_activation",),
         window=("sliding_window",),
         attention_scalar=("query_pre_attn_scalar",),
         logit_softcap=("final_logit_softcapping",),
     )
-    omitted: dict[str, Any] = dict(activation="gelu_pytorch_tanh", attention_scalar=256, window=4096)
-    omitted |= dict(qkv_bias=False, out_bias=False, num_kv_heads=4, head_width=256, tie_embeddings=True)
     fixed |= dict(norm="gemma_rms", branch_norm=True, scaled_embedding=True, mlp_bias=False)
-    family = llama_like(architecture, keys=shared | keys, optional=omitted | optional, sources=gemma_sources, **fixed)
-    return family._replace(windows=PATTERNED_LAYERS, nullable=("window", "attention_softcap", "logit_softcap"))
+    return llama_like(architecture, keys=shared | keys, sources=gemma_sources, windows=PATTERNED_LAYERS, **fixed)
 
 
-GEMMA2 = _gemma(
-    "Gemma2ForCausalLM",
-    keys=dict(attention_softcap=("attn_logit_softcapping",)),
-    optional=dict(attention_softcap=50.0, logit_softcap=30.0),
-)._replace(full_every=2, not_built=dict(use_bidirectional_attention=False))
-GEMMA3 = _gemma(
-    "Gemma3ForCausalLM", keys={}, optional=dict(logit_softcap=None), qk_norm=True, qk_norm_kind="gemma_rms"
-)._replace(
+GEMMA2 = _gemma("Gemma2ForCausalLM", keys=dict(attention_softcap=("attn_logit_softcapping",)))._replace(
+    full_every=2, not_built=dict(use_bidirectional_attention=False)
+)
+GEMMA3 = _gemma("Gemma3ForCausalLM", keys={}, qk_norm=True, qk_norm_kind="gemma_rms")._replace(
     stem="Gemma3Text",
     full_every=6,
     pattern_key="sliding_window_pattern",
-    thetas=(1e6, 1e4),
+    rotary_keys=USUAL._replace(
+        thetas={FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)},
+        scaled=(FULL,),
+    ),
     classifiers={SEQUENCE: "score"},
     not_built=dict(use_bidirectional_attention=False, attn_logit_softcapping=None),
 )

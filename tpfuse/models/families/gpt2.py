@@ -35,13 +35,12 @@ GPT2 = Family(
     head_prefixes=("lm_head.",),
     sources=gpt2_sources,
     hf_keys=KEYS | dict(
-        max_positions=("n_positions", "max_position_embeddings", "n_ctx"),
+        max_positions=("n_positions", "max_position_embeddings"),
         hidden_size=("n_embd", "hidden_size"), num_layers=("n_layer", "num_hidden_layers"),
-        num_heads=("n_head", "num_attention_heads"), ffn_size=("n_inner", "intermediate_size"),
-        activation=("activation_function", "hidden_act"), eps=("layer_norm_epsilon", "layer_norm_eps"),
+        num_heads=("n_head", "num_attention_heads"), ffn_size=("n_inner",),
+        activation=("activation_function",), eps=("layer_norm_epsilon",),
         dropout=("resid_pdrop",), attention_dropout=("attn_pdrop",), embedding_dropout=("embd_pdrop",),
     ),
-    hf_optional=dict(ffn_size=None, tie_embeddings=None, init_std=None),
     fixed=dict(norm="layer", gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=False, rope=None),
     not_built=dict(
         scale_attn_weights=True,

@@ -39,16 +39,15 @@ GPT_NEOX = Family(
         attention_dropout=("attention_dropout",), qkv_bias=("attention_bias",), out_bias=("attention_bias",),
         parallel_residual=("use_parallel_residual",),
     ),
-    hf_optional=dict(dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, qkv_bias=True, out_bias=True)
-    | dict(init_std=None, tie_embeddings=False, parallel_residual=True),
     fixed=dict(norm="layer", gated=False, mlp_bias=True, qk_norm=False),
     ignorable=(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
     classifiers={SEQUENCE: "score", TOKEN: "classifier"},
     rotary=True,
     rotary_keys=RotaryKeys(
         partial=True,
-        names=dict(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
-        omitted=dict(rope_theta=10000.0, partial_rotary_factor=0.25),
+        theta="rotary_emb_base",
+        share="rotary_pct",
+        usual_share=0.25,
     ),
     filed={"lm_head.weight": "embed_out.weight"},
 )  # fmt: skip

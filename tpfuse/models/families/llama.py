@@ -5,5 +5,4 @@ from .llama_like import ATTENTION_BIAS, llama_like
 LLAMA = llama_like(
     "LlamaForCausalLM",
     keys=ATTENTION_BIAS | dict(mlp_bias=("mlp_bias",)),
-    optional=dict(qkv_bias=False, out_bias=False, mlp_bias=False),
 )

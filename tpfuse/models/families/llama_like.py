@@ -44,7 +44,6 @@ def llama_like(
     architecture: str,
     *,
     keys: dict[str, tuple[str, ...]] | None = None,
-    optional: dict[str, Any] | None = None,
     sources: Callable[[Any], dict[str, Source]] = llama_sources,
     windows: str = NO_WINDOW,
     rotary_keys: RotaryKeys = USUAL,
@@ -59,7 +58,6 @@ def llama_like(
     )
     hf_keys = KEYS | shared | (keys or {})
     decided = dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed
-    omitted = dict(num_kv_heads=None, head_width=None, tie_embeddings=False, init_std=None, attention_dropout=0.0)
     return Family(
         architecture=architecture,
         output="CausalLMOutputWithPast",
@@ -67,7 +65,6 @@ def llama_like(
         head_prefixes=("lm_head.",),
         sources=sources,
         hf_keys=hf_keys,
-        hf_optional=omitted | (optional or {}),
         fixed={key: value for key, value in decided.items() if key not in hf_keys},
         ignorable=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
         rotary=True,

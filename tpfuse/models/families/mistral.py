@@ -6,7 +6,6 @@ from .llama_like import llama_like
 MISTRAL = llama_like(
     "MistralForCausalLM",
     keys=dict(window=("sliding_window",)),
-    optional=dict(window=None),
     windows=ONE_WINDOW,
     qkv_bias=False,
     out_bias=False,

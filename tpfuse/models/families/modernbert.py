@@ -2,7 +2,7 @@
 in most layers."""
 
 from ..files.source import Source
-from .family import KEYS, SEQUENCE, TOKEN, USUAL, Family, HeadLayers
+from .family import FULL, KEYS, PATTERNED_LAYERS, SEQUENCE, SLIDING, TOKEN, USUAL, Family, HeadLayers
 from .names import Modules, NamingConfig, flat, linear, norm, table
 
 
@@ -42,11 +42,6 @@ MODERNBERT = Family(
         mlp_bias=("mlp_bias",), norm_bias=("norm_bias",), head_bias=("classifier_bias",),
         head_activation=("classifier_activation",), pooling=("classifier_pooling",),
     ),
-    hf_optional=dict(
-        tie_embeddings=None, init_std=None, pad_token_id=50283, eps=1e-5, activation="gelu", head_activation="gelu",
-        embedding_dropout=0.0, pooling="cls",
-        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "norm_bias", "head_bias"), False),
-    ),
     fixed=dict(post_norm=False, gated=True, type_vocab_size=0, dropout=0.0, attention_dropout=0.0)
     | dict(positions_skip_padding=False),
     not_built=dict(attention_dropout=0.0, mlp_dropout=0.0, decoder_bias=True, sparse_prediction=False),
@@ -54,6 +49,11 @@ MODERNBERT = Family(
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
     heads=dict.fromkeys((SEQUENCE, TOKEN), HeadLayers(transform=True, dropout=0.0)),
     pooler=False, causal=False, rotary=True,
-    rotary_keys=USUAL._replace(kinds=("default",)),
+    windows=PATTERNED_LAYERS, full_every=3, full_first=True, pattern_key="global_attn_every_n_layers",
+    rotary_keys=USUAL._replace(
+        kinds=("default",),
+        thetas={FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)},
+        scaled=(FULL, SLIDING),
+    ),
     scaled_residuals=True,
 )  # fmt: skip

@@ -21,7 +21,6 @@ def olmo2_sources(config: NamingConfig) -> dict[str, Source]:
 OLMO2 = llama_like(
     "Olmo2ForCausalLM",
     keys=ATTENTION_BIAS,
-    optional=dict(qkv_bias=False, out_bias=False),
     sources=olmo2_sources,
     mlp_bias=False,
     qk_norm=True,

@@ -21,16 +21,14 @@ def phi3_sources(config: NamingConfig) -> dict[str, Source]:
 PHI3 = llama_like(
     "Phi3ForCausalLM",
     keys=dict(dropout=("resid_pdrop",), embedding_dropout=("embd_pdrop",), window=("sliding_window",)),
-    optional=dict(dropout=0.0, embedding_dropout=0.0, window=None),
     sources=phi3_sources,
     windows=ONE_WINDOW,
     rotary_keys=RotaryKeys(
         kinds=("default", "longrope"),
         partial=True,
         aliases=dict(su="longrope", yarn="longrope"),
-        names=dict(partial_rotary_factor="partial_rotary_factor"),
-        outer=("original_max_position_embeddings",),
-        omitted=dict(partial_rotary_factor=1.0, original_max_position_embeddings=4096),
+        usual_share=1.0,
+        trained_outside=True,
     ),
     qkv_bias=False,
     out_bias=False,

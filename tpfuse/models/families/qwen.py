@@ -8,7 +8,6 @@ QWEN2 = llama_like("Qwen2ForCausalLM", windows=WINDOWED_LAYERS, qkv_bias=True, o
 QWEN3 = llama_like(
     "Qwen3ForCausalLM",
     keys=ATTENTION_BIAS,
-    optional=dict(qkv_bias=False, out_bias=False, head_width=128),  # not hidden_size / num_heads
     windows=WINDOWED_LAYERS,
     mlp_bias=False,
     qk_norm=True,

@@ -6,7 +6,7 @@ Positions count the tokens that are not padding; the head of a sequence has a li
 from typing import Any
 
 from ..files.source import Source
-from .bert_like import OMITTED, PLAIN, SHARED, body, head
+from .bert_like import PLAIN, SHARED, body, head
 from .family import SEQUENCE, TOKEN, Family, HeadLayers
 from .names import NamingConfig, flat, linear, norm
 
@@ -21,7 +21,6 @@ SAME: dict[str, Any] = SHARED | dict(
     base_prefix="roberta.",
     head_prefixes=("lm_head.",),
     sources=roberta_sources,
-    hf_optional=OMITTED | dict(pad_token_id=1),
     fixed=PLAIN | dict(positions_skip_padding=True, head_activation="gelu"),
     ignorable=(r"embeddings\.position_ids", r"lm_head\.bias", r"lm_head\.decoder\.(weight|bias)"),
     classifiers={SEQUENCE: "classifier.out_proj", TOKEN: "classifier"},
