@@ -158,9 +158,10 @@ def test_the_trained_length_beside_rope_parameters_goes_first():
 
 @pytest.mark.parametrize("share", [None, 0.75])
 def test_a_part_of_each_head_in_older_files(share):
-    phi = rope_of(Phi3Config, rope_theta=500.0, partial_rotary_factor=share)
+    keys = {} if share is None else dict(partial_rotary_factor=share, rotary_pct=share)
+    phi = rope_of(Phi3Config, rope_theta=500.0, **keys)
     assert phi["partial_rotary_factor"] == (share or 1.0) and phi["rope_theta"] == 500.0
-    neox = rope_of(GPTNeoXConfig, rotary_emb_base=500, rotary_pct=share)
+    neox = rope_of(GPTNeoXConfig, rotary_emb_base=500, **keys)
     assert neox["partial_rotary_factor"] == (share or 0.25) and neox["rope_theta"] == 500
     assert rope_of(GPTNeoXConfig)["rope_theta"] == 10000.0
 
