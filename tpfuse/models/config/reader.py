@@ -43,8 +43,6 @@ class Reader:
         for key, built in (family.not_built | _EVERYWHERE).items():
             if self.config.get(key, built) not in (built, None):
                 raise ValueError(f"{self.name}: {key}={quoted(self.config[key])} is not built; only {built!r} is")
-        if family.rotary and "head_width" not in family.hf_keys:
-            self._check_head_dim()
         values: dict[str, Any] = {name: self.config.get(keys[0]) for name, keys in family.hf_keys.items()}
         for name in (name for name in NAMED if name in values):
             if not isinstance(values[name], str) or values[name] not in HF_ACTIVATIONS:
@@ -55,6 +53,8 @@ class Reader:
         if values.get("attention_dropout", 0.0) is None:  # the one probability that may be null
             values["attention_dropout"] = 0.0
         check_rules(self.name, values, self.rules, {name: keys[0] for name, keys in family.hf_keys.items()})
+        if family.rotary and "head_width" not in family.hf_keys:
+            self._check_head_dim()
         return values | family.fixed
 
     def _check_head_dim(self) -> None:
