@@ -195,7 +195,8 @@ def test_what_is_saved_is_what_transformers_loads(files, ranks, tmp_path, name, 
     again, info = type(model).from_pretrained(tmp_path, dtype=F64, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_equal(again.state_dict(), model.state_dict())
-    assert again.config.id2label == model.config.id2label and again.config.pad_token_id == 0
+    config, read = model.config, again.config
+    assert read.id2label == config.id2label and read.pad_token_id == config.pad_token_id
 
 
 def test_a_model_made_here_is_what_transformers_loads(tmp_path):
