@@ -85,6 +85,15 @@ def test_another_order_is_seen(K, dtype):
     assert dtype == torch.float32 or torch.equal(forwards(x, w), backwards(x, w))
 
 
+def test_another_order_is_seen_in_batches():
+    """As of attention's products, each of a head."""
+    each = lambda way: lambda a, b: torch.stack([way(x, w) for x, w in zip(a, b, strict=True)])
+    ways = []
+    call = Shortcut(each(forwards), lambda a, b: (ways.append(1), each(backwards)(a, b))[1], each(backwards))
+    call(torch.zeros(3, 8, 16, dtype=torch.bfloat16), torch.zeros(3, 8, 16, dtype=torch.bfloat16))
+    assert len(ways) == 1  # tried, and not taken
+
+
 @pytest.mark.parametrize("shapes", [((5, 8), (6, 8)), ((8, 5), (8, 3)), ((1, 9), (1, 9))])
 def test_sums_of_telling_numbers_vanish(shapes):
     a, b = (

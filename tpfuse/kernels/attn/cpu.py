@@ -7,7 +7,8 @@ elements of a tensor in another way than the others, so that a head's bits would
 bench/kernels/cpu.py compares this with ATen's flash attention.
 
 A batched GEMM of another number of heads may add in another order.  With ``leaves`` it is made by as many calls, of so
-many heads each at every number of ranks; all else treats a head alike wherever it is.
+many heads each at every number of ranks, or by one call where that has their bits (runtime/shortcut.py); all else
+treats a head alike wherever it is.
 """
 
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from torch import Tensor
 from ..runtime.errors import check
 from ..runtime.op import acc_dtype
 from ..runtime.philox import scale
+from ..runtime.shortcut import Shortcut
 from .options import INF, DecodeOptions, Options
 from .reference import angles, attention_decode_ref, by_head, heads, keep_mask, rotate
 
 BLOCK = 128  # positions
+LONGEST = 8 * BLOCK
 
 
 def documents(options: Options) -> list[tuple[int, int]]:
@@ -51,14 +54,31 @@ class _QueryBlock(NamedTuple):
     last_key: int
 
 
-def _bmm(a: Tensor, b: Tensor, leaves: int) -> Tensor:
-    """Returns a [G, M, K] times b [G, K, N], by leaves of the G unless 0."""
-    if leaves < 2:
-        return torch.bmm(a, b)
+def _at_once(a: Tensor, b: Tensor, leaves: int) -> Tensor:
+    return torch.bmm(a, b)
+
+
+def _by_leaves(a: Tensor, b: Tensor, leaves: int) -> Tensor:
     output = a.new_empty(len(a), a.shape[1], b.shape[2])
     for pieces in zip(a.chunk(leaves), b.chunk(leaves), output.chunk(leaves), strict=True):
         torch.bmm(pieces[0], pieces[1], out=pieces[2])
     return output
+
+
+_BMM = Shortcut(_by_leaves, _at_once, _at_once)
+
+
+def _bmm(a: Tensor, b: Tensor, leaves: int) -> Tensor:
+    """Returns a [G, M, K] times b [G, K, N], by leaves of the G unless 0.
+
+    One call is tried for whole blocks of positions alone, up to LONGEST: documents' ends are of too many shapes, and
+    calls of longer ones take no time beside their products.
+    """
+    if leaves < 2:
+        return _at_once(a, b, leaves)
+    sizes = a.shape[1], a.shape[2], b.shape[2]
+    tried = max(sizes) <= LONGEST and sum(n % BLOCK == 0 for n in sizes) >= 2
+    return (_BMM if tried else _by_leaves)(a, b, leaves)
 
 
 class _Sample:

@@ -85,7 +85,7 @@ def _layout(arg: Any) -> Any:
 
 def _telling(layouts: tuple[Any, ...], generator: torch.Generator) -> list[Any]:
     """Returns arguments of a product, or of a sum of columns, that show the order in which it was added."""
-    matrices = [i for i, layout in enumerate(layouts) if isinstance(layout, _Strided) and len(layout.shape) == 2]
+    matrices = [i for i, layout in enumerate(layouts) if isinstance(layout, _Strided) and len(layout.shape) > 1]
     args = []
     for i, layout in enumerate(layouts):
         if isinstance(layout, _Strided):
