@@ -1,9 +1,9 @@
 """Every kernel as its launcher would launch it compiles for GPUs that are not here: no spills, and shared memory that
 they have.
 
-Every day: the first call of each op for sm_90.  Slow: all calls for sm_90, the first for sm_80 and gfx942.  The table
-of what came out is checked in, with a digest of what was compiled: of every other call it says that the table's row,
-which bench.compile wrote, is of the kernel as it is now.
+Every day: the first call of each op for sm_90.  Slow: the first for sm_80 and gfx942; rare: all calls for sm_90.  The
+table of what came out is checked in, with a digest of what was compiled: of every other call it says that the table's
+row, which bench.compile wrote, is of the kernel as it is now.
 """
 
 import importlib
@@ -73,7 +73,7 @@ def test_default_calls(compiler, op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=[pytest.mark.rare] * (arch == "sm_90")) for arch in ARCHS])
 @pytest.mark.parametrize("op", OPS)
 def test_calls_on_all_archs(compiler, op, arch):
     rows = compiled(compiler, op, arch, default=arch != "sm_90")

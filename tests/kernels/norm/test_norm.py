@@ -224,8 +224,8 @@ def launch_arguments(m, D, dtype, rms, R=2, kind="rms"):
 
 
 SLOW = [
-    pytest.param(shape, marks=pytest.mark.slow)
-    for shape in ((2, 5120), (2, 12288), (2, 16384), (2, 17000), (2, 32768), (2, 65537))
+    pytest.param((2, D), marks=[pytest.mark.slow] + [pytest.mark.rare] * (D in (12288, 16384, 32768)))
+    for D in (5120, 12288, 16384, 17000, 32768, 65537)
 ]
 
 
