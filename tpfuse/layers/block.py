@@ -235,7 +235,6 @@ class TransformerBlock(ParallelModule):
         """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
         return (
             self.tp.size == 1
-            and self.tp.bitwise is None
             and call.cache is None
             and call.keep
             and normed.recompute is None
@@ -251,8 +250,12 @@ class TransformerBlock(ParallelModule):
         modules: Any = self._modules
         attention, p = self.attention, self.dropout if self.training else 0.0
         rng = active_rng("TransformerBlock", p, call.rng)
-        masks = [Mask(rng, p, self.sites.after[name], first_row=0, batch=call.batch) for name in ("attention", "mlp")]
+        attention_mask, mlp_mask = (
+            Mask(rng, p, self.sites.after[name], first_row=0, batch=call.batch) for name in ("attention", "mlp")
+        )
         norms = tuple((name, modules[name].eps, modules[name].kind) for name in self.norms)
-        constants = Constants(self.steps, norms, self.mlp.activation, *masks)
+        constants = Constants(
+            self.steps, norms, self.mlp.activation, attention_mask, mlp_mask, self.tp.bitwise, self.tp.batch_invariant
+        )
         layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.norms))
         return one_node(h.contiguous(), normed, layer)

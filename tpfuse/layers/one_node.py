@@ -6,6 +6,7 @@ recorded and replayed whole.  Values and gradients are bitwise those of the ops 
 saved; they are freed together, when the block's backward has ended.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,13 @@ from ..kernels.norm.verbs import REDUCE_BIAS_DROPOUT_ADD_NORM as FUSED
 from ..kernels.replay import Composed
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.main_grad import Main, mains
-from ..kernels.runtime.op import dtype_of
+from ..kernels.runtime.op import acc_dtype, dtype_of
 from ..kernels.runtime.philox import NO_MASK, Mask
 from ..parallel import TensorParallel
-from ..sequence_parallel.forms import plain
+from ..sequence_parallel.choice import choose
 from ..sequence_parallel.records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads, adding
 from .module import local
 from .wiring import Branch, Join, Norm, Normed, Steps, run, run_backward
-
-ONE = TensorParallel()  # rank
 
 
 class Constants(NamedTuple):
@@ -39,6 +38,18 @@ class Constants(NamedTuple):
     activation: str
     attention: Mask  # of dropout after attention
     mlp: Mask
+    bitwise: int | None  # as of TensorParallel
+    batch_invariant: int | None
+
+    @property
+    def tp(self) -> TensorParallel:
+        """The one rank: a tape compares numbers, and not objects."""
+        return _one_rank(self.bitwise, self.batch_invariant)
+
+
+@functools.cache
+def _one_rank(bitwise: int | None, batch_invariant: int | None) -> TensorParallel:
+    return TensorParallel(bitwise=bitwise, batch_invariant=batch_invariant)
 
 
 class Parameters(NamedTuple):
@@ -65,8 +76,15 @@ class Layer(NamedTuple):
     def norm(self, name: str | None) -> NormVectors:
         for i, (norm, eps, kind) in enumerate(self.constants.norms):
             if norm == name:
-                return NormVectors(self.norms[2 * i], self.norms[2 * i + 1], eps, kind)
+                return NormVectors(self._vector(self.norms[2 * i]), self._vector(self.norms[2 * i + 1]), eps, kind)
         return NormVectors()
+
+    def bias(self, branch: str) -> Tensor | None:
+        return self._vector(getattr(self.parameters, BIAS[branch]))
+
+    def _vector(self, x: Tensor | None) -> Tensor | None:
+        """Returns a vector of rows; by leaves in fp32, in which the nodes of its gradient are added."""
+        return x if x is None or self.constants.bitwise is None else x.to(acc_dtype(x))
 
 
 class Totals(NamedTuple):
@@ -107,33 +125,40 @@ class _Forward:
         self.saved: list[Tensor | None] = []
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
-        _, rows, mean, rstd = NORM.fwd(h[None], Add(), self.layer.norm(step.norm), NO_MASK, order=ALONE)
+        norm, leaves = self.layer.norm(step.norm), self.layer.constants.tp.leaves
+        _, rows, mean, rstd = NORM.fwd(h[None], Add(), norm, NO_MASK, order=ALONE, leaves=leaves)
         self.saved += h, mean, rstd
         return h, rows[None]
 
     def branch(self, step: Branch, n: Tensor) -> Tensor:
         (constants, options, p, _) = self.layer
         parts: Tensor
+        tp = constants.tp
         if step.name == "attention":
-            qkv, _ = plain.gather_linear_fwd(n, LinearWeights(*_linear(p.qkv_weight, p.qkv_bias), "none"), ONE)
+            linear = LinearWeights(*_linear(p.qkv_weight, p.qkv_bias), "none")
+            qkv, _ = choose("gather_linear", n, linear.w, tp=tp).gather_linear_fwd(n, linear, tp)
             qkv = qkv.view(len(qkv), *p.qkv_weight.shape[:-1])
             o, lse = attention_fwd(qkv, options)
-            parts = plain.linear_exchange_fwd(o, p.out_weight, ONE)
+            parts = choose("linear_exchange", o, p.out_weight, tp=tp).linear_exchange_fwd(o, p.out_weight, tp)
             self.saved += n, qkv, o, lse
         else:
             mlp = MLP(*_linear(p.fc1_weight, p.fc1_bias), p.fc2_weight, constants.activation)
-            parts, z, a = plain.gather_mlp_exchange_fwd(n, mlp, keep=True, tp=ONE)
+            form = choose("gather_mlp_exchange", n, mlp.w1, tp=tp)
+            parts, z, a = form.gather_mlp_exchange_fwd(n, mlp, keep=True, tp=tp)
             self.saved += n, z, a
         return parts
 
     def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        bias: Tensor | None = getattr(self.layer.parameters, BIAS[step.branch])
+        bias = self.layer.bias(step.branch)
+        leaves = self.layer.constants.tp.leaves
         if step.branch_norm is not None:
-            y, rows, mean, rstd = FUSED.fwd(parts, Add(bias), self.layer.norm(step.branch_norm), NO_MASK, order=POST)
+            norm = self.layer.norm(step.branch_norm)
+            y, rows, mean, rstd = FUSED.fwd(parts, Add(bias), norm, NO_MASK, order=POST, leaves=leaves)
             self.saved += y, mean, rstd
             parts, bias = rows[None], None
         norm, mask = self.layer.norm(step.norm), getattr(self.layer.constants, step.branch)
-        h, rows, *stats = FUSED.fwd(parts, Add(bias, residual=h), norm, mask, order=POST if step.stream else PRE)
+        order = POST if step.stream else PRE
+        h, rows, *stats = FUSED.fwd(parts, Add(bias, residual=h), norm, mask, order=order, leaves=leaves)
         if step.norm is None:
             return h, h[None]
         self.saved += h, *stats
@@ -168,6 +193,7 @@ class _Backward:
 
     def __init__(self, layer: Layer, saved: tuple[Any, ...], request: GradientRequest):
         self.layer, self.saved, self.request = layer, list(saved), request
+        self.tp, self.leaves = layer.constants.tp, layer.constants.tp.leaves
         self.gradients: dict[str, Any] = {}
 
     def take(self, count: int) -> list[Any]:
@@ -187,32 +213,35 @@ class _Backward:
     def norm(self, step: Norm, dh: Tensor, dn: Tensor) -> Tensor:
         norm, wanted = self.layer.norm(step.norm), self.request
         state = self.state(norm)
-        making = Wanted(None, norm.beta is not None, None, wanted.dtype)
+        making = Wanted(None, norm.beta is not None, None, wanted.dtype, leaves=self.leaves)
         dh, _, _, *vectors = NORM.bwd(dn, dh, state, NO_MASK, order=ALONE, wanted=making)
         self.norm_gradients(step.norm, vectors)
         return dh
 
     def branch(self, step: Branch, dparts: Tensor) -> Tensor:
-        (constants, options, p, _), gradients = self.layer, self.gradients
+        (constants, options, p, _), gradients, tp = self.layer, self.gradients, self.tp
         wanted, totals = self.request.parameters, self.request.totals
         dn: Tensor
         if step.name == "attention":
             n, qkv, o, lse = self.take(4)
             grads = WantedGrads(wanted.qkv_weight, dtype_of(p.qkv_bias) if wanted.qkv_bias else None, wanted.out_weight)
             grads = _adding(grads, totals.qkv, totals.out)
-            do, gradients["out_weight"] = plain.linear_exchange_bwd(dparts, p.out_weight, x=o, grads=grads, tp=ONE)
+            form = choose("linear_exchange", dparts, p.out_weight, tp=tp)
+            do, gradients["out_weight"] = form.linear_exchange_bwd(dparts, p.out_weight, x=o, grads=grads, tp=tp)
             dqkv = attention_bwd(do, qkv, o, lse, options=options).flatten(1)
             w = _linear(p.qkv_weight, None)[0]
-            dn, gradients["qkv_weight"], gradients["qkv_bias"] = plain.gather_linear_bwd(
-                dqkv, w, n=SavedInput(n, ONE), grads=grads, tp=ONE
+            form = choose("gather_linear", dqkv, w, tp=tp)
+            dn, gradients["qkv_weight"], gradients["qkv_bias"] = form.gather_linear_bwd(
+                dqkv, w, n=SavedInput(n, tp), grads=grads, tp=tp
             )
         else:
             n, z, a = self.take(3)
             mlp = MLP(_linear(p.fc1_weight, None)[0], None, p.fc2_weight, constants.activation)
             grads = WantedGrads(wanted.fc1_weight, dtype_of(p.fc1_bias) if wanted.fc1_bias else None, wanted.fc2_weight)
-            grads, saved = _adding(grads, totals.fc1, totals.fc2), MLPSaved(SavedInput(n, ONE), z, a)
-            dn, gradients["fc1_weight"], gradients["fc1_bias"], gradients["fc2_weight"] = plain.gather_mlp_exchange_bwd(
-                dparts, mlp, saved=saved, grads=grads, tp=ONE
+            grads, saved = _adding(grads, totals.fc1, totals.fc2), MLPSaved(SavedInput(n, tp), z, a)
+            form = choose("gather_mlp_exchange", dparts, mlp.w1, tp=tp)
+            dn, gradients["fc1_weight"], gradients["fc1_bias"], gradients["fc2_weight"] = form.gather_mlp_exchange_bwd(
+                dparts, mlp, saved=saved, grads=grads, tp=tp
             )
         return dn
 
@@ -220,18 +249,18 @@ class _Backward:
         dparts: Tensor
         dresidual: Tensor
         name, request, norm = BIAS[step.branch], self.request, self.layer.norm(step.norm)
-        bias = getattr(self.layer.parameters, name)
+        bias = self.layer.bias(step.branch)
         state = self.state(norm)
         direct = dtype_of(bias) if step.branch_norm is None else None  # or the branch's norm stands between
-        wanted, mask = Wanted(direct, norm.beta is not None, request.residual, request.dtype), self._mask(step)
-        order = POST if step.stream else PRE
+        wanted = Wanted(direct, norm.beta is not None, request.residual, request.dtype, leaves=self.leaves)
+        mask, order = self._mask(step), POST if step.stream else PRE
         dparts, dresidual, dbias, *vectors = FUSED.bwd(dn, dh, state, mask, order=order, wanted=wanted)
         if step.norm is not None:
             self.norm_gradients(step.norm, vectors)
         if step.branch_norm is not None:
             norm = self.layer.norm(step.branch_norm)
             state = self.state(norm)
-            wanted = Wanted(dtype_of(bias), norm.beta is not None, None, request.dtype)
+            wanted = Wanted(dtype_of(bias), norm.beta is not None, None, request.dtype, leaves=self.leaves)
             dparts, _, dbias, *vectors = FUSED.bwd(dparts[None], None, state, NO_MASK, order=POST, wanted=wanted)
             self.norm_gradients(step.branch_norm, vectors)
         self.gradients[name] = dbias
@@ -258,10 +287,10 @@ def _backward(
 
 
 def _shaped(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """Returns the gradient of a parameter in its shape; ops give empty ones for what is not there."""
+    """Returns the gradient of a parameter in its shape and dtype; ops give empty ones for what is not there."""
     if gradient is None or parameter is None or gradient.numel() == 0:
         return None
-    return gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)
+    return (gradient if gradient.dim() == parameter.dim() else gradient.view(parameter.shape)).to(parameter.dtype)
 
 
 def _adding(grads: WantedGrads, weight: Tensor | None, out_weight: Tensor | None) -> WantedGrads:
