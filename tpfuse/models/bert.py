@@ -17,6 +17,7 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.norm import norm_in
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.launch import next_power_of_2
 from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.module import replicated
@@ -31,7 +32,7 @@ from .families import FAMILIES, SEQUENCE
 from .files.read import ModelDirectory
 from .gpt import packed_positions
 from .head import LMHead, ReplicatedLinear, WholeNorm
-from .inputs import Inputs, check_asked, check_packed
+from .inputs import Inputs, bound_of, check_asked, check_packed
 from .model import Model, Output
 from .rows import BatchRows
 from .stack import make_block
@@ -220,7 +221,7 @@ class Bert(Model):
         if not torch.compiler.is_compiling():
             for name, x, most in (
                 ("input_ids", ids, c.vocab_size),
-                ("position_ids", position_ids, c.max_positions),
+                ("position_ids", position_ids, c.position_bound),
                 ("token_type_ids", type_ids, c.type_vocab_size),
             ):
                 if x is not None:
@@ -245,9 +246,13 @@ class Bert(Model):
         """Returns the tables of rotary positions, and the row of theirs that each row has: those of a document where
         documents are packed."""
         c, device, position_ids = self.config, inputs.tokens.device, inputs.position_ids
-        if position_ids is None and inputs.cu_seqlens is not None:
+        length = rows.seq
+        if position_ids is not None:
+            length = max(length, c.max_positions)
+            length = max(length, next_power_of_2(bound_of("Bert", position_ids, length)))
+        elif inputs.cu_seqlens is not None:
             position_ids = packed_positions(inputs.cu_seqlens, rows.seq)[None]
-        key = device, rows.seq if position_ids is None else c.max_positions
+        key = device, length
         if self._tables[0] != key:
             table = lambda rope: rope_table(
                 c.head_size, key[1], scaling=dict(rope), max_position_embeddings=c.max_positions, device=device

@@ -34,7 +34,7 @@ from .files.names import head_weights
 from .files.read import ModelDirectory
 from .generation.generate import generate
 from .head import LMHead
-from .inputs import Inputs, check_asked, check_packed
+from .inputs import Inputs, bound_of, check_asked, check_packed
 from .model import Model, Output
 from .rows import BatchRows
 from .stack import make_block
@@ -80,7 +80,7 @@ class GPT(Model):
         )  # fmt: skip
         c, tp, stages = config, self.tp, self.stages
         check(
-            tp.batch_invariant is None or not (c.stretched or c.switches_at is not None),
+            tp.batch_invariant is None or not c.depends_on_length(),
             "GPT: rotary positions by a call's length (dynamic, longrope) are not built for batch_invariant",
         )
         with torch.device("meta"):
@@ -212,7 +212,7 @@ class GPT(Model):
             if ids is not None:
                 check_ids("GPT: input_ids", ids, c.vocab_size)
             if position_ids is not None:
-                check_ids("GPT: position_ids", position_ids, c.max_positions)
+                check_ids("GPT: position_ids", position_ids, c.position_bound)
         positions: Lookup | None = None
         if self.positions is not None:
             if position_ids is None:
@@ -227,23 +227,18 @@ class GPT(Model):
         """Returns the tables of rotary positions, and the row of theirs that each row has.
 
         ``below``: a bound of position_ids, where the caller knows one.  On a CPU it is their maximum; a GPU would have
-        to be waited for, so its table then has all of max_positions.
+        to be waited for, so its table then has all of max_positions, and the device stops where one lies beyond.
         """
         c = self.config
         if c.rope is None:
             return None
         length = rows.seq
         if position_ids is not None:
-            if torch.compiler.is_compiling():
-                below = None
-            elif below is None and device.type == "cpu":
-                below = int(position_ids.max()) + 1
-            length = c.max_positions
-            if below is not None:
-                length = min(max(next_power_of_2(below), _TABLE), length)
-        stretch: int | None = None
-        if c.stretched:
-            stretch = rows.seq if position_ids is None else int(position_ids.max()) + 1
+            if below is None or torch.compiler.is_compiling():
+                below = bound_of("GPT", position_ids, max(c.max_positions, length))
+            length = max(next_power_of_2(below), _TABLE)
+            length = min(length, c.max_positions) if below <= c.max_positions else length
+        stretch = self._stretch(rows, position_ids, below)
         switch = None if position_ids is None else c.switches_at
         stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
         # Cached are one of the length of all rows, and one that is long enough for the positions so far.
@@ -259,6 +254,17 @@ class GPT(Model):
             positions = positions + len(cached[1][0][0]) // 2 * (position_ids.max() >= switch)
         ropes = [Rope(*table, positions) for table in cached[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
+
+    def _stretch(self, rows: BatchRows, position_ids: Tensor | None, below: int | None) -> int | None:
+        """Returns the length that dynamic tables stretch to; None of other rotary positions."""
+        trained = self.config.stretches_past
+        if trained is None:
+            return None
+        if position_ids is None:
+            longest = rows.seq
+        else:  # a GPU is waited for where the call may be a long one
+            longest = below if below is not None and below <= trained else int(position_ids.max()) + 1
+        return max(longest, trained)
 
     def _rotation(
         self, rope: Mapping[str, Any], length: int, stretches: tuple[int | None, ...], device: torch.device

@@ -113,12 +113,12 @@ def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
 
 
 def check_inputs(
-    name: str, inputs: Inputs, *, most: int, start: int, longest: int | None, device: torch.device
+    name: str, inputs: Inputs, *, most: int | None, start: int, longest: int | None, device: torch.device
 ) -> None:
     """Raises the ValueError of ``name`` for arguments that no model takes.
 
-    ``most`` positions are the model's, of which sequences begin at ``start``; ``longest`` is the length of the longest
-    packed document (None: there are none), ``device`` where the weights are.
+    ``most`` positions are the model's (None: any number), of which sequences begin at ``start``; ``longest`` is the
+    length of the longest packed document (None: there are none), ``device`` where the weights are.
     """
     source = "input_ids" if inputs.inputs_embeds is None else "inputs_embeds"
     if inputs.tokens.device != device:
@@ -127,7 +127,10 @@ def check_inputs(
     if batch < 1 or seq < 1:
         raise ValueError(f"{name}: {source} must have at least one token, got {described(inputs.tokens)}")
     begins = f" from {start} on" * bool(start)
-    check(length + start <= most, f"{name}: {length} positions{begins} are more than the model's max_positions={most}")
+    check(
+        most is None or length + start <= most,
+        f"{name}: {length} positions{begins} are more than the model's max_positions={most}",
+    )
     for key, rule in ALIGNED.items():
         x = getattr(inputs, key)
         if x is not None and not (
@@ -155,6 +158,18 @@ def _check_last_sample(name: str, first_sample: int | Tensor | None, batch: int)
         return
     if first_sample is not None and int(first_sample) + batch > 1 << 32:
         raise ValueError(f"{name}: first_sample + batch must be at most 2**32, got {int(first_sample)} + {batch}")
+
+
+def bound_of(name: str, position_ids: Tensor, unread: int) -> int:
+    """Returns a bound of ``position_ids``: their maximum and 1.
+
+    ``unread``, where they cannot be read without a wait; a device stops at one that lies beyond.
+    """
+    if readable() and position_ids.device.type == "cpu":
+        return int(position_ids.max()) + 1
+    if readable():
+        torch._assert_async((position_ids < unread).all(), f"{name}: position_ids must lie below {unread} on a GPU")
+    return unread
 
 
 def check_packed(name: str, inputs: Inputs) -> int | None:

@@ -244,7 +244,7 @@ class Model(nn.Module):
         """Checks the arguments; ``longest`` is the length of the longest packed document, where there are such."""
         checked = inputs if self.classifier is None else inputs._replace(labels=None)  # whose labels it knows itself
         check_inputs(
-            type(self).__name__, checked, most=self.config.max_positions, start=self.config.first_position,
+            type(self).__name__, checked, most=self.config.most_positions, start=self.config.first_position,
             longest=longest, device=next(self.parameters()).device,
         )  # fmt: skip
         if self.classifier is not None:

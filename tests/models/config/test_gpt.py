@@ -87,18 +87,19 @@ def test_it_is_a_value():
         GPT_CONFIG.dropout = 0.0
 
 
-@pytest.mark.parametrize("own, stretched", [(None, False), (32, False), (64, False), (8, True)])
+@pytest.mark.parametrize("own, trained", [(None, 32), (64, 64), (8, 8)])
 @pytest.mark.parametrize("kind", ["dynamic", "default"])
-def test_only_dynamic_positions_past_the_trained_length_are_stretched(kind, own, stretched):
-    """A model's max_positions limits every call, and is the trained length unless ``rope`` says another."""
+def test_only_dynamic_positions_past_the_trained_length_are_stretched(kind, own, trained):
+    """A model's max_positions is the trained length unless ``rope`` says another."""
     rope = dict(rope_type=kind, rope_theta=10000.0, factor=2.0) | (
         {} if own is None else {"max_position_embeddings": own}
     )
     config = replace(GPT_CONFIG, family="llama", rope=rope)
-    assert config.stretched == (stretched and kind == "dynamic")
+    assert config.stretches_past == (trained if kind == "dynamic" else None) and config.most_positions is None
+    assert [config.depends_on_length(n) for n in (trained, trained + 1)] == [False, kind == "dynamic"]
     options = dict(scaling=dict(config.rope), max_position_embeddings=config.max_positions)
-    short, long = (rope_table(4, 2, **options, seq_len=n)[0] for n in (1, config.max_positions))
-    assert torch.equal(short, long) != config.stretched
+    short, most, long = (rope_table(4, 2, **options, seq_len=n)[0] for n in (1, trained, trained + 1))
+    assert torch.equal(short, most) and torch.equal(most, long) == (kind == "default")
 
 
 BESIDE = {"__init__", "family", "names", "bert_like", "llama_like"}

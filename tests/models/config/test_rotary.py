@@ -1,6 +1,7 @@
 """Rotary positions of long calls and of a part of each head, against transformers' own classes: which factors a length
 has, generation past the trained length, and how the files of both generations tell it."""
 
+import copy
 import json
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config
 
 from tests.common import error, make_tp
 from tests.models.common import batch
-from tests.models.families.test_llama_like import LLAMA3, LONG, ROPE, SIZES, oracle, their_config
+from tests.models.families.test_llama_like import LLAMA3, LONG, ROPE, SIZES, YARN, oracle, their_config
+from tpfuse.interop.vocabulary import whole_logits
 from tpfuse.models import GPT, GPTConfig
 
 F64, TRAINED = torch.float64, 5
@@ -124,6 +126,49 @@ def test_llama3_past_the_original_length(tmp_path, generation):
     plain = oracle(their_config("llama", 2, rope_parameters=dict(ROPE)))
     plain.load_state_dict(model.state_dict())
     assert error(ours(ids).logits, plain(ids).logits.detach()) > 1e-4  # the scaling shows
+
+
+# ---- past max_position_embeddings ----
+
+MOST = SIZES["max_position_embeddings"]
+PAST = {  # what model cards add to a config.json whose max_position_embeddings they leave as it is
+    "default": dict(ROPE),
+    "yarn": dict(YARN, original_max_position_embeddings=MOST),
+    "dynamic": dict(ROPE, rope_type="dynamic", factor=2.0),
+    "llama3": dict(LLAMA3),
+    "linear": dict(ROPE, rope_type="linear", factor=2.0),
+}
+
+
+def past_the_most(world, path, calls, prompts):
+    """Logits, by length, by positions and of documents, and what is generated across that length."""
+    model = GPT.from_pretrained(path, tp=make_tp(world), dtype=F64)
+    with torch.no_grad():
+        logits = [whole_logits(model(ids, **call).logits, 97, model.tp) for ids, call in calls]
+    return logits, model.generate(prompts, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("kind", PAST)
+@pytest.mark.parametrize("R", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rotary_positions_go_past_max_position_embeddings(ranks, tmp_path, kind, R):
+    """As in transformers, where the config's number is no limit."""
+    model = oracle(their_config("llama", 2, rope_parameters=PAST[kind]))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    ids = batch(model.config, size=2, seq=3 * MOST)["input_ids"]
+    far = torch.arange(2 * MOST, 2 * MOST + 8).expand(2, -1)
+    apart = torch.cat([torch.arange(2 * MOST), torch.arange(MOST)])[None]
+    bounds = torch.tensor([0, 2 * MOST, 3 * MOST], dtype=torch.int32)
+    calls = (ids, {}), (ids[:, :8], dict(position_ids=far)), (ids[:1], dict(cu_seqlens=bounds))
+    theirs = (ids, {}), (ids[:, :8], dict(position_ids=far)), (ids[:1], dict(position_ids=apart))
+    fresh = lambda: copy.deepcopy(model)  # a dynamic one remembers longer calls
+    exact = [fresh()(x, use_cache=False, **call).logits.detach() for x, call in theirs]
+    prompts = ids[:, : MOST - 3]
+    want = fresh().generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for logits, tokens in ranks(R, past_the_most, str(tmp_path), calls, prompts):
+        tolerance = 1e-5 if kind == "dynamic" else 1e-10  # transformers takes its power in fp32, of an integer tensor
+        assert all(error(got, x) < tolerance for got, x in zip(logits, exact, strict=True))
+        assert torch.equal(tokens, want)
 
 
 # ---- files ----

@@ -14,7 +14,7 @@ from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SL
 from .fields import GPT_FIELDS
 from .model import ModelConfig
 from .reader import Reader
-from .rotary import stretched, switches_at, written_rope
+from .rotary import stretches_past, switches_at, written_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,20 @@ class GPTConfig(ModelConfig):
         return None if self.attention_scalar is None else self.attention_scalar**-0.5
 
     @property
-    def stretched(self) -> bool:
-        """True where the tables of rotary positions depend on the length of a call."""
-        return stretched(self.rope or {}, self.max_positions)
+    def stretches_past(self) -> int | None:
+        """The length past which each length of a call has its own tables of rotary positions; None: none has."""
+        return stretches_past(self.rope or {}, self.max_positions)
 
     @property
     def switches_at(self) -> int | None:
-        """The length past which a call has other tables of rotary positions; None: all have the same."""
+        """The length past which all calls have other tables of rotary positions; None: none has."""
         return switches_at(self.rope or {}, self.max_positions)
+
+    def depends_on_length(self, most: int | None = None) -> bool:
+        """Returns True if calls of different lengths (of at most ``most`` positions) differ in their tables of rotary
+        positions."""
+        limits = [limit for limit in (self.stretches_past, self.switches_at) if limit is not None]
+        return any(most is None or limit < most for limit in limits)
 
     @classmethod
     def _values(cls, read: Reader) -> dict[str, Any]:

@@ -110,6 +110,16 @@ class ModelConfig:
         return self.max_positions if self.rope is None else 0
 
     @property
+    def most_positions(self) -> int | None:
+        """The positions that a call may have; None: any number, where they are rotary."""
+        return self.max_positions if self.rope is None else None
+
+    @property
+    def position_bound(self) -> int:
+        """The bound of position_ids: rotary ones are rows of a table, which has to fit in memory."""
+        return self.most_positions or 1 << 24
+
+    @property
     def wiring(self) -> str:
         """The order of a block's steps, an entry of WIRINGS."""
         return "post" if self.post_norm else "parallel" if self.parallel_residual else "pre"

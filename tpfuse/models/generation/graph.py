@@ -35,7 +35,7 @@ def may_capture(model: CausalModel, step: TokenStep, new: int) -> bool:
         and not step.choose.scores.processors
         and not served(cast(nn.Module, model))
         and not torch.is_autocast_enabled("cuda")
-        and not model.config.stretched
+        and not model.config.depends_on_length(step.text.shape[1])
         and step.forward.alike
         and (tp.size == 1 or "nccl" in dist.get_backend_config(tp.group))
     )

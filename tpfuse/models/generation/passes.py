@@ -109,7 +109,7 @@ class _Switching(Pass):
 def pass_of(model: CausalModel, request: GenerationRequest) -> Pass:
     """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
     direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
-    pieces, switch = pieces_of(model, request.ids), model.config.switches_at
+    pieces, switch = pieces_of(model, request), model.config.switches_at
 
     def make(visible: Tensor, ids: Tensor) -> Pass:
         if direct:
@@ -125,10 +125,11 @@ def pass_of(model: CausalModel, request: GenerationRequest) -> Pass:
     return _Switching(make, request, switch)
 
 
-def pieces_of(model: CausalModel, ids: Tensor) -> int:
-    """Returns in how many pieces prompts [B, S] are read: what a layer computes of one is there at a time, and not of
-    all, which is many times the cache.  One where rotary positions depend on the prompt's length."""
-    changing = model.config.stretched or model.config.switches_at is not None
+def pieces_of(model: CausalModel, request: GenerationRequest) -> int:
+    """Returns in how many pieces the prompts are read: what a layer computes of one is there at a time, and not of all,
+    which is many times the cache.  One where rotary positions depend on the prompt's length."""
+    ids = request.ids
+    changing = model.config.depends_on_length(request.visible.shape[1])
     return 1 if changing else min(-(-ids.numel() // PIECE), ids.shape[1])
 
 

@@ -100,8 +100,10 @@ def checked(
         f"generate: num_return_sequences={sequences} is more than num_beams={beams}; without beams it needs"
         " do_sample=True",
     )
-    S, most, vocab = input_ids.shape[1], model.config.max_positions, model.config.vocab_size
-    check(S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}")
+    S, most, vocab = input_ids.shape[1], model.config.most_positions, model.config.vocab_size
+    check(
+        most is None or S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}"
+    )
     ends, pad = end_tokens(length.eos_token_id), length.pad_token_id
     if pad is not None:
         check_number("generate: pad_token_id", pad, INT64)
