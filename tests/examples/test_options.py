@@ -54,7 +54,6 @@ GENERATE = [
     ("--model /nowhere x", "there is no /nowhere: give --model a Hugging Face directory"),
     ("--model {words} --top-p 2 x", "top_p must lie in (0, 1], got 2.0"),
     ("--model {words} --temperature 0 x", "temperature must be positive, in [1e-37, 1e37], got 0.0"),
-    ("--model {words} --max-new-tokens 64 x", "64 tokens are more than the model's max_positions=64"),
     ("--model {words} --top-k 0 x", "--top-k: must be at least 1, got 0"),
     ("--model {empty} x", "config.json"),
     ("--nope", "unrecognized arguments: --nope"),

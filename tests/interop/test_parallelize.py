@@ -363,7 +363,12 @@ def test_what_is_not_supported_is_named():
         parallelize(make("gpt2", scale_attn_by_inverse_layer_idx=True))
 
 
-ASKED = dict(use_cache=True), dict(output_attentions=True), dict(logits_to_keep=1), dict(never_heard_of=torch.ones(1))
+ASKED = (
+    dict(use_cache=True),
+    dict(output_attentions=True),
+    dict(past_key_values=1),
+    dict(never_heard_of=torch.ones(1)),
+)
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -2,6 +2,7 @@
 
 accelerator   accelerate's Accelerator on a split model
 adapter       adapters in PEFT's format
+documents     position_ids that begin again: packed documents
 lora_config   a LoraConfig of PEFT as the arguments of add_lora
 parallelize   one line for a model of transformers
 parallelized  the class of the parallelized module: its forward, generate, files

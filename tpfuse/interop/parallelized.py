@@ -16,14 +16,16 @@ from ..kernels.runtime.errors import check
 from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
 from ..models import GPT, Bert, Classifier, head_options
-from ..models.families import FAMILIES, Family
+from ..models.families import FAMILIES, SEQUENCE, Family
 from ..models.files.disk import NewFiles
 from ..models.files.read import NamedTensors, restore
 from ..models.files.write import save
-from ..models.model import Model
+from ..models.inputs import Inputs
+from ..models.model import Model, Output
 from ..models.stack import FULL
 from ..ranks.messages import together
 from .adapter import load_adapter, save_adapter
+from .documents import Documents
 from .lora_config import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits
 
@@ -78,6 +80,11 @@ _CALL = (
     "first_sample",
 )
 _LOSS = "label_smoothing", "z_loss", "reduction"  # of a model that has one
+_LANGUAGE = "shift_labels", "logits_to_keep"  # of a causal one with a head over the vocabulary
+_CURES = {
+    "use_cache": "generate keeps a cache; leave it out",
+    "past_key_values": "generate keeps a cache; give all tokens",
+}
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
 _GENERATE: tuple[str, ...] = "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings"
 _GENERATE += "num_return_sequences", "num_beams", "length_penalty", "early_stopping"
@@ -131,15 +138,20 @@ class Parallelized(Vocabulary, nn.Module):
         name = self.tpfuse_original.__name__
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
         head = self.parallel.head is not None
-        names = _CALL + _LOSS * (head or self.parallel.classifier is not None)
+        causal = isinstance(self.parallel, GPT)
+        names = _CALL + _LOSS * (head or self.parallel.classifier is not None) + _LANGUAGE * (head and causal)
         call = {key: arguments.pop(key) for key in names if key in arguments}
         call |= dict(output_hidden_states=self._wants_states(arguments), loss_normalizer=normalizer)
         arguments.setdefault("output_attentions", getattr(self.config, "output_attentions", False))
+        cached = arguments.get("use_cache")
+        cached = getattr(self.config, "use_cache", False) if cached is None else cached
+        cached = cached and not (self.training and self.gradient_checkpointing)
         unsupported = [
             key for key, value in arguments.items() if isinstance(value, Tensor) or value not in (None, False, 0)
         ]
         if unsupported:
-            raise NotImplementedError(f"{name}, parallelized: {', '.join(unsupported)} is not built")
+            cures = [f"; {_CURES[key]}" for key in unsupported if key in _CURES]
+            raise NotImplementedError(f"{name}, parallelized: {', '.join(unsupported)} is not built{''.join(cures)}")
         ids, embedding = call.get("input_ids"), self.parallel.embedding
         # a hook on the embedding gets [B, S, D]
         if isinstance(ids, Tensor) and ids.dim() == 2 and served(embedding) and gathered(embedding):
@@ -147,13 +159,38 @@ class Parallelized(Vocabulary, nn.Module):
             call |= dict(input_ids=None, inputs_embeds=embedding(ids))
         if head:
             call["return_logits"] = True
-        outputs = self.parallel(**{key: value for key, value in call.items() if value is not None})
-        if head:
+        call = {key: value for key, value in call.items() if value is not None}
+        if causal:
+            outputs = self._decode(Inputs(**call), by_positions=not cached)
+        else:
+            outputs = self.parallel(**call)
+        if head and outputs.logits is not None:
             logits = whole_logits(outputs.logits, self.parallel.config.vocab_size, self.parallel.tp)
             outputs = outputs._replace(logits=logits)
         output_class = getattr(import_module("transformers.modeling_outputs"), COUNTERPARTS[name].output)
         result = output_class(**{key: value for key, value in outputs._asdict().items() if value is not None})
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+
+    def _decode(self, inputs: Inputs, by_positions: bool) -> Output:
+        """Calls the GPT; ``by_positions``: position_ids that begin again are documents, as in transformers."""
+        tokens = inputs.input_ids if inputs.inputs_embeds is None else inputs.inputs_embeds
+        if isinstance(inputs.position_ids, Tensor) and len(inputs.position_ids) == 1 and isinstance(tokens, Tensor):
+            inputs = inputs._replace(position_ids=inputs.position_ids.expand(len(tokens), -1))  # one row for all
+        if inputs.shift_labels is not None:
+            inputs = inputs._replace(labels=None)
+        if isinstance(inputs.logits_to_keep, int) and inputs.logits_to_keep == 0:
+            inputs = inputs._replace(logits_to_keep=None)
+        documents, classifier = None, self.parallel.classifier
+        if by_positions and inputs.attention_mask is None:
+            documents = Documents.of(inputs, shifts=self.parallel.head is not None)
+        if documents is None:
+            return self.parallel(**inputs._asdict())
+        check(
+            classifier is None or classifier.classifier.per != SEQUENCE,
+            f"{type(self).__name__}: position_ids begin again, which packs several documents into a row, and one label"
+            " is that of a row; give documents padded, each a row with an attention_mask",
+        )
+        return documents.unpacked(self.parallel(**documents.packed()._asdict()))
 
     def _wants_states(self, arguments: MutableMapping[str, Any]) -> bool:
         """Takes output_hidden_states out of the arguments; its default is the config's."""

@@ -26,6 +26,7 @@ from ..layers.norm import norm_layer
 from ..layers.wiring import Normed, enters
 from ..parallel import TensorParallel
 from ..pipeline.placement import Stage
+from ..sequence_parallel.crossings import expanded
 from .classify import Classifier, ClassifierHead, named_in
 from .config.gpt import GPTConfig
 from .embed import Lookup, embed
@@ -34,7 +35,7 @@ from .files.names import head_weights
 from .files.read import ModelDirectory
 from .generation.generate import generate
 from .head import LMHead
-from .inputs import Inputs, bound_of, check_asked, check_packed
+from .inputs import Inputs, bound_of, check_asked, check_of_language, check_packed
 from .model import Model, Output
 from .rows import BatchRows
 from .stack import make_block
@@ -104,6 +105,7 @@ class GPT(Model):
         *,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -114,6 +116,7 @@ class GPT(Model):
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
@@ -126,6 +129,7 @@ class GPT(Model):
                 tensor-parallel rank; so is their gradient.
             labels: int64 [B, S], aligned with input_ids; -100 is ignored.  They are shifted here (never across a packed
                 document's bound), but not those of a classifier: per token [B, S], per sequence [B], or numbers [B, L].
+            shift_labels: in their place, int64 [B, S], of each position the token that follows it, or -100.
             attention_mask: bool or integer [B, S], nonzero where a token may be seen.
             position_ids: int64 [B, S]; default: 0, 1, ... in each sequence, and in each packed document.
             token_type_ids: must be None.
@@ -138,6 +142,8 @@ class GPT(Model):
             return_logits: logits [B, S, V/R] come where there are no labels, or where this is true.
             output_hidden_states: hidden_states come, [B, S, D] each, collected over the ranks: the embedding's output,
                 then each block's, the last behind the final norm.
+            logits_to_keep: without labels, the positions whose logits come: the last so many (0: all), positions [K] or
+                [B, K], or bool [B, S], of which they are [N, V/R].
             label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
             z_loss: the weight of the squared logsumexp that is added to the loss.
             reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
@@ -146,11 +152,11 @@ class GPT(Model):
         ValueError, on every rank, for an input that the model does not take or that is not as above.
         """
         inputs = Inputs(
-            input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
-            position_ids=position_ids, token_type_ids=token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            loss_normalizer=loss_normalizer, step=step, first_sample=first_sample, return_logits=return_logits,
-            output_hidden_states=output_hidden_states, label_smoothing=label_smoothing, z_loss=z_loss,
-            reduction=reduction,
+            input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, shift_labels=shift_labels,
+            attention_mask=attention_mask, position_ids=position_ids, token_type_ids=token_type_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_normalizer=loss_normalizer, step=step,
+            first_sample=first_sample, return_logits=return_logits, output_hidden_states=output_hidden_states,
+            logits_to_keep=logits_to_keep, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
         )  # fmt: skip
         self._admit(inputs)
         batch = self._begin(inputs)
@@ -164,6 +170,7 @@ class GPT(Model):
         check(inputs.token_type_ids is None, "GPT: there are no token types, so token_type_ids must be None")
         cure = "the language-model head; make the model with lm_head=True"
         check_asked("GPT", inputs, self.stages.head or self.classifier is not None, cure)
+        check_of_language("GPT", inputs, self.stages.head)
         longest, below = check_packed("GPT", inputs), None
         if inputs.cu_seqlens is not None and inputs.position_ids is None:
             below = inputs.shape[1]
@@ -174,8 +181,9 @@ class GPT(Model):
         return self._batch(inputs, rows, longest, rope)
 
     def _count_labels(self, inputs: Inputs) -> Tensor:
-        assert inputs.labels is not None
-        return (_shifted(inputs.labels, inputs.cu_seqlens) != IGNORE).sum()
+        targets = _targets(inputs)
+        assert targets is not None
+        return (targets != IGNORE).sum()
 
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]:
         """Returns h and n of the first block."""
@@ -188,9 +196,11 @@ class GPT(Model):
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
         if self.head is None:
             return Output(last_hidden_state=rows.collected(normed.rows), hidden_states=states)
-        labels = None
-        if inputs.labels is not None:
-            labels = rows.all(_shifted(inputs.labels, inputs.cu_seqlens), IGNORE)
+        targets, keep = _targets(inputs), inputs.logits_to_keep
+        if keep is not None:
+            last, rows = rows.select(normed.rows, keep)
+            normed = Normed(expanded("GPT", last, self.tp))
+        labels = None if targets is None else rows.all(targets, IGNORE)
         loss, logits = self.head.loss_and_logits(
             normed,
             labels,
@@ -199,9 +209,14 @@ class GPT(Model):
             keep=labels is None or bool(inputs.return_logits),
             small=self.saving == "smallest" and not served(self.head),
         )
-        if loss is not None and loss.dim():  # that of a label stands where the token before it is
-            loss = nn.functional.pad(rows.back(loss)[:, :-1], (1, 0))
-        return Output(loss, None if logits is None else rows.back(logits), hidden_states=states)
+        if loss is not None and loss.dim():
+            loss = rows.back(loss)
+            if inputs.labels is not None:  # the loss of a label stands where the token before it is
+                loss = nn.functional.pad(loss[:, :-1], (1, 0))
+        logits = None if logits is None else rows.back(logits)
+        if logits is not None and isinstance(keep, Tensor) and keep.dtype == torch.bool:
+            logits = logits[0]
+        return Output(loss, logits, hidden_states=states)
 
     def _embed(
         self, rows: BatchRows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
@@ -293,6 +308,11 @@ class GPT(Model):
             or cls.config_class.from_hf(files.config).tie_embeddings
         )
         return dict(lm_head=headed or not base, classifier=named_in(files.config, family))
+
+
+def _targets(inputs: Inputs) -> Tensor | None:
+    """Returns the label of each position, that of the token behind it; None where there are none."""
+    return inputs.shift_labels if inputs.labels is None else _shifted(inputs.labels, inputs.cu_seqlens)
 
 
 def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

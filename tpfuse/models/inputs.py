@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.attn.options import as_key_mask, takes_key_mask
-from ..kernels.losses.op import LOSS, Reduction
+from ..kernels.losses.op import LOSS, Reduction, check_ids
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import COUNT, POSITIVE, SAMPLE, STEP, check_number, check_numbers, check_scalar, described
+from ..kernels.runtime.rules import (
+    COUNT,
+    POSITIVE,
+    SAMPLE,
+    STEP,
+    WHOLE,
+    check_number,
+    check_numbers,
+    check_scalar,
+    described,
+)
 
 
 class Inputs(NamedTuple):
@@ -21,6 +31,7 @@ class Inputs(NamedTuple):
     input_ids: Tensor | None = None
     inputs_embeds: Tensor | None = None
     labels: Tensor | None = None
+    shift_labels: Tensor | None = None
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
     token_type_ids: Tensor | None = None
@@ -31,6 +42,7 @@ class Inputs(NamedTuple):
     first_sample: int | Tensor | None = None
     return_logits: bool | None = None
     output_hidden_states: bool | None = None
+    logits_to_keep: int | Tensor | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     reduction: str = "mean"
@@ -70,6 +82,7 @@ class Aligned(NamedTuple):
 _INT64 = Aligned(lambda dtype: dtype == torch.int64, "int64")
 ALIGNED = {
     "labels": _INT64,
+    "shift_labels": _INT64,
     "attention_mask": Aligned(takes_key_mask, "bool or integer", ", nonzero where a token may be seen, not additive"),
     "position_ids": _INT64,
     "token_type_ids": _INT64,
@@ -110,6 +123,30 @@ def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
     """Raises the ValueError of ``name``, unless it is ``headed``, for what a model without a head cannot give."""
     wanted = inputs.labels is not None or inputs.return_logits
     check(headed or not wanted, f"{name}: labels and return_logits need {cure}")
+
+
+def check_of_language(name: str, inputs: Inputs, headed: bool) -> None:
+    """Raises the ValueError of ``name`` for shift_labels and logits_to_keep that contradict other arguments, or where
+    it has no head over a vocabulary."""
+    for key in ("shift_labels", "logits_to_keep"):
+        if getattr(inputs, key) is not None:
+            check(headed, f"{name}: {key} needs the language-model head; make the model with lm_head=True")
+            check(inputs.labels is None, f"{name}: give labels or {key}, both came")
+    keep, (batch, seq) = inputs.logits_to_keep, inputs.shape
+    if keep is None:
+        return
+    check(inputs.shift_labels is None, f"{name}: give shift_labels or logits_to_keep, both came")
+    if not isinstance(keep, Tensor):
+        return check_number(f"{name}: logits_to_keep", keep, WHOLE)
+    fits = keep.dtype == torch.int64 and 0 not in keep.shape and (keep.dim() == 1 or keep.shape[:-1] == (batch,))
+    fits |= keep.dtype == torch.bool and keep.shape == inputs.shape
+    check(
+        fits and keep.dim() <= 2,
+        f"{name}: logits_to_keep must be a number of last positions, int64 positions [K] or [{batch}, K], or bool"
+        f" {tuple(inputs.shape)}, got {described(keep)}",
+    )
+    if keep.dtype == torch.int64 and readable():
+        check_ids(f"{name}: logits_to_keep", keep, seq)
 
 
 def check_inputs(

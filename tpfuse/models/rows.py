@@ -30,6 +30,15 @@ class BatchRows:
         """This rank's [m, D] -> [B, S, D], the same on every rank."""
         return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
 
+    def select(self, rows: Tensor, keep: int | Tensor) -> tuple[Tensor, "BatchRows"]:
+        """This rank's [m, D] -> its share of the rows that :func:`positions_of` names, and their batch; of positions
+        [N] it is one sample."""
+        hidden = self.collected(rows)
+        hidden = hidden.flatten(0, 1)[positions_of(keep, hidden.shape[:2], hidden.device)]
+        hidden = hidden if hidden.dim() == 3 else hidden[None]
+        batch = BatchRows(hidden.shape[:2], self.tp)
+        return batch.share(hidden), batch
+
     def local(self, x: Tensor, fill: int) -> Tensor:
         """[B, S] -> this rank's [m]"""
         return self.all(x, fill)[self.first : self.first + self.per_shard]
@@ -37,3 +46,16 @@ class BatchRows:
     def back(self, rows: Tensor) -> Tensor:
         """[M, ...] -> [B, S, ...]"""
         return rows[: self.batch * self.seq].unflatten(0, (self.seq, self.batch)).transpose(0, 1)
+
+
+def positions_of(keep: int | Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    """Returns the positions b S + s of a batch [B, S] that logits_to_keep names, int64 [B, K]; [N] by a mask.
+
+    ``keep``: the number of last ones, 0 for all; positions [K] or [B, K]; or bool [B, S].
+    """
+    every = torch.arange(shape.numel(), device=device).view(shape)
+    if isinstance(keep, int):
+        return every[:, -keep:]
+    if keep.dtype == torch.bool:
+        return every[keep]
+    return every.gather(1, keep.expand(len(every), -1))

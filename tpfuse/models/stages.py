@@ -195,8 +195,9 @@ class ModelStages:
         unknown = [key for key in arguments if key not in Inputs._fields]
         check(not unknown, f"{name}: a step takes no {', '.join(unknown)}")
         packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
-        check(inputs.labels is not None, f"{name}: a step over a pipeline needs labels, on every rank")
-        for key in ("inputs_embeds", "return_logits", "output_hidden_states"):
+        labelled = inputs.labels is not None or inputs.shift_labels is not None
+        check(labelled, f"{name}: a step over a pipeline needs labels, on every rank")
+        for key in ("inputs_embeds", "return_logits", "output_hidden_states", "logits_to_keep"):
             check(not getattr(inputs, key), f"{name}: {key} is not built over a pipeline")
         check(
             inputs.reduction in ("mean", "sum"), f"{name}: reduction={inputs.reduction!r} is not built over a pipeline"

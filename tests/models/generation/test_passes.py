@@ -66,5 +66,7 @@ def test_every_piece_is_told(ranks, R):
 def test_positions_that_stretch_are_read_at_once(monkeypatch):
     monkeypatch.setattr(passes, "PIECE", 1)
     ids = torch.ones(1, 12, dtype=torch.int64)
-    assert passes.pieces_of(GPT(CONFIGS["llama"]), ids) == 12
-    assert passes.pieces_of(GPT(replace(CONFIGS["llama"], rope=STRETCHED)), ids) == 1
+    stretched = GPT(replace(CONFIGS["llama"], rope=STRETCHED))
+    for model, short, long in ((GPT(CONFIGS["llama"]), 6, 12), (stretched, 6, 1)):
+        assert passes.pieces_of(model, begun(model, ids[:, :6], new=2)[0]) == short  # 8 columns in all, as trained
+        assert passes.pieces_of(model, begun(model, ids, new=2)[0]) == long
