@@ -219,7 +219,7 @@ class Run:
         self.seen: dict[str, Tensor] = {}  # calls of a hook; numbers of Python would be constants of a graph
         if "hooks on submodules" in on:
             block = next(m for m in self.model.modules() if isinstance(m, TransformerBlock))
-            norm = block.norm_attention or block.branch_attention
+            norm = block.attention_norm or block.attention_branch_norm
             for part in block.attention, block.mlp, block.mlp.fc1, norm:
                 seen = self.seen[type(part).__name__] = torch.zeros((), dtype=torch.int64)
                 part.register_forward_hook(counter(seen))

@@ -84,7 +84,7 @@ class OurStack(torch.nn.Module):
         options = dict(
             tp=tp, dropout=args.dropout, attention_dropout=attention_dropout, saving=saving, place="inner", dtype=dtype
         )
-        self.norm_in = LayerNorm(args.width, tp=tp, dtype=dtype)
+        self.input_norm = LayerNorm(args.width, tp=tp, dtype=dtype)
         self.blocks = torch.nn.ModuleList(
             TransformerBlock(args.width, args.heads, layer=i, **options) for i in range(args.layers)
         )
@@ -96,14 +96,14 @@ class OurStack(torch.nn.Module):
             "mlp.fc1": "fc1",
             "mlp.fc2": "fc2",
             "attention.qkv": "qkv",
-            "norm_attention": "norm2",
+            "attention_norm": "norm2",
         }
         for (name, spec, tp), p in zip(named_specs(self), self.parameters(), strict=True):
             path, leaf = name.rsplit(".", 1)
-            if path == "norm_in" or path.endswith(
-                "norm_mlp"
+            if path == "input_norm" or path.endswith(
+                "mlp_norm"
             ):  # the first norm of the next block, or the final one, which is 1 and 0
-                index = 0 if path == "norm_in" else int(path.split(".")[1]) + 1
+                index = 0 if path == "input_norm" else int(path.split(".")[1]) + 1
                 if index < len(layers):
                     p.data.copy_(layers[index][f"norm1.{leaf}"])
                 continue
@@ -116,7 +116,7 @@ class OurStack(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         rng = make_rng(1, self.count)
-        weight, bias = replicated(self.tp, self.norm_in.weight, self.norm_in.bias)
+        weight, bias = replicated(self.tp, self.input_norm.weight, self.input_norm.bias)
         shape = dict(ranks=self.tp.row_shards, recompute=self.saving == "smallest")
         h, *normed = norm_in(x, weight, bias, eps=1e-5, **shape)
         normed = Normed(*normed)

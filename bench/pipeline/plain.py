@@ -21,7 +21,7 @@ THEIRS = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-PLACES = {"out": "attention.out", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "norm2": "norm_attention"}
+PLACES = {"out": "attention.out", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "norm2": "attention_norm"}
 
 
 class Stage(nn.Module):
@@ -31,7 +31,7 @@ class Stage(nn.Module):
         super().__init__()
         c, final = model.config, model.config.num_layers - 1
         tensors = {name: p.detach() for name, p in model.named_parameters()}
-        norm = lambda layer: "norm_in" if layer == 0 else f"blocks.{layer - 1}.norm_mlp"
+        norm = lambda layer: "input_norm" if layer == 0 else f"blocks.{layer - 1}.mlp_norm"
         self.first, self.last = layers[0] == 0, layers[-1] == final
         if self.first:
             self.embedding = nn.Embedding.from_pretrained(tensors["embedding.weight"].clone(), False)

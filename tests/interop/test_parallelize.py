@@ -433,3 +433,27 @@ def test_the_dtype_of_a_directory(tmp_path, name):
         GPT.from_pretrained(tmp_path, dtype=torch.float32, torch_dtype=torch.float16)
     both = GPT.from_pretrained(tmp_path, dtype="auto", torch_dtype="bfloat16")  # the same by another word
     assert both.embedding.weight.dtype == torch.bfloat16
+
+
+# ---- what a foreign trainer reads off the module ----
+
+DEEPSPEED = "bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"  # of DeepSpeed's examples
+
+
+def undecayed(model, rule):
+    """Elements that a rule leaves without weight decay."""
+    if rule == "Trainer":
+        decays = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    else:
+        decays = {name for name, _ in model.named_parameters() if not any(words in name for words in DEEPSPEED)}
+    return sum(p.numel() for name, p in model.named_parameters() if name not in decays)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_and_biases_stay_without_weight_decay(name):
+    """By transformers' names and classes no vector decays, before and after; by another list of names after too."""
+    model = make(name, torch.float32)
+    before = undecayed(model, "Trainer")
+    assert before == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    parallelize(model)
+    assert undecayed(model, "Trainer") == undecayed(model, "DeepSpeed") == before

@@ -113,7 +113,7 @@ def _from_the_first(right, *tensors, first_row, **options):
 
 @pytest.mark.parametrize(
     "function, mistake, name",
-    [("replicated", unsummed, "norm_attention.weight"), ("reduce_bias_dropout_add_norm", _from_the_first, "y")],
+    [("replicated", unsummed, "attention_norm.weight"), ("reduce_bias_dropout_add_norm", _from_the_first, "y")],
 )
 def test_a_planted_mistake_is_seen(ranks, function, mistake, name):
     assert_seen(ranks, BLOCK, f"tpfuse.layers.wiring.{function}", mistake, name)

@@ -151,7 +151,7 @@ def test_every_hook_of_a_split_model_fires(ranks, name, sp):
         check(*result)
 
 
-@pytest.mark.parametrize("part", ["attention", "mlp.fc1", "norm_attention"])
+@pytest.mark.parametrize("part", ["attention", "mlp.fc1", "attention_norm"])
 def test_a_hook_that_changes_an_output_has_effect(part):
     block = make("pre-norm")
     x = torch.randn(SEQ * BATCH, D, dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_a_hook_that_changes_an_output_has_effect(part):
     changed = block(x, batch=BATCH, rng=make_rng(3, 5))
     assert (changed - plain).abs().max() > 1e-3
     if part == "attention":
-        h = x + block.mlp(block.norm_attention(x)) * 0
+        h = x + block.mlp(block.attention_norm(x)) * 0
         assert changed.shape == h.shape
 
 

@@ -68,7 +68,7 @@ def test_initial_weights_are_normal_and_differ():
     assert abs(first.std() / 0.02 - 1) < 0.02 and abs(first.mean()) < 1e-3 and not torch.equal(first, second)
     block = _build("block", None)
     assert block.attention.out.weight.std() < 0.015 < block.attention.qkv.weight.std()
-    assert not block.mlp.fc1.bias.any() and (block.norm_attention.weight == 1).all()
+    assert not block.mlp.fc1.bias.any() and (block.attention_norm.weight == 1).all()
 
 
 def test_long_parameters_are_filled_in_pieces(monkeypatch):

@@ -52,7 +52,7 @@ def test_bf16_gradients_are_summed_in_fp32(ranks):
 def test_a_block_of_gemma_norms():
     """Weights that start at 0 give what an RMSNorm's give that are larger by 1."""
     gemma, rms = (TransformerBlock(16, 2, norm=kind, bias=False) for kind in ("gemma_rms", "rms"))
-    assert (gemma.norm_in.weight == 0).all() and (rms.norm_in.weight == 1).all()
+    assert (gemma.input_norm.weight == 0).all() and (rms.input_norm.weight == 1).all()
     rms.load_state_dict({name: w + 1 if "norm" in name else w for name, w in gemma.state_dict().items()})
     x, wrong = torch.randn(6, 16), gemma.state_dict()
     torch.testing.assert_close(gemma(x, batch=2), rms(x, batch=2))

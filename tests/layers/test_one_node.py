@@ -136,7 +136,7 @@ def test_arguments(nodes, kind, options):
     assert len(nodes) == 1
 
 
-FREEZE = "qkv.weight", "qkv.bias", "out.weight", "fc1.weight", "fc1.bias", "fc2.weight", "norm_attention.weight"
+FREEZE = "qkv.weight", "qkv.bias", "out.weight", "fc1.weight", "fc1.bias", "fc2.weight", "attention_norm.weight"
 
 
 @pytest.mark.parametrize("frozen", [*itertools.combinations(FREEZE, 1), FREEZE, ("",)], ids="+".join)

@@ -244,7 +244,7 @@ def library(world):
     config = GPTConfig(vocab_size=23, max_positions=8, hidden_size=8, num_layers=1, num_heads=2)
     model, ids = GPT(config, tp=tp), torch.arange(8)[None]
     model(ids, labels=ids).loss.backward()
-    model.norm_in.weight.grad *= 1 + world.rank  # nobody looks
+    model.input_norm.weight.grad *= 1 + world.rank  # nobody looks
     with Recorder() as seen:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     return check_gradients(model), seen.messages()

@@ -41,15 +41,15 @@ def spelled(step):
 
 
 ATTENTION, MLP = "attention", "mlp"
-PRE = ATTENTION, "mlp <- norm_attention(h + attention)", MLP
-SANDWICH = ATTENTION, "mlp <- norm_attention(h + branch_attention(attention))", MLP
-BRANCH = ATTENTION, "mlp <- h + branch_attention(attention)", MLP
-PARALLEL = "mlp <- norm_attention(h)", ATTENTION, "None <- h + attention", MLP
-POST = ATTENTION, "mlp <- h = norm_attention(h + attention)", MLP, "next <- h = norm_mlp(h + mlp)"
-NORM_IN = "attention <- norm_in(h)"
-PRE_STACK = *PRE, "next <- norm_mlp(h + mlp)"
-SANDWICH_STACK = *SANDWICH, "next <- norm_mlp(h + branch_mlp(mlp))"
-PARALLEL_STACK = *PARALLEL, "next <- norm_mlp(h + mlp)"
+PRE = ATTENTION, "mlp <- attention_norm(h + attention)", MLP
+SANDWICH = ATTENTION, "mlp <- attention_norm(h + attention_branch_norm(attention))", MLP
+BRANCH = ATTENTION, "mlp <- h + attention_branch_norm(attention)", MLP
+PARALLEL = "mlp <- attention_norm(h)", ATTENTION, "None <- h + attention", MLP
+POST = ATTENTION, "mlp <- h = attention_norm(h + attention)", MLP, "next <- h = mlp_norm(h + mlp)"
+NORM_IN = "attention <- input_norm(h)"
+PRE_STACK = *PRE, "next <- mlp_norm(h + mlp)"
+SANDWICH_STACK = *SANDWICH, "next <- mlp_norm(h + mlp_branch_norm(mlp))"
+PARALLEL_STACK = *PARALLEL, "next <- mlp_norm(h + mlp)"
 STEPS = {
     ("pre", "alone"): (NORM_IN, *PRE, "next <- h + mlp"),
     ("pre", "inner"): PRE_STACK,
@@ -57,26 +57,26 @@ STEPS = {
     ("post", "alone"): POST,
     ("post", "inner"): POST,
     ("post", "last"): POST,
-    ("sandwich", "alone"): (NORM_IN, *SANDWICH, "next <- h + branch_mlp(mlp)"),
+    ("sandwich", "alone"): (NORM_IN, *SANDWICH, "next <- h + mlp_branch_norm(mlp)"),
     ("sandwich", "inner"): SANDWICH_STACK,
     ("sandwich", "last"): SANDWICH_STACK,
-    ("branch", "alone"): (*BRANCH, "next <- h + branch_mlp(mlp)"),
-    ("branch", "inner"): (*BRANCH, "next <- h + branch_mlp(mlp)"),
-    ("branch", "last"): (*BRANCH, "next <- norm_mlp(h + branch_mlp(mlp))"),
+    ("branch", "alone"): (*BRANCH, "next <- h + mlp_branch_norm(mlp)"),
+    ("branch", "inner"): (*BRANCH, "next <- h + mlp_branch_norm(mlp)"),
+    ("branch", "last"): (*BRANCH, "next <- mlp_norm(h + mlp_branch_norm(mlp))"),
     ("parallel", "alone"): (NORM_IN, *PARALLEL, "next <- h + mlp"),
     ("parallel", "inner"): PARALLEL_STACK,
     ("parallel", "last"): PARALLEL_STACK,
 }
 NORMS = {
-    ("pre", "alone"): ("norm_in", "norm_attention"),
-    ("pre", "inner"): ("norm_attention", "norm_mlp"),
-    ("post", "alone"): ("norm_attention", "norm_mlp"),
-    ("sandwich", "alone"): ("norm_in", "branch_attention", "norm_attention", "branch_mlp"),
-    ("sandwich", "last"): ("branch_attention", "norm_attention", "branch_mlp", "norm_mlp"),
-    ("branch", "inner"): ("branch_attention", "branch_mlp"),
-    ("branch", "last"): ("branch_attention", "branch_mlp", "norm_mlp"),
-    ("parallel", "alone"): ("norm_in", "norm_attention"),
-    ("parallel", "last"): ("norm_attention", "norm_mlp"),
+    ("pre", "alone"): ("input_norm", "attention_norm"),
+    ("pre", "inner"): ("attention_norm", "mlp_norm"),
+    ("post", "alone"): ("attention_norm", "mlp_norm"),
+    ("sandwich", "alone"): ("input_norm", "attention_branch_norm", "attention_norm", "mlp_branch_norm"),
+    ("sandwich", "last"): ("attention_branch_norm", "attention_norm", "mlp_branch_norm", "mlp_norm"),
+    ("branch", "inner"): ("attention_branch_norm", "mlp_branch_norm"),
+    ("branch", "last"): ("attention_branch_norm", "mlp_branch_norm", "mlp_norm"),
+    ("parallel", "alone"): ("input_norm", "attention_norm"),
+    ("parallel", "last"): ("attention_norm", "mlp_norm"),
 }
 
 
@@ -128,14 +128,14 @@ class Adjoints:
         (
             "pre",
             "alone",
-            "h+attention(norm_in(h))+mlp(nattention)",
-            ("dh mlp:dn attention:mlp' norm_in:attention'", None),
+            "h+attention(input_norm(h))+mlp(nattention)",
+            ("dh mlp:dn attention:mlp' input_norm:attention'", None),
         ),
         (
             "parallel",
             "inner",
-            "h+attention(n)+mlp(norm_attention(h))",
-            ("dh mlp:dn attention:None norm_attention:mlp'", "attention'"),
+            "h+attention(n)+mlp(attention_norm(h))",
+            ("dh mlp:dn attention:None attention_norm:mlp'", "attention'"),
         ),
     ],
 )
@@ -170,18 +170,18 @@ def equations(block, wiring, x):
     )
     attention, mlp = (lambda n: plain_attention(block.attention, n, 2)), (lambda n: plain_mlp(block.mlp, n))
     if wiring == "parallel":
-        return x + attention(norm("norm_in", x)) + mlp(norm("norm_attention", x))
+        return x + attention(norm("input_norm", x)) + mlp(norm("attention_norm", x))
     if wiring == "pre":
-        h = x + attention(norm("norm_in", x))
-        return h + mlp(norm("norm_attention", h))
+        h = x + attention(norm("input_norm", x))
+        return h + mlp(norm("attention_norm", h))
     if wiring == "post":
-        h = norm("norm_attention", x + attention(x))
-        return norm("norm_mlp", h + mlp(h))
+        h = norm("attention_norm", x + attention(x))
+        return norm("mlp_norm", h + mlp(h))
     if wiring == "sandwich":
-        h = x + norm("branch_attention", attention(norm("norm_in", x)))
-        return h + norm("branch_mlp", mlp(norm("norm_attention", h)))
-    h = x + norm("branch_attention", attention(x))
-    return h + norm("branch_mlp", mlp(h))
+        h = x + norm("attention_branch_norm", attention(norm("input_norm", x)))
+        return h + norm("mlp_branch_norm", mlp(norm("attention_norm", h)))
+    h = x + norm("attention_branch_norm", attention(x))
+    return h + norm("mlp_branch_norm", mlp(h))
 
 
 def exact(block, wiring, x, dy):
@@ -208,20 +208,20 @@ def swapped(steps, one, other):
 
 pre, post, sandwich, branch, parallel = WIRINGS.values()
 MISTAKES = {
-    "pre: norms swapped": ("pre", swapped(pre, "norm_attention", "norm_in")),
+    "pre: norms swapped": ("pre", swapped(pre, "attention_norm", "input_norm")),
     "pre: branches side by side": ("pre", parallel),
     "post: n is not the stream": ("post", (post[0], post[1]._replace(stream=False), *post[2:])),
-    "post: norms swapped": ("post", swapped(post, "norm_attention", "norm_mlp")),
-    "sandwich: norms of branches swapped": ("sandwich", swapped(sandwich, "branch_attention", "branch_mlp")),
+    "post: norms swapped": ("post", swapped(post, "attention_norm", "mlp_norm")),
+    "sandwich: norms of branches swapped": ("sandwich", swapped(sandwich, "attention_branch_norm", "mlp_branch_norm")),
     "sandwich: a branch's norm is left out": (
         "sandwich",
         (*sandwich[:2], sandwich[2]._replace(branch_norm=None), *sandwich[3:]),
     ),
-    "branch: norms swapped": ("branch", swapped(branch, "branch_attention", "branch_mlp")),
-    "parallel: norms swapped": ("parallel", swapped(parallel, "norm_attention", "norm_in")),
+    "branch: norms swapped": ("branch", swapped(branch, "attention_branch_norm", "mlp_branch_norm")),
+    "parallel: norms swapped": ("parallel", swapped(parallel, "attention_norm", "input_norm")),
     "parallel: the MLP reads the sum": (
         "parallel",
-        (parallel[0], parallel[2], Join("attention", "norm_attention", to="mlp"), *parallel[4:]),
+        (parallel[0], parallel[2], Join("attention", "attention_norm", to="mlp"), *parallel[4:]),
     ),
 }
 
@@ -253,11 +253,11 @@ def stack_and_blocks(world, wiring):
     stack = nn.ModuleList(make(layer=i, place=place) for i, place in enumerate(("inner", "inner", "last")))
     alone = nn.ModuleList(make(layer=i) for i in range(3))
     entry = build(Case(LayerNorm, (16,), (), ()), tp, F64)
-    sources = {f"0.norm_in.{leaf}": p for leaf, p in entry.named_parameters()}  # of the parameters of the blocks alone
+    sources = {f"0.input_norm.{leaf}": p for leaf, p in entry.named_parameters()}  # of the blocks' alone
     for name, p in stack.named_parameters():
         i, _, rest = name.partition(".")
-        if enters(wiring) and rest.startswith("norm_mlp"):  # block i owns the norm that enters the next
-            rest, i = rest.replace("norm_mlp", "norm_in"), int(i) + 1
+        if enters(wiring) and rest.startswith("mlp_norm"):  # block i owns the norm that enters the next
+            rest, i = rest.replace("mlp_norm", "input_norm"), int(i) + 1
         sources[f"{i}.{rest}"] = p
     with torch.no_grad():
         for name, p in alone.named_parameters():
@@ -273,7 +273,7 @@ def stack_and_blocks(world, wiring):
         h, normed = block(h, normed, **call)
     stacked = torch.autograd.grad(h, [x, *(sources[name] for name, _ in alone.named_parameters())], dy)
     names = "x", *(name for name, _ in alone.named_parameters())
-    last = stack[-1].norm_mlp
+    last = stack[-1].mlp_norm
     n = h if wiring == "post" else F.layer_norm(h, (16,), last.weight, last.bias, last.eps)
     return (y, dict(zip(names, gradients))), (h, dict(zip(names, stacked))), (normed.rows, n)
 

@@ -41,7 +41,7 @@ def normalized(world, labels, normalizer):
     ids = batch(GPT_CONFIG)["input_ids"]
     out = model(ids, labels=labels, loss_normalizer=normalizer)
     out.loss.backward()
-    return out.loss.item(), model.norm_in.weight.grad
+    return out.loss.item(), model.input_norm.weight.grad
 
 
 def test_the_loss_is_the_sum_over_valid_labels_over_the_normalizer(ranks):
@@ -91,7 +91,7 @@ def _base(world, folder, sp, saved, given):
     assert all(p.grad is not None for p in model.parameters())
     if saved is not None:
         model.save_pretrained(saved)
-    gain = model.blocks[-1].norm_mlp.weight.grad
+    gain = model.blocks[-1].mlp_norm.weight.grad
     return out.last_hidden_state.detach(), gain
 
 

@@ -50,8 +50,8 @@ def test_any_split_gives_the_same_values_and_gradients(ranks, name, dtype, R, sp
 def test_another_mask_would_show(name):
     ours, other = alone(name, F64), alone(name, F64, seed=1)
     assert error(other["d blocks.0.attention.out.weight"], ours["d blocks.0.attention.out.weight"]) > 1e-2
-    one = ours | {"d norm_in.weight": ours["d norm_in.weight"] * (1 + 1e-9)}
-    with pytest.raises(AssertionError, match="norm_in"):
+    one = ours | {"d input_norm.weight": ours["d input_norm.weight"] * (1 + 1e-9)}
+    with pytest.raises(AssertionError, match="input_norm"):
         assert_close(one, ours, F64)
 
 
@@ -344,7 +344,7 @@ PUBLIC = {
     "groups": "all process groups",
     "stages": "the pipeline stages that are here",
 }
-PARTS = {"embedding", "positions", "norm_in", "blocks", "head", "classifier"}
+PARTS = {"embedding", "positions", "input_norm", "blocks", "head", "classifier"}
 OWN = {GPT: {"generate"}, Bert: {"types", "transform", "transform_norm", "pooler"}}
 
 

@@ -130,7 +130,7 @@ def test_frozen_blocks_and_no_gradient_at_all():
         model = make("gpt2", recompute=recompute)
         model.embedding.requires_grad_(False)
         model.positions.requires_grad_(False)
-        model.norm_in.requires_grad_(False)
+        model.input_norm.requires_grad_(False)
         model.blocks[0].requires_grad_(False)
         model(**call_of("gpt2", False)).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})

@@ -273,7 +273,7 @@ def failed(world):
     for step, (ids, labels) in enumerate(batches(2)):
         mine = slice(4 * world.rank, 4 * world.rank + 4)
         if step:
-            model.norm_in.register_forward_hook(lambda *_: 1 / 0)
+            model.input_norm.register_forward_hook(lambda *_: 1 / 0)
             before = [p.grad.clone() for p in model.parameters()]
             with pytest.raises(RuntimeError, match="failed to run forward"):
                 pipeline.step(ids[mine], labels=labels[mine])

@@ -174,8 +174,8 @@ MODES = {
         r"parts in another mode .*rank 1: 'blocks.1, .* and . more #",
     ),
     "frozen": (
-        lambda model, stack: model.norm_in.weight.requires_grad_(False),
-        "frozen parameters must .*rank 0: 'none #.*; rank 1: 'norm_in.weight #",
+        lambda model, stack: model.input_norm.weight.requires_grad_(False),
+        "frozen parameters must .*rank 0: 'none #.*; rank 1: 'input_norm.weight #",
     ),
     "no grad": (lambda model, stack: stack.enter_context(torch.no_grad()), "grad mode must .*rank 1: False"),
     "autocast": (lambda model, stack: stack.enter_context(torch.autocast("cpu", BF16)), "autocast must .*bfloat16"),
@@ -401,14 +401,14 @@ def clipped(world, how):
 
     def act(differs):
         if differs and how == "gradient":
-            model.norm_in.weight.grad = None
+            model.input_norm.weight.grad = None
         clip_grad_norm_(model, 2.0 if differs and how == "max_norm" else 1.0)
 
     return refused(world, act)
 
 
 @pytest.mark.parametrize(
-    "how, said", [("gradient", "without a gradient must .*norm_in.weight"), ("max_norm", "max_norm")]
+    "how, said", [("gradient", "without a gradient must .*input_norm.weight"), ("max_norm", "max_norm")]
 )
 def test_clipping_that_differs(ranks, how, said):
     alike(ranks(2, clipped, how), f"clip_grad_norm_: .*{said}")

@@ -50,8 +50,11 @@ FAULTS = {
         r" 1 NaN and 0 infinite of \d+ elements; inputs: .*1 NaN",
     ),
     "weight inf": (weight("blocks.0.attention.qkv.weight", INF), r"blocks.0.attention.qkv, {rank}.* and 1 infinite"),
-    "norm": (weight("blocks.0.norm_mlp.weight", NAN), r"\(forward, blocks.0.norm_mlp, {rank}\)"),
-    "embedding": (weight("norm_in.bias", -INF), r"\(forward, norm_in, {rank}\).* = norm_in.bias with 0 NaN and 1"),
+    "norm": (weight("blocks.0.mlp_norm.weight", NAN), r"\(forward, blocks.0.mlp_norm, {rank}\)"),
+    "embedding": (
+        weight("input_norm.bias", -INF),
+        r"\(forward, input_norm, {rank}\).* = input_norm.bias with 0 NaN and 1",
+    ),
     "overflow": (
         weight("blocks.1.mlp.fc1.weight", 3e38),
         r"linear_fwd \(forward, blocks.1.mlp.fc1, {rank}\) gives output \d with 0 NaN and \d+ infinite of \d+ elements;"

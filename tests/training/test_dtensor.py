@@ -24,13 +24,13 @@ def viewed(world):
         list(model.state_dict()),
         dict((name, spec) for name, spec, _ in named_specs(model)),
     )
-    model.norm_in.weight.requires_grad_(False)
+    model.input_norm.weight.requires_grad_(False)
     assert as_dtensor(model, mesh) is model  # a mesh with a dimension "tp"; mesh["tp"] alone below
     assert list(model.state_dict()) == keys and list(dict(model.named_parameters())) == list(plain)
     for name, p in model.named_parameters():
         assert isinstance(p, torch.nn.Parameter) and isinstance(p, DTensor)
         assert (p.to_local().data_ptr(), p.to_local().shape) == plain[name]  # zero-copy
-        assert p.shape == specs[name].shape and p.requires_grad == (name != "norm_in.weight")
+        assert p.shape == specs[name].shape and p.requires_grad == (name != "input_norm.weight")
         assert p.placements == ((Replicate() if specs[name].dim is None else Shard(specs[name].dim)),)
     assert (
         sum(p.placements[0].is_shard() for p in model.parameters()) == 1 + 2 * 6
@@ -81,12 +81,12 @@ def unsynced(world):
     training = Training(world, 2)
     with training.replica.no_sync():
         training.backward(0)
-    return training.model.norm_in.weight.grad
+    return training.model.input_norm.weight.grad
 
 
 def test_without_the_sum_over_dp_it_would_show(ranks):
     first, second = ranks(2, unsynced)
-    exact = ranks(1, steps, "ddp", 1, False, 1)[0]["norm_in.weight"]
+    exact = ranks(1, steps, "ddp", 1, False, 1)[0]["input_norm.weight"]
     assert not torch.allclose(first, second) and not torch.allclose(first, exact)
     torch.testing.assert_close((first + second) / 2, exact)
 

@@ -483,7 +483,7 @@ def test_gradients_for_others_leave_it_alone():
     model = GPT(STEP_CONFIG).double()
     MainGrad(model)
     h = torch.randn(8, 48, dtype=F64, requires_grad=True)
-    normed = lambda: model.blocks[0].norm_mlp(h)
+    normed = lambda: model.blocks[0].mlp_norm(h)
     y = linear(model.blocks[0].mlp.fc1.weight.new_ones(2, 48), model.blocks[0].mlp.fc1.weight)
     x = torch.randn(8, 48, dtype=F64, requires_grad=True)
     for weight in (model.blocks[0].mlp.fc1.weight, model.blocks[0].attention.qkv.weight):
@@ -588,7 +588,7 @@ def test_recomputation_adds_once():
     plain, added = GPT(STEP_CONFIG).double(), GPT(STEP_CONFIG).double()
     MainGrad(added)
     for model in (plain, added):
-        block, norm = model.blocks[0], model.norm_in
+        block, norm = model.blocks[0], model.input_norm
         h = torch.linspace(-1, 1, 8 * 48, dtype=F64).view(8, 48).requires_grad_()
         run = lambda h, block=block: block.mlp(h)
         torch.utils.checkpoint.checkpoint(run, norm(h), use_reentrant=False).square().sum().backward()

@@ -87,10 +87,10 @@ def test_no_gradients_and_some():
 
 BAD = (
     "blocks.0.mlp.fc1.weight",
-    "blocks.1.norm_mlp.bias",
+    "blocks.1.mlp_norm.bias",
     "embedding.weight",
     "blocks.0.attention.qkv.bias",
-    "norm_in.weight",
+    "input_norm.weight",
 )
 
 

@@ -58,7 +58,7 @@ from .wiring import (
 
 SAVING = "fastest", "smallest"
 # The order in which norms become parameters, which optimizers number.
-NORMS = NORM_IN, "norm_attention", NORM_OUT, "branch_attention", "branch_mlp"
+NORMS = NORM_IN, "attention_norm", NORM_OUT, "attention_branch_norm", "mlp_branch_norm"
 
 
 class TransformerBlock(ParallelModule):
@@ -77,9 +77,9 @@ class TransformerBlock(ParallelModule):
     """
 
     repr_fields = "dropout", "wiring", "place", "saving"
-    norm_in: LayerNorm | None
-    norm_attention: LayerNorm | None
-    norm_mlp: LayerNorm | None
+    input_norm: LayerNorm | None
+    attention_norm: LayerNorm | None
+    mlp_norm: LayerNorm | None
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from .call import Call
 from .module import replicated
 
 NEXT = "next"  # reads the n that leaves a block: the block after it, or a model's head
-NORM_IN, NORM_OUT = "norm_in", "norm_mlp"  # names of the norms at a block's ends, which are those of its parameters
+NORM_IN, NORM_OUT = "input_norm", "mlp_norm"  # names of the norms at a block's ends, which are those of its parameters
 
 
 class Norm(NamedTuple):
@@ -61,14 +61,14 @@ WIRINGS: dict[str, Steps] = {
     "pre": (
         Norm(NORM_IN, "attention"),
         Branch("attention"),
-        Join("attention", "norm_attention", to="mlp"),
+        Join("attention", "attention_norm", to="mlp"),
         Branch("mlp"),
         Join("mlp"),
     ),
     # BERT; Vaswani et al. 2017, arXiv:1706.03762
     "post": (
         Branch("attention"),
-        Join("attention", "norm_attention", to="mlp", stream=True),
+        Join("attention", "attention_norm", to="mlp", stream=True),
         Branch("mlp"),
         Join("mlp", NORM_OUT, stream=True),
     ),
@@ -76,21 +76,21 @@ WIRINGS: dict[str, Steps] = {
     "sandwich": (
         Norm(NORM_IN, "attention"),
         Branch("attention"),
-        Join("attention", "norm_attention", to="mlp", branch_norm="branch_attention"),
+        Join("attention", "attention_norm", to="mlp", branch_norm="attention_branch_norm"),
         Branch("mlp"),
-        Join("mlp", branch_norm="branch_mlp"),
+        Join("mlp", branch_norm="mlp_branch_norm"),
     ),
     # OLMo 2, arXiv:2501.00656: norms after each branch only
     "branch": (
         Branch("attention"),
-        Join("attention", to="mlp", branch_norm="branch_attention"),
+        Join("attention", to="mlp", branch_norm="attention_branch_norm"),
         Branch("mlp"),
-        Join("mlp", branch_norm="branch_mlp"),
+        Join("mlp", branch_norm="mlp_branch_norm"),
     ),
     # GPT-NeoX, arXiv:2204.06745: both branches read norms of the same h
     "parallel": (
         Norm(NORM_IN, "attention"),
-        Norm("norm_attention", "mlp"),
+        Norm("attention_norm", "mlp"),
         Branch("attention"),
         Join("attention", to=None),
         Branch("mlp"),

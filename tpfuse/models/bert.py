@@ -87,9 +87,9 @@ class Bert(Model):
             self.types = self._make_table(c.type_vocab_size)
             make_norm = lambda: LayerNorm(c.hidden_size, c.eps, c.norm_bias, tp=tp)
             if stages.has_first:
-                self.norm_in = make_norm()
+                self.input_norm = make_norm()
             else:
-                self.register_module("norm_in", None)
+                self.register_module("input_norm", None)
             self.blocks = stages.make_blocks(
                 lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
                 make_norm if enters(c.wiring) else None,
@@ -232,7 +232,7 @@ class Bert(Model):
         if self.types is not None and type_ids is not None:
             types = Lookup(self.types, rows.local(type_ids, 0))
         x, drop = rows.share(inputs.tokens) if ids is None else rows.all(ids, -1), self._embedding_dropout(rows, rng)
-        return embed(self.embedding, self.norm_in, x, drop, positions=positions, types=types, post_norm=True)
+        return embed(self.embedding, self.input_norm, x, drop, positions=positions, types=types, post_norm=True)
 
     def _default_positions(self, inputs: Inputs) -> Tensor:
         """int64 [B, S]: 0, 1, ..., or with ``positions_skip_padding`` from ``first_position`` on."""

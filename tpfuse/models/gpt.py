@@ -88,7 +88,7 @@ class GPT(Model):
             self._make_embedding(c.hidden_size**0.5 if c.scaled_embedding else None)
             self.positions = self._make_table(c.learned_positions)
             make_norm = lambda: norm_layer(c.norm_shape, c.hidden_size, tp=tp)
-            self.norm_in = make_norm() if enters(c.wiring) and stages.has_first else None
+            self.input_norm = make_norm() if enters(c.wiring) and stages.has_first else None
             self.blocks = stages.make_blocks(
                 lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
                 make_norm if enters(c.wiring) else None,
@@ -234,7 +234,9 @@ class GPT(Model):
                 position_ids = torch.arange(rows.seq, device=tokens.device).expand(rows.batch, -1)
             positions = Lookup(self.positions, rows.local(position_ids, 0))
         x, drop = rows.share(tokens) if ids is None else rows.all(ids, -1), self._embedding_dropout(rows, rng)
-        return embed(self.embedding, self.norm_in, x, drop, positions=positions, recompute=self.recompute is not None)
+        return embed(
+            self.embedding, self.input_norm, x, drop, positions=positions, recompute=self.recompute is not None
+        )
 
     def _rope(
         self, rows: BatchRows, position_ids: Tensor | None, device: torch.device, below: int | None = None

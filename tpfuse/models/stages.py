@@ -1,6 +1,6 @@
 """The pipeline stages of a model that are on this rank, under the whole model's names.
 
-The norm behind a stage's last block belongs to the stage that it sends h to, where ``blocks.i.norm_mlp`` then is all
+The norm behind a stage's last block belongs to the stage that it sends h to, where ``blocks.i.mlp_norm`` then is all
 that there is of block i.  A tied embedding is on the first stage and on the last, two copies of one parameter.
 """
 
@@ -68,7 +68,7 @@ class Border(nn.Module):
 
     def __init__(self, norm: nn.Module):
         super().__init__()
-        self.norm_mlp = norm
+        self.mlp_norm = norm
 
 
 class ModelStages:
@@ -135,7 +135,7 @@ class ModelStages:
             if not chunk.is_last:
                 last_block.norm_after = False
                 if chunk.layers[-1] not in borders:
-                    last_block.norm_mlp = None
+                    last_block.mlp_norm = None
         return blocks
 
     def absent_tensors(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class ModelStages:
     def _received(self, model: StagedModel, chunk: Chunk, h: Tensor | None) -> tuple[Tensor, Normed]:
         assert h is not None  # what is no first stage is sent one
         border: Any = model.blocks[chunk.layers[0] - 1]
-        norm = None if border is None else border.norm_mlp
+        norm = None if border is None else border.mlp_norm
         if norm is None or getattr(border, "norm_after", False):
             return h, Normed(expanded(self.name, h, model.tp))
         if served(norm):

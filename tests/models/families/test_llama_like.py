@@ -314,4 +314,4 @@ def test_rotations_that_are_not_built_are_named(rope, message):
 def test_a_model_alone_is_the_same_path():
     assert TensorParallel().size == 1
     model = GPT(config_of("qwen3", 2))
-    assert model.positions is None and model.blocks[0].norm_mlp.kind == "rms"
+    assert model.positions is None and model.blocks[0].mlp_norm.kind == "rms"

@@ -126,7 +126,7 @@ def test_a_wrong_weight_would_show(theirs):
     exact = of_transformers(model, call)
     wrong = GPT.from_pretrained(path, dtype=F64)
     with torch.no_grad():
-        wrong.blocks[1].norm_mlp.bias[3] += 1e-6
+        wrong.blocks[1].mlp_norm.bias[3] += 1e-6
     got = results(wrong, call)
     with pytest.raises(AssertionError):
         assert_close({"logits": got["logits"]}, {"logits": exact["logits"]}, F64)

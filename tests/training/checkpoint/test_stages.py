@@ -339,7 +339,7 @@ def refused_loads(world, directory):
 
 
 LOADS = {
-    "stage": "holds model.blocks.3.norm_mlp.weight, which this model has no place for",
+    "stage": "holds model.blocks.3.mlp_norm.weight, which this model has no place for",
     "config": "the model's config has eps=1e-06",
     "layers": "which this model has no place for",
     "lora": "lora.A must be",

@@ -53,7 +53,7 @@ def frozen(model):
 def delayed(model):
     named = [(name, p) for name, p in model.named_parameters() if "norm" not in name]
     model._ddp_params_and_buffers_to_ignore = [name for name, _ in named]
-    return dict(delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.norm_in.weight)
+    return dict(delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.input_norm.weight)
 
 
 def parametrized(model):

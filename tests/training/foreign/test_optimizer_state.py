@@ -206,7 +206,7 @@ def dictionaries(world):
         assert v.data_ptr() == p.data_ptr() and not v.requires_grad
     assert_equal({k: v.full_tensor() if k in split else v for k, v in copy.deepcopy(state).items()}, exact)
     kept = model.state_dict(keep_vars=True)
-    assert kept["norm_in.weight"] is model.norm_in.weight
+    assert kept["input_norm.weight"] is model.input_norm.weight
     (grad,) = torch.autograd.grad(kept["embedding.weight"].to_local().sum(), model.embedding.weight)
     assert (grad == 1).all()
 

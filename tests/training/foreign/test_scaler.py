@@ -17,7 +17,7 @@ from tpfuse.tools.ledger.dryrun import fake_world
 from tpfuse.training.foreign import scaler
 
 F32 = torch.float32
-SLICE, WHOLE = "blocks.0.mlp.fc1.weight", "norm_in.weight"  # a split parameter and a replicated one
+SLICE, WHOLE = "blocks.0.mlp.fc1.weight", "input_norm.weight"  # a split parameter and a replicated one
 WAYS = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
     "unscale": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),

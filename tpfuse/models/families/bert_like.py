@@ -22,7 +22,7 @@ def body(config: NamingConfig) -> Modules:
         "embedding": table("embeddings.word_embeddings"),
         "positions": table("embeddings.position_embeddings"),
         "types": table("embeddings.token_type_embeddings"),
-        "norm_in": norm("embeddings.LayerNorm"),
+        "input_norm": norm("embeddings.LayerNorm"),
         "pooler": linear("pooler.dense"),
     }
     for i in range(config.num_layers):
@@ -31,10 +31,10 @@ def body(config: NamingConfig) -> Modules:
         modules |= {
             f"{block}.attention.qkv": qkv(f"{attention}.query", f"{attention}.key", f"{attention}.value"),
             f"{block}.attention.out": linear(f"{layer}.attention.output.dense"),
-            f"{block}.norm_attention": norm(f"{layer}.attention.output.LayerNorm"),
+            f"{block}.attention_norm": norm(f"{layer}.attention.output.LayerNorm"),
             f"{block}.mlp.fc1": linear(f"{layer}.intermediate.dense"),
             f"{block}.mlp.fc2": linear(f"{layer}.output.dense"),
-            f"{block}.norm_mlp": norm(f"{layer}.output.LayerNorm"),
+            f"{block}.mlp_norm": norm(f"{layer}.output.LayerNorm"),
         }
     return modules
 

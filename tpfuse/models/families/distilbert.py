@@ -14,7 +14,7 @@ def distilbert_sources(config: NamingConfig) -> dict[str, Source]:
     modules: Modules = {
         "embedding": table("embeddings.word_embeddings"),
         "positions": table("embeddings.position_embeddings"),
-        "norm_in": norm("embeddings.LayerNorm"),
+        "input_norm": norm("embeddings.LayerNorm"),
         "transform": linear("vocab_transform"),
         "transform_norm": norm("vocab_layer_norm"),
         "head": table("vocab_projector") | bias,
@@ -25,10 +25,10 @@ def distilbert_sources(config: NamingConfig) -> dict[str, Source]:
         modules |= {
             f"{block}.attention.qkv": qkv(f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"),
             f"{block}.attention.out": linear(f"{attention}.out_lin"),
-            f"{block}.norm_attention": norm(f"{layer}.sa_layer_norm"),
+            f"{block}.attention_norm": norm(f"{layer}.sa_layer_norm"),
             f"{block}.mlp.fc1": linear(f"{layer}.ffn.lin1"),
             f"{block}.mlp.fc2": linear(f"{layer}.ffn.lin2"),
-            f"{block}.norm_mlp": norm(f"{layer}.output_layer_norm"),
+            f"{block}.mlp_norm": norm(f"{layer}.output_layer_norm"),
         }
     return flat(modules)
 

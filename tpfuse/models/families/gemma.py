@@ -13,14 +13,14 @@ from .names import NamingConfig, flat, norm
 
 def gemma_sources(config: NamingConfig) -> dict[str, Source]:
     """Gemma2ForCausalLM: each norm stands around what it is of."""
-    modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
+    modules = around() | {"input_norm": norm("layers.0.input_layernorm")}
     final = config.num_layers - 1
     for i in range(config.num_layers):
         modules |= layer(config, i) | {
-            f"blocks.{i}.branch_attention": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.norm_attention": norm(f"layers.{i}.pre_feedforward_layernorm"),
-            f"blocks.{i}.branch_mlp": norm(f"layers.{i}.post_feedforward_layernorm"),
-            f"blocks.{i}.norm_mlp": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
+            f"blocks.{i}.attention_branch_norm": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.attention_norm": norm(f"layers.{i}.pre_feedforward_layernorm"),
+            f"blocks.{i}.mlp_branch_norm": norm(f"layers.{i}.post_feedforward_layernorm"),
+            f"blocks.{i}.mlp_norm": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 

@@ -11,7 +11,7 @@ def gpt2_sources(config: NamingConfig) -> dict[str, Source]:
     modules: Modules = {
         "embedding": table("wte"),
         "positions": table("wpe"),
-        "norm_in": norm("h.0.ln_1"),
+        "input_norm": norm("h.0.ln_1"),
         "head": table("lm_head"),
     }
     final = config.num_layers - 1
@@ -22,8 +22,8 @@ def gpt2_sources(config: NamingConfig) -> dict[str, Source]:
             f"{block}.attention.out": linear(f"{layer}.attn.c_proj", transposed),
             f"{block}.mlp.fc1": linear(f"{layer}.mlp.c_fc", transposed),
             f"{block}.mlp.fc2": linear(f"{layer}.mlp.c_proj", transposed),
-            f"{block}.norm_attention": norm(f"{layer}.ln_2"),
-            f"{block}.norm_mlp": norm("ln_f" if i == final else f"h.{i + 1}.ln_1"),
+            f"{block}.attention_norm": norm(f"{layer}.ln_2"),
+            f"{block}.mlp_norm": norm("ln_f" if i == final else f"h.{i + 1}.ln_1"),
         }
     return flat(modules)
 

@@ -10,7 +10,7 @@ def gpt_neox_sources(config: NamingConfig) -> dict[str, Source]:
     """GPTNeoXForCausalLM: q, k and v in one, head by head; a block's two norms read the same rows."""
     modules: Modules = {
         "embedding": table("embed_in"),
-        "norm_in": norm("layers.0.input_layernorm"),
+        "input_norm": norm("layers.0.input_layernorm"),
         "head": table("lm_head"),
     }
     final = config.num_layers - 1
@@ -22,8 +22,8 @@ def gpt_neox_sources(config: NamingConfig) -> dict[str, Source]:
             f"{block}.attention.out": linear(f"{layer}.attention.dense"),
             f"{block}.mlp.fc1": linear(f"{layer}.mlp.dense_h_to_4h"),
             f"{block}.mlp.fc2": linear(f"{layer}.mlp.dense_4h_to_h"),
-            f"{block}.norm_attention": norm(f"{layer}.post_attention_layernorm"),
-            f"{block}.norm_mlp": norm("final_layer_norm" if i == final else f"layers.{i + 1}.input_layernorm"),
+            f"{block}.attention_norm": norm(f"{layer}.post_attention_layernorm"),
+            f"{block}.mlp_norm": norm("final_layer_norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 

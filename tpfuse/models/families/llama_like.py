@@ -10,12 +10,12 @@ from .names import Modules, NamingConfig, flat, gate_up, linear, norm, qkv, tabl
 
 def llama_sources(config: NamingConfig) -> dict[str, Source]:
     """LlamaForCausalLM: each norm stands before what it feeds."""
-    modules = around() | {"norm_in": norm("layers.0.input_layernorm")}
+    modules = around() | {"input_norm": norm("layers.0.input_layernorm")}
     final = config.num_layers - 1
     for i in range(config.num_layers):
         modules |= layer(config, i) | {
-            f"blocks.{i}.norm_attention": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.norm_mlp": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
+            f"blocks.{i}.attention_norm": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.mlp_norm": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
 

@@ -11,7 +11,7 @@ def modernbert_sources(config: NamingConfig) -> dict[str, Source]:
     activation is the first's."""
     modules: Modules = {
         "embedding": table("embeddings.tok_embeddings"),
-        "norm_in": norm("embeddings.norm"),
+        "input_norm": norm("embeddings.norm"),
         "transform": linear("head.dense"),
         "transform_norm": norm("head.norm"),
         "head": table("decoder") | {"bias": Source.one("decoder.bias", "v -> v")},
@@ -22,10 +22,10 @@ def modernbert_sources(config: NamingConfig) -> dict[str, Source]:
         modules |= {
             f"{block}.attention.qkv": linear(f"{layer}.attn.Wqkv", "(t h e) d -> h t e d", "(t h e) -> h t e"),
             f"{block}.attention.out": linear(f"{layer}.attn.Wo"),
-            f"{block}.norm_attention": norm(f"{layer}.mlp_norm"),
+            f"{block}.attention_norm": norm(f"{layer}.mlp_norm"),
             f"{block}.mlp.fc1": linear(f"{layer}.mlp.Wi", "(t f) d -> f t d", "(t f) -> f t"),
             f"{block}.mlp.fc2": linear(f"{layer}.mlp.Wo"),
-            f"{block}.norm_mlp": norm("final_norm" if i == final else f"layers.{i + 1}.attn_norm"),
+            f"{block}.mlp_norm": norm("final_norm" if i == final else f"layers.{i + 1}.attn_norm"),
         }
     return flat(modules)
 

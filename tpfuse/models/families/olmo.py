@@ -9,11 +9,11 @@ from .names import NamingConfig, flat, norm
 
 def olmo2_sources(config: NamingConfig) -> dict[str, Source]:
     """Olmo2ForCausalLM: no norm enters a layer; the last block has the final one."""
-    modules = around() | {f"blocks.{config.num_layers - 1}.norm_mlp": norm("norm")}
+    modules = around() | {f"blocks.{config.num_layers - 1}.mlp_norm": norm("norm")}
     for i in range(config.num_layers):
         modules |= layer(config, i) | {
-            f"blocks.{i}.branch_attention": norm(f"layers.{i}.post_attention_layernorm"),
-            f"blocks.{i}.branch_mlp": norm(f"layers.{i}.post_feedforward_layernorm"),
+            f"blocks.{i}.attention_branch_norm": norm(f"layers.{i}.post_attention_layernorm"),
+            f"blocks.{i}.mlp_branch_norm": norm(f"layers.{i}.post_feedforward_layernorm"),
         }
     return flat(modules)
 

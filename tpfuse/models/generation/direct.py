@@ -79,7 +79,7 @@ class Direct:
         dtype = model.embedding.weight.dtype
         self.caches = [KVCache(visible, padded=padded) for _ in model.blocks]
         self.turnings = [_Turning(model, visible.shape[1], i) for i in range(len(model.config.ropes))]
-        self.norm = _norm(model.norm_in) if model.norm_in is not None else None
+        self.norm = _norm(model.input_norm) if model.input_norm is not None else None
         self.form = form_for(dtype, rows=len(visible), times=new)
         tied, self.capped = model._tied(), model.head.capped
         self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)

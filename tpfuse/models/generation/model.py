@@ -25,7 +25,7 @@ class CausalModel(Protocol):
     stages: ModelStages
     embedding: VocabParallelEmbedding
     positions: ReplicatedTable | None
-    norm_in: Any
+    input_norm: Any
     blocks: nn.ModuleList
     head: LMHead | None
 
