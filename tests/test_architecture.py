@@ -31,7 +31,7 @@ ORDER = [
     "interop",
     "tools",
 ]
-DOOR = {"__init__", "__main__", "_version", "bench", "ledger", "packing", "plan"}
+DOOR = {"__init__", "__main__", "_version", "api", "bench", "ledger", "packing", "plan"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = sorted(
     path
@@ -217,6 +217,33 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 
 def test_every_module_imports_where_triton_does_not_exist():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+LIGHT = {
+    "import tpfuse": ["torch"],
+    "from tpfuse import *; import tpfuse.layers, tpfuse.models, tpfuse.pipeline; tpfuse.parallelize": [
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+    ],
+}  # a fresh process's imports, and what they leave to where it is used: seconds, and 100 MB a rank
+
+
+@pytest.mark.parametrize("statements", LIGHT)
+def test_imports_leave_out(statements):
+    code = f"{statements}; import sys; print(*(name for name in {LIGHT[statements]} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("\n", "")
+
+
+def test_the_public_names_are_there_at_first_use():
+    code = (
+        "import tpfuse; names = dir(tpfuse); assert 'parallelize' in names and tpfuse.layers.ColumnParallelLinear\n"
+        "assert tpfuse.__version__ and set(tpfuse.__all__) <= set(names) and not hasattr(tpfuse, 'nothing')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,61 +1,35 @@
-"""tpfuse: fused, tensor-parallel transformer layers that give the same answer however they are split."""
+"""tpfuse: fused, tensor-parallel transformer layers that give the same answer however they are split.
 
-from ._version import __version__
-from .interop.accelerator import AcceleratorMixin
-from .interop.adapter import load_adapter, save_adapter
-from .interop.parallelize import parallelize
-from .interop.trainer import TrainerMixin
-from .kernels.runtime.philox import make_rng
-from .layers.initial import init_weights
-from .layers.lora import add_lora, merge_lora, unmerge_lora
-from .layers.module import ON_SPLIT as _ON_SPLIT
-from .layers.plain import replicated
-from .parallel import TensorParallel
-from .ranks.agreement import checking
-from .tools.doctor import doctor
-from .tools.explain import explain
-from .tools.parity import check_parity
-from .tools.watch import watch
-from .training.checkpoint import load_checkpoint, save_checkpoint
-from .training.data_parallel import data_parallel
-from .training.dtensor import as_dtensor
-from .training.foreign.table import guard_torch
-from .training.foreign.table import install as _install
-from .training.main_grad import MainGrad
-from .training.matrices import WholeMatrices
-from .training.ok_topk import OkTopk, ok_topk_hook
-from .training.optim import clip_grad_norm_, param_groups
+The names of :mod:`tpfuse.api` are imported when one of them is first used, so that ``python -m tpfuse`` lists its
+commands without importing torch.
+"""
 
-_ON_SPLIT.append(_install)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AcceleratorMixin",
-    "MainGrad",
-    "OkTopk",
-    "TensorParallel",
-    "TrainerMixin",
-    "WholeMatrices",
-    "__version__",
-    "add_lora",
-    "as_dtensor",
-    "check_parity",
-    "checking",
-    "clip_grad_norm_",
-    "data_parallel",
-    "doctor",
-    "explain",
-    "guard_torch",
-    "init_weights",
-    "load_adapter",
-    "load_checkpoint",
-    "make_rng",
-    "merge_lora",
-    "ok_topk_hook",
-    "parallelize",
-    "param_groups",
-    "replicated",
-    "save_adapter",
-    "save_checkpoint",
-    "unmerge_lora",
-    "watch",
-]
+from .ranks.split import ON_SPLIT as _ON_SPLIT
+
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        api = import_module(".api", __name__)
+        globals().update(__all__=api.__all__, **{public: getattr(api, public) for public in api.__all__})
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
+
+def _replace_in_torch() -> None:
+    from .training.foreign.guard import install
+
+    install()
+
+
+_ON_SPLIT.append(_replace_in_torch)

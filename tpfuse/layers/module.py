@@ -1,6 +1,6 @@
 """The base of parallel modules: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
 from ..parallel import TensorParallel
 from ..ranks.agreement import Agreement, Header, names
+from ..ranks.split import ON_SPLIT
 from .hooks import onlooker
 from .partial import watch
 from .shards import named_specs, owned, register
@@ -26,7 +27,6 @@ from .state import as_local, as_whole, is_split
 
 _CHUNK = 1 << 20  # elements initialised at a time
 _PLAIN = bool, int, float, str
-ON_SPLIT: list[Callable[[], None]] = []  # called when a parameter of which ranks hold slices is made or unpickled
 
 
 class ParallelModule(nn.Module):

@@ -15,13 +15,26 @@ step         schedule(model, mesh, name, micro_batches): a step of training
 torch_lists  torch's own lists of actions; private API
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..kernels.runtime.deferred import WeightGradients
 from .action import Action
 from .bubbles import Filling, Placed, Work, demand, fill
 from .placement import Chunk, Stage
 from .schedules import SCHEDULES, Order, order
 from .simulator import Event, Timeline, simulate
-from .step import Pipeline, schedule
+
+if TYPE_CHECKING:
+    from .step import Pipeline, schedule
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports ``step``, and with it torch's pipelining and its compiler, at the first use of one of its names."""
+        if name not in ("Pipeline", "schedule"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(".step", __name__), name)
+
 
 __all__ = [
     "SCHEDULES",

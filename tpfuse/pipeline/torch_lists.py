@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 from .action import Action
 
 
 def actions(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     """Returns the actions of a class of torch, without its bubbles (None): no rank waits for them."""
+    from torch.distributed.pipelining import schedules  # which imports the compiler
+
     stages = [
         SimpleNamespace(
             stage_index=i * ranks,

@@ -12,7 +12,6 @@ from typing import overload
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -160,6 +159,8 @@ def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def _check(model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
+
     name = f"{_NAME}: {type(model).__name__}"
     if bucket_cap_mb is not None:
         check_number(f"{_NAME}: bucket_cap_mb", bucket_cap_mb, NOT_NEGATIVE)

@@ -33,7 +33,7 @@ from ..layers.shards import named_specs
 from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
-from .foreign.table import install
+from .foreign.guard import install
 from .totals import Buffer, GradSlot, Holder, ReduceState
 
 _STEPPED = WeakIdKeyDictionary()  # what optimizers step on -> a reference to its GradSlot

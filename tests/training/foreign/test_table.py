@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
 from tpfuse.training.foreign.behind import replace
-from tpfuse.training.foreign.table import TABLE, install
+from tpfuse.training.foreign.guard import install
+from tpfuse.training.foreign.table import TABLE
 
 SNAPSHOT = pathlib.Path(__file__).with_name("snapshot.py")
 PAGE = pathlib.Path(__file__).parents[3] / "docs/faults.md"

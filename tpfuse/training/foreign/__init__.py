@@ -7,10 +7,11 @@ accelerate       accelerate's Accelerator without the mix-in
 behind           how a function or method is replaced, and put back
 clip             torch.nn.utils' clipping by norm
 groups           which tools send parameters over which group: DDP, FSDP, replicate, distribute_tensor
+guard            replaces what the table says, and puts it back
 known            what a tensor that a tool is given is a slice of
 norm             the norm of a whole model's gradients
 optimizer_state  torch's optimizers in state dictionaries: whole where a parameter is split
 reparametrized   weight_norm and its like, refused on split weights
 scaler           torch.amp.GradScaler
-table            all that is replaced, from the first split parameter on
+table            all that is replaced
 """

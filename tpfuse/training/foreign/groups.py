@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
@@ -124,6 +123,8 @@ def _ddp_parameters(arguments: Arguments) -> Named:
 
 def _unmanaged(arguments: Arguments) -> Named:
     """Parameters that no FSDP2 module inside has taken, without those to be ignored."""
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
     ignored, taken = set(arguments.get("ignored_modules") or ()), set(arguments.get("ignored_params") or ())
     for module in (inner for outer in _modules(arguments) for inner in outer.modules()):
         if module in ignored or isinstance(module, FSDPModule):

@@ -1,9 +1,8 @@
 """The wholes of tensors that torch's tools are given."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ...layers.module import local
@@ -32,11 +31,13 @@ def _is_split(placement: Whole) -> bool:
     return placement.spec.dim is not None and placement.tp.size > 1 and placement.tp.group_name is not None
 
 
-def _any_split() -> bool:
+def any_split() -> bool:
+    """Returns whether a living parameter is split.  A graph asks when it is made."""
     return bool(split_parameters())
 
 
-any_split: Callable[[], bool] = torch.compiler.assume_constant_result(_any_split)  # a graph asks when it is made
+# torch.compiler.assume_constant_result does no more, but imports the compiler for it, with every import of ours.
+any_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wholes_of(tensors: Sequence[Tensor], in_leaves: bool = False) -> list[Whole | None]:

@@ -1,8 +1,5 @@
-"""All that the library replaces in other libraries, in one table: from the first parameter that is split over ranks, or
-the first MainGrad, until :func:`guard_torch` puts the originals back.
-
-``import tpfuse`` and models on one rank replace nothing.  What is replaced calls the original where no parameter is
-split.
+"""All that the library replaces in other libraries, in one table.  What is replaced calls the original where no
+parameter is split.
 """
 
 import torch.distributed._composable as composable
@@ -20,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from . import accelerate, clip, groups, optimizer_state, reparametrized, scaler
-from .behind import Replacement, Undo
+from .behind import Replacement
 
 _SLICES = "refuses a group whose ranks hold different slices of a parameter"
 _DISTRIBUTE = f"distribute_tensor {_SLICES}"
@@ -52,26 +49,3 @@ TABLE: tuple[Replacement, ...] = (
         for name in accelerate.METHODS
     ),
 )
-
-_undo: list[Undo] = []  # of what is replaced now
-_off = False  # by guard_torch
-
-
-def install() -> None:
-    """Replaces all of :data:`TABLE`, unless that is done or :func:`guard_torch` has forbidden it."""
-    if not (_off or _undo):
-        _undo.extend(replacement.put() for replacement in TABLE)
-
-
-def guard_torch(enabled: bool = True) -> None:
-    """Switches off, or on again, what the library replaces in torch once a parameter is split over ranks.
-
-    ``guard_torch(False)`` puts torch's own functions back and leaves them so: DistributedDataParallel, FSDP, gradient
-    clipping, GradScaler and optimizers' state dictionaries then take a split parameter for a whole one, in silence.
-    ``guard_torch()`` replaces them at once.
-    """
-    global _off
-    _off = not enabled
-    install()
-    while _off and _undo:
-        _undo.pop()()
