@@ -9,7 +9,8 @@ import pytest
 
 from tests.bitwise.training import KINDS
 from tests.tools.ledger.test_steptime import built
-from tpfuse.__main__ import main
+from tpfuse import __version__
+from tpfuse.__main__ import main, parser
 from tpfuse.models import GPT
 from tpfuse.tools.ledger.presets import PRESETS
 
@@ -157,7 +158,11 @@ ERRORS = {
     "layouts --model gpt-22b --mesh 4x8 --bandwidth 25": "--bandwidth needs 2 numbers, one an axis, got 1",
     "dryrun --model gpt2 --tp 5": "num_heads=12 is not divisible by tensor-parallel size 5; use 1, 2, 3, 4, 6 or 12",
     "dryrun --model gpt2 --seq 4096": "4096 positions are more than the model's max_positions=1024",
-    "dryrun --model gtp2": "model 'gtp2' is neither a local config.json nor one of",
+    "dryrun --model gtp2": "; did you mean 'gpt2'?",
+    "memory --model openai/GPT2-XL": "; did you mean 'gpt2-xl'?",
+    "ledger qqqq": "model 'qqqq' is neither a local config.json nor one of gpt-3m, ",
+    "plan --model gpt2 --devices 8 --device H-100": "got 'H-100'; did you mean 'h100'?; a TOML file describes",
+    "plan --model gpt2 --devices 8 --device rtx4090": "got 'rtx4090'; a TOML file describes any other",
     "ledger bert-large --ms 1": "--ms and --bandwidth go together",
     "mfu --model gpt2": "--model needs --batch and --seconds too",
     "predict --machine nowhere.json": "calibrate makes it",
@@ -178,6 +183,38 @@ def test_arguments_that_are_none(capsys, argv):
     with pytest.raises(SystemExit):
         main(argv)
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, name", [(["memroy"], "memory"), (["memory", "--model", "gpt2", "--dtype", "bf-16"], "bf16")]
+)
+def test_a_name_that_is_alike_is_proposed(capsys, argv, name):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert f"; did you mean '{name}'?" in capsys.readouterr().err
+
+
+def test_without_a_command_the_list_is_printed(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == parser().format_help()
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"tpfuse {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], ["memroy"], ["collectives", "--help"]], ids=" ".join)
+def test_what_is_printed_without_torch(argv):
+    code = (
+        f"import runpy, sys; sys.argv[1:] = {argv}\n"
+        "try: runpy.run_module('tpfuse', run_name='__main__')\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("False\n") and len(done.stdout + done.stderr) > 15, done.stderr
 
 
 def test_it_runs_as_a_module():

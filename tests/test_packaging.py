@@ -25,5 +25,7 @@ def test_a_wheel_is_built_of_the_package(tmp_path):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        scripts = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        assert wheel.read(scripts).decode().split() == ["[console_scripts]", "tpfuse", "=", "tpfuse.__main__:main"]
     assert names == {str(path.relative_to(ROOT)) for path in FILES}
     assert {"tpfuse/tools/bench/command.py", "tpfuse/tools/bench/ops/layer_norm.py"} <= names

@@ -1,29 +1,58 @@
-"""``python -m tpfuse``: the commands of :mod:`tpfuse.tools`, each registered beside its code."""
+"""``tpfuse`` and ``python -m tpfuse``: the commands of :mod:`tpfuse.tools`, whose options stand beside their code."""
 
 import sys
-from argparse import ArgumentParser
 
 from .tools import command
-from .tools.bench import command as bench
-from .tools.bits import command as bits
-from .tools.doctor import command as doctor
-from .tools.ledger import commands as ledger
-from .tools.ledger import speed_commands as speeds
-from .tools.pipeline import command as pipeline
-from .tools.plan import command as collectives
-from .tools.plan import planning
-from .tools.plan.intra import command as layouts
-from .tools.plan.topology import command as topology
 
-TOOLS = doctor, bits, ledger, speeds, planning, layouts, pipeline, collectives, topology, bench
+# Each command's line in the list, and the function of tpfuse.tools that adds its options.  The list imports no torch.
+COMMANDS = {
+    "doctor": (
+        "examine the installation: versions, devices, links, a self-test of every op",
+        "doctor.command:register",
+    ),
+    "bits": (
+        "compare the bits of training steps over layouts of ranks, and name the first op that differs",
+        "bits.command:register",
+    ),
+    "ledger": (
+        "bytes and flops of one layer: plain torch, the operator table of 2020, tpfuse",
+        "ledger.commands:register_ledger",
+    ),
+    "memory": (
+        "memory of a rank: saved activations, weights, optimizer, under DDP and FSDP",
+        "ledger.commands:register_memory",
+    ),
+    "dryrun": (
+        "one rank of any world, in one process: memory, flops and messages beside formulas",
+        "ledger.commands:register_dryrun",
+    ),
+    "mfu": ("share of the peak that a measured step reaches (MFU, HFU)", "ledger.speed_commands:register_mfu"),
+    "calibrate": (
+        "measure this machine's CPUs, for predict and plan --device here",
+        "ledger.speed_commands:register_calibrate",
+    ),
+    "predict": (
+        "time of a training step on this machine by tp and dp (needs calibrate)",
+        "ledger.speed_commands:register_predict",
+    ),
+    "plan": ("the fastest splits of a model's training over devices, and why", "plan.planning:register"),
+    "layouts": ("the fastest layout of each op of a block over a mesh of ranks", "plan.intra.command:register"),
+    "pipeline": (
+        "pipeline schedules side by side: seconds, bubbles, activations in flight",
+        "pipeline.command:register",
+    ),
+    "collectives": ("the fastest all-reduce, by message size and number of ranks", "plan.command:register"),
+    "topology": (
+        "cost and bandwidth of eight networks of as many accelerators (needs networkx)",
+        "plan.topology.command:register",
+    ),
+    "bench": ("time kernels at any shape, against plain torch, torch.compile, Liger Kernel", "bench.command:register"),
+}
 
 
-def parser() -> ArgumentParser:
+def parser() -> command.Parser:
     """Returns the parser of the command line."""
-    commands = command.Commands()
-    for tool in TOOLS:
-        tool.register(commands)
-    return commands.parser
+    return command.make_parser(COMMANDS)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import pathlib
 
 from bench.bits.kinds import KINDS
 from tpfuse.layers.block import SAVING
-from tpfuse.tools.command import DTYPES
+from tpfuse.tools.options import DTYPES
 
 V, BATCH, SEQ, STEPS, NEW_TOKENS = 8, 3, 13, 2, 6
 WIDTHS = 512, 1024

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from bench.bits import V
 from tpfuse import TensorParallel
 from tpfuse.models import GPT, GPTConfig
-from tpfuse.tools.command import DTYPES
 from tpfuse.tools.ledger import Ledger
 from tpfuse.tools.ledger.text import table
+from tpfuse.tools.options import DTYPES
 
 RANKS, VOCAB, SEQ, HEADS, WARM = (1, 2), 2048, 256, 8, 2
 

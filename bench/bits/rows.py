@@ -12,8 +12,8 @@ from tpfuse import TensorParallel
 from tpfuse.models import GPT
 from tpfuse.tools.bits.command import MakeModel, random_batches
 from tpfuse.tools.bits.layouts import COLUMNS, Layout, LayoutBits, compare
-from tpfuse.tools.command import DTYPES
 from tpfuse.tools.ledger.text import table
+from tpfuse.tools.options import DTYPES
 
 
 class Row(NamedTuple):

@@ -1,27 +1,23 @@
-"""The command line, ``python -m tpfuse``: what its commands have in common.
+"""The command line, ``tpfuse`` or ``python -m tpfuse``: what its commands have in common, without torch.
 
-Each tool adds its commands beside its code, in a function ``register(commands)``; ``tpfuse/__main__.py`` calls these.
+Each tool adds a command's options beside its code, in a function of its parser that ``tpfuse/__main__.py`` names and
+that is imported when the command is.
 """
 
 import argparse
 import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from ..kernels.runtime.launch import MULTIPROCESSORS
-from .ledger.memory import OPTIMIZERS
-from .ledger.presets import PRESETS
+from .._version import __version__
+from .nearest import proposal
 
 N = TypeVar("N", int, float)
 Options = argparse._ActionsContainer  # a parser or a group of its options
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MODEL_HELP = f"local Hugging Face directory, its config.json, or one of {', '.join(PRESETS)}"
 
 
 class Help(argparse.HelpFormatter):
@@ -41,39 +37,78 @@ class Help(argparse.HelpFormatter):
         return text if quiet else f"{text} (default: %(default)s)"
 
 
-class Commands:
-    """The parser of a command line, to which each tool adds its commands."""
+class Parser(ArgumentParser):
+    """A parser that proposes the name most like an unknown command or choice."""
 
-    def __init__(self) -> None:
-        self.parser = ArgumentParser(
-            prog="python -m tpfuse",
-            description="Tools around transformers trained with tensor parallelism. None of them needs a GPU.",
-            epilog="A command's options, with units and defaults: python -m tpfuse COMMAND --help",
-            formatter_class=Help,
-        )
-        self._commands = self.parser.add_subparsers(
-            dest="command", required=True, metavar="COMMAND", title="commands", prog="python -m tpfuse"
-        )
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
 
-    def add(
-        self, name: str, summary: str, run: Callable[[Namespace], int | None], details: str | None = None
-    ) -> ArgumentParser:
-        """Adds a command and returns its parser.
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += proposal(value, action.choices or ())
+            raise
 
-        ``summary``: its line in the list of commands.  ``run``: called with the parsed options; returns the exit code,
-        or None for 0.  ``details``: the text over its own options (default: the summary).
+
+class CommandParser(Parser):
+    """The parser of a command, whose options are added when it parses or explains them."""
+
+    def __init__(self, *, place: str, **options: Any):
+        """``place``: the function that adds the options, as "module:name" below this package."""
+        super().__init__(**options)
+        self._place = place
+
+    def runs(self, run: Callable[[Namespace], int | None], details: str | None = None) -> None:
+        """Sets what the command does: ``run``, called with the parsed options, returns the exit code, or None for 0.
+
+        ``details``: the text over its own options (default: its line in the list).
         """
-        description = details or f"{summary[0].upper()}{summary[1:]}."
-        parser = self._commands.add_parser(
-            name, help=summary, description=description, formatter_class=Help, allow_abbrev=False
-        )
-        parser.set_defaults(run=run)
-        return parser
+        self.set_defaults(run=run)
+        self.description = details or self.description
+
+    def complete(self) -> None:
+        """Adds the options, once; imports the command's module."""
+        if self._place:
+            module, _, function = self._place.partition(":")
+            self._place = ""
+            getattr(import_module(f".{module}", __package__), function)(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        self.complete()
+        return super().format_help()
+
+
+def make_parser(commands: Mapping[str, tuple[str, str]]) -> Parser:
+    """Returns the parser of the command line: of each command its line in the list, and the place of its options."""
+    prog = "tpfuse" if Path(sys.argv[0]).stem == "tpfuse" else "python -m tpfuse"
+    parser = Parser(
+        prog=prog,
+        description="Tools around transformers trained with tensor parallelism. None of them needs a GPU.",
+        epilog=f"A command's options, with units and defaults: {prog} COMMAND --help",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"tpfuse {__version__}", help="print the version and exit"
+    )
+    listed = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", prog=prog, parser_class=CommandParser
+    )
+    for name, (summary, place) in commands.items():
+        listed.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", place=place)
+    return parser
 
 
 def main(parser: ArgumentParser, argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 2 for a ValueError or OSError, whose message goes to stderr."""
+    """Runs a command and returns its exit code: 2 for a ValueError or OSError, whose message goes to stderr, and
+    without a command, where the list of commands does."""
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return args.run(args) or 0
     except (ValueError, OSError) as error:
@@ -138,28 +173,6 @@ def add_output(parser: Options, *, plot: bool = True) -> None:
         )
 
 
-def add_model(parser: Options, default: str | None = None) -> None:
-    """Adds --model, which must be given unless it has a default."""
-    parser.add_argument("--model", required=default is None, default=default, metavar="MODEL", help=MODEL_HELP)
-
-
 def add_seq(parser: Options, default: int) -> None:
     """Adds --seq."""
     parser.add_argument("--seq", type=positive, default=default, metavar="N", help="positions in a sequence")
-
-
-def add_dtype(parser: Options, default: str = "bf16") -> None:
-    """Adds --dtype."""
-    parser.add_argument("--dtype", choices=DTYPES, default=default, help="dtype of weights and activations")
-
-
-def add_optimizer(parser: Options, default: str = "adamw") -> None:
-    """Adds --optimizer."""
-    text = "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights"
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default, help=text)
-
-
-def add_arch(parser: Options) -> None:
-    """Adds --arch."""
-    text = "GPU architecture whose launch parameters tpfuse's kernels are counted with"
-    parser.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help=text)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.tools.plan import ALL_REDUCE, Link, cheapest, seconds
+from tpfuse.plan import ALL_REDUCE, Link, cheapest, seconds
 from tpfuse.tools.plan import collectives as plan
 
 BYTES = 97.5 * 2**20  # of ResNet-50's gradients

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpfuse.tools.plan import ALL_REDUCE, seconds
+from tpfuse.plan import ALL_REDUCE, seconds
 from tpfuse.tools.plan.split import Split
 from tpfuse.tools.plan.topology import (
     NETWORKS,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..command import Commands
+from ..command import CommandParser
 from . import output, plots
 from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
@@ -38,11 +38,9 @@ call adds to memory, and the path: the kernels, or "by torch". Such as: bench la
 --providers tpfuse,torch,compile"""
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``bench``."""
-    p = commands.add(
-        "bench", "time kernels at any shape, against plain torch, torch.compile, Liger Kernel", run, DETAILS
-    )
+def register(p: CommandParser) -> None:
+    """Adds the options of ``bench``."""
+    p.runs(run, DETAILS)
     p.add_argument("ops", nargs="*", metavar="OP", help="ops of the list, all, or a file of your own, path/to/my_op.py")
     p.add_argument(
         "--shape",

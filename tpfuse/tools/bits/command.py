@@ -13,19 +13,10 @@ from ...models.config.model import ModelConfig
 from ...models.files.read import INDEX, SINGLE
 from ...models.model import Model
 from ...parallel import BITWISE, TensorParallel
-from ..command import (
-    DTYPES,
-    MODEL_HELP,
-    Commands,
-    add_dtype,
-    add_output,
-    add_seq,
-    comma_separated,
-    positive,
-    print_result,
-)
+from ..command import CommandParser, add_output, add_seq, comma_separated, positive, print_result
 from ..ledger.presets import load_config
 from ..ledger.processes import on_ranks
+from ..options import DTYPES, MODEL_HELP, add_dtype
 from .layouts import Batch, Bits, Layout, compare
 
 OFF = "off"
@@ -50,11 +41,9 @@ class MakeModel:
         return model.train()
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``bits``."""
-    p = commands.add(
-        "bits",
-        "compare the bits of training steps over layouts of ranks, and name the first op that differs",
+def register(p: CommandParser) -> None:
+    """Adds the options of ``bits``."""
+    p.runs(
         _run,
         "Trains a model for some steps at each layout of ranks, in processes of this machine with one thread each, and"
         " compares every tensor with one process, as integers. The exit code is 1 where bits differ.",

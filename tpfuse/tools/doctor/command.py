@@ -3,19 +3,14 @@
 from argparse import Namespace
 from pathlib import Path
 
-from ..command import Commands, add_output, print_result
+from ..command import CommandParser, add_output, print_result
 from . import doctor
 from .launched import world
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``doctor``."""
-    p = commands.add(
-        "doctor",
-        "examine the installation: versions, devices, links, a self-test of every op",
-        _run,
-        "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.",
-    )
+def register(p: CommandParser) -> None:
+    """Adds the options of ``doctor``."""
+    p.runs(_run, "What this installation is, what runs where, and whether it works; by torchrun, of all ranks.")
     p.add_argument(
         "--folder", type=Path, default=Path("."), metavar="DIR", help="folder whose disk and sharing are examined"
     )

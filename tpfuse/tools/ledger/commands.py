@@ -11,14 +11,8 @@ from ...models.stack import FULL, RECOMPUTE, saving_of
 from ...parallel import TensorParallel
 from ...pipeline.schedules import SCHEDULES
 from ..command import (
-    DTYPES,
-    MODEL_HELP,
-    Commands,
+    CommandParser,
     Options,
-    add_arch,
-    add_dtype,
-    add_model,
-    add_optimizer,
     add_output,
     add_seq,
     comma_separated,
@@ -26,19 +20,12 @@ from ..command import (
     present,
     print_result,
 )
+from ..options import DTYPES, MODEL_HELP, add_arch, add_dtype, add_model, add_optimizer
 from . import dryrun, layer, plots, stages
 from .presets import load_config
 from .recorder import mue
 from .shapes import Shape
 from .text import quantity, table
-
-
-def register(commands: Commands) -> None:
-    """Adds the commands that need no time."""
-    _register_ledger(commands)
-    _register_memory(commands)
-    _register_dryrun(commands)
-
 
 # ---- options of several commands ----
 
@@ -111,10 +98,9 @@ def _pipe(args: Namespace) -> stages.Pipe:
 # ---- ledger ----
 
 
-def _register_ledger(commands: Commands) -> None:
-    p = commands.add(
-        "ledger", "bytes and flops of one layer: plain torch, the operator table of 2020, tpfuse", _run_ledger
-    )
+def register_ledger(p: CommandParser) -> None:
+    """Adds the options of ``ledger``."""
+    p.runs(_run_ledger)
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="number of sequences")
     add_seq(p, 512)
@@ -166,10 +152,9 @@ def _run_ledger(args: Namespace) -> None:
 # ---- memory ----
 
 
-def _register_memory(commands: Commands) -> None:
-    p = commands.add(
-        "memory", "memory of a rank: saved activations, weights, optimizer, under DDP and FSDP", _run_memory
-    )
+def register_memory(p: CommandParser) -> None:
+    """Adds the options of ``memory``."""
+    p.runs(_run_memory)
     add_model(p)
     _add_step(p)
     add_output(p)
@@ -232,10 +217,9 @@ def _rank_memory(args: Namespace, config: ModelConfig, plan: dryrun.Plan) -> tup
 # ---- dryrun ----
 
 
-def _register_dryrun(commands: Commands) -> None:
-    p = commands.add(
-        "dryrun", "one rank of any world, in one process: memory, flops and messages beside formulas", _run_dryrun
-    )
+def register_dryrun(p: CommandParser) -> None:
+    """Adds the options of ``dryrun``."""
+    p.runs(_run_dryrun)
     integers = comma_separated(positive)
     add_model(p)
     _add_step(p)

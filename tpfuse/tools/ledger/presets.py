@@ -6,6 +6,7 @@ from typing import Any
 from ...models import config_from_hf
 from ...models.config.model import ModelConfig
 from ...models.files.directory import read_json
+from ..nearest import proposal
 
 
 def _gpt(width: int, layers: int, heads: int, *, positions: int = 2048, vocab: int = 51200) -> dict[str, Any]:
@@ -91,5 +92,7 @@ def load_config(name: str) -> ModelConfig:
             raise ValueError(f"model {name!r}: no config.json in that directory")
         values = read_json(path.parent, path.name)
     else:
-        raise ValueError(f"model {name!r} is neither a local config.json nor one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"model {name!r} is neither a local config.json nor one of {', '.join(PRESETS)}{proposal(name, PRESETS)}"
+        )
     return config_from_hf(values)

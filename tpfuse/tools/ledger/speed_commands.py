@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..command import (
-    DTYPES,
-    MODEL_HELP,
-    Commands,
-    add_dtype,
-    add_model,
+    CommandParser,
     add_output,
     add_seq,
     comma_separated,
@@ -18,26 +14,18 @@ from ..command import (
     present,
     print_result,
 )
+from ..options import DTYPES, MODEL_HELP, add_dtype, add_model
 from . import machine, mfu, plots, steptime
 from .commands import add_saving, plan_of
 from .presets import load_config
 from .text import quantity, table
 
-
-def register(commands: Commands) -> None:
-    """Adds the commands of measured and predicted speeds."""
-    _register_mfu(commands)
-    _register_calibrate(commands)
-    _register_predict(commands)
-
-
 # ---- mfu ----
 
 
-def _register_mfu(commands: Commands) -> None:
-    p = commands.add(
-        "mfu",
-        "share of the peak that a measured step reaches (MFU, HFU)",
+def register_mfu(p: CommandParser) -> None:
+    """Adds the options of ``mfu``."""
+    p.runs(
         _run_mfu,
         "Model and hardware flops utilisation of a measured step. Without --model: a published table, computed again.",
     )
@@ -100,8 +88,9 @@ def _show_published(args: Namespace) -> None:
 # ---- calibrate, predict ----
 
 
-def _register_calibrate(commands: Commands) -> None:
-    p = commands.add("calibrate", "measure this machine's CPUs, for predict and plan --device here", _run_calibrate)
+def register_calibrate(p: CommandParser) -> None:
+    """Adds the options of ``calibrate``."""
+    p.runs(_run_calibrate)
     p.add_argument("--out", type=Path, default=machine.DEFAULT, metavar="FILE", help="file that is written")
     p.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="dtypes of the models that are timed")
     p.add_argument(
@@ -121,8 +110,9 @@ def _run_calibrate(args: Namespace) -> None:
     print_result(args, f"{measured}\nwritten to {args.out}", json.loads(args.out.read_text()))
 
 
-def _register_predict(commands: Commands) -> None:
-    p = commands.add("predict", "time of a training step on this machine by tp and dp (needs calibrate)", _run_predict)
+def register_predict(p: CommandParser) -> None:
+    """Adds the options of ``predict``."""
+    p.runs(_run_predict)
     add_model(p, default="gpt-3m")
     p.add_argument("--choices", type=_pairs, default="1x1,2x1,1x2,2x2", metavar="TPxDP,..", help="tp x dp to compare")
     p.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences in a step, over all replicas")

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 from ...pipeline.schedules import SCHEDULES, order
 from ...pipeline.simulator import Timeline, simulate
-from ..command import Commands, add_output, positive, present, seconds
+from ..command import CommandParser, add_output, positive, present, seconds
 from ..ledger.text import table
 from . import gantt
 
 _HEADER = "schedule", "stages a rank", "copies of the weights", "seconds", "bubble %", "in flight"
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``pipeline``."""
-    p = commands.add("pipeline", "pipeline schedules side by side: seconds, bubbles, activations in flight", _run)
+def register(p: CommandParser) -> None:
+    """Adds the options of ``pipeline``."""
+    p.runs(_run)
     p.add_argument("--stages", type=positive, default=4, metavar="N", help="ranks that the layers are spread over")
     p.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="micro-batches in a step")
     p.add_argument("--schedule", metavar="NAME,..", help="schedules such as gpipe,1f1b (default: all that fit)")

@@ -1,9 +1,10 @@
 """The planner: the fastest split of a model's training over machines, by a cost model of devices and links.
 
+all_reduces  the fastest all-reduce by size and number of ranks
 check        plans against real steps on this machine
 cluster      devices in levels of links: a group's rate; presets, and clusters from TOML
 collectives  six all-reduces: their messages, and their seconds on a link
-command      python -m tpfuse collectives
+command      options of python -m tpfuse collectives
 costs        the cost model of a step on a cluster: pieces, messages, optimizer, state
 devices      a device's roofline, data sheets, and this machine as calibrated: seconds of an op
 explain      the parts of a plan, what binds the choice, and what would change it
@@ -19,31 +20,3 @@ split        records: a job, a split, and the costs of a model's pieces
 step         estimate of a step: seconds by part, peak memory of each rank
 topology/    networks as graphs, by networkx
 """
-
-from . import intra, topology
-from .cluster import Cluster, Level, preset
-from .collectives import ALL_REDUCE, OWN, Link, Message, cheapest, seconds
-from .devices import DEVICES, Device
-from .planning import best_plans
-from .report import Plans
-from .split import Job, Split
-
-__all__ = [
-    "ALL_REDUCE",
-    "DEVICES",
-    "OWN",
-    "Cluster",
-    "Device",
-    "Job",
-    "Level",
-    "Link",
-    "Message",
-    "Plans",
-    "Split",
-    "best_plans",
-    "cheapest",
-    "intra",
-    "preset",
-    "seconds",
-    "topology",
-]

@@ -29,6 +29,7 @@ from ...kernels.runtime.rules import one_of, quoted
 from ..ledger.aten import ATTENTION, COMMUNICATION
 from ..ledger.machine import Machine, key
 from ..ledger.recorder import Entry
+from ..nearest import proposal
 
 
 class Device(NamedTuple):
@@ -119,5 +120,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 def device(name: str) -> Device:
     """Returns a preset; ValueError for an unknown name."""
-    check(one_of(DEVICES)(name) is None, f"plan: device must be one of {', '.join(DEVICES)}, got {quoted(name)}")
+    check(
+        one_of(DEVICES)(name) is None,
+        f"plan: device must be one of {', '.join(DEVICES)}, got {quoted(name)}{proposal(name, DEVICES)}; a TOML file"
+        " describes any other, python -m tpfuse plan --cluster FILE",
+    )
     return DEVICES[name]

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.runtime.errors import check
-from ..command import DTYPES, Commands, add_model, add_optimizer, add_seq, bounded, positive
+from ..command import CommandParser, add_seq, bounded, positive
 from ..ledger.machine import DEFAULT, Machine
 from ..ledger.presets import load_config
 from ..ledger.text import quantity
+from ..options import DTYPES, add_model, add_optimizer
 from .cluster import Cluster, Level, preset, read, this_machine
 from .costs import MEMORY_SHARE, cost_model
 from .explain import explain
@@ -73,9 +74,9 @@ gpt3-175b --devices 512 --device a100-80gb --global-batch 1536 --seq 2048 --expl
 share = bounded(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``plan``."""
-    p = commands.add("plan", "the fastest splits of a model's training over devices, and why", run, DETAILS)
+def register(p: CommandParser) -> None:
+    """Adds the options of ``plan``."""
+    p.runs(run, DETAILS)
     add_model(p)
     hardware = p.add_argument_group("hardware")
     hardware.add_argument(

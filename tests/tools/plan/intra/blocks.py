@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.tools.plan.intra.dtensors import Sent, all_to_all, gradients, laid_out, placements, walked
 from tpfuse.models import BertConfig, GPTConfig
+from tpfuse.plan import Link
 from tpfuse.tools.ledger.shapes import Shape
-from tpfuse.tools.plan import Link
 from tpfuse.tools.plan.intra.conversions import Mesh
 from tpfuse.tools.plan.intra.graph import ACTIVATION, ADD, ATTENTION, NORM, stack
 from tpfuse.tools.plan.intra.space import Rates, Space

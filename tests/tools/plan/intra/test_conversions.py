@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.tools.plan.intra.dtensors import Sent, all_to_all, gradients, laid_out, placements, walked
-from tpfuse.tools.plan import ALL_REDUCE, Link
-from tpfuse.tools.plan import seconds as seconds_of
+from tpfuse.plan import ALL_REDUCE, Link
+from tpfuse.plan import seconds as seconds_of
 from tpfuse.tools.plan.intra.conversions import COLLECTIVES, STEPS, Conversions, Mesh
 from tpfuse.tools.plan.intra.graph import Tensor
 from tpfuse.tools.plan.intra.signatures import BATCH, FORKED, PARTIAL, REPLICATE, SEQUENCE, SHARDS, TYPES, WIDTH

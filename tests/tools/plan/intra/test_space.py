@@ -7,8 +7,8 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.tools.plan.intra import blocks
+from tpfuse.plan import Link
 from tpfuse.tools.ledger.presets import load_config
-from tpfuse.tools.plan import Link
 from tpfuse.tools.plan.intra.conversions import Mesh
 from tpfuse.tools.plan.intra.coordinate_descent import descent
 from tpfuse.tools.plan.intra.graph import stack

@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from ....kernels.runtime.errors import check
 from ...command import (
-    DTYPES,
-    Commands,
-    add_dtype,
-    add_model,
-    add_optimizer,
+    CommandParser,
     add_output,
     add_seq,
     comma_separated,
@@ -24,6 +20,7 @@ from ...command import (
 from ...ledger.plots import bars
 from ...ledger.presets import load_config
 from ...ledger.text import duration, quantity, table
+from ...options import DTYPES, add_dtype, add_model, add_optimizer
 from ..collectives import Link
 from ..split import Job
 from .conversions import Mesh
@@ -45,9 +42,9 @@ Megatron's own. Needs scipy: pip install 'tpfuse[plan]'. Such as: layouts --mode
 --explain"""
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``layouts``."""
-    p = commands.add("layouts", "the fastest layout of each op of a block over a mesh of ranks", _run, DETAILS)
+def register(p: CommandParser) -> None:
+    """Adds the options of ``layouts``."""
+    p.runs(_run, DETAILS)
     add_model(p)
     p.add_argument(
         "--mesh", type=mesh_shape, default="8", metavar="N|NxM", help="ranks of one axis or two, outer first"

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...command import Commands, add_output, positive, present
+from ...command import CommandParser, add_output, positive, present
 from ...ledger.plots import figure
 from ...ledger.text import table
 from .bandwidth import all_reduce, all_to_all, bisection
@@ -15,9 +15,9 @@ from .network import AOC, DAC
 _COLOURS = "#4c72b0", "#dd8452", "#55a868"
 
 
-def register(commands: Commands) -> None:
-    """Adds the command ``topology``."""
-    p = commands.add("topology", "cost and bandwidth of eight networks of as many accelerators (needs networkx)", _run)
+def register(p: CommandParser) -> None:
+    """Adds the options of ``topology``."""
+    p.runs(_run)
     p.add_argument(
         "--accelerators",
         type=positive,

@@ -1,0 +1,33 @@
+"""Options of several commands whose choices are the library's tables."""
+
+import torch
+
+from ..kernels.runtime.launch import MULTIPROCESSORS
+from .command import Options
+from .ledger.memory import OPTIMIZERS
+from .ledger.presets import PRESETS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL_HELP = f"local Hugging Face directory, its config.json, or one of {', '.join(PRESETS)}"
+
+
+def add_model(parser: Options, default: str | None = None) -> None:
+    """Adds --model, which must be given unless it has a default."""
+    parser.add_argument("--model", required=default is None, default=default, metavar="MODEL", help=MODEL_HELP)
+
+
+def add_dtype(parser: Options, default: str = "bf16") -> None:
+    """Adds --dtype."""
+    parser.add_argument("--dtype", choices=DTYPES, default=default, help="dtype of weights and activations")
+
+
+def add_optimizer(parser: Options, default: str = "adamw") -> None:
+    """Adds --optimizer."""
+    text = "optimizer whose states are counted; adamw-fp32: fp32 moments and master weights"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=default, help=text)
+
+
+def add_arch(parser: Options) -> None:
+    """Adds --arch."""
+    text = "GPU architecture whose launch parameters tpfuse's kernels are counted with"
+    parser.add_argument("--arch", choices=MULTIPROCESSORS, default="sm_90", help=text)
