@@ -8,8 +8,10 @@ from ...models.config.model import ModelConfig
 from ...models.files.directory import read_json
 from ..nearest import proposal
 
+Config = dict[str, Any]  # the keys and values of a config.json
 
-def _gpt(width: int, layers: int, heads: int, *, positions: int = 2048, vocab: int = 51200) -> dict[str, Any]:
+
+def _gpt(width: int, layers: int, heads: int, *, positions: int = 2048, vocab: int = 51200) -> Config:
     return dict(
         model_type="gpt2",
         vocab_size=vocab,
@@ -25,7 +27,7 @@ def _gpt(width: int, layers: int, heads: int, *, positions: int = 2048, vocab: i
     )
 
 
-def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
+def _bert(width: int, layers: int, heads: int) -> Config:
     return dict(
         model_type="bert",
         vocab_size=30522,
@@ -51,56 +53,38 @@ _KEYS = dict(
 )  # of a config.json, by their short names here
 
 
-def _decoder(model_type: str, width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    """Returns the config of a family of Llama's kind; transformers' defaults stand for the keys that are not here."""
-    sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads)
-    renamed = {_KEYS.get(name, name): value for name, value in others.items()}
-    return dict(model_type=model_type, **sizes, **renamed)
+def _decoder(model_type: str, sizes: tuple[int, int, int], *options: Config) -> Config:
+    """Returns the config of a family of Llama's kind: width, layers and heads, then options, of which later ones count.
+
+    transformers' defaults stand for keys that are not here.
+    """
+    config = dict[str, Any](zip(("hidden_size", "num_hidden_layers", "num_attention_heads"), sizes))
+    for option in options:
+        config |= {_KEYS.get(name, name): value for name, value in option.items()}
+    return config | dict(model_type=model_type)
 
 
-def _llama3(width: int, layers: int, heads: int, *, scaled: float | None = None, **others: Any) -> dict[str, Any]:
-    """``scaled``: the factor of the rotary positions, from Llama 3.1 on."""
-    scaling = dict(
-        rope_type="llama3",
-        factor=scaled,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    of_length = dict(positions=8192) if scaled is None else dict(positions=131072, rope_scaling=scaling)
-    options = dict(vocab=128256, kv=8, rope_theta=500000.0, rms_norm_eps=1e-5) | of_length | others
-    return _decoder("llama", width, layers, heads, **options)
+def _scaled(factor: float) -> Config:
+    """Returns Llama's rotary positions from 3.1 on."""
+    scaling = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    return dict(positions=131072, rope_scaling=scaling | dict(original_max_position_embeddings=8192))
 
 
-def _qwen25(width: int, layers: int, heads: int, *, vocab: int = 152064, **others: Any) -> dict[str, Any]:
-    options = dict(vocab=vocab, positions=32768, rope_theta=1000000.0, rms_norm_eps=1e-6) | others
-    return _decoder("qwen2", width, layers, heads, **options)
-
-
-def _qwen3(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    options = dict(vocab=151936, positions=40960, kv=8, head_dim=128, rope_theta=1000000.0, rms_norm_eps=1e-6)
-    return _decoder("qwen3", width, layers, heads, **options, **others)
-
-
-def _gemma(model_type: str, width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    options = dict(vocab=256000, positions=8192, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096)
-    return _decoder(model_type, width, layers, heads, **(options | others))
-
-
-def _mistral(width: int, layers: int, *, vocab: int, **others: Any) -> dict[str, Any]:
-    options = dict(vocab=vocab, positions=32768, kv=8, rope_theta=1000000.0, sliding_window=None, rms_norm_eps=1e-5)
-    return _decoder("mistral", width, layers, 32, **(options | others))
-
-
-def _olmo2(width: int, layers: int, heads: int, *, ffn: int, kv: int | None = None) -> dict[str, Any]:
-    options = dict(vocab=100352, positions=4096, rope_theta=500000.0, rms_norm_eps=1e-6)
-    return _decoder("olmo2", width, layers, heads, ffn=ffn, kv=kv or heads, **options)
-
-
-def _smollm2(width: int, layers: int, heads: int, *, kv: int, ffn: int, rope_theta: float) -> dict[str, Any]:
-    options = dict(vocab=49152, positions=8192, tied=True, rms_norm_eps=1e-5, rope_theta=rope_theta)
-    return _decoder("llama", width, layers, heads, kv=kv, ffn=ffn, **options)
-
+_TIED = dict(tied=True)
+_LLAMA3 = dict(vocab=128256, positions=8192, kv=8, rope_theta=500000.0, rms_norm_eps=1e-5)
+_LLAMA31 = _LLAMA3 | _scaled(8.0)
+_LLAMA32 = _LLAMA3 | _scaled(32.0) | _TIED
+_QWEN25 = dict(vocab=152064, positions=32768, rope_theta=1000000.0, rms_norm_eps=1e-6)
+_SMALL_QWEN25 = _QWEN25 | dict(vocab=151936) | _TIED
+_QWEN3 = dict(vocab=151936, positions=40960, kv=8, head_dim=128, rope_theta=1000000.0, rms_norm_eps=1e-6)
+_GEMMA2 = dict(vocab=256000, positions=8192, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096)
+_GEMMA3 = _GEMMA2 | dict(vocab=262144, positions=32768, sliding_window=512)
+_MISTRAL = dict(vocab=32768, positions=32768, kv=8, rope_theta=1000000.0, sliding_window=None, rms_norm_eps=1e-5)
+_TEKKEN = _MISTRAL | dict(vocab=131072, head_dim=128)
+_OLMO2 = dict(vocab=100352, positions=4096, rope_theta=500000.0, rms_norm_eps=1e-6)
+_SMOLLM2 = dict(vocab=49152, positions=8192, rms_norm_eps=1e-5, rope_theta=100000.0) | _TIED
+_PHI3 = dict(vocab=32064, positions=4096, sliding_window=2047)
+_PHI4 = dict(vocab=100352, positions=16384, rope_theta=250000.0)
 
 # As a config.json has them.
 PRESETS = {
@@ -114,47 +98,49 @@ PRESETS = {
     "gpt-22b": _gpt(6144, 48, 64),
     "gpt-530b": _gpt(20480, 105, 128),
     "gpt-1t": _gpt(25600, 128, 160),
-    "llama3-8b": _llama3(4096, 32, 32, ffn=14336),
-    "llama3-70b": _llama3(8192, 80, 64, ffn=28672),
-    "llama3.1-8b": _llama3(4096, 32, 32, ffn=14336, scaled=8.0),
-    "llama3.1-70b": _llama3(8192, 80, 64, ffn=28672, scaled=8.0),
-    "llama3.1-405b": _llama3(16384, 126, 128, ffn=53248, scaled=8.0),
-    "llama3.2-1b": _llama3(2048, 16, 32, ffn=8192, scaled=32.0, tied=True, head_dim=64),
-    "llama3.2-3b": _llama3(3072, 28, 24, ffn=8192, scaled=32.0, tied=True),
-    "llama3.3-70b": _llama3(8192, 80, 64, ffn=28672, scaled=8.0),
-    "qwen2.5-0.5b": _qwen25(896, 24, 14, kv=2, ffn=4864, vocab=151936, tied=True),
-    "qwen2.5-1.5b": _qwen25(1536, 28, 12, kv=2, ffn=8960, vocab=151936, tied=True),
-    "qwen2.5-3b": _qwen25(2048, 36, 16, kv=2, ffn=11008, vocab=151936, tied=True),
-    "qwen2.5-7b": _qwen25(3584, 28, 28, kv=4, ffn=18944),
-    "qwen2.5-14b": _qwen25(5120, 48, 40, kv=8, ffn=13824),
-    "qwen2.5-32b": _qwen25(5120, 64, 40, kv=8, ffn=27648),
-    "qwen2.5-72b": _qwen25(8192, 80, 64, kv=8, ffn=29568),
-    "qwen3-0.6b": _qwen3(1024, 28, 16, ffn=3072, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 28, 16, ffn=6144, tied=True),
-    "qwen3-4b": _qwen3(2560, 36, 32, ffn=9728, tied=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, ffn=12288),
-    "qwen3-14b": _qwen3(5120, 40, 40, ffn=17408),
-    "qwen3-32b": _qwen3(5120, 64, 64, ffn=25600),
-    "gemma2-2b": _gemma("gemma2", 2304, 26, 8, kv=4, ffn=9216),
-    "gemma2-9b": _gemma("gemma2", 3584, 42, 16, kv=8, ffn=14336),
-    "gemma2-27b": _gemma("gemma2", 4608, 46, 32, kv=16, ffn=36864, head_dim=128, query_pre_attn_scalar=144),
-    "gemma3-1b": _gemma("gemma3_text", 1152, 26, 4, kv=1, ffn=6912, vocab=262144, positions=32768, sliding_window=512),
-    "mistral-7b-v0.1": _mistral(4096, 32, vocab=32000, ffn=14336, rope_theta=10000.0, sliding_window=4096),
-    "mistral-7b-v0.3": _mistral(4096, 32, vocab=32768, ffn=14336),
-    "mistral-nemo-12b": _mistral(5120, 40, vocab=131072, ffn=14336, head_dim=128, positions=131072),
-    "mistral-small-24b": _mistral(5120, 40, vocab=131072, ffn=32768, head_dim=128, rope_theta=100000000.0),
-    "olmo2-1b": _olmo2(2048, 16, 16, ffn=8192),
-    "olmo2-7b": _olmo2(4096, 32, 32, ffn=11008),
-    "olmo2-13b": _olmo2(5120, 40, 40, ffn=13824),
-    "olmo2-32b": _olmo2(5120, 64, 40, ffn=27648, kv=8),
-    "smollm2-135m": _smollm2(576, 30, 9, kv=3, ffn=1536, rope_theta=100000.0),
-    "smollm2-360m": _smollm2(960, 32, 15, kv=5, ffn=2560, rope_theta=100000.0),
-    "smollm2-1.7b": _smollm2(2048, 24, 32, kv=32, ffn=8192, rope_theta=130000.0),
-    "phi3-mini-4k": _decoder("phi3", 3072, 32, 32, kv=32, ffn=8192, vocab=32064, positions=4096, sliding_window=2047),
-    "phi3-medium-4k": _decoder(
-        "phi3", 5120, 40, 40, kv=10, ffn=17920, vocab=32064, positions=4096, sliding_window=2047
+    "llama3-8b": _decoder("llama", (4096, 32, 32), _LLAMA3, dict(ffn=14336)),
+    "llama3-70b": _decoder("llama", (8192, 80, 64), _LLAMA3, dict(ffn=28672)),
+    "llama3.1-8b": _decoder("llama", (4096, 32, 32), _LLAMA31, dict(ffn=14336)),
+    "llama3.1-70b": _decoder("llama", (8192, 80, 64), _LLAMA31, dict(ffn=28672)),
+    "llama3.1-405b": _decoder("llama", (16384, 126, 128), _LLAMA31, dict(ffn=53248)),
+    "llama3.2-1b": _decoder("llama", (2048, 16, 32), _LLAMA32, dict(ffn=8192, head_dim=64)),
+    "llama3.2-3b": _decoder("llama", (3072, 28, 24), _LLAMA32, dict(ffn=8192)),
+    "llama3.3-70b": _decoder("llama", (8192, 80, 64), _LLAMA31, dict(ffn=28672)),
+    "qwen2.5-0.5b": _decoder("qwen2", (896, 24, 14), _SMALL_QWEN25, dict(kv=2, ffn=4864)),
+    "qwen2.5-1.5b": _decoder("qwen2", (1536, 28, 12), _SMALL_QWEN25, dict(kv=2, ffn=8960)),
+    "qwen2.5-3b": _decoder("qwen2", (2048, 36, 16), _SMALL_QWEN25, dict(kv=2, ffn=11008)),
+    "qwen2.5-7b": _decoder("qwen2", (3584, 28, 28), _QWEN25, dict(kv=4, ffn=18944)),
+    "qwen2.5-14b": _decoder("qwen2", (5120, 48, 40), _QWEN25, dict(kv=8, ffn=13824)),
+    "qwen2.5-32b": _decoder("qwen2", (5120, 64, 40), _QWEN25, dict(kv=8, ffn=27648)),
+    "qwen2.5-72b": _decoder("qwen2", (8192, 80, 64), _QWEN25, dict(kv=8, ffn=29568)),
+    "qwen3-0.6b": _decoder("qwen3", (1024, 28, 16), _QWEN3, _TIED, dict(ffn=3072)),
+    "qwen3-1.7b": _decoder("qwen3", (2048, 28, 16), _QWEN3, _TIED, dict(ffn=6144)),
+    "qwen3-4b": _decoder("qwen3", (2560, 36, 32), _QWEN3, _TIED, dict(ffn=9728)),
+    "qwen3-8b": _decoder("qwen3", (4096, 36, 32), _QWEN3, dict(ffn=12288)),
+    "qwen3-14b": _decoder("qwen3", (5120, 40, 40), _QWEN3, dict(ffn=17408)),
+    "qwen3-32b": _decoder("qwen3", (5120, 64, 64), _QWEN3, dict(ffn=25600)),
+    "gemma2-2b": _decoder("gemma2", (2304, 26, 8), _GEMMA2, dict(kv=4, ffn=9216)),
+    "gemma2-9b": _decoder("gemma2", (3584, 42, 16), _GEMMA2, dict(kv=8, ffn=14336)),
+    "gemma2-27b": _decoder(
+        "gemma2", (4608, 46, 32), _GEMMA2, dict(kv=16, ffn=36864, head_dim=128, query_pre_attn_scalar=144)
     ),
-    "phi4": _decoder("phi3", 5120, 40, 40, kv=10, ffn=17920, vocab=100352, positions=16384, rope_theta=250000.0),
+    "gemma3-1b": _decoder("gemma3_text", (1152, 26, 4), _GEMMA3, dict(kv=1, ffn=6912)),
+    "mistral-7b-v0.1": _decoder(
+        "mistral", (4096, 32, 32), _MISTRAL, dict(vocab=32000, ffn=14336, rope_theta=10000.0, sliding_window=4096)
+    ),
+    "mistral-7b-v0.3": _decoder("mistral", (4096, 32, 32), _MISTRAL, dict(ffn=14336)),
+    "mistral-nemo-12b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=14336, positions=131072)),
+    "mistral-small-24b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=32768, rope_theta=100000000.0)),
+    "olmo2-1b": _decoder("olmo2", (2048, 16, 16), _OLMO2, dict(ffn=8192, kv=16)),
+    "olmo2-7b": _decoder("olmo2", (4096, 32, 32), _OLMO2, dict(ffn=11008, kv=32)),
+    "olmo2-13b": _decoder("olmo2", (5120, 40, 40), _OLMO2, dict(ffn=13824, kv=40)),
+    "olmo2-32b": _decoder("olmo2", (5120, 64, 40), _OLMO2, dict(ffn=27648, kv=8)),
+    "smollm2-135m": _decoder("llama", (576, 30, 9), _SMOLLM2, dict(kv=3, ffn=1536)),
+    "smollm2-360m": _decoder("llama", (960, 32, 15), _SMOLLM2, dict(kv=5, ffn=2560)),
+    "smollm2-1.7b": _decoder("llama", (2048, 24, 32), _SMOLLM2, dict(kv=32, ffn=8192, rope_theta=130000.0)),
+    "phi3-mini-4k": _decoder("phi3", (3072, 32, 32), _PHI3, dict(kv=32, ffn=8192)),
+    "phi3-medium-4k": _decoder("phi3", (5120, 40, 40), _PHI3, dict(kv=10, ffn=17920)),
+    "phi4": _decoder("phi3", (5120, 40, 40), _PHI4, dict(kv=10, ffn=17920)),
 }
 
 
