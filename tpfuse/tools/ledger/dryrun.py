@@ -243,6 +243,12 @@ def memory_table(r: DryRun) -> str:
     return table(("memory a rank", "DDP", "data_parallel", "FSDP"), rows)
 
 
+_RATIOS = """Counted is what the model on meta tensors does, formula the closed form of papers; a ratio is no error.
+- saved above 1: what embedding and head save, which the formula leaves out: most in few layers of a large vocabulary
+- flops below 1: keys that a causal mask or a window hides, which the formula computes; above 1: blocks computed again
+- sent above 1: vectors, statistics of the loss and tables of positions beside the tiles: most in few, narrow rows"""
+
+
 def report(r: DryRun) -> str:
     """Returns a dry run as text."""
     c, plan, held, work, s = r.config, r.plan, r.held, r.work, Shape.of(r.config)
@@ -257,7 +263,7 @@ def report(r: DryRun) -> str:
         (name, quantity(n, unit), quantity(formula, unit), f"{n / formula:.3f}" if formula else "-")
         for name, n, formula, unit in against_formulas(r)
     ]
-    counted = table(("a rank's", "counted", "formula", "ratio"), numbers)
+    counted = table(("a rank's", "counted", "formula", "ratio"), numbers) + f"\n{_RATIOS}"
     rows: list[tuple[object, ...]] = [
         ("tp", op, phase, calls, quantity(wire, "B")) for (op, phase), (calls, wire) in work.messages.items()
     ]

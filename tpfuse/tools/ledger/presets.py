@@ -53,15 +53,12 @@ _KEYS = dict(
 )  # of a config.json, by their short names here
 
 
-def _decoder(model_type: str, sizes: tuple[int, int, int], *options: Config) -> Config:
-    """Returns the config of a family of Llama's kind: width, layers and heads, then options, of which later ones count.
-
-    transformers' defaults stand for keys that are not here.
-    """
+def _decoder(model_type: str, sizes: tuple[int, int, int], common: Config, options: Config) -> Config:
+    """Returns the config of a family of Llama's kind: width, layers and heads, what its models have in common, and
+    this one's options, which go before.  transformers' defaults stand for keys that are not here."""
     config = dict[str, Any](zip(("hidden_size", "num_hidden_layers", "num_attention_heads"), sizes))
-    for option in options:
-        config |= {_KEYS.get(name, name): value for name, value in option.items()}
-    return config | dict(model_type=model_type)
+    named = {_KEYS.get(name, name): value for name, value in (common | options).items()}
+    return dict(model_type=model_type) | config | named
 
 
 def _scaled(factor: float) -> Config:
@@ -113,9 +110,9 @@ PRESETS = {
     "qwen2.5-14b": _decoder("qwen2", (5120, 48, 40), _QWEN25, dict(kv=8, ffn=13824)),
     "qwen2.5-32b": _decoder("qwen2", (5120, 64, 40), _QWEN25, dict(kv=8, ffn=27648)),
     "qwen2.5-72b": _decoder("qwen2", (8192, 80, 64), _QWEN25, dict(kv=8, ffn=29568)),
-    "qwen3-0.6b": _decoder("qwen3", (1024, 28, 16), _QWEN3, _TIED, dict(ffn=3072)),
-    "qwen3-1.7b": _decoder("qwen3", (2048, 28, 16), _QWEN3, _TIED, dict(ffn=6144)),
-    "qwen3-4b": _decoder("qwen3", (2560, 36, 32), _QWEN3, _TIED, dict(ffn=9728)),
+    "qwen3-0.6b": _decoder("qwen3", (1024, 28, 16), _QWEN3 | _TIED, dict(ffn=3072)),
+    "qwen3-1.7b": _decoder("qwen3", (2048, 28, 16), _QWEN3 | _TIED, dict(ffn=6144)),
+    "qwen3-4b": _decoder("qwen3", (2560, 36, 32), _QWEN3 | _TIED, dict(ffn=9728)),
     "qwen3-8b": _decoder("qwen3", (4096, 36, 32), _QWEN3, dict(ffn=12288)),
     "qwen3-14b": _decoder("qwen3", (5120, 40, 40), _QWEN3, dict(ffn=17408)),
     "qwen3-32b": _decoder("qwen3", (5120, 64, 64), _QWEN3, dict(ffn=25600)),
