@@ -15,7 +15,7 @@ median and quartiles of the ratio of neighbouring steps, in processor time of ra
 import argparse
 import pathlib
 
-from bench.bits.kinds import KINDS
+from bench.bits.kinds import ALL_KINDS
 from tpfuse.layers.block import SAVING
 from tpfuse.tools.options import DTYPES
 
@@ -28,13 +28,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     dtypes = [name for name in DTYPES if name != "fp16"]
-    for name, choices in (("kind", list(KINDS)), ("dtype", dtypes), ("saving", SAVING)):
+    for name, choices in (("kind", list(ALL_KINDS)), ("dtype", dtypes), ("saving", SAVING)):
         parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
     parser.add_argument("--cost", action="store_true", help="measure the cost in place of the bits")
     parser.add_argument("--width", type=int, action="append", help="of --cost; default: 512 and 1024")
     parser.add_argument("--rounds", type=int, default=9, help="of --cost: steps of each (default 9)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
     args = parser.parse_args(argv)
-    args.kind, args.dtype, args.saving = args.kind or list(KINDS), args.dtype or dtypes, args.saving or list(SAVING)
+    args.kind, args.dtype, args.saving = args.kind or list(ALL_KINDS), args.dtype or dtypes, args.saving or list(SAVING)
     args.width = args.width or list(WIDTHS)
     return args

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tpfuse.models import BertConfig, GPTConfig
+from tpfuse.models.families import FAMILIES
 from tpfuse.tools.bits.layouts import Layout
 
 LAYOUTS = Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)
@@ -29,6 +30,27 @@ KINDS: dict[str, Any] = {
         family="gemma2", **ODD, num_kv_heads=8, norm="gemma_rms", activation="gelu_tanh", rope=ROPE, branch_norm=True,
         attention_softcap=50.0, logit_softcap=30.0, scaled_embedding=True, **BARE, **DROPOUT,
     ),
+    "olmo2 odd": GPTConfig(
+        family="olmo2", **ODD, num_kv_heads=8, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
+        qk_norm_all=True, pre_norm=False, branch_norm=True, tie_embeddings=False, **BARE, **DROPOUT,
+    ),
     "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
     "bert odd": BertConfig(**ODD, **DROPOUT),
 }  # fmt: skip
+
+# Where a family's config.json can say it; all else is as transformers has it.
+SMALL = ODD | DROPOUT | dict(num_kv_heads=8, head_width=12, window=5)
+WINDOW_KEYS = dict(local_attention=8, sliding_window_pattern=2)
+
+
+def small(family: str) -> Any:
+    """Returns the configuration of a small model of a family, by its config.json."""
+    entry = FAMILIES[family]
+    keys = {names[0]: SMALL[field] for field, names in entry.hf_keys.items() if field in SMALL}
+    keys |= {key: n for key, n in WINDOW_KEYS.items() if key in (*entry.defaults, entry.pattern_key)}
+    config: Any = GPTConfig if entry.causal else BertConfig
+    return config.from_hf(dict(model_type=family) | keys)
+
+
+SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
+ALL_KINDS = KINDS | SMALL_KINDS

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from bench.bits import BATCH, NEW_TOKENS, SEQ, STEPS, V
-from bench.bits.kinds import KINDS, LAYOUTS
+from bench.bits.kinds import ALL_KINDS, LAYOUTS
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
 from tpfuse.tools.bits.command import MakeModel, random_batches
@@ -37,7 +37,7 @@ def rows(args: argparse.Namespace) -> list[Row]:
     for kind in args.kind:
         for dtype in args.dtype:
             for saving in args.saving:
-                make = MakeModel(KINDS[kind], None, DTYPES[dtype], saving)
+                make = MakeModel(ALL_KINDS[kind], None, DTYPES[dtype], saving)
                 layouts = compare(make, random_batches(make.config, BATCH, SEQ, STEPS), LAYOUTS, V)
                 tokens = _tokens(make)
                 result += [Row(kind, dtype, saving, x.layout, *_numbers(x, tokens)) for x in layouts]

@@ -12,7 +12,6 @@ import tpfuse
 from tests.bitwise.training import KINDS, differences, train
 from tpfuse import TensorParallel
 from tpfuse.layers import CrossAttention
-from tpfuse.layers.norm import SplitNorm
 from tpfuse.models import GPT, GPTConfig
 
 ODD = KINDS["gpt2 odd"]  # 227 tokens: leaves of 29, the last of 24
@@ -139,8 +138,6 @@ def test_other_leaves_are_told(ranks, tmp_path):
 
 def test_what_is_not_built_is_refused():
     tp = TensorParallel(bitwise=8)
-    with pytest.raises(ValueError, match="SplitNorm: .* are not built for bitwise"):
-        SplitNorm(64, tp=tp)
     with pytest.raises(ValueError, match="CrossAttention: it is not built for bitwise"):
         CrossAttention(64, 8, tp=tp)
     model = GPT(KINDS["gpt2"], tp=tp)

@@ -12,6 +12,7 @@ import torch
 from tests.bitwise.training import KINDS, LAYOUTS, Layout, differences, train
 from tpfuse.kernels.norm import core
 from tpfuse.kernels.runtime import op
+from tpfuse.layers import norm as split_norm
 from tpfuse.models import head
 from tpfuse.sequence_parallel.forms import leafwise
 from tpfuse.training.foreign import norm
@@ -75,22 +76,24 @@ def at_once(bwd, rows, order, wanted):
     return bwd(rows.dn, rows.dh, rows.saved, rows.mask, order=order, wanted=wanted._replace(leaves=1), out=rows.out)
 
 
-CURES = {
-    "sums over ranks": (op, "tree", in_order),
-    "sums over rows": (core, "by_leaves", at_once),
-    "row-parallel GEMM": (leafwise, "row_fwd", lambda x, w, leaves, tile: x @ w.t()),
-    "column-parallel dgrad": (leafwise, "column_dgrad", lambda dy, w, leaf: dy @ w),
-    "norms of leaves": (norm, "_leaf", lambda slice_of: None),
-    "sums over the vocabulary": (head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),
+CURES = {  # the kind that needs it, and where it is
+    "sums over ranks": ("gpt2", op, "tree", in_order),
+    "sums over rows": ("gpt2", core, "by_leaves", at_once),
+    "row-parallel GEMM": ("gpt2", leafwise, "row_fwd", lambda x, w, leaves, tile: x @ w.t()),
+    "column-parallel dgrad": ("gpt2", leafwise, "column_dgrad", lambda dy, w, leaf: dy @ w),
+    "norms of leaves": ("gpt2", norm, "_leaf", lambda slice_of: None),
+    "sums over the vocabulary": ("gpt2", head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),
+    "means over all heads": ("olmo2 odd", split_norm, "tree", in_order),
+    "gradients of these": ("olmo2 odd", split_norm, "per_leaf", lambda x, leaves: [x] * leaves),
 }
 
 
 def _without(world, cure, layout):
-    where, name, replacement = CURES[cure]
+    kind, where, name, replacement = CURES[cure]
     right = getattr(where, name)
     setattr(where, name, replacement)
     try:
-        return _train(world, "gpt2", layout, dict(dtype=torch.float32))
+        return _train(world, kind, layout, dict(dtype=torch.float32))
     finally:
         setattr(where, name, right)
 

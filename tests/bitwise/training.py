@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.bits.kinds import KINDS, LAYOUTS
+from bench.bits.kinds import ALL_KINDS, KINDS, LAYOUTS, SMALL_KINDS
 from tests.pool import World
 from tpfuse import TensorParallel, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tpfuse.layers.shards import named_specs
@@ -14,7 +14,7 @@ from tpfuse.models import GPT, Bert, BertConfig
 from tpfuse.tools.bits.difference import bits
 from tpfuse.tools.bits.layouts import Layout
 
-__all__ = ["KINDS", "LAYOUTS", "Layout", "Result", "differences", "train"]
+__all__ = ["KINDS", "LAYOUTS", "SMALL_KINDS", "Layout", "Result", "differences", "train"]
 
 
 class Result(NamedTuple):
@@ -41,7 +41,7 @@ def train(
     """Trains ``steps`` steps, from the checkpoint ``load`` on if there is one."""
     group = None if world is None else world.group
     tp = TensorParallel(group, sequence_parallel=sequence_parallel, bitwise=bitwise)
-    config = KINDS[kind]
+    config = ALL_KINDS[kind]
     options: Any = dict(tp=tp, seed=3, saving=saving)
     model = Bert(config, masked_lm=True, **options) if isinstance(config, BertConfig) else GPT(config, **options)
     model.to(dtype).train()

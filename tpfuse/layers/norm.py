@@ -9,7 +9,7 @@ from ..collectives import copy, copy_within, reduce
 from ..kernels.norm import KINDS, check_kind, layer_norm, rms_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
-from ..kernels.runtime.leaves import cut
+from ..kernels.runtime.leaves import cut, tree
 from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .hooks import served
@@ -119,9 +119,6 @@ class SplitNorm(RMSNorm):
         check(not KINDS[kind].centred, f"SplitNorm: kind must be an RMSNorm's, got {kind!r}")
         self.copies = copies
         super().__init__(normalized_shape, eps, kind=kind, tp=tp, dtype=dtype, device=device)
-        check(
-            self.tp.bitwise is None, "SplitNorm: norms over a split width (qk_norm_all) are not built for bitwise yet"
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, ...], of which a row is this rank's slice -> the same shape"""
@@ -138,15 +135,33 @@ def normed(q_norm: RMSNorm, k_norm: RMSNorm, q: Tensor, k: Tensor) -> list[Tenso
 def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
     tp, weights = norms[0].tp, [copy_within(local(n.weight), n.tp, n.copies) for n in norms]
     rows = [x.reshape(len(x), -1) for x in xs]
-    if tp.size == 1:
+    if tp.size == 1 and tp.bitwise is None:
         normed_rows = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
     else:
-        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1] for x in rows]
-        total = copy(reduce(torch.stack(squares), tp), tp)  # which each rank goes on to use differently
-        squares = list(total.div(tp.size).unbind(0))
-        rows_of_norms = zip(rows, squares, weights, norms, strict=True)
-        normed_rows = [_Scaled.apply(x, mean + n.eps, w, KINDS[n.kind].offset) for x, mean, w, n in rows_of_norms]
+        normed_rows = _normed_by_leaves(norms, rows, weights)
     return [y.view(x.shape) for x, y in zip(xs, normed_rows, strict=True)]
+
+
+def _normed_by_leaves(norms: list[SplitNorm], rows: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Returns norms of rows [M, D/R], whose means are trees over leaves of the D; without ``tp.bitwise`` a rank is
+    one."""
+    tp = norms[0].tp
+    leaves = max(tp.leaves, 1)
+    pieces = [cut("SplitNorm", x, 1, leaves) for x in rows]
+    squares = [torch.stack([_mean_of_squares(x) for x in leaf]) for leaf in zip(*pieces, strict=True)]
+    total = copy(reduce(tree(squares), tp), tp)  # which each rank goes on to use differently
+    means = per_leaf(total.div(tp.size * leaves), leaves)  # each [norms, M]
+    normed_rows = []
+    for i, (n, xs, w) in enumerate(zip(norms, pieces, weights, strict=True)):
+        of_leaves = zip(xs, w.chunk(leaves), means, strict=True)
+        scaled = [_Scaled.apply(x, mean[i] + n.eps, w_v, KINDS[n.kind].offset) for x, w_v, mean in of_leaves]
+        normed_rows.append(torch.cat(scaled, 1))
+    return normed_rows
+
+
+def _mean_of_squares(x: Tensor) -> Tensor:
+    """x [M, n] -> [M], in fp32 (fp64 of fp64)"""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=acc_dtype(x)).square() / x.shape[1]
 
 
 class _Scaled(Function):

@@ -1,19 +1,14 @@
 """Steps of training at several layouts, in this session's processes; each family of models."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from tests.bitwise.training import KINDS
-from tests.models.families import encoders
-from tests.models.families.test_llama_like import ROPE
-from tests.models.test_fuzz import Case, their_config
-from tpfuse.models import BertConfig, config_from_hf
-from tpfuse.models.families import CAUSAL, FAMILIES
+from tests.bitwise.training import KINDS, LAYOUTS, SMALL_KINDS
 from tpfuse.sequence_parallel.forms import leafwise
 from tpfuse.tools.bits.command import MakeModel, random_batches
 from tpfuse.tools.bits.layouts import COLUMNS, Layout, compare
-
-LAYOUTS = [Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)]
 
 
 def _compared(world, make, layouts, bitwise, steps):
@@ -53,50 +48,21 @@ def test_a_fault_is_named(ranks):
 
 # ---- every family ----
 
-# 8 heads of 6 columns, 296 columns in the MLP, and 97 words, which no number of leaves divides
-SIZES = dict(heads=8, kv_heads=8, head_width=6, hidden=48, ffn=296, vocab=97, layers=2)
-REFUSED = {"olmo2": "SplitNorm: norms over a split width (qk_norm_all) are not built for bitwise yet"}
-
-
-def _family(name):
-    """A small config of the family, by the words of transformers."""
-    if name in CAUSAL:
-        forms = dict(window=5, share=0.5, full_layers=1, rope=ROPE, biased=True, tied=name != "gpt_neox")
-        config = their_config(Case(name, **SIZES, **forms, lengths=(), rows="", R=1, sp=False))
-        if name in ("gpt2", "gpt_neox"):
-            config.update(dict(n_embd=48) if name == "gpt2" else {})
-        return config_from_hf(config.to_dict())
-    if name == "bert":
-        return KINDS["bert odd"]
-    cls, sizes = encoders.FAMILIES[name]
-    heads = (
-        dict(n_heads=8, hidden_dim=296) if name == "distilbert" else dict(num_attention_heads=8, intermediate_size=296)
-    )
-    return config_from_hf(cls(**encoders.SIZES | sizes | heads).to_dict())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SMALL_KINDS)
 def test_every_family(ranks, name, dtype):
-    """The same bits, or refused by name."""
-    config = _family(name)
-    assert config.family == name and isinstance(config, BertConfig) == (name not in CAUSAL)
-    make = MakeModel(config, None, dtype, "fastest")
-    if name in REFUSED:
-        with pytest.raises(ValueError) as refusal:
-            ranks(4, _compared, make, LAYOUTS, 8, 2)
-        assert str(refusal.value) == REFUSED[name]
-        return
+    make = MakeModel(SMALL_KINDS[name], None, dtype, "fastest")
     bits, *_ = ranks(4, _compared, make, LAYOUTS, 8, 2)
-    assert bits.same and [row.layout for row in bits] == LAYOUTS, str(bits)
+    assert bits.same and [row.layout for row in bits] == [*LAYOUTS], str(bits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves, names", [(4, "1, 2 or 4"), (2, "1 or 2")])
 def test_fewer_kv_heads_than_leaves(ranks, leaves, names):
     """Refused by the leaves that work, with which bits are the same."""
-    config = config_from_hf(dict(_family("llama").to_hf(), num_key_value_heads=leaves))
+    config = dataclasses.replace(KINDS["llama"], num_kv_heads=leaves)
     make = MakeModel(config, None, torch.float32, "fastest")
     with pytest.raises(
         ValueError, match=f"num_kv_heads={leaves} is not divisible by bitwise=8 leaves; use bitwise {names}"
