@@ -203,15 +203,16 @@ def copy(x: Tensor, tp: TensorParallel) -> Tensor:
 class _CopyWithin(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
-        ctx.args = copies, tp.size, tp.group_name
+        ctx.args = copies, tp
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.args[0] == 1:
+        copies, tp = ctx.args
+        if copies == 1:
             return dy, None, None
-        return reduce_parts(all_gather_copies(dy.contiguous(), *ctx.args)), None, None
+        return summed(all_gather_copies(dy.contiguous(), copies, tp.size, tp.group_name), tp), None, None
 
 
 def copy_within(x: Tensor, tp: TensorParallel, copies: int) -> Tensor:

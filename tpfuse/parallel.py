@@ -134,6 +134,11 @@ class TensorParallel:
         return 0 if self.bitwise is None else self.bitwise // self.size
 
     @property
+    def all_leaves(self) -> int:
+        """The number of leaves of a split dimension; without ``bitwise`` a rank's slice is one."""
+        return self.size if self.bitwise is None else self.bitwise
+
+    @property
     def row_leaves(self) -> int:
         """The number of leaves of the rows that this rank holds between GEMMs; 0 without ``bitwise``."""
         return 0 if self.bitwise is None else self.bitwise // self.row_shards
@@ -164,13 +169,18 @@ class TensorParallel:
             raise ValueError(f"{name}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
         return n // self.size
 
+    def rank_copies(self, copies: int) -> int:
+        """Returns how many consecutive ranks have the same slice where ``copies`` consecutive leaves have."""
+        return max(1, copies // max(self.leaves, 1))
+
     def chunk(self, n: int, name: str = "size", copies: int = 1) -> tuple[int, int]:
         """Returns (start, stop) of this rank's slice, split as by torch.chunk.  ValueError if a rank gets nothing.
 
-        ``copies`` consecutive ranks have the same slice.  With ``bitwise`` a slice is of whole leaves, each of
-        ceil(n / bitwise), so that those of one split are joined by another.
+        ``copies`` consecutive leaves, without ``bitwise`` ranks, have the same slice.  With ``bitwise`` a slice is of
+        whole leaves, each of ceil(n / bitwise), so that those of one split are joined by another.
         """
-        size, rank = self.size // copies, self.rank // copies
+        ranks = self.rank_copies(copies)
+        size, rank = self.size // ranks, self.rank // ranks
         step = self.slice_size(n, name, copies)
         if step * (size - 1) >= n:
             raise ValueError(
@@ -181,13 +191,16 @@ class TensorParallel:
     def slice_size(self, n: int, name: str = "size", copies: int = 1) -> int:
         """Returns the number of elements in a rank's slice of n (:meth:`chunk`), of which the last ranks may have
         fewer."""
-        return -(-n // (self.size // copies)) if self.bitwise is None else self.leaf(n, name) * self.leaves * copies
+        if self.bitwise is None:
+            return -(-n // (self.size // copies))
+        return self.leaf(n, name, copies) * max(1, self.leaves // copies)
 
-    def leaf(self, n: int, name: str = "size") -> int:
+    def leaf(self, n: int, name: str = "size", copies: int = 1) -> int:
         """Returns the size of a leaf of n elements, the last perhaps less; ValueError if one would have none."""
         assert self.bitwise is not None
-        step = -(-n // self.bitwise)
-        if step * (self.bitwise - 1) >= n:
+        different = self.bitwise // copies
+        step = -(-n // different)
+        if step * (different - 1) >= n:
             works = [d for d in BITWISE if -(-n // d) * (d - 1) < n]
             raise ValueError(
                 f"{name}={n} leaves one of bitwise={self.bitwise} leaves empty; use bitwise {_either(works)}"

@@ -22,16 +22,20 @@ KINDS: dict[str, Any] = {
         family="llama", hidden_size=64, num_heads=16, num_kv_heads=8, num_layers=2, vocab_size=96, ffn_size=176,
         norm="rms", activation="silu", rope=ROPE, tie_embeddings=False, max_positions=32, **BARE, **DROPOUT,
     ),
+    "qwen2 odd": GPTConfig(
+        family="qwen2", **ODD, num_kv_heads=2, head_width=12, norm="rms", activation="silu", rope=ROPE,
+        **BARE | dict(qkv_bias=True), **DROPOUT,
+    ),
     "qwen3 odd": GPTConfig(
-        family="qwen3", **ODD, num_kv_heads=8, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
+        family="qwen3", **ODD, num_kv_heads=2, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
         **BARE, **DROPOUT,
     ),
     "gemma odd": GPTConfig(
-        family="gemma2", **ODD, num_kv_heads=8, norm="gemma_rms", activation="gelu_tanh", rope=ROPE, branch_norm=True,
+        family="gemma2", **ODD, num_kv_heads=1, norm="gemma_rms", activation="gelu_tanh", rope=ROPE, branch_norm=True,
         attention_softcap=50.0, logit_softcap=30.0, scaled_embedding=True, **BARE, **DROPOUT,
     ),
     "olmo2 odd": GPTConfig(
-        family="olmo2", **ODD, num_kv_heads=8, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
+        family="olmo2", **ODD, num_kv_heads=4, head_width=12, norm="rms", activation="silu", rope=ROPE, qk_norm=True,
         qk_norm_all=True, pre_norm=False, branch_norm=True, tie_embeddings=False, **BARE, **DROPOUT,
     ),
     "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
@@ -39,7 +43,7 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 # Where a family's config.json can say it; all else is as transformers has it.
-SMALL = ODD | DROPOUT | dict(num_kv_heads=8, head_width=12, window=5)
+SMALL = ODD | DROPOUT | dict(num_kv_heads=2, head_width=12, window=5)
 WINDOW_KEYS = dict(local_attention=8, sliding_window_pattern=2)
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.bitwise.training import KINDS, LAYOUTS, Layout, differences, train
 from tpfuse.kernels.norm import core
 from tpfuse.kernels.runtime import op
+from tpfuse.layers import module
 from tpfuse.layers import norm as split_norm
 from tpfuse.models import head
 from tpfuse.sequence_parallel.forms import leafwise
@@ -85,6 +86,7 @@ CURES = {  # the kind that needs it, and where it is
     "sums over the vocabulary": ("gpt2", head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),
     "means over all heads": ("olmo2 odd", split_norm, "tree", in_order),
     "gradients of these": ("olmo2 odd", split_norm, "per_leaf", lambda x, leaves: [x] * leaves),
+    "copies of kv heads": ("qwen2 odd", module, "per_leaf", lambda x, leaves: [x] * leaves),
 }
 
 

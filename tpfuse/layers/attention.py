@@ -3,7 +3,8 @@
 x [m, D] -> qkv [M, G/R, Q + 2, E] -> o [M, H/R E] -> parts [R, m, D] -> sum + bias [m, D]
 
 Where kv heads are fewer than ranks (G < R), R/G ranks in a row hold the same kv head beside query heads of their own,
-and its gradient is summed over them.
+and its gradient is summed over them.  With ``tp.bitwise`` the same holds of leaves, V in place of R, at every R: each
+has its copy of a kv head, and a rank has V/R leaves.
 """
 
 from functools import partial
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy_within
 from ..kernels.attn.op import attend
 from ..kernels.attn.options import Options, as_key_mask, default_seq
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
@@ -21,23 +21,23 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import derived
 from ..kernels.runtime.philox import active_rng, threshold
 from ..kernels.runtime.rules import POSITIVE, check_numbers
-from ..parallel import TensorParallel
+from ..parallel import BITWISE, TensorParallel
 from ..sequence_parallel import gather_attention_exchange
 from .cache import KVCache, Seeing
 from .call import CALL, Call, Rope, required
 from .hooks import hooked
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
-from .module import Origin, ParallelModule, check_rows, local, replicated
+from .module import Origin, ParallelModule, check_rows, leaf_slices, local, replicated
 from .norm import HeadNorm, RMSNorm, SplitNorm, normed
 from .shapes import INIT, AttentionShape, Init
 from .sites import sites
 
 
 class CopiedKV(ColumnProjection):
-    """The qkv projection where ``copies`` ranks in a row share a kv head: q [H, E, D], kv [G, 2, E, D] and biases.
+    """The qkv projection where ``copies`` leaves in a row share a kv head: q [H, E, D], kv [G, 2, E, D] and biases.
 
-    ``heads`` query heads share each of ``groups`` kv heads.  Initial values are those of qkv [G, Q + 2, E, D], the
-    layout for fewer ranks.
+    Without ``tp.bitwise`` a rank is a leaf.  ``heads`` query heads share each of ``groups`` kv heads.  Initial values
+    are those of qkv [G, Q + 2, E, D], the layout for fewer ranks.
     """
 
     q: nn.Parameter
@@ -75,15 +75,15 @@ class CopiedKV(ColumnProjection):
         self.initialize_alone()
 
     def flat(self) -> tuple[Tensor, Tensor | None]:
-        """Returns weight [(H/R + 2) E, D] of this rank's query heads, k and v, and its bias."""
+        """Returns weight [(H/R + 2 L) E, D] of the L leaves here, each its query heads, k and v, and the bias."""
         weight = derived(self._joined, local(self.q), local(self.kv))
         if self.q_bias is None or self.kv_bias is None:
             return weight, None
-        kv_bias = copy_within(local(self.kv_bias), self.tp, self.copies)
-        return weight, torch.cat([local(self.q_bias).flatten(), kv_bias.flatten()])
+        return weight, self._joined(local(self.q_bias), local(self.kv_bias))
 
     def _joined(self, q: Tensor, kv: Tensor) -> Tensor:
-        return torch.cat([q.flatten(0, 1), copy_within(kv, self.tp, self.copies).flatten(0, 2)])
+        copies = torch.cat(leaf_slices(kv, self.tp, self.copies))
+        return torch.cat([q.unflatten(0, (len(copies), -1)), copies], 1).flatten(0, 2)
 
 
 def _in_qkv(i: np.ndarray, *, stride: int, start: int, per_group: int, size: int) -> np.ndarray:
@@ -169,18 +169,16 @@ class ParallelAttention(ParallelModule):
         self.head_width = E = D // H if shape.head_width is None else shape.head_width
         self.first_head = tp.rank * tp.divide_leaves(H, "ParallelAttention: num_heads")
         heads, dtype, device = H // groups, init.dtype, init.device
-        if tp.bitwise is not None:
-            tp.divide_leaves(groups, "ParallelAttention: num_kv_heads")
-        if groups % tp.size == 0:
-            copies = 1
+        copies = 1
+        if groups % tp.all_leaves == 0:
             self.groups, self.heads_per_group = groups // tp.size, heads + 2  # of each: query heads, k and v
             self.qkv = ColumnParallelLinear(
                 D, (groups, heads + 2, E), shape.bias, tp=tp, init_std=init.std, dtype=dtype, device=device
             )
         else:
-            check(tp.size % groups == 0, _kv_heads_error(H, groups, tp.size))
-            copies = tp.size // groups
-            self.groups, self.heads_per_group = 1, heads // copies + 2
+            check(tp.all_leaves % groups == 0, _kv_heads_error(H, groups, tp))
+            copies = tp.all_leaves // groups
+            self.groups, self.heads_per_group = max(tp.leaves, 1), heads // copies + 2
             self.qkv = CopiedKV(
                 D, groups=groups, heads=heads, head_width=E, copies=copies, bias=shape.bias, tp=tp, init_std=init.std,
                 dtype=dtype, device=device,
@@ -300,9 +298,12 @@ def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     return rotated_qkv
 
 
-def _kv_heads_error(heads: int, groups: int, size: int) -> str:
-    works = [r for r in range(1, heads + 1) if heads % r == 0 and (groups % r == 0 or r % groups == 0)]
+def _kv_heads_error(heads: int, groups: int, tp: TensorParallel) -> str:
+    name, got, sizes = "size", f"tensor-parallel size {tp.size}", [*range(1, heads + 1)]
+    if tp.bitwise is not None:
+        name, got, sizes = "bitwise", f"bitwise={tp.bitwise}", [*BITWISE]
+    works = [r for r in sizes if heads % r == 0 and (groups % r == 0 or r % groups == 0)]
     return (
-        f"ParallelAttention: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other;"
-        f" use size {', '.join(map(str, works))}"
+        f"ParallelAttention: num_kv_heads={groups} and {got}: one must divide the other;"
+        f" use {name} {', '.join(map(str, works))}"
     )

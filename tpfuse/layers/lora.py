@@ -65,7 +65,9 @@ class ColumnLoRA(Adapter):
             width = sum(n for n, module in projections if module in adapted)
             shape = (spec.shape[0], width, *spec.shape[2:-1]) if len(projections) > 1 else spec.shape[:-1]
             if width:
-                self.add_parameter(name, (*shape, rank), 0, "zeros", copies=spec.copies, dtype=dtype, device=device)
+                self.add_parameter(
+                    name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, dtype=dtype, device=device
+                )
             self.leaves[leaf] = [s.stop - s.start for s in spec.local(layer.tp)], name if width else None
 
     def block(self, leaf: str, b: Tensor | None = None) -> Tensor:

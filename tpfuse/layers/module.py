@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives import copy
+from ..collectives import copy, copy_within
 from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.op import acc_dtype
@@ -83,11 +83,13 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Registers this rank's slice of a parameter of the full ``shape``, not yet initialised.
 
-        ``dtype`` and ``device`` as torch's layers take them; the rest as in :class:`Spec`.
+        ``dtype`` and ``device`` as torch's layers take them; ``copies`` leaves, without ``tp.bitwise`` ranks, in a row
+        hold the same slice; the rest as in :class:`Spec`.
         """
         if not isinstance(init, str):
             check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
-        spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=copies, origin=origin)
+        ranks = self.tp.rank_copies(copies)
+        spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=ranks, leaf_copies=copies, origin=origin)
         values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], dtype=dtype, device=device)
         self.register_parameter(name, nn.Parameter(values))
         self._announce([spec])
@@ -317,8 +319,21 @@ class _PerLeaf(Function):
 
 def per_leaf(x: Tensor, leaves: int) -> tuple[Tensor, ...]:
     """Returns x once for each leaf; its gradient is the sum of theirs as a binary tree."""
+    if leaves == 1:
+        return (x,)
     copies: Tensor = _PerLeaf.apply(x, leaves)
     return copies.unbind(0)
+
+
+def leaf_slices(x: Tensor, tp: TensorParallel, copies: int) -> list[Tensor]:
+    """Returns the slice of each leaf here (without ``tp.bitwise`` the rank's) of a parameter split in dimension 0.
+
+    ``copies`` leaves in a row have the same slice, whose gradient is the sum of theirs, as a binary tree.
+    """
+    leaves = max(tp.leaves, 1)
+    here = min(copies, leaves)
+    slices = copy_within(x, tp, tp.rank_copies(copies)).chunk(leaves // here)
+    return [leaf for piece in slices for leaf in per_leaf(piece, here)]
 
 
 def check_rows(name: str, x: Tensor, width: int, *, tp: TensorParallel, batch: int, seq: int | None) -> None:

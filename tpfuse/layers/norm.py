@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy, copy_within, reduce
+from ..collectives import copy, reduce
 from ..kernels.norm import KINDS, check_kind, layer_norm, rms_norm
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
@@ -13,7 +13,7 @@ from ..kernels.runtime.leaves import cut, tree
 from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .hooks import served
-from .module import ParallelModule, local, per_leaf, replicated
+from .module import ParallelModule, leaf_slices, local, per_leaf, replicated
 from .shapes import NormShape
 
 
@@ -22,7 +22,7 @@ class LayerNorm(ParallelModule):
 
     kind = "layer"
     dim: ClassVar[int | None] = None  # on which its weight is split over the ranks
-    copies = 1  # ranks in a row that hold the same slice of it
+    copies = 1  # leaves in a row that hold the same slice of it
     shards_input = True  # True also for whole rows: a norm acts on each row alone
     repr_fields = "normalized_shape", "eps"
     weight: nn.Parameter
@@ -98,8 +98,8 @@ class HeadNorm(RMSNorm):
 class SplitNorm(RMSNorm):
     """An RMSNorm over a width that is split over the ranks, x [M, ..., D/R]: all query heads together, say.
 
-    The weight is split as x is.  ``copies`` ranks in a row hold the same slice of both, which counts once: the mean of
-    the squares is the mean of the ranks' means.
+    The weight is split as x is.  ``copies`` leaves, without ``tp.bitwise`` ranks, in a row hold the same slice of both,
+    which counts once: the mean of the squares is the mean of their means.
     """
 
     dim = 0
@@ -133,16 +133,16 @@ def normed(q_norm: RMSNorm, k_norm: RMSNorm, q: Tensor, k: Tensor) -> list[Tenso
 
 
 def _normed_together(norms: list[SplitNorm], xs: list[Tensor]) -> list[Tensor]:
-    tp, weights = norms[0].tp, [copy_within(local(n.weight), n.tp, n.copies) for n in norms]
+    tp, weights = norms[0].tp, [leaf_slices(local(n.weight), n.tp, n.copies) for n in norms]
     rows = [x.reshape(len(x), -1) for x in xs]
     if tp.size == 1 and tp.bitwise is None:
-        normed_rows = [rms_norm(x, w, n.eps, kind=n.kind) for x, w, n in zip(rows, weights, norms, strict=True)]
+        normed_rows = [rms_norm(x, w, n.eps, kind=n.kind) for x, (w,), n in zip(rows, weights, norms, strict=True)]
     else:
         normed_rows = _normed_by_leaves(norms, rows, weights)
     return [y.view(x.shape) for x, y in zip(xs, normed_rows, strict=True)]
 
 
-def _normed_by_leaves(norms: list[SplitNorm], rows: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+def _normed_by_leaves(norms: list[SplitNorm], rows: list[Tensor], weights: list[list[Tensor]]) -> list[Tensor]:
     """Returns norms of rows [M, D/R], whose means are trees over leaves of the D; without ``tp.bitwise`` a rank is
     one."""
     tp = norms[0].tp
@@ -153,7 +153,7 @@ def _normed_by_leaves(norms: list[SplitNorm], rows: list[Tensor], weights: list[
     means = per_leaf(total.div(tp.size * leaves), leaves)  # each [norms, M]
     normed_rows = []
     for i, (n, xs, w) in enumerate(zip(norms, pieces, weights, strict=True)):
-        of_leaves = zip(xs, w.chunk(leaves), means, strict=True)
+        of_leaves = zip(xs, w, means, strict=True)
         scaled = [_Scaled.apply(x, mean[i] + n.eps, w_v, KINDS[n.kind].offset) for x, w_v, mean in of_leaves]
         normed_rows.append(torch.cat(scaled, 1))
     return normed_rows

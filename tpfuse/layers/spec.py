@@ -14,7 +14,8 @@ class Spec:
 
     ``shape`` is the full shape, ``dim`` the dimension it is sharded on (None: replicated), ``init`` its standard
     deviation at the start (or "ones" or "zeros"; None: initialised elsewhere).  A shard is one contiguous slice, split
-    as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks).
+    as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks), and
+    ``leaf_copies`` leaves do (TensorParallel.all_leaves).
     ``origin``: the initial values are those of another parameter's elements, so that a layout which depends on the
     number of ranks does not change them.
     """
@@ -23,6 +24,7 @@ class Spec:
     dim: int | None
     init: float | str | None
     copies: int = 1
+    leaf_copies: int = 1
     origin: "Origin | None" = None
 
     @property
@@ -34,7 +36,7 @@ class Spec:
         """Returns this rank's slice of the full tensor."""
         full = [slice(0, n) for n in self.shape]
         if self.dim is not None:
-            full[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.copies))
+            full[self.dim] = slice(*tp.chunk(self.shape[self.dim], copies=self.leaf_copies))
         return tuple(full)
 
 

@@ -28,7 +28,7 @@ def to_dtensor(x: Tensor, spec: Spec, tp: TensorParallel, mesh: DeviceMesh) -> D
     if spec.dim is not None:
         n, chunk = spec.shape[spec.dim], -(-spec.spread[spec.dim] // tp.size)
         check(
-            tp.slice_size(n, copies=spec.copies) == chunk,
+            tp.slice_size(n, copies=spec.leaf_copies) == chunk,
             f"a parameter of shape {spec.shape} over {tp.size} ranks with bitwise={tp.bitwise} is in slices of whole"
             f" leaves, which no DTensor has, nor a state dictionary: {n} is not divisible by {tp.bitwise}."
             " tpfuse.save_checkpoint and save_pretrained write it; or pad that dimension",

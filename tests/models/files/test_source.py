@@ -47,7 +47,7 @@ def test_what_is_read_is_written():
 @pytest.mark.parametrize("R", [2, 4])
 def test_a_rank_reads_its_own_rows(R):
     """Of 2 kv heads over 4 ranks, each is read by two."""
-    some = [(WEIGHT, FUSED)] if R == 2 else [(Q, APART), (KV, replace(KV_APART, copies=2))]
+    some = [(WEIGHT, FUSED)] if R == 2 else [(Q, APART), (KV, replace(KV_APART, copies=2, leaf_copies=2))]
     for rank in range(R):
         noted = Noted()
         for source, spec in some:

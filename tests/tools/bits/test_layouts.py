@@ -1,7 +1,5 @@
 """Steps of training at several layouts, in this session's processes; each family of models."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -56,17 +54,3 @@ def test_every_family(ranks, name, dtype):
     make = MakeModel(SMALL_KINDS[name], None, dtype, "fastest")
     bits, *_ = ranks(4, _compared, make, LAYOUTS, 8, 2)
     assert bits.same and [row.layout for row in bits] == [*LAYOUTS], str(bits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("leaves, names", [(4, "1, 2 or 4"), (2, "1 or 2")])
-def test_fewer_kv_heads_than_leaves(ranks, leaves, names):
-    """Refused by the leaves that work, with which bits are the same."""
-    config = dataclasses.replace(KINDS["llama"], num_kv_heads=leaves)
-    make = MakeModel(config, None, torch.float32, "fastest")
-    with pytest.raises(
-        ValueError, match=f"num_kv_heads={leaves} is not divisible by bitwise=8 leaves; use bitwise {names}"
-    ):
-        ranks(4, _compared, make, LAYOUTS, 8, 1)
-    layouts = [layout for layout in LAYOUTS if layout.size <= leaves]
-    assert ranks(4, _compared, make, layouts, leaves, 2)[0].same

@@ -52,7 +52,7 @@ def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
         return p
     n = spec.shape[spec.dim]
     rows = p.movedim(spec.dim, 0)
-    chunk = tp.slice_size(n, copies=spec.copies)
+    chunk = tp.slice_size(n, copies=spec.leaf_copies)
     padded = torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])])
     shards = all_gather(padded, tp.size, tp.group_name)[:: spec.copies]
     return shards.flatten(0, 1)[:n].movedim(0, spec.dim).contiguous()

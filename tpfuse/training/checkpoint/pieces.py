@@ -44,13 +44,16 @@ class Stored(NamedTuple):
 def piece(x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
     """Returns what is here of the tensor that ``x`` is a slice of, sharing its memory.
 
-    ``x`` is shaped as a parameter of this ``spec``: a DTensor, a plain slice, or the whole.
+    ``x`` is shaped as a parameter of this ``spec``: a DTensor, a plain slice, or the whole.  With ``tp.bitwise`` copies
+    of a slice are one piece, so that the whole is the same at every split; else they stand one after another.
     """
     x = x.detach()
     if isinstance(x, DTensor):
         check_whole(x, spec)
         (chunk,) = x.__create_chunk_list__()
         return Piece(x.to_local(), tuple(chunk.offsets), tuple(x.shape))
+    if tp.bitwise is not None:
+        return Piece(x, tuple(s.start for s in spec.local(tp)), spec.shape)
     offset = [0] * x.dim()
     if spec.dim is not None and tp.size > 1:
         offset[spec.dim], _ = tp.chunk(spec.spread[spec.dim])

@@ -97,7 +97,7 @@ def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]
 
 def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collection[str]) -> None:
     """ValueError where a checkpoint is not of this model, of which other ranks hold the parameters ``elsewhere``."""
-    wanted = {f"model.{name}": spec.spread for name, (_, spec, _) in entries.items()}
+    wanted = {f"model.{name}": piece(p, spec, tp).shape for name, (p, spec, tp) in entries.items()}
     for name, shape in wanted.items():
         got = stored[name][1] if name in stored else "none"
         if got != shape:
@@ -143,7 +143,7 @@ def fresh(path: Path, entries: Entries, stored: Stock, with_optimizer: bool) -> 
         prefix = f"optimizer.{name}."
         for key in _keys(stored, prefix) if with_optimizer else ():
             dtype, shape = stored[key]
-            if shape == spec.spread:
+            if shape == local.shape:
                 pieces[key] = _empty(local, dtype)
             elif shape in ((), (1,)):
                 pieces[key] = full_piece(torch.empty(shape, dtype=dtype))
@@ -168,11 +168,11 @@ def optimizer_state(
         return {}
     on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     state: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for name, (p, spec, _) in entries.items():
-        prefix = f"optimizer.{name}."
+    for name, (p, spec, tp) in entries.items():
+        prefix, whole = f"optimizer.{name}.", piece(p, spec, tp).shape
         values = {}
         for key in _keys(values_read, prefix):
-            shaped = values_read[key].shape == spec.spread
+            shaped = values_read[key].shape == whole
             value = values_read[key].local.to(p.device if shaped or stepped(p) in on_device else "cpu")
             values[key.removeprefix(prefix)] = _as_parameter(value, p) if shaped else value
         state[p] = values

@@ -22,13 +22,14 @@ class GradPart(NamedTuple):
     """This rank's elements of a gradient, the groups over which it is sharded, and how many ranks in each have the same
     elements.
 
-    ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``).
+    ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``), and
+    how many of those here have the same elements; ``copies`` counts leaves then.
     """
 
     elements: Tensor
     groups: tuple[str, ...] = ()
     copies: int = 1
-    leaf: tuple[int, int] | None = None
+    leaf: tuple[int, int, int] | None = None
 
 
 def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
@@ -46,12 +47,15 @@ def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
         return GradPart(grad, tuple(groups))
     if not covered and slice_of.tp.group_name is not None:
         groups[slice_of.tp.group_name] = None
-    return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf)
+    return GradPart(grad, tuple(groups), slice_of.spec.copies if leaf is None else slice_of.spec.leaf_copies, leaf)
 
 
-def _leaf(slice_of: Whole) -> tuple[int, int] | None:
+def _leaf(slice_of: Whole) -> tuple[int, int, int] | None:
     spec, tp = slice_of
-    return None if tp.bitwise is None or spec.dim is None else (spec.dim, tp.leaf(spec.shape[spec.dim]))
+    if tp.bitwise is None or spec.dim is None:
+        return None
+    width = tp.leaf(spec.shape[spec.dim], copies=spec.leaf_copies)
+    return spec.dim, width, spec.leaf_copies // spec.copies
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -105,9 +109,9 @@ def _over_leaves(parts: list[GradPart], norm: _Norm, order: float) -> Tensor:
     rows = []  # a part's, of the leaves that are here
     for x, _, copies, leaf in parts:
         assert leaf is not None
-        dim, width = leaf
+        dim, width, same = leaf
         pieces = [piece.contiguous() for piece in x.split(width, dim)]
-        rows.append(norm.raised(_norms(pieces, order, x.dtype), copies))
+        rows.append(norm.raised(_norms(pieces, order, x.dtype), copies).repeat_interleave(same))
     here = torch.stack(rows)
     for name in parts[0].groups:
         here = all_gather(here, resolve(name).size(), name).transpose(0, 1).flatten(1)
