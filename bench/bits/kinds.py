@@ -1,9 +1,13 @@
 """Kinds of models whose bits are compared, and layouts; tests/bitwise reads them too."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from tpfuse import TensorParallel, add_lora
 from tpfuse.models import BertConfig, GPTConfig
 from tpfuse.models.families import FAMILIES
+from tpfuse.tools.bits.command import MakeModel
 from tpfuse.tools.bits.layouts import Layout
 
 LAYOUTS = Layout(1, True), Layout(2), Layout(2, True), Layout(4), Layout(4, True)
@@ -57,4 +61,21 @@ def small(family: str) -> Any:
 
 
 SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
-ALL_KINDS = KINDS | SMALL_KINDS
+ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
+ALL_KINDS = KINDS | ADAPTED_KINDS | SMALL_KINDS
+
+
+class MakeKind(NamedTuple):
+    """Makes a model of a kind."""
+
+    kind: str
+    dtype: torch.dtype
+    saving: str
+
+    @property
+    def config(self) -> Any:
+        return ALL_KINDS[self.kind]
+
+    def __call__(self, tp: TensorParallel) -> Any:
+        model = MakeModel(self.config, None, self.dtype, self.saving)(tp)
+        return add_lora(model, rank=3, alpha=6.0) if self.kind in ADAPTED_KINDS else model

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from bench.bits import BATCH, NEW_TOKENS, SEQ, STEPS, V
-from bench.bits.kinds import ALL_KINDS, LAYOUTS
+from bench.bits.kinds import LAYOUTS, MakeKind
 from tpfuse import TensorParallel
 from tpfuse.models import GPT
-from tpfuse.tools.bits.command import MakeModel, random_batches
+from tpfuse.tools.bits.command import random_batches
 from tpfuse.tools.bits.layouts import COLUMNS, Layout, LayoutBits, compare
 from tpfuse.tools.ledger.text import table
 from tpfuse.tools.options import DTYPES
@@ -37,7 +37,7 @@ def rows(args: argparse.Namespace) -> list[Row]:
     for kind in args.kind:
         for dtype in args.dtype:
             for saving in args.saving:
-                make = MakeModel(ALL_KINDS[kind], None, DTYPES[dtype], saving)
+                make = MakeKind(kind, DTYPES[dtype], saving)
                 layouts = compare(make, random_batches(make.config, BATCH, SEQ, STEPS), LAYOUTS, V)
                 tokens = _tokens(make)
                 result += [Row(kind, dtype, saving, x.layout, *_numbers(x, tokens)) for x in layouts]
@@ -52,7 +52,7 @@ def _numbers(x: LayoutBits, tokens: dict[Layout, torch.Tensor]) -> tuple[dict[st
     return counts, "" if row is None else str(row)
 
 
-def _tokens(make: MakeModel) -> dict[Layout, torch.Tensor]:
+def _tokens(make: MakeKind) -> dict[Layout, torch.Tensor]:
     """Returns greedy continuations at the layouts that this rank is in, and of one process; encoders have none."""
     groups = {n: dist.new_group(list(range(n))) for n in (2, 4)}
     tokens = {}

@@ -145,9 +145,9 @@ def test_what_is_not_built_is_refused():
     tp = TensorParallel(bitwise=8)
     with pytest.raises(ValueError, match="CrossAttention: it is not built for bitwise"):
         CrossAttention(64, 8, tp=tp)
+    with pytest.raises(ValueError, match="adapters are not built for batch_invariant"):
+        tpfuse.add_lora(GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8, batch_invariant=12)), rank=2, alpha=4.0)
     model = GPT(KINDS["gpt2"], tp=tp)
-    with pytest.raises(ValueError, match="adapters are not built for bitwise"):
-        tpfuse.add_lora(model, rank=2, alpha=4.0)
     model.blocks[0].mlp.register_forward_hook(lambda *_: None)
     ids = torch.arange(8).view(1, 8)
     with pytest.raises(ValueError, match="TransformerBlock: by parts, as hooks have it"):

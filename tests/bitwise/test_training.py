@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
-from tests.bitwise.training import KINDS, LAYOUTS, Layout, differences, train
+from tests.bitwise.training import ADAPTED_KINDS, KINDS, LAYOUTS, Layout, differences, train
 from tpfuse.kernels.norm import core
 from tpfuse.kernels.runtime import op
-from tpfuse.layers import module
+from tpfuse.layers import linear, lora, module
 from tpfuse.layers import norm as split_norm
 from tpfuse.models import head
 from tpfuse.sequence_parallel.forms import leafwise
@@ -24,7 +24,7 @@ CASES = [
     pytest.param(
         *case, marks=[pytest.mark.slow] * (case not in EVERYDAY), id="-".join(map(str, case)).replace("torch.", "")
     )
-    for case in itertools.product(KINDS, ("fastest", "smallest"), (torch.float32, torch.bfloat16))
+    for case in itertools.product((*KINDS, *ADAPTED_KINDS), ("fastest", "smallest"), (torch.float32, torch.bfloat16))
 ]
 
 
@@ -86,6 +86,8 @@ CURES = {  # the kind that needs it, and where it is
     "sums over the vocabulary": ("gpt2", head, "leaf_of", lambda vocab_size, tp: tp.slice_size(vocab_size)),
     "means over all heads": ("olmo2 odd", split_norm, "tree", in_order),
     "gradients of these": ("olmo2 odd", split_norm, "per_leaf", lambda x, leaves: [x] * leaves),
+    "adapters of row-parallel layers": ("gpt2 odd lora", linear, "tree", in_order),
+    "gradients of adapters": ("gpt2 odd lora", lora, "per_leaf", lambda x, leaves: [x] * leaves),
     "copies of kv heads": ("qwen2 odd", module, "per_leaf", lambda x, leaves: [x] * leaves),
 }
 

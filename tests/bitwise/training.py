@@ -1,20 +1,19 @@
 """Steps of training whose every number is compared as bits, over layouts of tensor and sequence parallelism."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.bits.kinds import ALL_KINDS, KINDS, LAYOUTS, SMALL_KINDS
+from bench.bits.kinds import ADAPTED_KINDS, KINDS, LAYOUTS, SMALL_KINDS, MakeKind
 from tests.pool import World
 from tpfuse import TensorParallel, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tpfuse.layers.shards import named_specs
-from tpfuse.models import GPT, Bert, BertConfig
 from tpfuse.tools.bits.difference import bits
 from tpfuse.tools.bits.layouts import Layout
 
-__all__ = ["KINDS", "LAYOUTS", "SMALL_KINDS", "Layout", "Result", "differences", "train"]
+__all__ = ["ADAPTED_KINDS", "KINDS", "LAYOUTS", "SMALL_KINDS", "Layout", "Result", "differences", "train"]
 
 
 class Result(NamedTuple):
@@ -41,10 +40,7 @@ def train(
     """Trains ``steps`` steps, from the checkpoint ``load`` on if there is one."""
     group = None if world is None else world.group
     tp = TensorParallel(group, sequence_parallel=sequence_parallel, bitwise=bitwise)
-    config = ALL_KINDS[kind]
-    options: Any = dict(tp=tp, seed=3, saving=saving)
-    model = Bert(config, masked_lm=True, **options) if isinstance(config, BertConfig) else GPT(config, **options)
-    model.to(dtype).train()
+    model = MakeKind(kind, dtype, saving)(tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(5)
     losses, norms = [], []
@@ -52,7 +48,7 @@ def train(
     specs = {name: (spec, owner) for name, spec, owner in named_specs(model)}
     done = 0 if load is None else load_checkpoint(load, model, optimizer)[0]
     for step in range(steps):
-        ids = torch.randint(config.vocab_size, (3, 13), generator=generator)
+        ids = torch.randint(model.config.vocab_size, (3, 13), generator=generator)
         if step < done:
             continue
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ M = R m rows, sequence-major.  Without sequence parallelism m = M: no gather, an
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..kernels.gemm.gated import activate
 from ..kernels.gemm.op import linear
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.leaves import cut, tree
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear, leave_parts, linear_exchange
 from .module import ParallelModule, check_width, local, replicated
@@ -29,6 +31,7 @@ Parts = dict[str, list[tuple[int, str]]]
 class Adapter(ParallelModule):
     """A low-rank adapter beside a weight (lora.py): its call returns what is added to the weight's product.
 
+    With ``tp.bitwise`` that of a row-parallel weight is :meth:`of_leaves`.
     ``adapted`` names the projections that it adapts, ``parts`` all of the layer's; ``merged`` says whether the weight
     holds it already.
     """
@@ -38,6 +41,10 @@ class Adapter(ParallelModule):
     A: nn.Parameter
     adapted: list[str]
     parts: Parts
+
+    def of_leaves(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what is added to the products of a row-parallel weight's leaves with xs, each [M, K/V]."""
+        raise NotImplementedError
 
     def deltas(self) -> dict[str, Tensor]:
         """Returns s B A for each of the layer's weights, this rank's slice."""
@@ -60,6 +67,13 @@ class Adaptable(ParallelModule):
         return None if lora is None or lora.merged else lora
 
 
+def activated(z: Tensor, activation: str, tp: TensorParallel) -> Tensor:
+    """Returns act(z) of a column-parallel z [M, N/R], by leaves of the N: torch's loops round a tensor's end in another
+    way."""
+    leaves = cut("activated", z, 1, max(tp.leaves, 1))
+    return activate(z, activation) if len(leaves) == 1 else torch.cat([activate(x, activation) for x in leaves], 1)
+
+
 class ColumnProjection(Adaptable):
     """A projection that can be used as one weight [N/R, K] and bias [N/R], its :meth:`flat`."""
 
@@ -80,9 +94,10 @@ class ColumnProjection(Adaptable):
         weight, bias = self.flat()
         if self.adapter is None:
             return gather_linear(n, weight, bias, tp=self.tp, activation=activation, recompute=recompute)
-        return activate(
-            gather_linear(n, weight, bias, tp=self.tp, recompute=recompute) + self.adapter(n, recompute), activation
-        )
+        if self.tp.bitwise is not None and n.dim() == 3:
+            n = n[0]  # so that the adapter's gradient is added to the sum of the weight's parts
+        z = gather_linear(n, weight, bias, tp=self.tp, recompute=recompute) + self.adapter(n, recompute)
+        return activated(z, activation, self.tp)
 
 
 class ColumnParallelLinear(ColumnProjection):
@@ -161,7 +176,11 @@ class RowParallelLinear(Adaptable):
         """x [M, K/R] -> parts [R, m, N], to be summed over R and given the bias."""
         if self.adapter is None:
             return linear_exchange(x, local(self.weight), tp=self.tp)
-        return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
+        if self.tp.bitwise is None:
+            return leave_parts(linear(x, local(self.weight)) + self.adapter(x), self.tp)
+        xs, weights = (cut("RowParallelLinear", t, 1, self.tp.leaves) for t in (x, local(self.weight)))
+        leaves = zip(xs, weights, self.adapter.of_leaves(xs), strict=True)
+        return leave_parts(tree(linear(x_v, w_v) + added for x_v, w_v, added in leaves), self.tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K/R] -> [m, N].  ValueError for another width."""

@@ -21,17 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy, copy_within
+from ..collectives import copy
 from ..kernels.gemm.op import linear
 from ..kernels.norm import Recompute
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import cast, derived
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
-from .module import initialize, local, on_rows
+from .module import initialize, leaf_slices, local, on_rows, per_leaf
 from .shards import unwrapped_name
 
 TARGETS = "qkv", "out", "fc1", "fc2"
@@ -59,7 +60,8 @@ class ColumnLoRA(Adapter):
         self.parts, self.adapted, self.scale = parts, adapted, alpha / rank
         width = next(iter(layer.specs[leaf].shape[-1] for leaf in parts))
         self.add_parameter("A", (rank, len(adapted), width), None, _std(width), dtype=dtype, device=device)
-        self.leaves: dict[str, tuple[list[int], str | None]] = {}  # weight -> this rank's shape, the name of its B
+        # weight -> this rank's shape, the name of its B, how many leaves share a slice
+        self.leaves: dict[str, tuple[list[int], str | None, int]] = {}
         for leaf, projections in parts.items():
             spec, name = layer.specs[leaf], "B" if leaf == "weight" else f"B_{leaf}"
             width = sum(n for n, module in projections if module in adapted)
@@ -68,17 +70,18 @@ class ColumnLoRA(Adapter):
                 self.add_parameter(
                     name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, dtype=dtype, device=device
                 )
-            self.leaves[leaf] = [s.stop - s.start for s in spec.local(layer.tp)], name if width else None
+            shape_here = [s.stop - s.start for s in spec.local(layer.tp)]
+            self.leaves[leaf] = shape_here, name if width else None, spec.leaf_copies
 
     def block(self, leaf: str, b: Tensor | None = None) -> Tensor:
         """Returns B of one weight, or ``b`` in its place, as [N/R, r P]: a row has its own projection's columns, and
         zeros in the others'."""
-        (*shape, _), name = self.leaves[leaf]
+        (*shape, _), name, _ = self.leaves[leaf]
         parts, rank = self.parts[leaf], len(self.A)
         ones = torch.eye(len(self.adapted), dtype=self.A.dtype, device=self.A.device)
         if name is None:
             return ones.new_zeros(math.prod(shape), rank * len(ones))
-        b = copy_within(local(self.get_parameter(name)) if b is None else b, self.tp, self.specs[name].copies)
+        b = local(self.get_parameter(name)) if b is None else b
         widths = [n for n, module in parts if module in self.adapted]
         pieces = iter(b.split(widths, 1) if len(parts) > 1 else (b,))
         blocks = [
@@ -92,21 +95,34 @@ class ColumnLoRA(Adapter):
     def forward(self, n: Tensor, recompute: Recompute | None = None) -> Tensor:
         """n [m, K] or expanded [R, m, K] -> s (n A') B' [M, N/R]"""
         rows = n[0] if n.dim() == 3 else n
-        a = derived(lambda a: on_rows(a, self.tp).flatten(0, 1), local(self.A), dtype=rows.dtype)
-        u = gather_linear(rows, a, tp=_ALONE, recompute=recompute)
-        names = [name for _, name in self.leaves.values() if name is not None]
+        u = self._thin(rows, recompute)
+        names = [name for _, name, _ in self.leaves.values() if name is not None]
         b = derived(self._joined, *(local(self.get_parameter(name)) for name in names), dtype=u.dtype)
         return gather_linear(u, b, tp=self.tp)
 
+    def _thin(self, rows: Tensor, recompute: Recompute | None) -> Tensor:
+        """rows [m, K] -> u [m, r P], with ``tp.bitwise`` by leaves of the rows."""
+        if self.tp.bitwise is None:
+            a = derived(lambda a: on_rows(a, self.tp).flatten(0, 1), local(self.A), dtype=rows.dtype)
+            return gather_linear(rows, a, tp=_ALONE, recompute=recompute)
+        leaves = self.tp.row_leaves
+        pieces = cut("ColumnLoRA", rows, 0, leaves)
+        recipes = [None] * leaves if recompute is None else recompute.split(len(pieces[0]))
+        weights = per_leaf(on_rows(local(self.A), self.tp).flatten(0, 1), leaves)  # their gradients are added in fp32
+        of_leaves = zip(pieces, weights, recipes, strict=True)
+        return torch.cat([gather_linear(x, a.to(x.dtype), tp=_ALONE, recompute=recipe) for x, a, recipe in of_leaves])
+
     def _joined(self, *weights: Tensor) -> Tensor:
-        """Takes the B of each weight that has one -> [N/R, r P] of all weights, times s."""
-        remaining = iter(weights)
-        by_leaf = {leaf: None if name is None else next(remaining) for leaf, (_, name) in self.leaves.items()}
-        return torch.cat([self.block(leaf, by_leaf[leaf]) for leaf in self.parts]) * self.scale
+        """Takes the B of each weight that has one -> [N/R, r P] of all weights, leaf by leaf, times s."""
+        remaining, blocks = iter(weights), []
+        for leaf, ((n, *_), name, copies) in self.leaves.items():
+            block = self.block(leaf, None if name is None else next(remaining))
+            blocks.append(leaf_slices(block.unflatten(0, (n, -1)), self.tp, copies))
+        return torch.cat([piece.flatten(0, 1) for leaf in zip(*blocks, strict=True) for piece in leaf]) * self.scale
 
     def deltas(self) -> dict[str, Tensor]:
         a = local(self.A).flatten(0, 1)
-        return {leaf: self.scale * (self.block(leaf) @ a).view(shape) for leaf, (shape, _) in self.leaves.items()}
+        return {leaf: self.scale * (self.block(leaf) @ a).view(shape) for leaf, (shape, *_) in self.leaves.items()}
 
 
 class RowLoRA(Adapter):
@@ -134,6 +150,11 @@ class RowLoRA(Adapter):
         """x [M, K/R] -> this rank's part of s (x A') B' [M, N]"""
         u = linear(x, cast(local(self.A), x.dtype))
         return linear(u, derived(lambda b: copy(b, self.tp) * self.scale, local(self.B), dtype=u.dtype))
+
+    def of_leaves(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        a = cut("RowLoRA", local(self.A), 1, len(xs))
+        b = per_leaf(copy(local(self.B), self.tp) * self.scale, len(xs))
+        return [linear(linear(x, a_v.to(x.dtype)), b_v.to(x.dtype)) for x, a_v, b_v in zip(xs, a, b, strict=True)]
 
     def deltas(self) -> dict[str, Tensor]:
         return {"weight": self.scale * (local(self.B) @ local(self.A))}
@@ -165,7 +186,10 @@ def add_lora(
     check(isinstance(rank, int) and rank >= 1, f"add_lora: rank must be a positive integer, got {rank!r}")
     base, layers = base_of(model), list(_linears(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
-    check(all(layer.tp.bitwise is None for _, layer in layers), "add_lora: adapters are not built for bitwise yet")
+    check(
+        all(layer.tp.batch_invariant is None for _, layer in layers),
+        "add_lora: adapters are not built for batch_invariant, whose GEMMs are in tiles of rows",
+    )
     check(all(layer.lora is None for _, layer in layers), "add_lora: the model has adapters already")
     chosen: list[tuple[str, Adaptable, Parts, list[str]]] = []
     matched: set[str] = set()

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.gemm.activation import ACTIVATIONS, GATED
-from ..kernels.gemm.gated import activate
 from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
 from ..kernels.runtime.errors import check
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_mlp_exchange
 from .call import CALL, Call
 from .hooks import hooked
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear, activated
 from .module import ParallelModule, check_width, local, replicated
 from .shapes import INIT, Init, MLPShape
 
@@ -103,7 +102,7 @@ class ParallelMLP(ParallelModule):
         check_width("ParallelMLP", x, self.width)
         rows = x.reshape(-1, self.width)
         if hooked(self):
-            y: Tensor = self.fc2(activate(self.fc1(rows), self.activation))
+            y: Tensor = self.fc2(activated(self.fc1(rows), self.activation, self.tp))
         else:
             (bias,) = replicated(self.tp, self.out_bias)
             y = reduce_bias_dropout_add_norm(self.parts(rows, call=call), bias, leaves=self.tp.row_leaves)[0]

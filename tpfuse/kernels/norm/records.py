@@ -82,6 +82,12 @@ class Recompute(NamedTuple):
     def constants(self) -> tuple[Any, ...]:
         return self.eps, self.kind, self.dtype
 
+    def split(self, rows: int) -> list["Recompute"]:
+        """Returns the recipes of so many rows of n each."""
+        starts = range(0, len(self.h), rows)
+        cut = lambda t, i: t if len(t) == 0 else t[i : i + rows]  # a kind without a mean has an empty one
+        return [self._replace(h=self.h[i : i + rows], mean=cut(self.mean, i), rstd=cut(self.rstd, i)) for i in starts]
+
 
 def check_vectors(name: str, D: int, **vectors: Tensor | None) -> None:
     for key, v in vectors.items():
