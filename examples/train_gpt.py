@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -137,7 +138,11 @@ FIXED += "ok_topk", "ok_topk_warmup", "bitwise", "tree_of"
 def resume(setup: Setup, checkpoints: Path) -> int:
     """Loads the last checkpoint -> the step to go on at."""
     try:
-        loaded = tpfuse.load_checkpoint(checkpoints, setup.model, setup.optimizer, hook=setup.hook)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            loaded = tpfuse.load_checkpoint(checkpoints, setup.model, setup.optimizer, hook=setup.hook)
+        for warning in warned:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     except ValueError as error:
         flags = "--family, --size, --width, --layers, --heads, --untied and --seq"
         raise ValueError(f"{error}; a run goes on with its own {flags}") from None
@@ -151,7 +156,8 @@ def resume(setup: Setup, checkpoints: Path) -> int:
         if extra.get(key) != now:
             flag, was = "dp x --micro-batches" if key == "tree_of" else key.replace("_", "-"), extra.get(key)
             raise ValueError(f"--{flag} is {now} and was {was} in {checkpoints}: resume with the same, or --restart")
-    common.say(f"resumed at step {step} of {setup.args.steps}")
+    same = not any("not bit for bit" in str(warning.message) for warning in warned)
+    common.say(f"resumed at step {step} of {setup.args.steps}{', bit for bit' if same else ''}")
     return step
 
 

@@ -172,6 +172,7 @@ FORBIDDEN = {
 }
 
 
+LIMITS = "tpfuse/kernels/runtime/processor.py:"  # what oneDNN and MKL read there: compared over ranks, never obeyed
 COUNTING = "tpfuse/kernels/runtime/partials.py:"  # of programs that arrive, in integers: who adds, not in which order
 
 
@@ -183,6 +184,7 @@ def test_forbidden(pattern, why):
         for name, line in attributes(text(path))
         if re.search(pattern, name)
     ]
+    uses = [use for use in uses if not (use.startswith(LIMITS) and "os.environ" in use)]
     counting = [use for use in uses if use.startswith(COUNTING) and use.endswith(" tl.atomic_add")]
     assert uses == counting[:1], f"{why}: {uses}"
 

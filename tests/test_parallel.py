@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.common import fake_tp
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, data_parallel
+from tpfuse.kernels.runtime import processor
+from tpfuse.models import GPT, GPTConfig
 
 
 def _raised(fn, *args):
@@ -111,6 +113,34 @@ def test_leaves_that_do_not_fit(bitwise, size, message, ranks):
             TensorParallel(bitwise=bitwise)
     else:
         assert all(message in error for error in ranks(size, _with_bitwise, bitwise))
+
+
+def _unlike(world, what):
+    """What a tensor-parallel group, a model and replicas say of one rank with other threads, or another limit."""
+    mesh, nothing = world.mesh(world.size, 1), torch.nn.Linear(1, 1)
+    config = GPTConfig(vocab_size=8, max_positions=8, hidden_size=8, num_layers=1, num_heads=1)
+    one = TensorParallel(mesh["tp"], bitwise=1)
+    with pytest.MonkeyPatch.context() as patch:
+        threads = torch.get_num_threads()
+        if world.rank == 1 and what == "threads":
+            patch.setattr(torch, "get_num_threads", lambda: threads + 1)
+        elif world.rank == 1:
+            patch.setitem(processor.LIMITS, what, "AVX2")
+        TensorParallel(world.group)  # whose sums are those of its ranks anyway
+        return threads, [
+            _raised(lambda: TensorParallel(world.group, bitwise=2)),
+            _raised(lambda: GPT(config, tp=one, dp=mesh["dp"])),
+            _raised(lambda: data_parallel(nothing, mesh["dp"], bitwise_micro_batches=2)),
+        ]
+
+
+@pytest.mark.parametrize("what", ["threads", "MKL_ENABLE_INSTRUCTIONS"])
+def test_ranks_whose_sums_have_other_orders(what, ranks):
+    for threads, errors in ranks(2, _unlike, what):
+        values = f"rank 0: {threads}; rank 1: {threads + 1}" if what == "threads" else "rank 0: None; rank 1: 'AVX2'"
+        axes = zip(("TensorParallel", "GPT", "data_parallel"), ("tensor", "data", "data"), strict=True)
+        for error, (name, axis) in zip(errors, axes, strict=True):
+            assert f"{name}: {what} must be the same on every {axis}-parallel rank, got {values}" in error
 
 
 def test_leaves_do_not_go_with_pieces():

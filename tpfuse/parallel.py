@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ._version import __version__
+from .kernels.runtime.processor import order_of_sums
 from .ranks.agreement import Header, agree
 from .ranks.messages import channel, gather
 
@@ -34,7 +35,8 @@ class TensorParallel:
 
     ``bitwise``: the number V of leaves of every dimension that is split, a power of two: loss, gradients and weights
     have the same bits at every size that divides V, with and without sequence parallelism (docs/bits.md).  None: sums
-    over ranks are taken in rank order.  On CPUs; with ``overlap`` "off" or "auto", which then hides nothing.
+    over ranks are taken in rank order.  On CPUs, of one kind, with the same instructions and number of threads; with
+    ``overlap`` "off" or "auto", which then hides nothing.
 
     ``batch_invariant``, with ``bitwise``: the number T of rows in a tile, one of TILES.  Every forward GEMM is made in
     tiles of T rows, and attention in tiles of T queries, so that a token's logits have the same bits in training, in a
@@ -93,7 +95,7 @@ class TensorParallel:
         rank, size, name = (0, 1, None) if group is None else (group.rank(), group.size(), group.group_name)
         messages = channel(group)
         if messages is not None:
-            bits = dict(bitwise=bitwise, batch_invariant=batch_invariant)
+            bits = dict(bitwise=bitwise, batch_invariant=batch_invariant) | ({} if bitwise is None else order_of_sums())
             shared = dict(sequence_parallel=sequence_parallel, overlap=overlap, versions=versions())
             agree(group, Header("TensorParallel"), shared | bits)
         if bitwise is not None and bitwise % size:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
+from ..kernels.runtime.processor import order_of_sums
 from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
@@ -102,10 +103,10 @@ class Model(nn.Module):
         self._host = HostState()
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared |= dict(dtype=torch.get_default_dtype()) | options
+        shared |= {} if self.tp.bitwise is None else order_of_sums()
         self.tp.agree(name, shared)
-        split: dict[str, Any] = {
-            f"tp.{key}": getattr(self.tp, key) for key in ("size", "sequence_parallel", "overlap", "bitwise")
-        }
+        fields = "size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
+        split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared = shared | split | dict(versions=versions())
         agree(dp, Header(name, axis="data-parallel"), self._shared)
         self._number = next_number(self.tp.group)

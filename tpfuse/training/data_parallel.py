@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.processor import order_of_sums
 from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
@@ -89,6 +90,7 @@ def data_parallel(
     trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
     shared = {"trainable parameters": trained, "bucket_cap_mb": bucket_cap_mb}
     shared |= {"bitwise_micro_batches": bitwise_micro_batches}
+    shared |= {} if bitwise_micro_batches is None else order_of_sums()
     together(lambda: agree(group, Header(_NAME, axis="data-parallel"), shared), groups)
     if bitwise_micro_batches is not None:
         for tensor in (*model.parameters(), *model.buffers()):

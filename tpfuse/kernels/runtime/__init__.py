@@ -11,6 +11,7 @@ main_grad   gradients of weights added in fp32
 op          one op = schema, reference, launcher, fake, cost; the records of its arguments
 partials    partial sums of programs, added in one order
 philox      dropout's mask, initial weights, sampling: Philox in torch, numpy and Triton
+processor   what chooses the order of a sum inside a call on a CPU
 rules       rules of values: type, range, the words of the error
 shortcut    faster ways of a computation by leaves, where they give its bits
 tiles       tiles of rows: a row has the same bits whatever is beside it

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..doctor.devices import cpu
+from ...kernels.runtime.processor import model_name
 from ..ledger.mfu import known_peak
 from .measure import FILL, cache_bytes, once, side_stream
 
@@ -51,7 +51,7 @@ def card_name(device: torch.device) -> str:
     """Returns the device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu()}, {torch.get_num_threads()} threads"
+    return f"{model_name()}, {torch.get_num_threads()} threads"
 
 
 def measure_card(

@@ -1,11 +1,11 @@
 """The hardware: CPU, memory, GPUs, and the disk under a folder."""
 
-import platform
 import shutil
 from pathlib import Path
 
 import torch
 
+from ...kernels.runtime import processor
 from ..ledger.text import quantity
 from . import limits
 from .folder import writable
@@ -16,16 +16,14 @@ LITTLE, FULL = 1 << 30, 1 << 20  # bytes of a disk: below the first a note, belo
 
 def findings(folder: Path) -> list[Finding]:
     """Returns the lines of the CPU, the memory, each GPU and the folder."""
-    return [Finding("CPU", cpu()), _threads(), _memory(), *_gpus(), disk(folder), writable(folder)]
-
-
-def cpu() -> str:
-    """Returns the CPU's model."""
-    try:
-        lines = (limits.PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return [
+        Finding("CPU", processor.model_name(limits.PROC)),
+        _threads(),
+        _memory(),
+        *_gpus(),
+        disk(folder),
+        writable(folder),
+    ]
 
 
 def _threads() -> Finding:

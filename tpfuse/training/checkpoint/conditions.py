@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._version import __version__
+from ...kernels.runtime.processor import order_of_sums
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
 from ..micro_batches import micro_batches_of
@@ -46,11 +47,11 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     return (
         layout
         | replicas
+        | order_of_sums()
         | {
             "bitwise_micro_batches": count,
             "torch": str(torch.__version__),
             "tpfuse": __version__,
-            "threads": torch.get_num_threads(),
             "pipeline-parallel size": stages,
             "pipeline schedule": None if stage is None else stage.schedule,
             "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),

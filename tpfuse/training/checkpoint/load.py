@@ -37,8 +37,8 @@ def load_checkpoint(
     (beyond the number of kv heads the tensor-parallel size may not: the layout is another there).  Without
     ``optimizer`` only the model is restored, and without ``hook`` no communication hook's residuals, of which a warning
     tells; at another number of replicas each residual is the mean of those that were saved.  Every file's checksum is
-    compared.  Warnings say what else is not as it was and decides the last bits: versions, threads, sizes, schedule,
-    overlap, dtype.
+    compared.  Warnings say what else is not as it was and decides the last bits: versions, processor, threads, sizes,
+    schedule, overlap, dtype.
 
     ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
     are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything

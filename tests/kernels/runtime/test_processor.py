@@ -1,0 +1,26 @@
+"""What decides the order of a sum on a CPU is read where the system says it."""
+
+import json
+
+import pytest
+import torch
+
+from tpfuse.kernels.runtime import processor
+
+
+def test_what_is_said(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setitem(processor.LIMITS, "MKL_CBWR", "AVX2")
+    said = processor.order_of_sums()
+    assert said["threads"] == 7 and said["MKL_CBWR"] == "AVX2"
+    assert said["instructions"].split()[0] == torch.backends.cpu.get_cpu_capability()
+    assert ("MKL " in said["libraries"]) == torch.backends.mkl.is_available()
+    assert json.loads(json.dumps(said)) == said
+
+
+@pytest.mark.parametrize("text, expected", [("vendor_id : x\nmodel name\t: A 1\nmodel name\t: B\n", "A 1"), ("", None)])
+def test_the_model(text, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(processor.platform, "machine", lambda: "riscv")
+    (tmp_path / "cpuinfo").write_text(text)
+    assert processor.model_name(tmp_path) == (expected or "riscv")
+    assert processor.model_name(tmp_path / "absent") == "riscv"
