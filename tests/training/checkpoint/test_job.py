@@ -1,9 +1,12 @@
 """One folder, one job: a live job is not disturbed, a dead one's folder is taken over, an overtaken one stops."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 
@@ -28,9 +31,9 @@ def save_then_wait(directory, step, conn):
 class Other:
     """Another job, in a process of its own that has saved in the folder."""
 
-    def __init__(self, directory, step=1):
+    def __init__(self, directory, step=1, target=save_then_wait):
         self.conn, theirs = forking().Pipe()
-        self.process = forking().Process(target=save_then_wait, args=(directory, step, theirs))
+        self.process = forking().Process(target=target, args=(directory, step, theirs))
         self.process.start()
         theirs.close()
         assert self.conn.recv() == "saved"
@@ -51,19 +54,126 @@ def other(tmp_path):
     it.end()
 
 
-def orphaned(directory):
-    """Makes the folder's job look as if its launcher had died: its parent is another one than it was."""
-    found = json.loads((directory / "job.json").read_text())
-    (directory / "job.json").write_text(json.dumps(found | dict(parent=found["parent"] + 1)))
-
-
-def test_a_live_job_is_not_disturbed(tmp_path, other):
+@pytest.mark.parametrize("job", ["other", "other_without_locks"])
+def test_a_live_job_is_not_disturbed(request, tmp_path, job):
+    other = request.getfixturevalue(job)
     before = names(tmp_path)
     with pytest.raises(OSError, match=rf"save_checkpoint: {tmp_path} is in use by process {other.process.pid} on "):
         save_checkpoint(tmp_path, *made(), step=5)
     assert names(tmp_path) == before
     assert load_checkpoint(tmp_path, *made()) == (1, None)  # a load asks nobody, and takes nothing
     assert other.saves_again() == "step-00000002"
+
+
+def in_a_child(*args):
+    """Does so in a process whose parent, which is this one, does nothing."""
+    if os.fork() == 0:
+        save_then_wait(*args)
+        os._exit(0)
+    os.wait()
+
+
+def save_and_fork(directory, step, conn):
+    save_checkpoint(directory, *made(), step=step)
+    if os.fork() == 0:
+        conn.recv()
+        os._exit(0)
+    conn.send("saved")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_locks(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def without_locks(*args):
+    with mock.patch("fcntl.flock", no_locks):
+        save_then_wait(*args)
+
+
+@pytest.fixture
+def other_without_locks(tmp_path, monkeypatch):
+    """Another job, on a file system that has no locks."""
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    it = Other(tmp_path, target=without_locks)
+    yield it
+    it.end()
+
+
+def test_a_living_job_keeps_its_folder_when_its_launcher_has_ended(tmp_path):
+    other = Other(tmp_path, target=in_a_child)
+    other.end()  # the parent: a shell that was left, a launcher that was killed
+    with pytest.raises(OSError, match=rf"save_checkpoint: {tmp_path} is in use by process \d+ on "):
+        save_checkpoint(tmp_path, *made(), step=5)
+    assert other.saves_again() == "step-00000002"
+    other.conn.send("end")
+
+
+@pytest.mark.parametrize("change", [dict(host=["elsewhere", 0, 0]), dict(started="earlier"), dict(pid="one")], ids=str)
+def test_a_living_job_keeps_its_folder_whatever_is_known_of_its_process(tmp_path, other, change):
+    """By the lock, which another machine sees on a file system that both share."""
+    found = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps(found | change))
+    with pytest.raises(OSError, match=f"save_checkpoint: {tmp_path} is in use by "):
+        save_checkpoint(tmp_path, *made(), step=5)
+    assert other.saves_again() == "step-00000002"
+
+
+def test_a_fork_does_not_keep_its_parents_folder(tmp_path):
+    """A data loader's process outlives the training that was killed."""
+    other = Other(tmp_path, target=save_and_fork)
+    other.process.join()
+    save_checkpoint(tmp_path, *made(), step=5)
+    other.conn.send("end")
+
+
+def test_a_folder_that_vanished_is_no_new_one(tmp_path):
+    """As under a file system that is mounted no more: nothing is written on what lies below."""
+    run, away, model = tmp_path / "run", tmp_path / "away", made(steps=1)
+    save_checkpoint(run, *model, step=1)
+    run.rename(away)
+    for _ in range(2):
+        with pytest.raises(OSError, match=rf"save_checkpoint: {run}/job.json, which this job wrote, has gone: "):
+            save_checkpoint(run, *model, step=2)
+        assert not run.exists() or not list(run.iterdir())
+        run.mkdir(exist_ok=True)
+    run.rmdir()
+    away.rename(run)
+    save_checkpoint(run, *model, step=2)
+    assert names(run) == {"step-00000001", "step-00000002", "latest"}
+
+
+def test_a_folder_that_vanishes_during_a_save(tmp_path, monkeypatch):
+    model = made()
+    save_checkpoint(tmp_path, *model, step=1)
+    from tpfuse.training.checkpoint import save
+
+    write = save.write_shard
+    monkeypatch.setattr(save, "write_shard", lambda *a: (write(*a), (tmp_path / "job.json").unlink())[0])
+    with pytest.raises(OSError, match=r"save_checkpoint: .*job.json, which this job wrote, has gone during the save"):
+        save_checkpoint(tmp_path, *model, step=2)
+
+
+@pytest.mark.parametrize("name", ["latest.new", "job.json"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_no_file_is_written_through_a_link(tmp_path, name, link):
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("PRECIOUS")
+    run.mkdir()
+    link(precious, run / name)
+    save_checkpoint(run, *made(), step=1)
+    assert precious.read_text() == "PRECIOUS" and names(run) == {"step-00000001", "latest"}
+    assert not any(path.is_symlink() for path in run.iterdir())
+
+
+def test_handles_of_folders_are_few(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "_MOST", 2)
+    before = len(os.listdir("/proc/self/fd")) - len(job._locks)
+    for i in range(4):
+        save_checkpoint(tmp_path / str(i), *made(), step=1)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    for i in range(4):
+        save_checkpoint(tmp_path / str(i), *made(), step=2)
 
 
 def test_a_dead_job_is_followed(tmp_path, other):
@@ -75,8 +185,7 @@ def test_a_dead_job_is_followed(tmp_path, other):
 
 def test_a_process_that_has_ended_and_is_not_waited_for_is_dead(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
-        started, parent = job._started(process.pid)
-        holder = job.this_job("x")._replace(pid=process.pid, started=started, parent=parent)
+        holder = job.this_job("x")._replace(pid=process.pid, started=job._started(process.pid))
         job.write_job(tmp_path / "job.json", holder)
         with pytest.raises(OSError, match=f"in use by process {process.pid}"):
             save_checkpoint(tmp_path, *made(), step=5)
@@ -85,11 +194,11 @@ def test_a_process_that_has_ended_and_is_not_waited_for_is_dead(tmp_path):
         save_checkpoint(tmp_path, *made(), step=5)
 
 
-@pytest.mark.parametrize("how", ["orphan", "another machine", "another start", "unreadable"])
-def test_a_job_that_may_be_dead_is_overtaken_and_told(tmp_path, other, how):
+@pytest.mark.parametrize("how", ["another machine", "another start", "unreadable"])
+def test_a_job_that_may_be_dead_is_overtaken_and_told(tmp_path, other_without_locks, how):
+    other = other_without_locks
     found = json.loads((tmp_path / "job.json").read_text())
     changes = {
-        "orphan": dict(parent=found["parent"] + 1),
         "another machine": dict(host=["elsewhere", 0, 0]),
         "another start": dict(started="earlier"),
         "unreadable": dict(pid="one"),
@@ -147,9 +256,9 @@ def unfinished(directory, name, writer, age=0.0):
 
 def test_what_another_job_may_be_writing_stays(tmp_path, other):
     """Live on this machine, or elsewhere and not silent for an hour."""
-    orphaned(tmp_path)
-    me = job.this_job("x")
     live = job.read_job(tmp_path / "job.json")
+    (tmp_path / "job.json").unlink()
+    me = job.this_job("x")
     away = me._replace(host=["elsewhere", 0, 0])
     dead = live._replace(started="before")
     unfinished(tmp_path, "step-00000010", live)

@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
@@ -77,14 +77,21 @@ def save_file(tensors: dict[str, Tensor], file: Path) -> None:
     file.chmod(mode)
 
 
-def write_whole(path: Path, data: bytes, *, suffix: str = ".new", durable: bool = True) -> None:
-    """Writes one file whole or not at all, by way of a file beside whose name ends in ``suffix``.
+def new_file(path: Path) -> BinaryIO:
+    """Opens a file that is not there yet for writing; OSError where something is, were it a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    return open(os.open(path, flags, 0o666), "wb")
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes one file whole or not at all, by way of a new file beside it.
 
     ``durable``: it is on disk before it has its name.  The name itself is once the directory's :func:`fsync` is done.
     """
-    new = path.with_name(path.name + suffix)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # of a killed save, or a link, whose target stays
     try:
-        with open(new, "wb") as file:
+        with new_file(new) as file:
             file.write(data)
             if durable:
                 file.flush()

@@ -19,7 +19,7 @@ from ...ranks.messages import RankEnded
 from ..ok_topk import OkTopk
 from . import background as thread
 from .conditions import conditions, config_of
-from .errors import errors_at, named
+from .errors import named
 from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, tidy
 from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
@@ -221,8 +221,6 @@ class _Begun(NamedTuple):
 
 
 def _begin(save: _Save) -> _Begun:
-    with errors_at(save.directory):
-        save.directory.mkdir(parents=True, exist_ok=True)
     job = take(save.directory)
     path = new_checkpoint(save.directory, save.meta["step"])
     try:

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...models.files.disk import new_file
 from .errors import errors_at
 from .pieces import Index, Piece
 
@@ -57,7 +58,7 @@ class TensorEntry(NamedTuple):
 def write_shard(path: Path, pieces: Mapping[str, Piece]) -> FileEntry:
     """Writes a new file, on disk when this returns.  One tensor at a time is brought to the CPU."""
     digest, size = hashlib.sha256(), 0
-    with errors_at(path), open(path, "xb") as file:
+    with errors_at(path), new_file(path) as file:
         for data in _bytes(pieces):
             file.write(data)
             digest.update(data)
