@@ -1,6 +1,8 @@
 """Links of groups in a cluster of levels, presets, and clusters from files."""
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,7 +146,12 @@ def test_a_file_is_a_cluster(tmp_path):
         ('"a100-80gb"', '"h100"\nlevels = []', r"levels must be \[\[levels\]\] tables, got \[\]"),
         ('"a100-80gb"', '"h100"\nlevels = 3', r"levels must be \[\[levels\]\] tables, got 3"),
         # a device of one's own
-        ('name = "x"', "name = 3", "device: name must be a string, got 3"),
+        ('name = "x"', "name = 3", "device: name must be a string of one printable line, got 3"),
+        ('name = "x"', r'name = "\u001b[31mx"', "device: name must be a string of one printable line, got"),
+        ("devices = 64", "devices = " + "[" * 900 + "]" * 900, "cannot be read as TOML: maximum recursion depth"),
+        ("devices = 64", "devices = " + "[" * 5000, "must hold at most 1000 dots, lists and tables, got 500"),
+        ("devices = 64", "a." * 20_000 + "a = 1", "must hold at most 1000 dots, lists and tables, got 2000"),
+        ("devices = 64", "#" * (1 << 16), "must be at most 65536 bytes of TOML"),
         ("memory = 64e9", "", "device: needs memory, got"),
         ("memory = 64e9", "memory = 0", "device: memory must be positive and finite, got 0"),
         ("gemm = 0.6", "gemm = 1.6", r"device: gemm must lie in \(0, 1\], got 1.6"),
@@ -161,6 +168,14 @@ def test_files_that_are_refused(tmp_path, old, new, message):
     with pytest.raises(ValueError, match=message) as error:
         reading(tmp_path, text.replace(old, new, 1))
     assert "\n" not in str(error.value)
+
+
+@toml
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"{path} must be a regular file"):
+            read(path)
 
 
 @toml

@@ -316,6 +316,17 @@ def test_the_last_two_are_kept_and_nothing_else_is_touched(tmp_path):
     assert names(tmp_path) == mine | {"step-00000004", "step-00000004-1", "step-00000042", "latest"}
 
 
+def test_a_later_format_is_kept(tmp_path):
+    """Somebody tried a newer tpfuse, which means something else by the same fields, and went back."""
+    model, optimizer = made(steps=1)
+    newer = save_checkpoint(tmp_path, model, optimizer, step=1)
+    meta = json.loads((newer / "meta.json").read_text())
+    (newer / "meta.json").write_text(json.dumps(meta | dict(version=3)))
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, model, optimizer, step=step)
+    assert names(tmp_path) == {"step-00000001", "step-00000003", "step-00000004", "latest"}
+
+
 # ---- killed ----
 
 KILLS = {  # where the process is when it dies -> the step that is loaded then

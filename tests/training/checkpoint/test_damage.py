@@ -4,7 +4,9 @@ changed.
 Spans: load, meta, folder and shards of tpfuse/training/checkpoint/: a file may be damaged in the sight of any of them.
 """
 
+import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -185,6 +187,73 @@ def test_an_optimizers_number_that_is_none(tmp_path, change):
     (path / "meta.json").write_bytes(sealed(meta))
     with pytest.raises(ValueError, match="load_checkpoint: .* of group 0 of the optimizer is"):
         load_checkpoint(tmp_path, *made())
+
+
+NUMBERS = [dict(lr=v) for v in (math.nan, math.inf, -1.0, 10**400)]
+NUMBERS += [dict(eps=-1e-8), dict(weight_decay=math.nan), dict(betas=[0.9, 1.0]), dict(betas=[math.nan, 0.9])]
+
+
+@pytest.mark.parametrize("change", NUMBERS, ids=lambda change: str(change)[:20])
+def test_an_optimizers_number_that_trains_nothing(tmp_path, change):
+    """Of a file under a right checksum, and of an optimizer that is to be saved."""
+    model, optimizer = made(steps=1)
+    path = save_checkpoint(tmp_path, model, optimizer, step=1)
+    (key,), before = change, state(model, optimizer)
+    meta = json.loads((path / "meta.json").read_text())
+    meta.pop("sha256")
+    meta["param_groups"][0] |= change
+    (path / "meta.json").write_bytes(sealed(meta))
+    with pytest.raises(ValueError, match=f"load_checkpoint: {key} of group 0 of {path} must (be at least|lie in)"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert_equal(state(model, optimizer), before)
+    optimizer.param_groups[0] |= change
+    with pytest.raises(ValueError, match=f"save_checkpoint: {key} of group 0 of the optimizer must (be at least|lie)"):
+        save_checkpoint(tmp_path, model, optimizer, step=2)
+
+
+def moved(path, change):
+    """Changes the places of a shard's tensors, under checksums that are right again."""
+    data = (path / SHARD).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    change(header, places)
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    (path / SHARD).write_bytes(data)
+    meta = json.loads((path / "meta.json").read_text())
+    meta.pop("sha256")
+    meta["files"][SHARD] = [len(data), hashlib.sha256(data).hexdigest()]
+    (path / "meta.json").write_bytes(sealed(meta))
+
+
+def overlapping(header, places):
+    """Rank 0's half lies where a part of rank 1's does: as many elements, and a hole."""
+    places["model.blocks.0.mlp.fc1.weight"]["saved_offsets"][0] += 1
+
+
+def beyond(header, places):
+    places["model.blocks.0.mlp.fc1.weight"]["saved_offsets"][1] += 1
+
+
+def load_moved(world, directory, change):
+    training = Training(world)
+    path = save_checkpoint(directory, training.model, training.optimizer, step=1)
+    if world.rank == 0:
+        moved(path, change)
+    torch.distributed.barrier()
+    before = whole(training.model)
+    with pytest.raises((OSError, ValueError)) as caught:
+        load_checkpoint(directory, training.model, training.optimizer)
+    assert_equal(whole(training.model), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change, said", [(overlapping, "has pieces that overlap"), (beyond, "has a piece at")])
+def test_pieces_that_overlap_or_reach_beyond_are_refused(ranks, tmp_path, change, said):
+    first, second = ranks(2, load_moved, tmp_path, change)
+    assert first == second and said in first
 
 
 NAMES = ["", "\n", "/", ".", "..", "../other", "step-00000001/../step-00000001", "step-00000001\n\n", "a\0b", "gone"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpoint.common import made
 from tpfuse import save_checkpoint
-from tpfuse.training.checkpoint.pieces import Piece, PieceInfo, Stored, fill, full_piece, shares
+from tpfuse.training.checkpoint.pieces import Piece, PieceInfo, Stored, check_apart, fill, full_piece, shares
 from tpfuse.training.checkpoint.shards import DTYPES, parts, sha256, verify, write_shard
 
 
@@ -68,6 +69,27 @@ def test_any_split_is_read_at_any_other(before, after):
         fill("x", full_piece(torch.empty(7, 3)), [s for s in stored if s.offset != (0, 0) or not s.size[0]])
 
 
+APART = {
+    "of one row and of the others": ([((0, 0), (1, 3)), ((1, 0), (6, 3))], None),
+    "a grid": ([((r, c), (1, 1)) for r in range(7) for c in range(3)], None),
+    "an empty one inside": ([((0, 0), (7, 3)), ((3, 0), (0, 3)), ((7, 0), (0, 3))], None),
+    "twice": ([((0, 0), (7, 3)), ((0, 0), (7, 3))], r"x has pieces that overlap, at \(0, 0\) and at \(0, 0\)"),
+    "a row twice, a row not": ([((0, 0), (4, 3)), ((3, 0), (3, 3))], r"overlap, at \(0, 0\) and at \(3, 0\)"),
+    "a column twice": ([((0, 0), (7, 2)), ((0, 2), (2, 1)), ((1, 1), (2, 1))], "overlap"),
+    "beyond": ([((1, 0), (7, 3))], r"x of shape \(7, 3\) has a piece at \(1, 0\) of shape \(7, 3\)"),
+}
+
+
+@pytest.mark.parametrize("places, said", APART.values(), ids=APART)
+def test_pieces_are_apart(places, said):
+    for order in (places, places[::-1]):
+        with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+            check_apart("x", (7, 3), order)
+    check_apart("x", (), [((), ())])
+    with pytest.raises(ValueError, match="overlap"):
+        check_apart("x", (), [((), ()), ((), ())])
+
+
 def held(name, offset, size, shape, dtype=torch.float32):
     return PieceInfo(name, offset, size, shape=shape, dtype=dtype)
 
@@ -83,6 +105,10 @@ def test_each_piece_is_written_once_and_the_bytes_are_shared():
 
 WRONG = [
     ([[held("s", (0,), (4,), (8,))]], "s has 8 elements, the ranks hold 4 of them"),
+    (
+        [[held("s", (0,), (4,), (8,))], [held("s", (2,), (4,), (8,))]],
+        r"s has pieces that overlap, at \(0,\) and at \(2,\)",
+    ),
     ([[held("s", (0,), (4,), (4,))], [held("s", (0,), (4,), (5,))]], "s must be the same tensor on every rank"),
     (
         [[held("s", (0,), (4,), (4,))], [held("s", (0,), (4,), (4,), torch.float64)]],

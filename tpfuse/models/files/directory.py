@@ -50,9 +50,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     OSError where it cannot be read; ValueError for any other contents, or more than the limits of this file.
     """
     path = own_file(folder, name)
-    with open(path, "rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    check(len(data) <= MAX_JSON_BYTES, f"{path} must be at most {MAX_JSON_BYTES} bytes of JSON")
+    data = read_limited(path, MAX_JSON_BYTES, "JSON")
     lists = data.count(b"[") + data.count(b"{")
     check(lists <= MAX_JSON_LISTS, f"{path} must hold at most {MAX_JSON_LISTS} lists and objects, got {lists}")
     try:
@@ -62,6 +60,16 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     check(isinstance(value, dict), f"{path} must hold a JSON object, got {type(value).__name__}")
     check(_depth(value) <= MAX_JSON_DEPTH, f"{path} must be nested at most {MAX_JSON_DEPTH} deep")
     return value
+
+
+def read_limited(path: Path, most: int, kind: str) -> bytes:
+    """Returns the contents of a regular file of at most so many bytes; OSError where it cannot be read, ValueError for
+    any other: a pipe may wait forever, and a device never end."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        check(stat.S_ISREG(os.fstat(file.fileno()).st_mode), f"{path} must be a regular file")
+        data = file.read(most + 1)
+    check(len(data) <= most, f"{path} must be at most {most} bytes of {kind}")
+    return data
 
 
 def _integer(digits: str) -> int:

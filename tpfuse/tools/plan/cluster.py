@@ -30,6 +30,7 @@ from ...kernels.runtime.rules import (
     one_of,
     quoted,
 )
+from ...models.files.directory import read_limited
 from ..ledger.machine import Machine
 from .collectives import ALL_REDUCE, Link
 from .devices import DEVICES, AnyDevice, Device, device, local_cpu
@@ -141,6 +142,7 @@ def this_machine(machine: Machine, devices: int, dtype: torch.dtype) -> Cluster:
 
 # ---- from a file ----
 
+_MOST_BYTES, _MOST_PARTS = 1 << 16, 1000  # of a file: sixty times what a large one has
 _SHARE = number(0, 1, "(]")
 _LEVEL: Mapping[str, Rule] = dict(ranks=COUNT, bandwidth=POSITIVE, latency=NOT_NEGATIVE)
 _REQUIRED: Mapping[str, Rule] = dict(bandwidth=POSITIVE, memory=POSITIVE)
@@ -156,8 +158,11 @@ def read(path: Path) -> Cluster:
     import tomllib
 
     try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = read_limited(path, _MOST_BYTES, "TOML").decode()
+        parts = sum(map(text.count, ".[{"))  # tomllib takes seconds for a key of 10,000 parts
+        check(parts <= _MOST_PARTS, f"it must hold at most {_MOST_PARTS} dots, lists and tables, got {parts}")
+        values = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"plan: {path} cannot be read as TOML: {brief(error)}") from None
     table = f"plan: {path.name}"
     _check_fields(table, values, ("device", "devices", "levels"))
@@ -193,7 +198,9 @@ def _device(table: str, values: Any) -> Device:
         return DEVICES[values]
     table = f"{table}: device"
     _check_fields(table, values, ("name", "peak", *_REQUIRED), tuple(_OPTIONAL))
-    check(isinstance(values["name"], str), f"{table}: name must be a string, got {quoted(values['name'])}")
+    name = values["name"]
+    printed = isinstance(name, str) and name == brief(name)
+    check(printed, f"{table}: name must be a string of one printable line, got {quoted(name)}")
     peak = values["peak"]
     check(
         isinstance(peak, dict) and bool(peak),

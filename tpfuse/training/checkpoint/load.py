@@ -16,7 +16,7 @@ from .errors import named
 from .folder import META, read_latest, warn_of_newer
 from .hooks import HookState, Reading, put_hook, read_hook
 from .meta import Meta, files_of, opened, read_text
-from .pieces import Stored, fill
+from .pieces import Stored, check_apart, fill
 from .ranks import Ranks, all_ranks
 from .shards import DTYPES, ShardReader, TensorEntry, parts, verify
 from .stages import held_elsewhere
@@ -121,6 +121,7 @@ def _check(checkpoint: _Checkpoint, stock: state.Stock, wanted: _Wanted) -> None
         if meta.get("optimizer", kind) != kind:
             raise ValueError(f"the optimizer is {kind}, {path} was written with {meta['optimizer'][:60]}")
         groups = state.groups_of(wanted.entries, wanted.optimizer)
+        state.check_numbers(path, meta["param_groups"])
         state.check_groups(path, groups, meta["param_groups"], wanted.elsewhere)
 
 
@@ -161,6 +162,8 @@ def _verified(checkpoint: _Checkpoint, stock: state.Stock) -> Sources:
 def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wanted: _Wanted) -> _LoadedState:
     """Reads what this rank needs."""
     path, meta, ranks = checkpoint
+    for name, stored in sources.items():
+        check_apart(f"{path}: {name}", stock[name][1], [(s.offset, s.size) for s in stored])
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
     for name, piece in pieces.items():
         fill(f"{name} of {path}", piece, sources[name])

@@ -85,7 +85,9 @@ def _foreign(value: Any) -> Any:
 
 def plain(name: Any) -> bool:
     """Returns whether a string names a file of the same folder and nothing else."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not re.search(r"[/\\\0\n]", name)
+    return (
+        isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not re.search(r"[/\\]", name)
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Pieces of tensors: those that a rank holds, the rank that writes each, and their reading at another split."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[str]]:
     """
     wholes: dict[str, PieceInfo] = {}
     owners: dict[tuple[str, Index], list[int]] = {}
-    elements: dict[str, int] = {}  # elements by name
+    sizes: dict[str, dict[Index, Index]] = {}  # of the pieces of each tensor, by offset
     for rank, pieces in enumerate(pieces_of):
         for p in pieces:
             info = wholes.setdefault(p.name, p)
@@ -81,12 +81,13 @@ def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[str]]:
                     f"{p.name} must be the same tensor on every rank, got {info.shape} of {info.dtype} and {p.shape}"
                     f" of {p.dtype} on rank {rank}"
                 )
-            if (p.name, p.offset) not in owners:
-                elements[p.name] = elements.get(p.name, 0) + math.prod(p.size)
             owners.setdefault((p.name, p.offset), []).append(rank)
+            sizes.setdefault(p.name, {})[p.offset] = p.size
     for name, info in wholes.items():
-        if elements[name] != math.prod(info.shape):
-            raise ValueError(f"{name} has {math.prod(info.shape)} elements, the ranks hold {elements[name]} of them")
+        elements = sum(map(math.prod, sizes[name].values()))
+        if elements != math.prod(info.shape):
+            raise ValueError(f"{name} has {math.prod(info.shape)} elements, the ranks hold {elements} of them")
+        check_apart(name, info.shape, sizes[name].items())
     return _divided(pieces_of, owners)
 
 
@@ -100,8 +101,24 @@ def _divided(pieces_of: Sequence[Sequence[PieceInfo]], owners: dict[tuple[str, I
     return names
 
 
+def check_apart(name: str, shape: Index, places: Iterable[tuple[Index, Index]]) -> None:
+    """ValueError where pieces of a tensor, by offset and size, overlap or reach beyond its shape.
+
+    Of pieces that do neither, as many elements as the tensor has leave no hole.
+    """
+    before: list[tuple[Index, Index]] = []  # that reach as far in the first dimension
+    for offset, size in sorted(places):
+        if any(a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)):
+            raise ValueError(f"{name} of shape {shape} has a piece at {offset} of shape {size}")
+        before = [(o, s) for o, s in before if not o or o[0] + s[0] > offset[0]]
+        for other, extent in before if math.prod(size) else ():
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, extent, strict=True)):
+                raise ValueError(f"{name} has pieces that overlap, at {other} and at {offset}")
+        before += [(offset, size)] if math.prod(size) else []
+
+
 def fill(name: str, target: Piece, stored: Sequence[Stored]) -> None:
-    """Reads a piece from the stored pieces that it overlaps; OSError where they leave a hole."""
+    """Reads a piece from the stored pieces that it overlaps, which are apart; OSError where they leave a hole."""
     filled = 0
     for s in stored:
         ends = zip(target.offset, target.local.shape, s.offset, s.size, strict=True)

@@ -28,7 +28,7 @@ from .pieces import Piece, PieceInfo, shares
 from .ranks import Ranks, all_ranks
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
-from .state import Group, entries_of, groups_of, pieces_of, unwrap
+from .state import Group, check_numbers, entries_of, groups_of, pieces_of, unwrap
 
 _MODEL = "model."  # before the names of parameters
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
@@ -126,6 +126,7 @@ def _collect(
     groups = groups_of(entries, optimizer)
     check_json("extra", extra)
     check_json("the optimizer's groups", groups)
+    check_numbers("the optimizer", groups)
     rng = dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta = dict(version=VERSION, step=step, extra=extra, **rng, optimizer=type(optimizer).__qualname__)
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, number
 from ...layers.module import Spec
 from ...layers.shards import WRAPPERS, named_specs
 from ...parallel import TensorParallel
@@ -21,6 +22,10 @@ Stock = Mapping[str, tuple[torch.dtype, Index]]  # what a checkpoint holds: dtyp
 Values = Mapping[str, Piece]  # tensors that were read
 OptimizerState = Mapping[nn.Parameter, dict[str, Tensor]]
 Group = dict[str, Any]  # of an optimizer, as JSON has it: parameters by name
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("lr", "initial_lr", "eps", "weight_decay", "momentum"), NOT_NEGATIVE),
+    "betas": number(0, 1, "[)"),
+}
 _REPLICA = nn.parallel.DistributedDataParallel
 
 
@@ -121,6 +126,16 @@ def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere
                 raise ValueError(
                     f"{key} of group {i} of the optimizer is {current[key]!r}, {path} has {str(saved[key])[:60]!r}"
                 )
+
+
+def check_numbers(place: object, groups: list[Group]) -> None:
+    """ValueError where the groups of an optimizer, or of a file, have a number by which nothing can be trained."""
+    for i, group in enumerate(groups):
+        for key, rule in _RULES.items():
+            values = group.get(key)
+            for value in values if isinstance(values, list | tuple) else [values]:
+                if isinstance(value, int | float):
+                    check_number(f"{key} of group {i} of {place}", value, rule)
 
 
 def _kind(value: Any) -> Any:
