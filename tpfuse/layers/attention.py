@@ -7,9 +7,6 @@ and its gradient is summed over them.  With ``tp.bitwise`` the same holds of lea
 has its copy of a kv head, and a rank has V/R leaves.
 """
 
-from functools import partial
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,15 +58,19 @@ class CopiedKV(ColumnProjection):
     ):
         super().__init__(tp)
         self.in_features = width
-        self.copies, per_group, head = copies, heads + 2, head_width * width
+        self.copies, whole = copies, (groups, heads + 2, head_width)
         q, kv = (groups * heads, head_width), (groups, 2, head_width)
-        of_q = Origin("weight", partial(_in_qkv, stride=heads, start=0, per_group=per_group, size=head))
-        of_kv = Origin("weight", partial(_in_qkv, stride=1, start=heads, per_group=per_group, size=head))
-        self.add_parameter("q", (*q, width), 0, init_std, origin=of_q, dtype=dtype, device=device)
-        self.add_parameter("kv", (*kv, width), 0, init_std, origin=of_kv, copies=copies, dtype=dtype, device=device)
+
+        def add(leaf: str, name: str, inner: tuple[int, ...], init: float | str) -> None:
+            of_q, of_kv = (Origin(leaf, whole + inner, start) for start in (0, heads))
+            self.add_parameter(f"q{name}", q + inner, 0, init, origin=of_q, dtype=dtype, device=device)
+            self.add_parameter(
+                f"kv{name}", kv + inner, 0, init, origin=of_kv, copies=copies, dtype=dtype, device=device
+            )
+
+        add("weight", "", (width,), init_std)
         if bias:
-            self.add_parameter("q_bias", q, 0, "zeros", dtype=dtype, device=device)
-            self.add_parameter("kv_bias", kv, 0, "zeros", copies=copies, dtype=dtype, device=device)
+            add("bias", "_bias", (), "zeros")
         else:
             self.q_bias = self.kv_bias = None
         self.initialize_alone()
@@ -84,11 +85,6 @@ class CopiedKV(ColumnProjection):
     def _joined(self, q: Tensor, kv: Tensor) -> Tensor:
         copies = torch.cat(leaf_slices(kv, self.tp, self.copies))
         return torch.cat([q.unflatten(0, (len(copies), -1)), copies], 1).flatten(0, 2)
-
-
-def _in_qkv(i: np.ndarray, *, stride: int, start: int, per_group: int, size: int) -> np.ndarray:
-    """Returns where in qkv the elements of index i begin, of ``each`` indices a group from the ``first`` one on."""
-    return (i // stride * per_group + i % stride + start) * size
 
 
 class ParallelAttention(ParallelModule):

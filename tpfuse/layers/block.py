@@ -34,6 +34,7 @@ from .attention import ParallelAttention
 from .cache import KVCache
 from .call import Call, Rope, Ropes, required
 from .hooks import hooked
+from .linear import ColumnParallelLinear
 from .mlp import ParallelMLP
 from .module import ParallelModule, check_rows
 from .norm import LayerNorm, norm_layer
@@ -232,7 +233,8 @@ class TransformerBlock(ParallelModule):
         return h if alone else (h, n)
 
     def _is_one_node(self, h: Tensor, normed: Normed, call: Call) -> bool:
-        """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed."""
+        """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed, and
+        no leaves share a kv head."""
         return (
             self.tp.size == 1
             and call.cache is None
@@ -243,6 +245,7 @@ class TransformerBlock(ParallelModule):
             and not autocasts(h)
             and not is_observed()
             and self.attention.in_one
+            and isinstance(self.attention.qkv, ColumnParallelLinear)
             and self.mlp.in_one
         )
 

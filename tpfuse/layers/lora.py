@@ -32,7 +32,7 @@ from ..kernels.runtime.rules import POSITIVE, SEED, check_number
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
-from .module import initialize, leaf_slices, local, on_rows, per_leaf
+from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .shards import unwrapped_name
 
 TARGETS = "qkv", "out", "fc1", "fc2"
@@ -66,9 +66,10 @@ class ColumnLoRA(Adapter):
             spec, name = layer.specs[leaf], "B" if leaf == "weight" else f"B_{leaf}"
             width = sum(n for n, module in projections if module in adapted)
             shape = (spec.shape[0], width, *spec.shape[2:-1]) if len(projections) > 1 else spec.shape[:-1]
+            origin = None if spec.origin is None else _of_whole(spec.origin, layer, self.parts, adapted, rank=rank)
             if width:
                 self.add_parameter(
-                    name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, dtype=dtype, device=device
+                    name, (*shape, rank), 0, "zeros", copies=spec.leaf_copies, origin=origin, dtype=dtype, device=device
                 )
             shape_here = [s.stop - s.start for s in spec.local(layer.tp)]
             self.leaves[leaf] = shape_here, name if width else None, spec.leaf_copies
@@ -123,6 +124,21 @@ class ColumnLoRA(Adapter):
     def deltas(self) -> dict[str, Tensor]:
         a = local(self.A).flatten(0, 1)
         return {leaf: self.scale * (self.block(leaf) @ a).view(shape) for leaf, (shape, *_) in self.leaves.items()}
+
+
+def _of_whole(part: Origin, layer: Adaptable, parts: Parts, adapted: list[str], *, rank: int) -> Origin:
+    """Returns where B of a part of a weight lies in the B of the whole weight, which has the adapted rows alone."""
+    rows: dict[int, int] = {}  # that B has of a group, by where the part of the weight begins
+    for leaf, projections in parts.items():
+        spec = layer.specs[leaf]
+        assert spec.origin is not None
+        if len(projections) > 1:
+            rows[spec.origin.start] = sum(n for n, module in projections if module in adapted)
+        else:
+            rows[spec.origin.start] = spec.origin.rows(spec.shape) if projections[0][1] in adapted else 0
+    start = sum(n for first, n in rows.items() if first < part.start)
+    groups, _, *inner, _ = part.whole
+    return Origin("B", (groups, sum(rows.values()), *inner, rank), start)
 
 
 class RowLoRA(Adapter):

@@ -255,7 +255,7 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
         step = max(1, _CHUNK // max(columns.size, 1))
         for i in range(0, len(rows), step):
             chunk = rows[i : i + step]
-            offsets = chunk * stride if spec.origin is None else spec.origin.offset(chunk)
+            offsets = chunk * stride if spec.origin is None else spec.origin.offset(chunk, spec.shape)
             values = torch.from_numpy(normal(seed, name, np.add.outer(offsets, columns)) * spec.init)
             x[i : i + len(chunk)] = values.to(x.dtype)
 

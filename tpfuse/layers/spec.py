@@ -1,7 +1,8 @@
 """A parameter as a whole, of which a rank holds a slice."""
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ class Spec:
     deviation at the start (or "ones" or "zeros"; None: initialised elsewhere).  A shard is one contiguous slice, split
     as torch.chunk splits.  ``copies`` ranks in a row hold the same slice (kv heads that are fewer than ranks), and
     ``leaf_copies`` leaves do (TensorParallel.all_leaves).
-    ``origin``: the initial values are those of another parameter's elements, so that a layout which depends on the
-    number of ranks does not change them.
+    ``origin``: the parameter is a part of another one, so that a layout which depends on the number of ranks changes
+    neither initial values nor files.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +43,32 @@ class Spec:
 
 @dataclass(frozen=True)
 class Origin:
-    """Index i of dimension 0 takes its initial values from another parameter of the same module.
+    """A parameter as a part of another one, ``leaf`` of the same module, which a module over fewer ranks has instead.
 
-    They are the elements from ``offset(i)`` on of the parameter ``leaf``, flattened.
+    ``whole`` is the other's shape: groups, rows of a group, and what a row is.  The part has the rows from ``start`` on
+    of every group: as its dimension 1 (kv heads, [G, 2, E, D]), or joined with the groups as its dimension 0 (query
+    heads, [H, E, D]).  Initial values and files are those of the other.
     """
 
     leaf: str
-    offset: Callable[[np.ndarray], np.ndarray]
+    whole: tuple[int, ...]
+    start: int
+
+    def offset(self, indices: np.ndarray, part: tuple[int, ...]) -> np.ndarray:
+        """Returns where indices of dimension 0 begin in the other parameter, flattened; ``part``: this one's shape."""
+        group, row = self._place(indices, part)
+        return (group * self.whole[1] + row) * math.prod(self.whole[2:])
+
+    def box(self, offset: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns where a slice of the part that begins at ``offset``, of one group or of whole ones, lies in the other
+        one."""
+        group, row = self._place(offset[0], part)
+        return (group, row, *offset[2 - len(self.whole) :])
+
+    def rows(self, part: tuple[int, ...]) -> int:
+        """Returns how many rows of a group the part has."""
+        return part[0] // self.whole[0] * (part[1] if len(part) == len(self.whole) else 1)
+
+    def _place(self, index: Any, part: tuple[int, ...]) -> tuple[Any, Any]:
+        rows = part[0] // self.whole[0]
+        return index // rows, index % rows + self.start

@@ -214,9 +214,9 @@ def test_the_whole_model_is_there_once(written, where):
 def what_is_read(world, where, directory):
     read, fill = set(), reading.fill
 
-    def noting(name, *args):
-        read.add(name.split(" of ")[0])
-        return fill(name, *args)
+    def noting(path, target, stored):
+        read.add(target.name)
+        return fill(path, target, stored)
 
     with mock.patch.object(reading, "fill", noting):
         training = Staged(world, *where)

@@ -18,7 +18,7 @@ from ..ok_topk import OkTopk, TopkState, Unit
 from .meta import Meta
 from .pieces import Piece, Stored, fill, full_piece, piece
 from .ranks import Ranks
-from .state import Entries, Stock
+from .state import Entries, Stock, stored_name, stored_names
 
 KEY = "hook"  # in meta.json
 
@@ -31,15 +31,16 @@ def _thresholds(rank: int, unit: int) -> str:
     return f"thresholds.{rank}.{unit}"
 
 
-def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[dict[str, Piece], Meta]:
+def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[list[Piece], Meta]:
     """Returns what is here of a hook, sharing its memory, and what meta.json says of it.
 
     ValueError where the hook's parameters are not the model's.
     """
     if hook is None:
-        return {}, {}
+        return [], {}
     names = {id(p): name for name, (p, *_) in entries.items()}
-    pieces: dict[str, Piece] = {}
+    stored = stored_names(entries)
+    pieces: list[Piece] = []
     units: list[list[str]] = []
     for i, unit in enumerate(hook.units):
         missing = [p for p in unit.parameters if id(p) not in names]
@@ -47,9 +48,9 @@ def hook_pieces(entries: Entries, hook: OkTopk | None, ranks: Ranks) -> tuple[di
             raise ValueError(f"the hook holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
         for p, part in unit.parts():
             _, spec, tp = entries[names[id(p)]]
-            pieces[_residual(hook.replica, names[id(p)])] = piece(part, spec, tp)
-        pieces[_thresholds(ranks.rank, i)] = full_piece(_as_tensor(unit.state))
-        units.append([names[id(p)] for p in unit.parameters])
+            pieces.append(piece(_residual(hook.replica, stored[names[id(p)]]), part, spec, tp))
+        pieces.append(full_piece(_thresholds(ranks.rank, i), _as_tensor(unit.state)))
+        units.append([*dict.fromkeys(stored[names[id(p)]] for p in unit.parameters)])
     return pieces, {KEY: dict(replicas=hook.replicas, step=hook.step, units=units)}
 
 
@@ -95,18 +96,22 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
                 stacklevel=5,
             )
         return None
+    own: dict[str, list[str]] = {}  # this model's names, by those of a checkpoint
+    for name, stored_as in stored_names(reading.entries).items():
+        own.setdefault(stored_as, []).append(name)
     units = []
     for i, names in enumerate(saved["units"]):
-        unknown = [name for name in names if name not in reading.entries]
+        unknown = [name for name in names if name not in own]
         if unknown:
             raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
-        parts = [_mean(hook, name, reading, sources) for name in names]
-        unit = Unit([reading.entries[name][0] for name in names], torch.cat([part.flatten() for part in parts]))
+        own_names = [name for stored in names for name in own[stored]]
+        parts = [_mean(hook, name, reading, sources) for name in own_names]
+        unit = Unit([reading.entries[name][0] for name in own_names], torch.cat([part.flatten() for part in parts]))
         key = _thresholds(reading.ranks.rank, i)
         if _same_layout(hook, reading) and key in reading.stock:
-            stored = full_piece(torch.empty(reading.stock[key][1], dtype=torch.float64))
-            fill(key, stored, sources[key])
-            unit.state = _as_state(stored.local)
+            thresholds = full_piece(key, torch.empty(reading.stock[key][1], dtype=torch.float64))
+            fill(reading.path, thresholds, sources[key])
+            unit.state = _as_state(thresholds.local)
         units.append(unit)
     return HookState(saved["step"], units)
 
@@ -121,13 +126,14 @@ def _mean(hook: OkTopk, name: str, reading: Reading, sources: Mapping[str, Seque
     p, spec, tp = reading.entries[name]
     replicas = reading.meta[KEY]["replicas"]
     averaged = [hook.replica] if replicas == hook.replicas else range(replicas)
-    target, total = piece(p, spec, tp), None
+    total = None
     for replica in averaged:
-        key = _residual(replica, name)
+        key = _residual(replica, stored_name(name, spec))
+        target = piece(key, p, spec, tp)
         if key not in reading.stock:
             raise ValueError(f"{reading.path} has no {key}")
         part = target._replace(local=torch.empty(target.local.shape, dtype=reading.stock[key][0]))
-        fill(f"{key} of {reading.path}", part, sources[key])
+        fill(reading.path, part, sources[key])
         total = part.local if total is None else total.add_(part.local)
     assert total is not None
     return total.div_(len(averaged)).to(p.device)

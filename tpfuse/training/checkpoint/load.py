@@ -33,12 +33,11 @@ def load_checkpoint(
 ) -> tuple[int, Any] | None:
     """Restores the latest checkpoint in place; returns (step, extra), or None where there is none.
 
-    The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it
-    (beyond the number of kv heads the tensor-parallel size may not: the layout is another there).  Without
-    ``optimizer`` only the model is restored, and without ``hook`` no communication hook's residuals, of which a warning
-    tells; at another number of replicas each residual is the mean of those that were saved.  Every file's checksum is
-    compared.  Warnings say what else is not as it was and decides the last bits: versions, processor, threads, sizes,
-    schedule, overlap, dtype.
+    The tensor-parallel, data-parallel and pipeline-parallel sizes and the schedule may differ from those that wrote it.
+    Without ``optimizer`` only the model is restored, and without ``hook`` no communication hook's residuals, of which a
+    warning tells; at another number of replicas each residual is the mean of those that were saved.  Every file's
+    checksum is compared.  Warnings say what else is not as it was and decides the last bits: versions, processor,
+    threads, sizes, schedule, overlap, dtype.
 
     ValueError where the format, the parameters' names or shapes, the model's config, or the optimizer's class or groups
     are not the checkpoint's, OSError where a file is missing or damaged: the same on every rank, before anything
@@ -165,8 +164,8 @@ def _filled(checkpoint: _Checkpoint, stock: state.Stock, sources: Sources, wante
     for name, stored in sources.items():
         check_apart(f"{path}: {name}", stock[name][1], [(s.offset, s.size) for s in stored])
     pieces = state.fresh(path, wanted.entries, stock, wanted.optimizer is not None)
-    for name, piece in pieces.items():
-        fill(f"{name} of {path}", piece, sources[name])
+    for piece in pieces.values():
+        fill(path, piece, sources[piece.name])
     residuals = read_hook(wanted.hook, Reading(path, meta, stock, entries=wanted.entries, ranks=ranks), sources)
     return _LoadedState(pieces, state.optimizer_state(wanted.entries, pieces, wanted.optimizer), residuals)
 

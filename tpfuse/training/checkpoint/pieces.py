@@ -13,11 +13,13 @@ from ...layers.state import check_whole
 from ...parallel import TensorParallel
 
 Index = tuple[int, ...]  # of an element in the whole tensor, or a shape
+Place = tuple[str, Index]  # of a piece: its tensor, and where in it
 
 
 class Piece(NamedTuple):
-    """One rank's part of a tensor: the elements from ``offset`` onwards of a whole of ``shape``."""
+    """One rank's part of the tensor ``name`` of a checkpoint: elements from ``offset`` on of a whole of ``shape``."""
 
+    name: str
     local: Tensor
     offset: Index
     shape: Index
@@ -41,37 +43,39 @@ class Stored(NamedTuple):
     read: Callable[[tuple[slice, ...]], Tensor]
 
 
-def piece(x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
+def piece(name: str, x: Tensor, spec: Spec, tp: TensorParallel) -> Piece:
     """Returns what is here of the tensor that ``x`` is a slice of, sharing its memory.
 
-    ``x`` is shaped as a parameter of this ``spec``: a DTensor, a plain slice, or the whole.  With ``tp.bitwise`` copies
-    of a slice are one piece, so that the whole is the same at every split; else they stand one after another.
+    ``x`` is shaped as a parameter of this ``spec``: a DTensor, a plain slice, or the whole.  The layout is the same at
+    every number of ranks: a slice that several hold is there once, and a part of another parameter lies in that.
     """
-    x = x.detach()
+    x, offset = x.detach(), [s.start for s in spec.local(tp)]
     if isinstance(x, DTensor):
         check_whole(x, spec)
         (chunk,) = x.__create_chunk_list__()
-        return Piece(x.to_local(), tuple(chunk.offsets), tuple(x.shape))
-    if tp.bitwise is not None:
-        return Piece(x, tuple(s.start for s in spec.local(tp)), spec.shape)
-    offset = [0] * x.dim()
-    if spec.dim is not None and tp.size > 1:
-        offset[spec.dim], _ = tp.chunk(spec.spread[spec.dim])
-    return Piece(x, tuple(offset), spec.spread)
+        x, offset = x.to_local(), list(chunk.offsets)
+        if spec.dim is not None and spec.copies > 1:  # a DTensor is of all ranks' slices, one after the other
+            rank, place = divmod(offset[spec.dim], spec.spread[spec.dim] // tp.size)
+            offset[spec.dim] = rank // spec.copies * (spec.spread[spec.dim] // tp.size) + place
+    if spec.origin is None:
+        return Piece(name, x, tuple(offset), spec.shape)
+    if x.dim() < len(spec.origin.whole):  # rows joined with groups: some of one group's, or several groups' whole
+        x = x.unflatten(0, (-1, min(len(x), spec.origin.rows(spec.shape))))
+    return Piece(name, x, spec.origin.box(tuple(offset), spec.shape), spec.origin.whole)
 
 
-def full_piece(x: Tensor) -> Piece:
+def full_piece(name: str, x: Tensor) -> Piece:
     """Returns a tensor that every rank has."""
-    return Piece(x.detach(), (0,) * x.dim(), tuple(x.shape))
+    return Piece(name, x.detach(), (0,) * x.dim(), tuple(x.shape))
 
 
-def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[str]]:
-    """Divides the pieces among the ranks that hold them, each once and by bytes -> the names that each rank writes.
+def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[Place]]:
+    """Divides the pieces among the ranks that hold them, each once and by bytes -> those that each rank writes.
 
     ``pieces_of`` lists the pieces of each rank.  ValueError where the ranks disagree on a tensor, or hold only a part.
     """
     wholes: dict[str, PieceInfo] = {}
-    owners: dict[tuple[str, Index], list[int]] = {}
+    owners: dict[Place, list[int]] = {}
     sizes: dict[str, dict[Index, Index]] = {}  # of the pieces of each tensor, by offset
     for rank, pieces in enumerate(pieces_of):
         for p in pieces:
@@ -91,14 +95,14 @@ def shares(pieces_of: Sequence[Sequence[PieceInfo]]) -> list[set[str]]:
     return _divided(pieces_of, owners)
 
 
-def _divided(pieces_of: Sequence[Sequence[PieceInfo]], owners: dict[tuple[str, Index], list[int]]) -> list[set[str]]:
+def _divided(pieces_of: Sequence[Sequence[PieceInfo]], owners: dict[Place, list[int]]) -> list[set[Place]]:
     bytes_of = {(p.name, p.offset): math.prod(p.size) * p.dtype.itemsize for pieces in pieces_of for p in pieces}
-    load, names = [0] * len(pieces_of), [set[str]() for _ in pieces_of]
-    for (name, offset), ranks in owners.items():
+    load, places = [0] * len(pieces_of), [set[Place]() for _ in pieces_of]
+    for place, ranks in owners.items():
         rank = min(ranks, key=lambda r: (load[r], r))
-        load[rank] += bytes_of[name, offset]
-        names[rank].add(name)
-    return names
+        load[rank] += bytes_of[place]
+        places[rank].add(place)
+    return places
 
 
 def check_apart(name: str, shape: Index, places: Iterable[tuple[Index, Index]]) -> None:
@@ -117,7 +121,7 @@ def check_apart(name: str, shape: Index, places: Iterable[tuple[Index, Index]]) 
         before += [(offset, size)] if math.prod(size) else []
 
 
-def fill(name: str, target: Piece, stored: Sequence[Stored]) -> None:
+def fill(path: object, target: Piece, stored: Sequence[Stored]) -> None:
     """Reads a piece from the stored pieces that it overlaps, which are apart; OSError where they leave a hole."""
     filled = 0
     for s in stored:
@@ -129,4 +133,4 @@ def fill(name: str, target: Piece, stored: Sequence[Stored]) -> None:
             target.local[inside].copy_(s.read(source))
             filled += math.prod(j - i for i, j in overlap)
     if filled != target.local.numel():
-        raise OSError(f"{name} is not whole: {filled} of {target.local.numel()} elements are there")
+        raise OSError(f"{path}: {target.name} is not whole: {filled} of {target.local.numel()} elements are there")

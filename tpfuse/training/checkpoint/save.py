@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from .folder import SAVING, check_shared, new_checkpoint, publish, read_latest, 
 from .hooks import hook_pieces
 from .job import JobProcess, check_held, take
 from .meta import VERSION, Meta, check_json, read_text, sealed
-from .pieces import Piece, PieceInfo, shares
+from .pieces import Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
@@ -39,7 +40,7 @@ class _Save(NamedTuple):
     """A save, ready to be written: this rank's pieces, and what meta.json will say."""
 
     directory: Path
-    pieces: dict[str, Piece]
+    pieces: list[Piece]
     meta: Meta
     ranks: Ranks
 
@@ -101,10 +102,12 @@ def save_checkpoint(
         warn_of_drift(unwrap(model), "save_checkpoint")
         inner = unwrap(model)
 
-        def collect() -> tuple[dict[str, Piece], Meta]:
+        def collect() -> tuple[list[Piece], Meta]:
             pieces, meta = _collect(inner, optimizer, step, extra)
             residuals, about = hook_pieces(entries_of(inner), hook, ranks)
-            return pieces | residuals, meta | about
+            return [
+                part for part in pieces + residuals if part.local.numel() or not math.prod(part.shape)
+            ], meta | about
 
         save = _prepare(directory, ranks, stage_in(inner), collect)
         if not background:
@@ -116,9 +119,7 @@ def save_checkpoint(
 # ---- the state ----
 
 
-def _collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any
-) -> tuple[dict[str, Piece], Meta]:
+def _collect(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> tuple[list[Piece], Meta]:
     """Returns what is here of every tensor, and meta.json but for the files."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be an integer from 0, got {step!r}")
@@ -148,19 +149,19 @@ class _Mine(NamedTuple):
 
 
 def _prepare(
-    directory: Path, ranks: Ranks, stage: Stage | None, collect: Callable[[], tuple[dict[str, Piece], Meta]]
+    directory: Path, ranks: Ranks, stage: Stage | None, collect: Callable[[], tuple[list[Piece], Meta]]
 ) -> _Save:
     """Collects the state and divides it among the ranks."""
-    pieces: dict[str, Piece] = {}
+    pieces: dict[Place, Piece] = {}
     meta: Meta = {}
 
     def mine() -> _Mine:
         collected, about = collect()
-        pieces.update(collected)
+        pieces.update({(p.name, p.offset): p for p in collected})
         meta.update(about)
         infos = [
-            PieceInfo(n, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype)
-            for n, p in collected.items()
+            PieceInfo(p.name, p.offset, tuple(p.local.shape), shape=p.shape, dtype=p.local.dtype)
+            for p in pieces.values()
         ]
         digests = {key: _digest(value) for key, value in about.items() if key not in _OWN}
         return _Mine(infos, digests, about[_GROUPS], stage)
@@ -176,9 +177,9 @@ def _prepare(
     check_stages([reply.stage for reply in replies])
     meta[_GROUPS] = merged([reply.groups for reply in replies], [reply.parameters() for reply in replies])
     infos = [reply.held for reply in replies]
-    names = shares(infos)[ranks.rank]
+    places = shares(infos)[ranks.rank]
     meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*infos)}
-    return _Save(directory, {name: pieces[name] for name in pieces if name in names}, meta, ranks)
+    return _Save(directory, [pieces[place] for place in pieces if place in places], meta, ranks)
 
 
 def _digest(value: Any) -> tuple[str, str]:
@@ -187,8 +188,8 @@ def _digest(value: Any) -> tuple[str, str]:
     return text[:60], hashlib.sha256(text.encode()).hexdigest()
 
 
-def _copied(pieces: dict[str, Piece]) -> dict[str, Piece]:
-    return {name: piece._replace(local=piece.local.to("cpu", copy=True)) for name, piece in pieces.items()}
+def _copied(pieces: list[Piece]) -> list[Piece]:
+    return [piece._replace(local=piece.local.to("cpu", copy=True)) for piece in pieces]
 
 
 # ---- the files ----
@@ -232,10 +233,14 @@ def _begin(save: _Save) -> _Begun:
 
 
 def _write_shard(save: _Save, path: Path) -> dict[str, FileEntry]:
-    if not save.pieces:
-        return {}
-    file = f"shard-{save.ranks.rank:05d}.safetensors"
-    return {file: write_shard(path / file, save.pieces)}
+    files: list[dict[str, Piece]] = []  # a file has a tensor once, of which a rank may have several pieces
+    for part in save.pieces:
+        file = next((file for file in files if part.name not in file), None)
+        if file is None:
+            files.append(file := {})
+        file[part.name] = part
+    names = [f"shard-{save.ranks.rank:05d}{f'-{i}' * bool(i)}.safetensors" for i in range(len(files))]
+    return {name: write_shard(path / name, file) for name, file in zip(names, files, strict=True)}
 
 
 def _publish(save: _Save, path: Path, shards: dict[str, FileEntry], job: JobProcess) -> set[str] | None:

@@ -13,7 +13,7 @@ from torch import nn
 from ...models.model import staged_in
 from ...pipeline.placement import Stage
 from .ranks import Ranks
-from .state import Entries, Group
+from .state import Entries, Group, stored_names
 
 _SAID = "param_groups must be the same on every rank, got"
 
@@ -74,6 +74,8 @@ def merged(groups_of: Sequence[list[Group]], held: Sequence[Collection[str]]) ->
 
 
 def held_elsewhere(ranks: Ranks, model: nn.Module, entries: Entries) -> set[str]:
-    """Returns the parameters of the model that other stages hold and this rank does not; each rank calls it."""
-    names_of = ranks.gather(lambda: [] if stage_in(model) is None else list(entries))
-    return {name for names in names_of for name in names} - entries.keys()
+    """Returns the parameters of the model, by their names in a checkpoint, that other stages hold and this rank does
+    not; each rank calls it."""
+    mine = set(stored_names(entries).values())
+    names_of = ranks.gather(lambda: [] if stage_in(model) is None else list(mine))
+    return {name for names in names_of for name in names} - mine

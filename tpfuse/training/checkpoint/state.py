@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, number
@@ -34,8 +35,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     After a forward without a backward FSDP2 leaves the root's parameters gathered: others than the optimizer's.
     """
-    from torch.distributed.fsdp import FSDPModule  # slow to import
-
     while len(model._modules) == 1 and (isinstance(model, _REPLICA) or model._modules.keys() <= WRAPPERS):
         (model,) = model.children()
     for module in model.modules():
@@ -51,23 +50,34 @@ def entries_of(model: nn.Module) -> Entries:
 # ---- out ----
 
 
-def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+def stored_name(name: str, spec: Spec) -> str:
+    """Returns the name that a checkpoint has for a parameter: of a part of another one, the other's."""
+    return name if spec.origin is None else f"{name.rpartition('.')[0]}.{spec.origin.leaf}".removeprefix(".")
+
+
+def stored_names(entries: Entries) -> dict[str, str]:
+    """Returns the names that a checkpoint has for parameters, by their own."""
+    return {name: stored_name(name, spec) for name, (_, spec, _) in entries.items()}
+
+
+def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Piece]:
     """Returns what is here of every tensor, sharing its memory."""
-    pieces = {}
-    for name, (p, spec, tp) in entries.items():
-        pieces[f"model.{name}"] = piece(p, spec, tp)
+    pieces = []
+    for own, (p, spec, tp) in entries.items():
+        name = stored_name(own, spec)
+        pieces.append(piece(f"model.{name}", p, spec, tp))
         weight = stepped(p)
         main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
         for key, value in (optimizer.state.get(weight, {}) | main).items():
             if value is not None:
-                value = _as_tensor(name, key, value)
+                value, stored = _as_tensor(own, key, value), f"optimizer.{name}.{key}"
                 shaped = value.shape == p.shape
-                pieces[f"optimizer.{name}.{key}"] = piece(value, spec, tp) if shaped else full_piece(value)
+                pieces.append(piece(stored, value, spec, tp) if shaped else full_piece(stored, value))
                 if not shaped and value.numel() > 1:
-                    raise ValueError(f"the optimizer's {key} of {name} is neither a number nor shaped as the parameter")
-    for name, part in pieces.items():
+                    raise ValueError(f"the optimizer's {key} of {own} is neither a number nor shaped as the parameter")
+    for part in pieces:
         if part.local.dtype not in NAMES:
-            raise ValueError(f"{name} is of {part.local.dtype}, which safetensors does not hold")
+            raise ValueError(f"{part.name} is of {part.local.dtype}, which safetensors does not hold")
     return pieces
 
 
@@ -86,13 +96,13 @@ def _as_tensor(name: str, key: str, value: Any) -> Tensor:
 
 def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]:
     """Returns the optimizer's groups as JSON has them, parameters by name."""
-    names = {id(stepped(p)): name for name, (p, *_) in entries.items()}
+    names = {id(stepped(p)): stored_name(name, spec) for name, (p, spec, _) in entries.items()}
     missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if missing:
         raise ValueError(f"the optimizer holds a parameter of shape {tuple(missing[0].shape)} that is not the model's")
     plain = lambda v: v.item() if isinstance(v, Tensor) else v
     return [
-        {k: [names[id(p)] for p in v] if k == "params" else plain(v) for k, v in group.items()}
+        {k: [*dict.fromkeys(names[id(p)] for p in v)] if k == "params" else plain(v) for k, v in group.items()}
         for group in optimizer.param_groups
     ]
 
@@ -102,7 +112,7 @@ def groups_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Group]
 
 def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collection[str]) -> None:
     """ValueError where a checkpoint is not of this model, of which other ranks hold the parameters ``elsewhere``."""
-    wanted = {f"model.{name}": piece(p, spec, tp).shape for name, (p, spec, tp) in entries.items()}
+    wanted = {part.name: part.shape for part in _model_pieces(entries).values()}
     for name, shape in wanted.items():
         got = stored[name][1] if name in stored else "none"
         if got != shape:
@@ -111,6 +121,10 @@ def check_model(path: Path, entries: Entries, stored: Stock, elsewhere: Collecti
     extra = [name for name in stored if name.startswith("model.") and name not in expected]
     if extra:
         raise ValueError(f"{path} holds {extra[0]}, which this model has no place for")
+
+
+def _model_pieces(entries: Entries) -> dict[str, Piece]:
+    return {name: piece(f"model.{stored_name(name, spec)}", p, spec, tp) for name, (p, spec, tp) in entries.items()}
 
 
 def check_groups(path: Path, groups: list[Group], stored: list[Group], elsewhere: Collection[str]) -> None:
@@ -150,25 +164,32 @@ def _kind(value: Any) -> Any:
 
 
 def fresh(path: Path, entries: Entries, stored: Stock, with_optimizer: bool) -> dict[str, Piece]:
-    """Returns new tensors on the CPU, for what this rank needs of a checkpoint."""
+    """Returns new tensors on the CPU, for what this rank needs of a checkpoint, by its own names."""
     pieces = {}
-    for name, (p, spec, tp) in entries.items():
-        local = piece(p, spec, tp)
-        pieces[f"model.{name}"] = _empty(local, p.dtype)
-        prefix = f"optimizer.{name}."
-        for key in _keys(stored, prefix) if with_optimizer else ():
-            dtype, shape = stored[key]
-            if shape == local.shape:
-                pieces[key] = _empty(local, dtype)
+    keys: dict[str, list[str]] = {}  # of the optimizer's state, by the parameter's name in the checkpoint
+    for stored_key in stored if with_optimizer else ():
+        kind, _, full = stored_key.partition(".")
+        name, _, key = full.rpartition(".")
+        if kind == "optimizer":
+            keys.setdefault(name, []).append(key)
+    for name, template in _model_pieces(entries).items():
+        pieces[f"model.{name}"] = _empty(template, template.name, entries[name][0].dtype)
+        for key in keys.get(template.name.removeprefix("model."), ()):
+            stored_key = f"optimizer.{template.name.removeprefix('model.')}.{key}"
+            dtype, shape = stored[stored_key]
+            if shape == template.shape:
+                pieces[f"optimizer.{name}.{key}"] = _empty(template, stored_key, dtype)
             elif shape in ((), (1,)):
-                pieces[key] = full_piece(torch.empty(shape, dtype=dtype))
+                pieces[f"optimizer.{name}.{key}"] = full_piece(stored_key, torch.empty(shape, dtype=dtype))
             else:
-                raise ValueError(f"{key} of {path} is neither a number nor shaped as the parameter, it is {shape}")
+                raise ValueError(
+                    f"{stored_key} of {path} is neither a number nor shaped as the parameter, it is {shape}"
+                )
     return pieces
 
 
-def _empty(template: Piece, dtype: torch.dtype) -> Piece:
-    return template._replace(local=torch.empty(template.local.shape, dtype=dtype, device="cpu"))
+def _empty(template: Piece, name: str, dtype: torch.dtype) -> Piece:
+    return template._replace(name=name, local=torch.empty(template.local.shape, dtype=dtype, device="cpu"))
 
 
 def _keys(names: Iterable[str], prefix: str) -> list[str]:
@@ -183,15 +204,22 @@ def optimizer_state(
         return {}
     on_device = {p for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     state: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for name, (p, spec, tp) in entries.items():
-        prefix, whole = f"optimizer.{name}.", piece(p, spec, tp).shape
+    for name, (p, spec, _) in entries.items():
+        prefix = f"optimizer.{name}."
         values = {}
         for key in _keys(values_read, prefix):
-            shaped = values_read[key].shape == whole
-            value = values_read[key].local.to(p.device if shaped or stepped(p) in on_device else "cpu")
+            shaped = values_read[key].shape == values_read[f"model.{name}"].shape
+            value = _local(values_read[key], spec) if shaped else values_read[key].local
+            value = value.to(p.device if shaped or stepped(p) in on_device else "cpu")
             values[key.removeprefix(prefix)] = _as_parameter(value, p) if shaped else value
         state[p] = values
     return state
+
+
+def _local(part: Piece, spec: Spec) -> Tensor:
+    """Returns a piece shaped as a slice of the parameter: of a part that is joined with its groups without those."""
+    joined = spec.origin is not None and len(spec.shape) < len(spec.origin.whole)
+    return part.local.flatten(0, 1) if joined else part.local
 
 
 def _as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
@@ -201,9 +229,9 @@ def _as_parameter(value: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def put_model(entries: Entries, values_read: Values) -> None:
-    for name, (p, *_) in entries.items():
+    for name, (p, spec, _) in entries.items():
         x = p.detach()
-        (x.to_local() if isinstance(x, DTensor) else x).copy_(values_read[f"model.{name}"].local)
+        (x.to_local() if isinstance(x, DTensor) else x).copy_(_local(values_read[f"model.{name}"], spec))
 
 
 def put_optimizer(optimizer: torch.optim.Optimizer, state: OptimizerState, groups: list[Group]) -> None:
