@@ -96,15 +96,15 @@ def read_hook(hook: OkTopk | None, reading: Reading, sources: Mapping[str, Seque
                 stacklevel=5,
             )
         return None
-    own: dict[str, list[str]] = {}  # this model's names, by those of a checkpoint
+    local_names: dict[str, list[str]] = {}  # this model's names, by those of a checkpoint
     for name, stored_as in stored_names(reading.entries).items():
-        own.setdefault(stored_as, []).append(name)
+        local_names.setdefault(stored_as, []).append(name)
     units = []
     for i, names in enumerate(saved["units"]):
-        unknown = [name for name in names if name not in own]
+        unknown = [name for name in names if name not in local_names]
         if unknown:
             raise ValueError(f"{reading.path} has a residual of {unknown[0]}, which this model has no place for")
-        own_names = [name for stored in names for name in own[stored]]
+        own_names = [name for stored in names for name in local_names[stored]]
         parts = [_mean(hook, name, reading, sources) for name in own_names]
         unit = Unit([reading.entries[name][0] for name in own_names], torch.cat([part.flatten() for part in parts]))
         key = _thresholds(reading.ranks.rank, i)

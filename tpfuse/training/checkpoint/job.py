@@ -66,19 +66,19 @@ def take(directory: Path) -> JobProcess:
     return job
 
 
-def check_held(directory: Path, job: JobProcess, when: str = " during the save") -> None:
+def check_held(directory: Path, job: JobProcess, moment: str = " during the save") -> None:
     """OSError where another job took the folder over, or the folder is not the one that this job took."""
     path, locked = directory / FILE, _locks.get(directory.resolve())
     if not os.path.lexists(path):
         raise OSError(
-            f"{path}, which this job wrote, has gone{when}: the folder was removed, or its file system is not"
+            f"{path}, which this job wrote, has gone{moment}: the folder was removed, or its file system is not"
             " mounted any more; bring it back, or save elsewhere"
         )
     if locked is not None and os.path.samestat(os.fstat(locked.fileno()), os.lstat(path)):
         return  # whatever stands in it
     holder = read_job(path)
     if holder is None or holder.token != job.token:
-        means = when or ", another job: this one may not save there any more"
+        means = moment or ", another job: this one may not save there any more"
         raise OSError(f"{directory} was taken over by {holder or 'another job'}{means}")
 
 

@@ -110,15 +110,15 @@ def check_apart(name: str, shape: Index, places: Iterable[tuple[Index, Index]]) 
 
     Of pieces that do neither, as many elements as the tensor has leave no hole.
     """
-    before: list[tuple[Index, Index]] = []  # that reach as far in the first dimension
+    earlier: list[tuple[Index, Index]] = []  # that reach as far in the first dimension
     for offset, size in sorted(places):
         if any(a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)):
             raise ValueError(f"{name} of shape {shape} has a piece at {offset} of shape {size}")
-        before = [(o, s) for o, s in before if not o or o[0] + s[0] > offset[0]]
-        for other, extent in before if math.prod(size) else ():
+        earlier = [(o, s) for o, s in earlier if not o or o[0] + s[0] > offset[0]]
+        for other, extent in earlier if math.prod(size) else ():
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, extent, strict=True)):
                 raise ValueError(f"{name} has pieces that overlap, at {other} and at {offset}")
-        before += [(offset, size)] if math.prod(size) else []
+        earlier += [(offset, size)] if math.prod(size) else []
 
 
 def fill(path: object, target: Piece, stored: Sequence[Stored]) -> None:

@@ -63,18 +63,20 @@ def stored_names(entries: Entries) -> dict[str, str]:
 def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Piece]:
     """Returns what is here of every tensor, sharing its memory."""
     pieces = []
-    for own, (p, spec, tp) in entries.items():
-        name = stored_name(own, spec)
+    for own_name, (p, spec, tp) in entries.items():
+        name = stored_name(own_name, spec)
         pieces.append(piece(f"model.{name}", p, spec, tp))
         weight = stepped(p)
         main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
         for key, value in (optimizer.state.get(weight, {}) | main).items():
             if value is not None:
-                value, stored = _as_tensor(own, key, value), f"optimizer.{name}.{key}"
+                value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
                 shaped = value.shape == p.shape
                 pieces.append(piece(stored, value, spec, tp) if shaped else full_piece(stored, value))
                 if not shaped and value.numel() > 1:
-                    raise ValueError(f"the optimizer's {key} of {own} is neither a number nor shaped as the parameter")
+                    raise ValueError(
+                        f"the optimizer's {key} of {own_name} is neither a number nor shaped as the parameter"
+                    )
     for part in pieces:
         if part.local.dtype not in NAMES:
             raise ValueError(f"{part.name} is of {part.local.dtype}, which safetensors does not hold")
