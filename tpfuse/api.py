@@ -15,7 +15,7 @@ from .tools.doctor import doctor
 from .tools.explain import explain
 from .tools.parity import check_parity
 from .tools.watch import watch
-from .training.checkpoint import load_checkpoint, save_checkpoint
+from .training.checkpoint import check_replicas, load_checkpoint, save_checkpoint, watch_replicas
 from .training.data_parallel import data_parallel
 from .training.dtensor import as_dtensor
 from .training.foreign.guard import guard_torch
@@ -35,6 +35,7 @@ __all__ = [
     "add_lora",
     "as_dtensor",
     "check_parity",
+    "check_replicas",
     "checking",
     "clip_grad_norm_",
     "data_parallel",
@@ -54,4 +55,5 @@ __all__ = [
     "save_checkpoint",
     "unmerge_lora",
     "watch",
+    "watch_replicas",
 ]

@@ -1,6 +1,6 @@
 """The base of GPT and Bert: their groups and stages, the rng of a call, agreement of the ranks, files."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -37,6 +37,7 @@ from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
 
 M = TypeVar("M", bound="Model")
+AT_CALLS: list[Callable[["Model"], None]] = []  # done at each call of a model, once the ranks agree on it
 _WHICH = "which model, in the order in which they were made"
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
 
@@ -228,6 +229,8 @@ class Model(nn.Module):
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
             self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+        for action in AT_CALLS:
+            action(self)
 
     def _state(self) -> dict[str, Any]:
         """Returns what decides a call beside its arguments, in words."""

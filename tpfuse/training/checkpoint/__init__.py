@@ -20,6 +20,7 @@ load        load_checkpoint: nothing changes before every rank has read everythi
 meta        meta.json, under a checksum of its own
 pieces      what each rank holds of a tensor, who writes it, and another split
 ranks       all ranks, and their messages about a checkpoint
+replicas    check_replicas and watch_replicas: what several ranks hold has the same bits
 save        save_checkpoint: state -> shards, meta.json, latest
 shards      safetensors files and their checksums
 stages      what the stages of a pipeline hold together
@@ -29,6 +30,7 @@ version1    checkpoints of the first format
 
 from .load import load_checkpoint
 from .meta import VERSION
+from .replicas import check_replicas, watch_replicas
 from .save import save_checkpoint
 
-__all__ = ["VERSION", "load_checkpoint", "save_checkpoint"]
+__all__ = ["VERSION", "check_replicas", "load_checkpoint", "save_checkpoint", "watch_replicas"]

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +28,19 @@ from .job import JobProcess, check_held, take
 from .meta import VERSION, Meta, check_json, read_text, sealed
 from .pieces import Piece, PieceInfo, Place, shares
 from .ranks import Ranks, all_ranks
+from .replicas import SAME_BITS, bits_of, differences
 from .shards import NAMES, FileEntry, check_size, write_shard
 from .stages import check_stages, merged, stage_in
-from .state import Group, check_numbers, entries_of, groups_of, pieces_of, unwrap
+from .state import (
+    Group,
+    check_numbers,
+    entries_of,
+    groups_of,
+    parameter_of,
+    pieces_of,
+    plain_names,
+    unwrap,
+)
 
 _MODEL = "model."  # before the names of parameters
 _GROUPS = "param_groups"  # of meta.json: what pipeline stages have parts of
@@ -87,7 +98,8 @@ def save_checkpoint(
     is raised by the next save or load in the folder.  One save at a time: the next one waits, and so does the end of
     the process.
 
-    ValueError where the state cannot be saved or differs between ranks, OSError where the files cannot be written, the
+    ValueError where the state cannot be saved or differs between ranks, in what several of them hold by a single bit,
+    OSError where the files cannot be written, the
     folder is not one that all ranks share, or another job saves in it: the same on every rank.  Then nothing of this
     checkpoint is left, and the one before stays the latest.  Where a rank ends meanwhile, RankEnded on the others (over
     gloo) names it.
@@ -109,7 +121,9 @@ def save_checkpoint(
                 part for part in pieces + residuals if part.local.numel() or not math.prod(part.shape)
             ], meta | about
 
-        save = _prepare(directory, ranks, stage_in(inner), collect)
+        plain = plain_names(entries_of(inner))  # of which warn_of_drift tells, beyond rounding
+        is_compared = lambda name: parameter_of(name) not in plain
+        save = _prepare(directory, ranks, stage_in(inner), collect, is_compared=is_compared)
         if not background:
             return _write(save)
         copies = ranks.together(lambda: _copied(save.pieces))
@@ -149,9 +163,14 @@ class _Mine(NamedTuple):
 
 
 def _prepare(
-    directory: Path, ranks: Ranks, stage: Stage | None, collect: Callable[[], tuple[list[Piece], Meta]]
+    directory: Path,
+    ranks: Ranks,
+    stage: Stage | None,
+    collect: Callable[[], tuple[list[Piece], Meta]],
+    *,
+    is_compared: Callable[[str], bool],
 ) -> _Save:
-    """Collects the state and divides it among the ranks."""
+    """Collects the state, compares what several ranks hold and divides it among them."""
     pieces: dict[Place, Piece] = {}
     meta: Meta = {}
 
@@ -178,6 +197,12 @@ def _prepare(
     meta[_GROUPS] = merged([reply.groups for reply in replies], [reply.parameters() for reply in replies])
     infos = [reply.held for reply in replies]
     places = shares(infos)[ranks.rank]
+    holders = Counter((p.name, p.offset) for held in infos for p in held)
+    shared = [place for place in pieces if holders[place] > 1 and is_compared(place[0])]
+    bits = ranks.gather(lambda: {place: bits_of(pieces[place].local) for place in shared})
+    differing = differences(dict(enumerate(bits)))
+    if differing:
+        raise ValueError(f"{'; '.join(differing)}: {SAME_BITS}")
     meta["tensors"] = {p.name: [NAMES[p.dtype], p.shape] for p in itertools.chain(*infos)}
     return _Save(directory, [pieces[place] for place in pieces if place in places], meta, ranks)
 

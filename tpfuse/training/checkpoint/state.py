@@ -60,7 +60,18 @@ def stored_names(entries: Entries) -> dict[str, str]:
     return {name: stored_name(name, spec) for name, (_, spec, _) in entries.items()}
 
 
-def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Piece]:
+def plain_names(entries: Entries) -> set[str]:
+    """Returns the names of parameters of plain modules, which are no parallel layer's."""
+    return {stored_name(name, spec) for name, (_, spec, _) in entries.items() if spec.init is None}
+
+
+def parameter_of(stored: str) -> str:
+    """Returns the name of the parameter that a tensor of a checkpoint is of."""
+    kind, _, name = stored.partition(".")
+    return name if kind == "model" else name.rpartition(".")[0]
+
+
+def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
     """Returns what is here of every tensor, sharing its memory."""
     pieces = []
     for own_name, (p, spec, tp) in entries.items():
@@ -68,7 +79,7 @@ def pieces_of(entries: Entries, optimizer: torch.optim.Optimizer) -> list[Piece]
         pieces.append(piece(f"model.{name}", p, spec, tp))
         weight = stepped(p)
         main = {} if weight.dtype == p.dtype else {MAIN: weight.detach()}
-        for key, value in (optimizer.state.get(weight, {}) | main).items():
+        for key, value in ({} if optimizer is None else optimizer.state.get(weight, {}) | main).items():
             if value is not None:
                 value, stored = _as_tensor(own_name, key, value), f"optimizer.{name}.{key}"
                 shaped = value.shape == p.shape
