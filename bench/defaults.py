@@ -1,20 +1,23 @@
-"""What transformers takes for a key that a config.json leaves out, of every family of tpfuse.models.
+"""What other libraries take for an option that is left out, as the tables of tpfuse that hold it.
 
-    python -m bench.defaults        # writes tpfuse/models/families/defaults.json
+    python -m bench.defaults        # writes them all
 
-It holds, by model_type, the keys of that config class with their defaults, and which of them may be null.
+tpfuse/models/families/defaults.json   by model_type, the keys of transformers' config class with their defaults, and
+                                       which of them may be null
+tpfuse/interop/lora_options.json       the options of PEFT's LoraConfig
 """
 
 import json
 import pathlib
 from typing import Any
 
+from peft import LoraConfig
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tpfuse.interop import lora_options
 from tpfuse.models.families import FAMILIES, defaults
 
-PATH = pathlib.Path(defaults.__file__).with_suffix(".json")
 SHARED = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 DERIVED = {"layer_types", "rope_parameters", "head_dim", "num_key_value_heads"}  # a class fills them in from others
 
@@ -37,9 +40,17 @@ def _may_be(cls: Any, keys: dict[str, Any]) -> bool:
     return True
 
 
+def of_lora() -> dict[str, Any]:
+    """Returns {option: default} of a LoraConfig."""
+    options = LoraConfig().to_dict()
+    return options | dict(peft_type=options["peft_type"].value, peft_version=None)
+
+
 def main() -> None:
-    table = {name: of_class(name) for name in sorted(FAMILIES)}
-    PATH.write_text("{\n" + ",\n".join(f'"{name}": {json.dumps(entry)}' for name, entry in table.items()) + "\n}\n")
+    families = {name: of_class(name) for name in sorted(FAMILIES)}
+    for module, table in ((defaults, families), (lora_options, of_lora())):
+        rows = ",\n".join(f'"{name}": {json.dumps(entry)}' for name, entry in table.items())
+        pathlib.Path(module.__file__).with_suffix(".json").write_text("{\n" + rows + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Interfaces to other libraries: PEFT adapters, models of transformers, accelerate.
 
-accelerator   accelerate's Accelerator on a split model
-adapter       adapters in PEFT's format
-documents     position_ids that begin again: packed documents
-lora_config   a LoraConfig of PEFT as the arguments of add_lora
-parallelize   one line for a model of transformers
-parallelized  the class of the parallelized module: its forward, generate, files
-trainer       transformers' Trainer on a split model
-vocabulary    the embedding and head with transformers' interface, and their resizing
+accelerator        accelerate's Accelerator on a split model
+adapter            adapters in PEFT's format
+documents          position_ids that begin again: packed documents
+lora_config        a LoraConfig of PEFT as the arguments of add_lora
+lora_options       the options of a LoraConfig: which are read, which are refused
+lora_options.json  their defaults in PEFT, as python -m bench.defaults writes them
+parallelize        one line for a model of transformers
+parallelized       the class of the parallelized module: its forward, generate, files
+trainer            transformers' Trainer on a split model
+vocabulary         the embedding and head with transformers' interface, and their resizing
 """

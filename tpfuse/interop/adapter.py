@@ -29,19 +29,11 @@ from ..models.files.write import full_tensor
 from ..models.model import Model
 from ..parallel import TensorParallel
 from ..ranks.messages import gather, raise_together, together
+from .lora_options import check_options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_[AB]\.weight")
-# PEFT's options, of which other values are errors; and those that must be empty.
-BUILT = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, use_qalora=False)
-EMPTY = (
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-)
 _RULES: dict[str, Rule] = dict(
     r=integer(), lora_alpha=number(0, 1e9), lora_dropout=optional(number(0, 1, "[)")), use_rslora=optional(boolean)
 )
@@ -224,7 +216,9 @@ def _pattern(source: Source) -> str:
 
 def _config(base: Model, adapted: _Adapted) -> dict[str, Any]:
     alpha = adapted.alpha
-    return BUILT | dict(
+    return dict(
+        peft_type="LORA",
+        bias="none",
         r=adapted.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=0.0,
@@ -274,12 +268,7 @@ def _read(path: Path) -> tuple[Any, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"load_adapter: {path} must hold {CONFIG} and {WEIGHTS}: {error}") from None
     place = f"load_adapter: {path / CONFIG}"
-    for key, built in BUILT.items():
-        if config.get(key, built) not in (built, None):
-            raise ValueError(f"{place}: {key}={quoted(config[key])} is not built; only {built!r} is")
-    for key in EMPTY:
-        if config.get(key):
-            raise ValueError(f"{place}: {key}={quoted(config[key])} is not built")
+    check_options(place, config, stored=True)
     for key in ("r", "lora_alpha"):
         if key not in config:
             raise ValueError(f"{place} has no {key}")

@@ -5,12 +5,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import quoted
 from ..layers.lora import TARGETS
 from ..models.model import Model
-from .adapter import BUILT, EMPTY, check_saved, hf_layers
-
-_NONE = "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "loftq_config", "eva_config"
+from .adapter import check_saved, hf_layers
+from .lora_options import check_options
 
 
 class LoRAArguments(NamedTuple):
@@ -30,12 +28,7 @@ def lora_arguments(config: Any, base: Model, model_type: str) -> LoRAArguments:
     values = config.to_dict()
     caller = f"add_adapter: {type(config).__name__}"
     values["peft_type"] = getattr(values.get("peft_type"), "value", values.get("peft_type"))
-    for key, built in (BUILT | dict(init_lora_weights=True)).items():
-        if values.get(key, built) not in (built, None):
-            raise ValueError(f"{caller}: {key}={quoted(values[key])} is not built; only {built!r} is")
-    for key in (*EMPTY, *_NONE):
-        if values.get(key):
-            raise ValueError(f"{caller}: {key}={quoted(values[key])} is not built")
+    check_options(caller, values, stored=False)
     check_saved(caller, values.get("modules_to_save"), base)
     rank, alpha = values["r"], values["lora_alpha"]
     targets = _targets(values.get("target_modules"), base, model_type)
