@@ -6,6 +6,7 @@ up among the living parallel layers; a process without split parameters gets tor
 accelerate       accelerate's Accelerator without the mix-in
 behind           how a function or method is replaced, and put back
 clip             torch.nn.utils' clipping by norm
+elementwise      optimizers that look at whole tensors, refused on slices
 groups           which tools send parameters over which group: DDP, FSDP, replicate, distribute_tensor
 guard            replaces what the table says, and puts it back
 known            what a tensor that a tool is given is a slice of

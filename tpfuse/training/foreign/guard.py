@@ -20,7 +20,8 @@ def guard_torch(enabled: bool = True) -> None:
     """Switches off, or on again, what the library replaces in torch once a parameter is split over ranks.
 
     ``guard_torch(False)`` puts torch's own functions back and leaves them so: DistributedDataParallel, FSDP, gradient
-    clipping, GradScaler and optimizers' state dictionaries then take a split parameter for a whole one, in silence.
+    clipping, GradScaler, optimizers and their state dictionaries then take a split parameter for a whole one, in
+    silence.
     ``guard_torch()`` replaces them at once.
     """
     global _off

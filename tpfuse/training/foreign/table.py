@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from . import accelerate, clip, groups, optimizer_state, reparametrized, scaler
+from . import accelerate, clip, elementwise, groups, optimizer_state, reparametrized, scaler
 from .behind import Replacement
 
 _SLICES = "refuses a group whose ranks hold different slices of a parameter"
@@ -24,6 +24,7 @@ _DISTRIBUTE = f"distribute_tensor {_SLICES}"
 _SCALES = "scales slices and DTensors of several meshes"
 _WHOLE = "is over the whole gradients, where a rank holds slices"
 _STATE = "a split parameter's state is that of the whole"
+_ELEMENTS = "refuses an optimizer that looks at whole tensors where a rank holds slices"
 _FINITE = "an infinity in one rank's slice is one on all its tensor-parallel ranks"
 _SHARD_NORM = "refuses a norm of the whole weight where a rank holds a slice"
 
@@ -39,6 +40,7 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(nn.utils, "clip_grads_with_norm_", clip.clip_grads_with_norm_, _SCALES),
     Replacement(GradScaler, "_unscale_grads_", scaler.unscale, _FINITE),
     Replacement(ShardedGradScaler, "_unscale_grads_", scaler.unscale, _FINITE),
+    Replacement(Optimizer, "add_param_group", elementwise.add_param_group, _ELEMENTS),
     Replacement(Optimizer, "state_dict", optimizer_state.state_dict, _STATE),
     Replacement(Optimizer, "load_state_dict", optimizer_state.load_state_dict, _STATE),
     Replacement(parametrize, "register_parametrization", reparametrized.register, _SHARD_NORM),
