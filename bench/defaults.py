@@ -5,6 +5,7 @@
 tpfuse/models/families/defaults.json   by model_type, the keys of transformers' config class with their defaults, and
                                        which of them may be null
 tpfuse/interop/lora_options.json       the options of PEFT's LoraConfig
+tpfuse/models/generation/options.json  the attributes of transformers' GenerationConfig
 """
 
 import json
@@ -12,11 +13,12 @@ import pathlib
 from typing import Any
 
 from peft import LoraConfig
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tpfuse.interop import lora_options
 from tpfuse.models.families import FAMILIES, defaults
+from tpfuse.models.generation import options
 
 SHARED = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
 DERIVED = {"layer_types", "rope_parameters", "head_dim", "num_key_value_heads"}  # a class fills them in from others
@@ -46,9 +48,16 @@ def of_lora() -> dict[str, Any]:
     return options | dict(peft_type=options["peft_type"].value, peft_version=None)
 
 
+def of_generation() -> dict[str, Any]:
+    """Returns {attribute: what transformers takes where nobody says anything} of a GenerationConfig."""
+    config = GenerationConfig()
+    return dict.fromkeys(config.to_dict()) | config._get_default_generation_params()
+
+
 def main() -> None:
     families = {name: of_class(name) for name in sorted(FAMILIES)}
-    for module, table in ((defaults, families), (lora_options, of_lora())):
+    tables = (defaults, families), (lora_options, of_lora()), (options, of_generation())
+    for module, table in tables:
         rows = ",\n".join(f'"{name}": {json.dumps(entry)}' for name, entry in table.items())
         pathlib.Path(module.__file__).with_suffix(".json").write_text("{\n" + rows + "\n}\n")
 

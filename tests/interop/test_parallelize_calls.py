@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch
@@ -18,6 +18,7 @@ from tests.models.theirs import NAMES, make
 from tests.models.tokenizers import byte_level
 from tpfuse import parallelize
 from tpfuse.models import GPT, Bert
+from tpfuse.models.generation.options import DEFAULTS
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -352,3 +353,35 @@ def test_what_generate_does_not_do_is_named():
         (name,) = option
         with pytest.raises(NotImplementedError, match=f"{name} is not built"):
             model.generate(ids, max_new_tokens=2, **option)
+
+
+CONFIGS = {  # generation_config.json of public models
+    "gemma-2": dict(bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 17], pad_token_id=0),
+    "gemma-3": dict(cache_implementation="hybrid", do_sample=True, eos_token_id=[1, 6], top_k=64, top_p=0.95),
+    "llama-3": dict(bos_token_id=3, do_sample=True, eos_token_id=[8, 9], temperature=0.6, top_p=0.9),
+    "qwen": dict(do_sample=True, pad_token_id=5, eos_token_id=[5, 6], repetition_penalty=1.05, top_k=20, top_p=0.8),
+    "neutral": {key: value for key, value in DEFAULTS.items() if value is not None},
+    "off": dict(guidance_scale=1, use_mtp=False, remove_invalid_values=False, temperature=0.0, num_assistant_tokens=5),
+    "somebody's own": dict(chat_format="chatml", max_window_size=24000, max_length=19),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_configs_are_read_as_transformers_reads_them(name):
+    theirs = make("llama", torch.float32)
+    ids = batch(theirs.config)["input_ids"]
+    theirs.generation_config = GenerationConfig.from_dict(dict(eos_token_id=96) | CONFIGS[name])
+    options = {} if "max_length" in CONFIGS[name] else dict(max_new_tokens=8)
+    want = theirs.generate(ids, do_sample=False, **options)
+    assert torch.equal(parallelize(theirs).generate(ids, do_sample=False, **options), want)
+
+
+def test_none_in_a_call_switches_off_what_the_config_says():
+    theirs = make("llama", torch.float32)
+    ids = batch(theirs.config)["input_ids"]
+    call = dict(max_new_tokens=8, do_sample=False)
+    theirs.generation_config.repetition_penalty = 1.5
+    with_penalty = theirs.generate(ids, **call)
+    want = theirs.generate(ids, repetition_penalty=None, **call)
+    assert not torch.equal(want, with_penalty)
+    assert torch.equal(parallelize(theirs).generate(ids, repetition_penalty=None, **call), want)

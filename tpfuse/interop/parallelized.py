@@ -20,6 +20,7 @@ from ..models.families import FAMILIES, SEQUENCE, Family
 from ..models.files.disk import NewFiles
 from ..models.files.read import NamedTensors, restore
 from ..models.files.write import save
+from ..models.generation.options import DEFAULTS, settled
 from ..models.inputs import Inputs
 from ..models.model import Model, Output
 from ..models.stack import FULL
@@ -86,13 +87,9 @@ _CURES = {
     "past_key_values": "generate keeps a cache; give all tokens",
 }
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
-_GENERATE: tuple[str, ...] = "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings"
-_GENERATE += "num_return_sequences", "num_beams", "length_penalty", "early_stopping"
-_GENERATE += "eos_token_id", "pad_token_id", "max_new_tokens"
 _OBJECTS: tuple[str, ...] = "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "streamer"
 _OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph"  # of generate, beside a generation config
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
-_GENERATE_IGNORED = "bos_token_id", "transformers_version", "use_cache", "_from_model_config", "max_length"
 
 
 class Parallelized(Vocabulary, nn.Module):
@@ -221,24 +218,16 @@ class Parallelized(Vocabulary, nn.Module):
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
         ids: Tensor = options.pop("input_ids", None) if inputs is None else inputs
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
-        overrides = {} if generation_config is None else generation_config.to_diff_dict()
-        merged = self.generation_config.to_diff_dict() | overrides | options
-        values = {key: value for key, value in merged.items() if value is not None}
-        supported = _GENERATE + _GENERATE_IGNORED
-        unknown = [key for key, value in values.items() if key not in supported and value is not False]
-        if unknown:
-            raise NotImplementedError(
-                f"generate of a parallelized {type(self).__name__}: {', '.join(unknown)} is not built"
-            )
+        configs = dict(top_k=DEFAULTS["top_k"]), self.generation_config, generation_config
+        values = settled(options, *(config for config in configs if config is not None))
+        max_length = values.pop("max_length", None)
         if "max_new_tokens" not in values:
-            check("max_length" in values, "generate: give max_new_tokens or max_length")
-            values["max_new_tokens"] = values["max_length"] - ids.shape[1]
-        if values.get("do_sample"):
-            values["top_k"] = values.get("top_k", 50) or None  # transformers' default
+            check(max_length is not None, "generate: give max_new_tokens or max_length")
+            values["max_new_tokens"] = max_length - ids.shape[1]
+        values["top_k"] = values.get("top_k") or None  # 0 means all tokens
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
-        options = ours | {k: values[k] for k in _GENERATE if values.get(k) is not None}
-        return cast(Tensor, self.parallel.generate(ids, **options))
+        return cast(Tensor, self.parallel.generate(ids, **ours | values))
 
     def save_pretrained(
         self,

@@ -6,6 +6,8 @@ generate       generation with a cache, token by token
 graph          a step as a CUDA graph
 listening      streamers, on_token and on_prompt, which hear tokens as they come
 model          the part of a model that generation uses
+options        transformers' arguments: which are read, which change no token, which are not built
+options.json   their defaults in transformers, as python -m bench.defaults writes them
 passes         its forward passes: ids in, logits of the last out, keys and values in a cache
 request        the arguments, checked
 sampling       chooses the next token

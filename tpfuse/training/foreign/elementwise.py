@@ -6,7 +6,7 @@ its halves.
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _SHAPE, _STEPS, _MOST = (8, 6), 3, 1e-3  # of the trial; the largest difference,
 
 
 @torch._disable_dynamo
-def add_param_group(original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
+def add_param_group(original: Callable[..., None], optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     """Stands in the place of Optimizer.add_param_group, to which a constructor gives all its parameters."""
     original(optimizer, group)
     split = split_parameters()
