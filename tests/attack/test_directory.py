@@ -264,8 +264,13 @@ def test_a_header_has_a_limit_and_an_error_is_short(copy):
     refused(path, "at most 16777216 bytes of header")
     (path / WEIGHTS).write_bytes(data)
     tensors = load_file(path / WEIGHTS)
-    save_file(tensors | {"\u202ex\n" + "y" * 100_000: torch.ones(1)}, path / WEIGHTS)
+    odd = "\u202ex\n" + "y" * 100_000
+    save_file(tensors | {f"transformer.h.0.{odd}": torch.ones(1)}, path / WEIGHTS)
     refused(path, "which GPT has no place for")
+    save_file(tensors | {odd: torch.ones(1)}, path / WEIGHTS)
+    with pytest.warns(UserWarning, match="of no module of GPT: not read") as caught:
+        GPT.from_pretrained(path)
+    assert len(text := str(caught[0].message)) < 1000 and text.isprintable()
 
 
 def test_a_file_larger_than_memory_is_an_oserror(copy, monkeypatch):

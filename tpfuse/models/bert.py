@@ -5,6 +5,7 @@ body     collect -> last_hidden_state [B, S, D], the same on every rank      poo
 masked LM   norm(gelu(W n + b)) on this rank's rows -> head [M, V/R] -> loss
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -291,6 +292,10 @@ class Bert(Model):
         return Normed(n, recipe)
 
     # ---- files ----
+
+    @classmethod
+    def _has_head(cls, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("masked_lm"))
 
     @classmethod
     def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:

@@ -302,6 +302,10 @@ class GPT(Model):
     generate = generate
 
     @classmethod
+    def _has_head(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("lm_head", True) and options.get("classifier") is None
+
+    @classmethod
     def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:
         family = FAMILIES[files.config["model_type"]]  # the config has been read
         base = files.config.get("architectures") == [family.base_architecture]

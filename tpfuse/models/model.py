@@ -1,6 +1,6 @@
 """The base of GPT and Bert: their groups and stages, the rng of a call, agreement of the ranks, files."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from .classify import ClassifierHead
 from .config.model import ModelConfig
 from .embed import EmbeddingDropout
 from .files.names import FileOrigin, ModelFiles
-from .files.read import ModelDirectory, load
+from .files.read import ModelDirectory, as_stored, load
 from .files.write import save
 from .groups import Groups
 from .head import LMHead, ReplicatedTable
@@ -320,8 +320,10 @@ class Model(nn.Module):
         ``dtype`` (default: torch's default dtype) is that of the parameters, whatever the files hold; "auto" is the
         directory's own, and ``torch_dtype`` the same argument by transformers' older name.  ``options`` are the
         constructor's; a ``classifier`` that the directory does not hold starts from weights drawn by ``seed``.
+        A tensor that belongs to no module of the model is not read, with a warning, and where the files hold a head
+        that differs from the embedding it is read, whatever ``tie_word_embeddings`` says, with a warning.
         ValueError on every rank, before anything is read, for an unknown model_type, an option that is not built, or a
-        missing, extra, mis-shaped or truncated tensor.
+        missing, mis-shaped or truncated tensor, or one more in a layer of the model.
         """
         wanted, begins = torch_dtype if dtype is None else dtype, options.get("classifier") is not None
 
@@ -333,6 +335,8 @@ class Model(nn.Module):
             return files, config, ({} if begins else cls._options_from(files)) | options, files.dtype(wanted)
 
         files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
+        if cls._has_head(options):
+            config = as_stored(files, config, dtype, TensorParallel() if tp is None else tp)
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
         model.tp.agree(cls.__name__, {"dtype": dtype})
@@ -349,6 +353,11 @@ class Model(nn.Module):
     def save_pretrained(self, path: str | Path) -> None:
         """Writes a directory that transformers loads: full tensors, config.json, the tokenizer the model came with."""
         save(self.files, Path(path))
+
+    @classmethod
+    def _has_head(cls, options: Mapping[str, Any]) -> bool:
+        """Returns whether the constructor makes a head over the vocabulary of these arguments."""
+        return False
 
     @classmethod
     def _options_from(cls, files: ModelDirectory) -> dict[str, Any]:

@@ -139,7 +139,8 @@ def rewritten(source: Path, target: Path, names=lambda name: name, extra=None, c
     """A copy with its tensors renamed, more tensors, another config."""
     target.mkdir()
     tensors = {names(k): v for k, v in load_file(source / "model.safetensors").items()}
-    save_file(tensors | (extra or {}), target / "model.safetensors")
+    extra = extra(tensors) if callable(extra) else extra or {}
+    save_file(tensors | {name: tensor.clone() for name, tensor in extra.items()}, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(config(json.loads((source / "config.json").read_text()))))
     return target
 
@@ -151,13 +152,14 @@ def gamma_beta(name):
 NEWER = dict(n_positions="max_position_embeddings", n_embd="hidden_size", n_layer="num_hidden_layers")
 NEWER |= dict(n_head="num_attention_heads")  # those of transformers' attribute_map
 one = torch.ones(2)
+WTE, WORDS, DECODER = "transformer.wte.weight", "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder"
 REWRITES = {
     "gpt without prefix": ("gpt", dict(names=lambda n: n.removeprefix("transformer."))),
     "gpt with buffers": (
         "gpt",
         dict(extra={"transformer.h.0.attn.bias": one, "transformer.h.1.attn.masked_bias": one + 1}),
     ),
-    "gpt with the tied head": ("gpt", dict(extra={"lm_head.weight": one})),
+    "gpt with the tied head": ("gpt", dict(extra=lambda t: {"lm_head.weight": t[WTE]})),
     "gpt with newer keys": ("gpt", dict(config=lambda c: {NEWER.get(k, k): v for k, v in c.items()})),
     "bert with prefix": ("bert", dict(names=lambda n: f"bert.{n}")),
     "bert gamma, beta": ("bert", dict(names=gamma_beta)),
@@ -165,7 +167,7 @@ REWRITES = {
     "mlm gamma, beta": ("bert-mlm", dict(names=gamma_beta)),
     "mlm with copies": (
         "bert-mlm",
-        dict(extra={"cls.predictions.decoder.weight": one, "cls.predictions.decoder.bias": one + 1}),
+        dict(extra=lambda t: {f"{DECODER}.weight": t[WORDS], f"{DECODER}.bias": t["cls.predictions.bias"]}),
     ),
     "mlm with a second head": (
         "bert-mlm",
@@ -320,7 +322,6 @@ def rename(old, new):
     return tensors(lambda t: t.update({new: t.pop(old)}))
 
 
-WTE = "transformer.wte.weight"
 ERRORS = {  # what is done to a good directory, and what is said
     "no directory": ("gpt", lambda path: shutil.rmtree(path), r"no config.json"),
     "no config": ("gpt", lambda path: (path / "config.json").unlink(), r"has no config.json; it must be a local"),
@@ -355,10 +356,15 @@ ERRORS = {  # what is done to a good directory, and what is said
         tensors(lambda t: t.update({"transformer.h.0.adapter": one})),
         r"holds transformer.h.0.adapter, which GPT has no place for",
     ),
-    "extra layers": (
-        "bert",
-        config(num_hidden_layers=1),
-        r"holds encoder.layer.1.* and \d+ more, which Bert has no place for",
+    "extra in a module": (
+        "gpt",
+        tensors(lambda t: t.update({"transformer.ln_f.scale": one})),
+        r"holds transformer.ln_f.scale, which GPT has no place for",
+    ),
+    "quantized by its config": (
+        "gpt",
+        config(quantization_config=dict(quant_method="gptq", bits=4)),
+        r"quantization_config={.*'quant_method': 'gptq'.*} is not built",
     ),
     "twice": ("gpt", tensors(lambda t: t.update({"wte.weight": one})), r"holds wte.weight twice"),
     "mis-shaped": (

@@ -11,7 +11,8 @@ from .rotary import RopeReader
 
 HF_ACTIVATIONS = {name: activation for activation, entry in ACTIVATIONS.items() for name in entry.huggingface}
 NAMED = "activation", "head_activation"  # fields that hold an activation's name
-_EVERYWHERE = {"per_layer_config": None}  # keys of any family whose other values are not built
+# Keys of any family whose other values are not built; the last two say how weights are quantized, or are to be.
+_EVERYWHERE = dict.fromkeys(("per_layer_config", "quantization_config", "compression_config"))
 
 
 class Reader:

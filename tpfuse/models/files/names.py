@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,3 +101,9 @@ class ModelFiles:
 def head_weights(family: Family) -> set[str]:
     """Returns the names that the weight of a family's language-model head may have in a file."""
     return {f"{prefix}weight" for prefix in family.head_prefixes}
+
+
+def tied_names(config: ModelConfig) -> tuple[str, str]:
+    """Returns the names in a file of the embedding's table, and of a head's weight that is apart from it."""
+    sources = config.hf.sources(replace(config, tie_embeddings=False))
+    return sources["embedding.weight"].names[0], sources["head.weight"].names[0]

@@ -2,7 +2,9 @@
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +16,18 @@ from ...kernels.runtime.rules import brief, listed, quoted
 from ...layers.module import Spec, initialize, local
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
+from ...ranks.agreement import any_rank
 from ...ranks.messages import together
+from ..config.model import ModelConfig
 from .directory import is_weights_name, open_tensors, read_json
-from .names import ModelFiles
+from .names import ModelFiles, tied_names
 from .source import Source
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = tuple(_DTYPE_NAMES.values())  # integers and 8 bits mean a quantized file, whose scales are not read
 _TENSORS_PER_LAYER = 6  # at least: q, k and v, the output, the MLP's two, two norms
+_ROWS = 4096  # of two tables that are compared, at a time
 _Entry = tuple[str, Spec, TensorParallel, Source]
 T = TypeVar("T")
 
@@ -30,8 +35,11 @@ T = TypeVar("T")
 class NamedTensors:
     """Tensors in memory, by their names in the base model (prefixes and old spellings undone).
 
-    ``caller`` and ``holder`` (what holds them) are the words of an error.
+    ``caller`` and ``holder`` (what holds them) are the words of an error.  ``others``: whether tensors that belong to
+    no module of a model may be among them.
     """
+
+    others = False
 
     def __init__(self, caller: str, holder: str, tensors: Mapping[str, Tensor]):
         self.caller, self.holder, self._stored = caller, holder, tensors
@@ -84,6 +92,8 @@ class ModelDirectory(NamedTensors):
 
     ValueError or OSError for a directory that is not as it should be, whatever it holds (see directory.py).
     """
+
+    others = True
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -166,6 +176,38 @@ class ModelDirectory(NamedTensors):
         return self._handles[self._file_of[raw]].get_slice(raw)
 
 
+def as_stored(files: ModelDirectory, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> ModelConfig:
+    """Returns the config of the tensors in a directory: untied, with a warning, where they are a head and an embedding
+    that differ in ``dtype``.  A collective; each rank compares its share of the rows."""
+    apart = config.tie_embeddings and together(lambda: _apart(files, config, dtype, tp), (tp.group,))
+    if not any_rank(tp.group, apart):
+        return config
+    warnings.warn(
+        f"{files.caller}: {files.path / CONFIG} says that head and embedding are one tensor, and"
+        f" {' and '.join(tied_names(config))} differ: they are not tied; tie_word_embeddings=false says the same",
+        stacklevel=3,
+    )
+    return replace(config, tie_embeddings=False)
+
+
+def _apart(files: ModelDirectory, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> bool:
+    names = _names(files, config)
+    stored = [files.tensor(names[name]) for name in tied_names(config) if name in names]
+    if len(stored) < 2:
+        return False
+    one, other = stored
+    rows, *columns = one.get_shape()
+    if [rows, *columns] != list(other.get_shape()):
+        return True
+    share = -(-rows // tp.size)
+    for start in range(tp.rank * share, min((tp.rank + 1) * share, rows), _ROWS):
+        piece = slice(start, min(start + _ROWS, (tp.rank + 1) * share, rows))
+        with reading(f"{files.caller}: {', '.join(tied_names(config))} in {files.holder}"):
+            if not torch.equal(one[piece].to(dtype), other[piece].to(dtype)):
+                return True
+    return False
+
+
 def load(
     model: ModelFiles,
     tensors: NamedTensors,
@@ -240,15 +282,23 @@ def reading(place: str) -> Iterator[None]:
         raise OSError(f"{place} cannot be read: {brief(error)}") from error
 
 
-def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> dict[str, str]:
-    """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
-    names = tensors.names(model.base_prefix)
-    for name, filed in model.config.hf.filed.items():
+def _names(tensors: NamedTensors, config: ModelConfig) -> dict[str, str]:
+    """Returns name in the class -> stored name."""
+    names = tensors.names(config.hf.base_prefix)
+    for name, filed in config.hf.filed.items():
         if filed in names and name not in names:
             names[name] = names.pop(filed)
+    return names
+
+
+def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> dict[str, str]:
+    """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
+    names = _names(tensors, model.config)
     for *_, source in entries:
         if source.also is not None and source.also in names:
             names.setdefault(source.names[0], names[source.also])
+    if model.config.tie_embeddings and (twins := tied_names(model.config))[1] in names:
+        names.setdefault(twins[0], names[twins[1]])  # some files hold the one tensor by the head's name alone
     _check_names(model, tensors, names, [n for *_, source in entries for n in source.names])
     for name, spec, _, source in entries:
         for n, expected in zip(source.names, source.file_shapes(spec.shape), strict=True):
@@ -266,8 +316,20 @@ def _check_names(model: ModelFiles, tensors: NamedTensors, names: dict[str, str]
     missing = [n for n in needed if n not in names]
     if missing:
         raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {listed(missing)}")
-    ignorable, taken = model.ignorable(), set(needed)
-    extra = [names[n] for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
+    ignorable, taken, name = model.ignorable(), set(needed), type(model.module).__name__
+    extra = [n for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
+    ours = {place for name in needed for place in _places(name)}
+    wrong = [names[n] for n in extra if not tensors.others or _places(n) & ours]
+    if wrong:
+        raise ValueError(f"{tensors.caller}: {tensors.holder} holds {listed(wrong)}, which {name} has no place for")
     if extra:
-        name = type(model.module).__name__
-        raise ValueError(f"{tensors.caller}: {tensors.holder} holds {listed(extra)}, which {name} has no place for")
+        warnings.warn(
+            f"{tensors.caller}: {tensors.holder} holds {listed([names[n] for n in extra])}, of no module of {name}:"
+            " not read",
+            stacklevel=2,
+        )
+
+
+def _places(name: str) -> set[str]:
+    """Returns the module that a tensor belongs to by its name, and the layer, where it has a number."""
+    return {place[0] for place in (re.match(r".*\.", name), re.match(r".*?\.\d+\.", name)) if place is not None}

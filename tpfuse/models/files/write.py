@@ -20,7 +20,7 @@ from ...layers.linear import Adaptable
 from ...layers.module import Spec
 from ...parallel import TensorParallel, host
 from ...ranks.messages import raise_together, together
-from .directory import own_file
+from .directory import own_file, read_json
 from .disk import NewFiles, save_file
 from .names import ModelFiles
 from .read import CONFIG, INDEX, SINGLE
@@ -28,18 +28,14 @@ from .source import written
 
 MAX_SHARD_BYTES = 5 << 30
 _CALLER = "save_pretrained"
+# What stands beside the weights in a directory, of all of transformers' tokenizers.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt"
+    " tokenizer.model chat_template.jinja chat_template.json generation_config.json prophetnet.tokenizer spiece.model"
+    " sentencepiece.bpe.model sentencepiece.model dict.txt bpe.codes emoji.json normalizer.json spm_char.model"
+    " vocab-src.json vocab-tgt.json source.spm target.spm target_vocab.json byte_maps.json word_shape.json"
+    " word_pronunciation.json spm.model entity_vocab.json"
+).split()
 
 
 def full_tensor(p: Tensor, spec: Spec, tp: TensorParallel) -> Tensor:
@@ -134,7 +130,7 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     _write_json(folder / CONFIG, config)
     if model.origin is not None and model.origin.path is not None:
-        _copy_tokenizer(model.origin.path, folder)
+        _copy_beside(model.origin.path, folder)
     published = new.publish()
     for old in new.path.glob("model*.safetensors*"):  # an earlier save's shards would be loaded in place of these
         stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name)
@@ -142,14 +138,26 @@ def _finish(model: ModelFiles, new: NewFiles, parts: Sequence[_Written]) -> None
             old.unlink()
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer's files; what is not the directory's own file would be somebody else's, so it is left."""
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(source / name):
-            try:
-                shutil.copyfile(own_file(source, name), folder / name)
-            except (ValueError, FileNotFoundError) as error:
-                warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copies what stands beside the weights: the tokenizer's files, and Python files where a config names some.
+
+    What is not the directory's own file would be somebody else's, so it is left, with a warning.
+    """
+    names = [name for name in TOKENIZER_FILES if os.path.lexists(source / name)]
+    if any(_names_code(source, name) for name in (CONFIG, "tokenizer_config.json")):
+        names += [path.name for path in source.glob("*.py")]
+    for name in names:
+        try:
+            shutil.copyfile(own_file(source, name), folder / name)
+        except (ValueError, FileNotFoundError) as error:
+            warnings.warn(f"save_pretrained: {error}; it is not copied", stacklevel=2)
+
+
+def _names_code(source: Path, name: str) -> bool:
+    """Returns whether a config of the directory says which classes of its own read it."""
+    with contextlib.suppress(ValueError, OSError):
+        return bool(read_json(source, name).get("auto_map"))
+    return False
 
 
 def _write_shards(
