@@ -349,7 +349,7 @@ def test_generate_takes_what_transformers_takes(ranks, R):
 def test_what_generate_does_not_do_is_named():
     model = parallelize(make("llama", torch.float32))
     ids = batch(model.config)["input_ids"]
-    for option in (dict(return_dict_in_generate=True), dict(output_scores=True), dict(penalty_alpha=0.5)):
+    for option in (dict(token_healing=True), dict(guidance_scale=2.0), dict(penalty_alpha=0.5)):
         (name,) = option
         with pytest.raises(NotImplementedError, match=f"{name} is not built"):
             model.generate(ids, max_new_tokens=2, **option)

@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -205,14 +205,13 @@ class Parallelized(Vocabulary, nn.Module):
             )
         return bool(wanted)
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Tensor:
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
         """Generates as GPT does, with transformers' arguments.
 
-        ``streamer``, ``stopping_criteria``, ``logits_processor``, ``stop_strings`` with ``tokenizer``, ``min_p``,
-        ``num_return_sequences`` and beam search are transformers'; ``seed``, ``on_token`` and ``cuda_graph`` are GPT's.
-        Defaults come from ``generation_config``, then from the module's own generation config; the number of new tokens
-        must be in one of them.  Without an ``attention_mask`` pad tokens of the prompts are padding, unless the pad
-        token is an end token too.  NotImplementedError, which names it, for an argument that is not built.
+        Defaults come from ``generation_config``, then from the module's own generation config, then from transformers;
+        ``seed``, ``on_token``, ``on_prompt`` and ``cuda_graph`` are GPT's.  Without an ``attention_mask`` pad tokens of
+        the prompts are padding, unless the pad token is an end token too.  NotImplementedError, which names it, for an
+        argument that is not built.
         """
         if not isinstance(self.parallel, GPT) or self.parallel.head is None:
             raise NotImplementedError(f"generate: {type(self).__name__} is not a causal model with a head over tokens")
@@ -220,14 +219,9 @@ class Parallelized(Vocabulary, nn.Module):
         ours = {key: options.pop(key) for key in _OBJECTS if key in options}
         configs = dict(top_k=DEFAULTS["top_k"]), self.generation_config, generation_config
         values = settled(options, *(config for config in configs if config is not None))
-        max_length = values.pop("max_length", None)
-        if "max_new_tokens" not in values:
-            check(max_length is not None, "generate: give max_new_tokens or max_length")
-            values["max_new_tokens"] = max_length - ids.shape[1]
-        values["top_k"] = values.get("top_k") or None  # 0 means all tokens
         if ours.get("attention_mask") is None:
             ours["attention_mask"] = _mask_of(ids, values.get("pad_token_id"), values.get("eos_token_id"))
-        return cast(Tensor, self.parallel.generate(ids, **ours | values))
+        return self.parallel.generate(ids, **ours | values)
 
     def save_pretrained(
         self,

@@ -122,7 +122,7 @@ def test_any_of_several_ends():
 
 
 @pytest.mark.parametrize(
-    "option, value", [("temperature", 0.0), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)]
+    "option, value", [("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("repetition_penalty", 0.0)]
 )
 def test_errors(option, value):
     with pytest.raises(ValueError, match=f"generate: {option} must .*, got {value}"):

@@ -8,7 +8,9 @@ listening      streamers, on_token and on_prompt, which hear tokens as they come
 model          the part of a model that generation uses
 options        transformers' arguments: which are read, which change no token, which are not built
 options.json   their defaults in transformers, as python -m bench.defaults writes them
+outputs        scores and logits of every step, in transformers' classes
 passes         its forward passes: ids in, logits of the last out, keys and values in a cache
+processors     transformers' own processors of scores, made of the arguments
 request        the arguments, checked
 sampling       chooses the next token
 shared_memory  all-gathers of a few kilobytes between the ranks of one machine

@@ -9,20 +9,24 @@ are kept.
 The search of a prompt ends where all its kept sequences are better than the best running beam can become: by
 early_stopping=False that beam's sum at its length now, by "never" at the length that flatters it most; by True as soon
 as num_beams have ended.  The last token ends every sequence.
+
+With ``do_sample`` the candidates are drawn, without replacement, from softmax(sums of log-probabilities): those of the
+highest sums with Gumbel noise, the highest first.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.rules import COUNT, Rule, check_number, described, limited
+from .outputs import Record, beam_result
 from .passes import Pass
 from .request import GenerationRequest
-from .sampling import Scores
+from .sampling import Noise, Scores
 from .stopping import Stopping, is_end
 
 _NEVER = -1e9  # a score that is none
@@ -49,6 +53,7 @@ class _Hypotheses(NamedTuple):
     """The best sequences of each prompt that have ended."""
 
     text: Tensor  # [B, n, S + new]
+    path: Tensor  # int64 [B, n, new]: the row of each step that a token went on from; -1 behind the last
     scores: Tensor  # fp64 [B, n], falling
     ended: Tensor  # bool [B, n]; others are no sequences
     new: Tensor  # int64 [B, n]: tokens
@@ -56,14 +61,19 @@ class _Hypotheses(NamedTuple):
     def best(self, new: _Hypotheses) -> _Hypotheses:
         """Returns the n highest of both."""
         joined = [torch.cat(pair, 1) for pair in zip(self, new, strict=True)]
-        top = joined[1].topk(self.scores.shape[1]).indices
-        return _Hypotheses(_rows(joined[0], top), *(x.gather(1, top) for x in joined[1:]))
+        top = joined[2].topk(self.scores.shape[1]).indices
+        return _Hypotheses(*(_rows(x, top) for x in joined[:2]), *(x.gather(1, top) for x in joined[2:]))
 
 
 class Search:
     """The beams of every prompt.  ``text`` [B n, S + new] and ``token`` [B n, 1] are those that run on."""
 
-    def __init__(self, request: GenerationRequest, beams: Beams, scores: Scores):
+    def __init__(self, request: GenerationRequest, beams: Beams, scores: Scores, record: Record | None = None):
+        self.record, self.noise = record, None
+        if request.sampling.do_sample:
+            self.noise = Noise(request.sampling.seed, request.ids)
+            self.noise.repeat(beams.num_beams)
+        self.position = request.positions[:, -1].repeat_interleave(beams.num_beams)  # of the prompts' last tokens
         ids, self.n = request.ids, beams.num_beams
         (self.batch, self.prompt), self.beams, self.scores = ids.shape, beams, scores
         self.ends, self.new = request.ends, request.new
@@ -73,16 +83,19 @@ class Search:
         self.running[:, 1:] = _NEVER  # at first all beams are one
         nothing = torch.zeros_like(self.running, dtype=torch.bool)
         text = self.text.view(self.batch, self.n, -1)
-        self.hypotheses = _Hypotheses(text, torch.full_like(self.running, _NEVER), ended=nothing, new=nothing.long())
+        self.path = text.new_full((self.batch, self.n, self.new), -1)
+        worst = torch.full_like(self.running, _NEVER)
+        self.hypotheses = _Hypotheses(text, self.path, worst, ended=nothing, new=nothing.long())
         self.open = torch.ones(self.batch, 1, dtype=torch.bool, device=ids.device)
         self.all_ended = torch.zeros((), dtype=torch.bool, device=ids.device)
 
     def take(self, logits: Tensor, count: int, stopping: Stopping) -> tuple[Tensor, Tensor]:
         """Chooses the ``count``th token of every beam by logits [B n, V/R] -> tokens [B n, 1], and of which row [B n]
         each goes on."""
-        top, beam, token = self._candidates(logits, self.text[:, : self.prompt + count - 1])
-        text = _rows(self.text.view(self.batch, self.n, -1), beam)
+        top, beam, token = self._candidates(logits, self.text[:, : self.prompt + count - 1], count)
+        text, path = _rows(self.text.view(self.batch, self.n, -1), beam), _rows(self.path, beam)
         text[:, :, self.prompt + count - 1] = token
+        path[:, :, count - 1] = beam + self.n * torch.arange(self.batch, device=top.device)[:, None]
         hits = self._hits(text[:, :, : self.prompt + count], token, stopping)
         if count == self.new:
             hits = torch.ones_like(hits)
@@ -93,11 +106,12 @@ class Search:
         full = self.hypotheses.ended.all(1, keepdim=True) & (self.beams.early_stopping is True)
         scores = top / float(count) ** self.beams.length_penalty
         scores = scores + _NEVER * full + _NEVER * ~was_open + _NEVER * ~ended
-        self.hypotheses = self.hypotheses.best(_Hypotheses(text, scores, ended, new=torch.full_like(token, count)))
-        self.running, self.text = running, _rows(text, go).flatten(0, 1)
+        new = torch.full_like(token, count)
+        self.hypotheses = self.hypotheses.best(_Hypotheses(text, path, scores, ended, new=new))
+        self.running, self.text, self.path = running, _rows(text, go).flatten(0, 1), _rows(path, go)
         self.open = was_open & self._improvable(count)
         self.all_ended = hits.all()
-        rows = beam.gather(1, go) + self.n * torch.arange(self.batch, device=top.device)[:, None]
+        rows = self.path[:, :, count - 1]
         tokens = token.gather(1, go).view(-1, 1)
         self.scores.present = self.scores.present[rows.flatten()].scatter_(1, tokens, True)
         return tokens, rows.flatten()
@@ -107,18 +121,28 @@ class Search:
         enough = self.hypotheses.ended.all() & (self.beams.early_stopping is True)
         return bool(~self.open.any() | enough | self.all_ended)
 
-    def best(self, sequences: int) -> Tensor:
-        """Returns the ``sequences`` best of each prompt [B x sequences, S + new], as long as the longest."""
-        length = self.prompt + int(self.hypotheses.new[:, :sequences].max())
-        return self.hypotheses.text[:, :sequences, :length].flatten(0, 1)
+    def best(self, sequences: int) -> Any:
+        """Returns the ``sequences`` best of each prompt [B x sequences, S + new], as long as the longest; or
+        transformers' record of them."""
+        text, path, scores, _, new = (x[:, :sequences].flatten(0, 1) for x in self.hypotheses)
+        longest = int(new.max())
+        tokens = text[:, : self.prompt + longest]
+        return tokens if self.record is None else beam_result(self.record, tokens, scores, path[:, :longest])
 
-    def _candidates(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the highest sums, falling, of which beam each goes on, and by which token: [B, candidates] each."""
-        scores = self.scores.gathered(logits).log_softmax(-1)
-        scores = self.scores.processed(scores, ids, dtype=acc_dtype(logits))
-        sums = (scores.view(self.batch, self.n, -1) + self.running[..., None]).flatten(1)
-        count = max(2, 1 + len(self.ends)) * self.n
-        top, index = sums.topk(min(count, sums.shape[1]))
+    def _candidates(self, logits: Tensor, ids: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the sums of the candidates, of which beam each goes on, and by which token: [B, candidates] each."""
+        whole, dtype = self.scores.gathered(logits), acc_dtype(logits)
+        scores = self.scores.processed(whole.log_softmax(-1), ids, dtype=dtype)
+        if self.record is not None:
+            self.record.add(scores.to(dtype), whole.to(dtype))
+        running = self.running.view(-1, 1)
+        sums = (scores + running).view(self.batch, -1)
+        count = min(max(2, 1 + len(self.ends)) * self.n, sums.shape[1])
+        if self.noise is None:
+            top, index = sums.topk(count)
+        else:
+            index = self.noise.added(scores + running, self.position + step).view(self.batch, -1).topk(count).indices
+            top = sums.gather(1, index)
         top, index = self.scores.agreed(torch.stack([top, index.double()]))
         index = index.long()
         return top, index // scores.shape[-1], index % scores.shape[-1]
@@ -137,12 +161,10 @@ class Search:
         return (bound > worst).any(1, keepdim=True)
 
 
-def search(
-    request: GenerationRequest, beams: Beams, *, scores: Scores, forward: Pass, stopping: Stopping, interval: int
-) -> Tensor:
+def search(request: GenerationRequest, beam_search: Search, *, forward: Pass, stopping: Stopping, interval: int) -> Any:
     """Returns the best sequences [B x sequences, S + new]; every ``interval`` tokens the search ends if no better ones
     can come."""
-    beam_search, prompt = Search(request, beams, scores), request.ids.shape[1]
+    beams, scores, prompt = beam_search.beams, beam_search.scores, request.ids.shape[1]
     logits = forward.read(request, lambda *_: None).repeat_interleave(beams.num_beams, 0)
     forward.repeat(beams.num_beams)
     scores.repeat(beams.num_beams)

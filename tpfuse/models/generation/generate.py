@@ -6,8 +6,8 @@ token costs the same two messages a GEMM pair, with or without sequence parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,40 +15,33 @@ from torch import Tensor
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import described
 from ...layers.module import check_gathered
-from .beams import Beams, search
+from .beams import Beams, Search, search
 from .graph import GraphStep, may_capture
 from .listening import Listener
 from .model import CausalModel
+from .options import GenerationOptions, settled
+from .outputs import Record, record_of, result
 from .passes import pass_of
+from .processors import Processor, PromptRows, needs_transformers, processors_of, transformers_class
 from .request import Generation, GenerationRequest, Length, checked
-from .sampling import Chooser, Processor, Sampling, Scores, callables
+from .sampling import Chooser, Sampling, Scores, callables
 from .step import TokenStep
 from .stopping import Stopping, until_all_ended
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @torch.no_grad()
 def generate(
     model: CausalModel,
     input_ids: Tensor | None = None,
+    generation_config: Any = None,
     *,
     inputs_embeds: Tensor | None = None,
-    max_new_tokens: int,
     attention_mask: Tensor | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     logits_processor: Sequence[Processor] | Processor | None = None,
-    num_return_sequences: int = 1,
-    num_beams: int = 1,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
     seed: int = 0,
-    stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     streamer: Any = None,
@@ -56,12 +49,20 @@ def generate(
     on_prompt: Callable[[int, int], None] | None = None,
     cuda_graph: bool = False,
     return_log_probs: bool = False,
-) -> Tensor | Generation:
+    **options: Unpack[GenerationOptions],
+) -> Any:
     """Continues every prompt, token by token.  Ties go to the lowest id, so in fp32 every split gives the same tokens.
 
     input_ids int64 [B, S]; prompts of unequal length are padded on either side, with ``attention_mask`` [B, S] 0 there.
     Returns [B, S + new], each prompt moved to end at column S (padding on its left, as transformers has it).  Dropout
-    is off.
+    is off.  At most ``max_new_tokens`` come, or as many as the prompt has fewer than ``max_length``, or transformers'
+    20.
+
+    ``options`` are those of transformers' GenerationConfig, by its names and with its defaults, but that ``top_k`` is
+    all tokens unless it is given.  What a call leaves out comes from ``generation_config``, transformers' or a mapping,
+    if that is given.  Those that the library does not read itself (``min_new_tokens``, ``no_repeat_ngram_size``,
+    ``bad_words_ids``, ``typical_p`` and others) become transformers' own processors of scores, in its order, and need
+    transformers; assistants and ``prompt_lookup_num_tokens`` change no token, and are ignored with a warning.
 
     A token is the most likely one, after ``repetition_penalty``, which divides the logit of a token that was there
     before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858), and after each ``logits_processor``.
@@ -98,39 +99,50 @@ def generate(
     It equals ``-model(sequences, labels=sequences, reduction="none").loss`` to rounding, with
     ``TensorParallel(batch_invariant=T)`` in every bit.
 
+    With ``return_dict_in_generate`` transformers' record comes back: the sequences, with ``output_scores`` the scores
+    [rows, V] of each step by which its tokens were chosen, with ``output_logits`` the model's logits, fp32 (fp64 of a
+    model in fp64), and of beams their sums and the rows that they went on from.
+
     With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
     processors, autocast or beams stand against it.
 
-    ValueError for arguments that break these rules.  RuntimeError where a logit is NaN: on a CPU at once, on a GPU when
-    it is next asked whether all sequences have ended, which without ``eos_token_id`` is never.  With a streamer,
-    a callable, stop strings or criteria a GPU is waited for at each token, else at every eighth.
+    ValueError for arguments that break these rules; NotImplementedError, which names it, for one that is not built;
+    ImportError for one that needs transformers where that is not installed.  RuntimeError where a logit is NaN: on a
+    CPU at once, on a GPU when it is next asked whether all sequences have ended, which without ``eos_token_id`` is
+    never.  With a streamer, a callable, stop strings or criteria a GPU is waited for at each token, else at every
+    eighth.
     """
     model.stages.check_whole("generate")
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
-    sampling = Sampling(
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    values = settled(options, *(() if generation_config is None else (generation_config,)))
     check_gathered("generate", model.embedding)
-    length = Length(max_new_tokens, num_return_sequences, eos_token_id, pad_token_id, return_log_probs=return_log_probs)
-    beams = Beams(num_beams, length_penalty, early_stopping)
-    shared: dict[str, Any] = dict(
-        input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer)
+    shared = values | dict(
+        input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer), seed=seed
     )
-    shared |= dict(stop_strings=stop_strings, stopping_criteria=stopping_criteria)
-    shared |= dict(logits_processor=logits_processor, cuda_graph=cuda_graph)
-    model._compare("generate", shared | length._asdict() | beams._asdict() | sampling._asdict())
+    shared |= dict(stopping_criteria=stopping_criteria, logits_processor=logits_processor)
+    shared |= dict(cuda_graph=cuda_graph, return_log_probs=return_log_probs)
+    model._compare("generate", shared)
+    sampling, beams, length = (_part(record, shared) for record in (Sampling, Beams, Length))
     beams.check()
     check(isinstance(cuda_graph, bool), f"generate: cuda_graph must be True or False, got {described(cuda_graph)}")
+    num_beams, record = beams.num_beams, record_of(values)
+    check(
+        record is None or not return_log_probs, "generate: give return_dict_in_generate or return_log_probs, both came"
+    )
     request = checked(model, (input_ids, attention_mask), sampling, num_beams, length=length)
     processors = callables("logits_processor", logits_processor)
-    stopping = Stopping(stopping_criteria, stop_strings, tokenizer)
+    if needs_transformers(values):
+        rows = num_beams if num_beams > 1 else request.sequences
+        ids, mask = (x.repeat_interleave(rows, 0) for x in (request.ids, request.mask))
+        processors = processors_of(
+            values, PromptRows(ids, mask, request.new, request.ends, beams=num_beams), processors
+        )
+        request = request._replace(sampling=Sampling(sampling.do_sample, seed=seed))
+    criteria = callables("stopping_criteria", stopping_criteria)
+    if "max_time" in values:
+        criteria = *criteria, transformers_class("MaxTimeCriteria", "max_time")(values["max_time"])
+    stopping = Stopping(criteria, values.get("stop_strings"), tokenizer)
     listener = Listener(model.tp.group, streamer, on_token, on_prompt)
     check(
         num_beams == 1 or listener.idle,
@@ -145,10 +157,11 @@ def generate(
     model.eval()
     try:
         if num_beams > 1:
-            return _searched(model, request, beams, processors=processors, stopping=stopping)
+            return _searched(model, request, beams, (processors, record), stopping=stopping)
         listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
         step = _begun(model, request, processors, on_prompt=listener.read)
-        run = GraphStep(step) if cuda_graph and may_capture(model, step, request.new) else step
+        step.choose.record = record
+        run = GraphStep(step) if cuda_graph and record is None and may_capture(model, step, request.new) else step
         return _continued(step, run, request, listeners=(stopping, listener))
     finally:
         for module in training:
@@ -174,13 +187,14 @@ def _begun(
 
 def _continued(
     step: TokenStep, run: Callable[[], None], request: GenerationRequest, listeners: tuple[Stopping, Listener]
-) -> Tensor | Generation:
+) -> Any:
     """Returns the prompts, and behind them one token after the other; ``run`` makes one by itself, as ``step`` does."""
-    (stopping, listener), ids, scores = listeners, request.ids, step.choose.scores
+    (stopping, listener), ids = listeners, request.ids
+    scores, record = step.choose.scores, step.choose.record
     interval = 1 if not (listener.idle and stopping.idle) else _tokens_between(ids.device)
     for count in range(1, request.new + 1):
         columns = ids.shape[1] + count
-        if count == 1 or scores.processors:
+        if count == 1 or scores.processors or record is not None:
             step.take(step.prompt_logits if count == 1 else step.logits(), step.text[:, : columns - 1])
         else:
             run()
@@ -198,6 +212,8 @@ def _continued(
     if request.ends:
         scores.check()
         text = until_all_ended(text, request.ends, prompt=ids.shape[1]) if interval > 1 else text
+    if record is not None:
+        return result(record, text, text.shape[1] - ids.shape[1])
     return text if step.log_probs is None else Generation(text, step.log_probs[:, : text.shape[1] - ids.shape[1]])
 
 
@@ -205,16 +221,21 @@ def _searched(
     model: CausalModel,
     request: GenerationRequest,
     beams: Beams,
+    choice: tuple[tuple[Processor, ...], Record | None],
     *,
-    processors: tuple[Processor, ...],
     stopping: Stopping,
-) -> Tensor:
+) -> Any:
     """Returns the prompts, and behind them the best sequences."""
-    ids = request.ids
+    (processors, record), ids = choice, request.ids
     scores = Scores(model, ids, request.mask, penalty=request.sampling.repetition_penalty, processors=processors)
     interval = _tokens_between(ids.device) if stopping.idle else 1
-    forward = pass_of(model, request)
-    return search(request, beams, scores=scores, forward=forward, stopping=stopping, interval=interval)
+    beam_search = Search(request, beams, scores, record=record)
+    return search(request, beam_search, forward=pass_of(model, request), stopping=stopping, interval=interval)
+
+
+def _part(record: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a record of those of its fields that ``values`` has."""
+    return record(**{key: values[key] for key in record._fields if key in values})
 
 
 def _tokens_between(device: torch.device) -> int:

@@ -10,23 +10,53 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from .processors import BORROWED, FILTERS
 
 OFF = dict(guidance_scale=1.0, penalty_alpha=0.0)  # these are null by default, and mean nothing at these values
 DEFAULTS: Mapping[str, Any] = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text()) | OFF
-SAMPLED = {"temperature", "top_k", "top_p", "min_p"}  # which greedy tokens do not read
-BUILT = set(
-    "do_sample temperature top_k top_p min_p repetition_penalty stop_strings num_return_sequences num_beams"
-    " length_penalty early_stopping eos_token_id pad_token_id max_new_tokens max_length".split()
-)
-# Where a text begins, caches and compilation, how an assistant guesses, and outputs beside the tokens.
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The arguments that ``generate`` reads itself; None is as if it was not given."""
+
+    max_new_tokens: int | None
+    max_length: int | None
+    max_time: float | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str] | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    num_return_sequences: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | str | None
+    return_dict_in_generate: bool | None
+    output_scores: bool | None
+    output_logits: bool | None
+
+
+BUILT = {*GenerationOptions.__annotations__, *BORROWED}
+# How transformers guesses tokens, which its model then confirms: the tokens are the same without.
+GUESSED = {"prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit"}
+GUESSED |= {"assistant_tokenizer", "use_mtp"}
+# Outputs beside the tokens, which transformers' record alone has.
+REPORTED = {"output_attentions", "output_hidden_states"}
+# Where a text begins, caches and compilation, and how an assistant guesses.
 SILENT = set(
     "bos_token_id decoder_start_token_id use_cache cache_implementation cache_config max_cache_len prefill_chunk_size"
-    " low_memory compile_config disable_compile continuous_batching_config use_mtp is_assistant num_assistant_tokens"
+    " low_memory compile_config disable_compile continuous_batching_config is_assistant num_assistant_tokens"
     " num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind"
-    " assistant_ensemble_weight speculation_type max_matching_ngram_size output_attentions output_hidden_states"
-    " diversity_penalty _from_model_config transformers_version".split()
+    " assistant_ensemble_weight speculation_type max_matching_ngram_size diversity_penalty"
+    " _from_model_config transformers_version".split()
 )
 
 
@@ -42,12 +72,22 @@ def settled(options: Mapping[str, Any], *configs: Any) -> dict[str, Any]:
         values = config if isinstance(config, Mapping) else config.to_dict()
         merged |= {key: value for key, value in values.items() if key in DEFAULTS and value is not None}
     if not options.get("do_sample", merged.get("do_sample")):
-        merged = {key: value for key, value in merged.items() if key not in SAMPLED}
+        merged = {key: value for key, value in merged.items() if key not in FILTERS}
     merged |= options
-    unbuilt = [key for key, value in merged.items() if key not in BUILT | SILENT and not _neutral(key, value)]
+    values = {
+        key: value
+        for key, value in merged.items()
+        if key in GenerationOptions.__annotations__ or not _neutral(key, value)
+    }
+    silent = SILENT | (set() if values.get("return_dict_in_generate") else REPORTED)
+    unbuilt = [key for key in values if key not in BUILT | GUESSED | silent]
     if unbuilt:
         raise NotImplementedError(f"generate: {', '.join(unbuilt)} is not built")
-    return {key: value for key, value in merged.items() if key in BUILT and value is not None}
+    if guessed := [key for key in values if key in GUESSED]:
+        warnings.warn(f"generate: {', '.join(guessed)} changes no token, and nothing is guessed here", stacklevel=3)
+    if values.get("top_k") == 0:  # all of them
+        del values["top_k"]
+    return {key: value for key, value in values.items() if key in BUILT and value is not None}
 
 
 def _neutral(key: str, value: Any) -> bool:

@@ -13,12 +13,14 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import COUNT, INT64, SEED, Rule, check_number, check_numbers, described, limited
 from ..inputs import Inputs, check_tokens
 from .model import CausalModel
+from .options import DEFAULTS
 from .sampling import Sampling
 from .stopping import end_tokens
 
 _FACTOR = limited("be positive, in [1e-37, 1e37]", lambda v: 1e-37 <= v <= 1e37)  # beyond, scores in fp64 may overflow
 _NUMBERS: dict[str, Rule] = {
     "max_new_tokens": COUNT,
+    "max_length": COUNT,
     "temperature": _FACTOR,
     "top_k": COUNT,
     "top_p": limited("lie in (0, 1]", lambda v: 0 < v <= 1),
@@ -32,7 +34,8 @@ _NUMBERS: dict[str, Rule] = {
 class Length(NamedTuple):
     """The arguments that say how many tokens come, of how many sequences, and with what; as in :func:`generate`."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None = None
+    max_length: int | None = None
     num_return_sequences: int = 1
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
@@ -86,7 +89,7 @@ def checked(
     inputs = Inputs(input_ids, attention_mask=attention_mask)
     model._check_inputs(inputs)
     check_numbers("generate", sampling._asdict() | length._asdict(), _NUMBERS)
-    sample, new, sequences = sampling.do_sample, length.max_new_tokens, length.num_return_sequences
+    sample, sequences = sampling.do_sample, length.num_return_sequences
     check(isinstance(sample, bool), f"generate: do_sample must be True or False, got {described(sample)}")
     returned = length.return_log_probs
     check(isinstance(returned, bool), f"generate: return_log_probs must be True or False, got {described(returned)}")
@@ -94,13 +97,13 @@ def checked(
         not (returned and beams > 1),
         f"generate: return_log_probs is of sampled or greedy tokens, got num_beams={beams}",
     )
-    check(not (sample and beams > 1), f"generate: do_sample with num_beams={beams}, beam sampling, is not built")
     check(
-        sample or sequences <= beams,
+        sequences <= beams or (sample and beams == 1),
         f"generate: num_return_sequences={sequences} is more than num_beams={beams}; without beams it needs"
         " do_sample=True",
     )
     S, most, vocab = input_ids.shape[1], model.config.most_positions, model.config.vocab_size
+    new = _new_tokens(length, S, most)
     check(
         most is None or S + new <= most, f"generate: {S} + {new} tokens are more than the model's max_positions={most}"
     )
@@ -124,3 +127,17 @@ def checked(
         sequences=sequences,
         log_probs=length.return_log_probs,
     )
+
+
+def _new_tokens(length: Length, prompt: int, most: int | None) -> int:
+    """Returns how many tokens may come behind a prompt: transformers' 20 unless something else is said."""
+    if length.max_new_tokens is not None:
+        return length.max_new_tokens
+    if length.max_length is None:
+        usual: int = DEFAULTS["max_length"]
+        return usual if most is None else max(1, min(usual, most - prompt))
+    check(
+        prompt < length.max_length,
+        f"generate: max_length={length.max_length} counts the prompt too, which has {prompt} tokens",
+    )
+    return length.max_length - prompt

@@ -18,9 +18,9 @@ from ...kernels.runtime.philox import make_rng, uniform
 from ...kernels.runtime.rules import described
 from ...ranks.messages import raise_together
 from .model import CausalModel
+from .outputs import Record
+from .processors import Processor
 from .shared_memory import exchange
-
-Processor = Callable[[Tensor, Tensor], Tensor]  # ids [B, S] and scores [B, V] -> scores [B, V]
 
 
 class Sampling(NamedTuple):
@@ -101,6 +101,24 @@ class Scores:
             raise RuntimeError("generate: the model's logits are NaN; tpfuse.watch(model) finds the op they come from")
 
 
+class Noise:
+    """Gumbel noise of every token, by the number of the prompt and which of its continuations this is."""
+
+    def __init__(self, seed: int, ids: Tensor):
+        self.rng = make_rng(seed, 0, 0, "cpu")  # the host reads it for each token
+        self.sample = torch.arange(len(ids), device=ids.device)
+        self.draw = torch.zeros_like(self.sample)
+
+    def repeat(self, n: int) -> None:
+        self.draw = torch.arange(n, device=self.sample.device).repeat(len(self.sample))
+        self.sample = self.sample.repeat_interleave(n)
+
+    def added(self, scores: Tensor, position: Tensor) -> Tensor:
+        """scores [rows, V] of the tokens at ``position`` [rows] -> fp64 [rows, V]"""
+        drawn = uniform(self.rng, position, self.sample, scores.shape[-1], draw=self.draw)
+        return scores - drawn.log_().neg_().log_()
+
+
 class Chooser:
     """logits [B, V/R] of every rank -> the next token [B], the same on every rank."""
 
@@ -110,26 +128,27 @@ class Chooser:
         assert model.head is not None  # checked
         self.head, self.sampling = model.head, sampling
         self.scores = Scores(model, ids, mask, penalty=sampling.repetition_penalty, processors=processors)
-        self.rng = make_rng(sampling.seed, 0, 0, "cpu")  # the host reads it for each token
-        self.sample = torch.arange(len(ids), device=ids.device)  # the prompt's number, and which of its continuations
-        self.draw = torch.zeros_like(self.sample)
+        self.noise = Noise(sampling.seed, ids)
+        self.record: Record | None = None
 
     def repeat(self, n: int) -> None:
         """Makes ``n`` rows of each, which are samples of their own whatever n is."""
         self.scores.repeat(n)
-        self.draw = torch.arange(n, device=self.sample.device).repeat(len(self.sample))
-        self.sample = self.sample.repeat_interleave(n)
+        self.noise.repeat(n)
 
     def __call__(self, logits: Tensor, position: Tensor, ids: Tensor | None = None) -> Tensor:
         """``position`` [B] of the new token; ``ids`` [B, S] before it, for processors."""
         s = self.sampling
-        if not s.do_sample and s.repetition_penalty == 1 and not self.scores.processors:
+        if not (s.do_sample or self.record) and s.repetition_penalty == 1 and not self.scores.processors:
             return self._most_likely(logits)
-        scores = self.scores.processed(self.scores.gathered(logits), ids, dtype=acc_dtype(logits))
+        whole, dtype = self.scores.gathered(logits), acc_dtype(logits)
+        scores = self.scores.processed(whole, ids, dtype=dtype)
         if s.do_sample:
             scores = keep_likely(scores / s.temperature, s.top_k, s.top_p, s.min_p)
-            drawn = uniform(self.rng, position, self.sample, self.scores.vocab, draw=self.draw)
-            scores = scores - drawn.log_().neg_().log_()
+        if self.record is not None:
+            self.record.add(scores.to(dtype), whole.to(dtype))
+        if s.do_sample:
+            scores = self.noise.added(scores, position)
         token = self.scores.agreed(scores.argmax(-1))  # the first of equals
         self.scores.present.scatter_(1, token[:, None], True)
         return token
