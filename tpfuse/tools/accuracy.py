@@ -16,7 +16,9 @@ number of a dtype, rounding explains an error up to
     op_limit       n (8 eps / 2 + 64 eps(fp32) / 2)        of n ops in a chain, where nothing computes in the same dtype
                                                            beside it: largest elements, of a kernel forward and backward
                                                            that rounds 8 times to its dtype, and sums in fp32, of 64
-                                                           additions that all err to one side
+                                                           additions that all err to one side.  No rounding may grow on
+                                                           its way: that of z is multiplied by |z| in exp(z), so that
+                                                           logits and scores must be of unit size
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """The self-test passes here, leaves no op out, and names an op that is wrong."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tpfuse.kernels.runtime.op import OPS
 from tpfuse.tools.doctor.report import FAULT, OK
 from tpfuse.tools.doctor.selftest import block, cases
 from tpfuse.tools.doctor.selftest import kernels as selftest
+from tpfuse.tools.doctor.selftest.compare import tensor_errors
 
 CPU = torch.device("cpu")
 CASES = cases.cases()
@@ -32,6 +34,15 @@ def test_every_op_that_needs_no_group_is_run_and_right():
     ran = {call.name for call in recorder.calls if call.ours}
     assert set(LOCAL) | set(IN_BLOCK) <= ran
     assert set(OPS) - ran == {name for split in block.SPLIT for name in split.ops}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_takes_at_most_half_of_the_limit(seed):
+    """Whatever the numbers: the limit holds on processors that round and add in other orders."""
+    for case, dtype in itertools.product(cases.cases(seed), selftest.DTYPES):
+        exact, _ = selftest.by_definition(case, dtype)
+        for tensor in tensor_errors(selftest.run(case, dtype, CPU, rounded=dtype), exact, dtype):
+            assert tensor.error <= tensor.limit / 2, (case.name, tensor)
 
 
 def test_every_public_function_has_a_case():
