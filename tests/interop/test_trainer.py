@@ -1,5 +1,6 @@
 """transformers' Trainer on a model split over (dp, tp), against the same Trainer in one process."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,18 @@ import torch
 import transformers
 
 from tests.interop.launched import launched, rows, said, small, split, weights
-from tpfuse import TensorParallel, TrainerMixin, parallelize
+from tpfuse import AcceleratorMixin, TensorParallel, TrainerMixin, parallelize
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 DROPOUT = dict(attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
 LAYOUTS = [(2, 1), (2, 2)]  # (1, 2) is resumed below, to the same numbers
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
+    pass
+
+
+class Accelerator(AcceleratorMixin, accelerate.Accelerator):
     pass
 
 
@@ -176,3 +181,42 @@ def test_ranks_in_another_order_are_refused(ranks, tmp_path):
     messages = ranks(4, misplaced, str(tmp_path))
     assert "rank 1 is data-parallel rank 1 and tensor-parallel rank 0; accelerate needs init_device_mesh" in messages[1]
     assert all("accelerate needs init_device_mesh" in message for message in messages)
+
+
+# ---- arguments that are used twice, and processes that are counted otherwise ----
+
+
+def twice(world, layout, folder):
+    """Losses of two Trainers of one TrainingArguments."""
+    with launched(world):
+        options, losses = arguments(folder, layout[0], max_steps=1), []
+        for _ in range(2):
+            trainer = Trainer(split(world, *layout), options, train_dataset=rows())
+            trainer.train()
+            losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        return losses
+
+
+def test_two_trainers_of_the_same_arguments(ranks, tmp_path):
+    (want,) = ranks(1, twice, (1, 1), str(tmp_path))
+    assert want[0] == want[1]
+    for losses in ranks(2, twice, (1, 2), str(tmp_path)):
+        assert losses[0] == losses[1] == pytest.approx(want[0], rel=1e-5)
+
+
+def alone_by_the_environment(world, layout, folder):
+    """A process group of a script's own making, of which no variable tells."""
+    with launched(world):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        model = split(world, *layout)
+        told = said(lambda: Trainer(model, arguments(folder, layout[0]), train_dataset=rows()))
+        return told, said(lambda: Accelerator(cpu=True).prepare_model(model))
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+def test_libraries_that_count_other_processes_are_named(ranks, tmp_path, layout):
+    """Before, the loss was multiplied by 1 // 2: a run to its end with loss 0.0 in which no weight moved."""
+    for trainer, accelerator in ranks(2, alone_by_the_environment, layout, str(tmp_path)):
+        assert "torch.distributed has 2 processes, and accelerate counts 1, transformers counts 1; start" in trainer
+        assert "torch.distributed has 2 processes, and accelerate counts 1; start the script by torchrun" in accelerator

@@ -2,6 +2,8 @@
 
 accelerator        accelerate's Accelerator on a split model
 adapter            adapters in PEFT's format
+arguments          the arguments of a call by their names
+body               the model below the head
 documents          position_ids that begin again: packed documents
 lora_config        a LoraConfig of PEFT as the arguments of add_lora
 lora_options       the options of a LoraConfig: which are read, which are refused

@@ -5,7 +5,7 @@ of the user's own joins the two: ``class Accelerator(tpfuse.AcceleratorMixin, ac
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,21 @@ class MeshSizes(NamedTuple):
 
     def __str__(self) -> str:
         return f"tp_size={self.tp_size}, dp_shard_size={self.dp_shard_size}"
+
+
+def check_processes(model: Model, counts: Mapping[str, int]) -> None:
+    """Raises ValueError where a library counts other processes than torch.distributed does: each reads the environment
+    by itself, and one that sees a process alone divides and gathers over none."""
+    if not model.groups.all():
+        return
+    world = dist.get_world_size()
+    wrong = [f"{library} counts {count}" for library, count in counts.items() if count != world]
+    check(
+        not wrong,
+        f"torch.distributed has {world} processes, and {', '.join(wrong)}; start the script by torchrun, or set RANK,"
+        " WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each process before an Accelerator or"
+        " TrainingArguments is made",
+    )
 
 
 def sizes_of(model: Model) -> MeshSizes:
@@ -76,6 +91,7 @@ class AcceleratorMixin:
     state: Any
     device: Any
     parallelism_config: Any
+    num_processes: int
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -110,6 +126,7 @@ class AcceleratorMixin:
         alone = split is None or all(group.size() == 1 for group in split.groups.all())
         if split is None or alone or getattr(model, "_is_accelerate_prepared", False):
             return plain.prepare_model(model, device_placement, evaluation_mode)
+        check_processes(split, {"accelerate": self.num_processes})
         sizes, config = sizes_of(split), self.parallelism_config
         configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
         if split.tp.size == 1 and configured is None:

@@ -1,6 +1,7 @@
 """One line for a model of transformers: its blocks become ours, its forward and outputs stay its own."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.runtime.errors import check
-from ..kernels.runtime.rules import brief
+from ..kernels.runtime.rules import brief, listed
 from ..models.config.model import ModelConfig
 from ..models.files.names import FileOrigin
 from ..models.files.read import NamedTensors, load
@@ -85,12 +86,34 @@ def parallelize(
     name = Path(getattr(module, "name_or_path", "") or "")
     open_ends(model)
     model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
-    for child in list(module._modules):
+    original: Any = type(module)
+    parts = tuple(module._modules)
+    _keep_hooks(module, model)
+    for child in parts:
         delattr(module, child)
     module.parallel = model.train(module.training)
-    original: Any = type(module)
     module.__class__ = class_of(original)
+    module.__dict__["tpfuse_parts"] = parts
     return module
+
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_HOOK_OPTIONS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+
+
+def _keep_hooks(module: Any, model: Model) -> None:
+    """Hands hooks on the input embedding to the model's, with what removes them; warns of hooks on other parts."""
+    embedding = module.get_input_embeddings()
+    for key in (*_HOOKS, *_HOOK_OPTIONS):
+        setattr(model.embedding, key, getattr(embedding, key))
+    parts = [(name, m) for name, m in module.named_modules() if m not in (module, embedding)]
+    hooked = [name for name, m in parts if any(getattr(m, key) for key in _HOOKS)]
+    if hooked:
+        warnings.warn(
+            f"parallelize: hooks on {listed(hooked)} are gone with these parts; register them afterwards, on those of"
+            " module.parallel",
+            stacklevel=3,
+        )
 
 
 def _counterpart(module: Any) -> Counterpart:

@@ -1,7 +1,7 @@
 """The class that a module of transformers gets: its own, with tpfuse's forward, generate and files."""
 
 import functools
-import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable, MutableMapping
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..kernels.runtime.errors import check
 from ..layers.hooks import served
 from ..layers.lora import adapted_layers, add_lora
+from ..layers.shards import named_specs
 from ..models import GPT, Bert, Classifier, head_options
 from ..models.families import FAMILIES, SEQUENCE, Family
 from ..models.files.disk import NewFiles
@@ -26,6 +27,8 @@ from ..models.model import Model, Output
 from ..models.stack import FULL
 from ..ranks.messages import together
 from .adapter import load_adapter, save_adapter
+from .arguments import ForwardSignature
+from .body import Body
 from .documents import Documents
 from .lora_config import lora_arguments
 from .vocabulary import Vocabulary, gathered, whole_logits
@@ -81,6 +84,7 @@ _CALL = (
     "first_sample",
 )
 _LOSS = "label_smoothing", "z_loss", "reduction"  # of a model that has one
+_TABLES = "embedding", "positions", "types"  # what transformers has in nn.Embedding
 _LANGUAGE = "shift_labels", "logits_to_keep"  # of a causal one with a head over the vocabulary
 _CURES = {
     "use_cache": "generate keeps a cache; leave it out",
@@ -97,6 +101,7 @@ class Parallelized(Vocabulary, nn.Module):
 
     parallel: Model
     tpfuse_original: type
+    tpfuse_parts: tuple[str, ...] = ()  # of the module that are no more
     tpfuse_adapter = False  # True after add_adapter or load_adapter: save_pretrained writes the adapter
     tpfuse_driver = False  # True in a TrainerMixin, which knows the split
     config: Any
@@ -120,6 +125,29 @@ class Parallelized(Vocabulary, nn.Module):
             " transformers.Trainer), or class Accelerator(tpfuse.AcceleratorMixin, accelerate.Accelerator)",
         )
 
+    @property
+    def base_model(self) -> nn.Module:
+        """The model below the head, or this one where it has none: see :class:`Body`."""
+        return self if self.parallel.head is None and self.parallel.classifier is None else Body(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("tpfuse_parts", ()):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is not there after tpfuse.parallelize, whose layers are in .parallel:"
+                " base_model is the model below the head, get_input_embeddings() and get_output_embeddings() are its"
+                " ends"
+            )
+        return super().__getattr__(name)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Returns the number of the whole model's parameters, the same at every split."""
+        tables = [f"parallel.{name}.weight" for name in _TABLES] if exclude_embeddings else []
+        return sum(
+            math.prod(spec.shape)
+            for (name, spec, _), (_, p) in zip(named_specs(self), self.named_parameters(), strict=True)
+            if name not in tables and (p.requires_grad or not only_trainable)
+        )
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the module's own shards, or whole tensors by transformers' names, of which each rank keeps its slices.
 
@@ -131,14 +159,16 @@ class Parallelized(Vocabulary, nn.Module):
         restore(self.parallel.files, NamedTensors("load_state_dict", "state_dict", state_dict))
         return nn.Module().load_state_dict({})
 
-    def _forward(self, arguments: MutableMapping[str, Any]) -> Any:
-        name = self.tpfuse_original.__name__
+    def _forward(self, arguments: MutableMapping[str, Any], body: str | None = None) -> Any:
+        """Runs a call; ``body``: the base class whose output comes, that below the head."""
+        name = body or self.tpfuse_original.__name__
         return_dict, normalizer = arguments.pop("return_dict", None), arguments.pop("num_items_in_batch", None)
-        head = self.parallel.head is not None
+        head, classifier = (part is not None and not body for part in (self.parallel.head, self.parallel.classifier))
         causal = isinstance(self.parallel, GPT)
-        names = _CALL + _LOSS * (head or self.parallel.classifier is not None) + _LANGUAGE * (head and causal)
+        names = _CALL + _LOSS * (head or classifier) + _LANGUAGE * (head and causal)
         call = {key: arguments.pop(key) for key in names if key in arguments}
         call |= dict(output_hidden_states=self._wants_states(arguments), loss_normalizer=normalizer)
+        call |= dict(headless=True) if body else {}
         arguments.setdefault("output_attentions", getattr(self.config, "output_attentions", False))
         cached = arguments.get("use_cache")
         cached = getattr(self.config, "use_cache", False) if cached is None else cached
@@ -177,7 +207,7 @@ class Parallelized(Vocabulary, nn.Module):
             inputs = inputs._replace(labels=None)
         if isinstance(inputs.logits_to_keep, int) and inputs.logits_to_keep == 0:
             inputs = inputs._replace(logits_to_keep=None)
-        documents, classifier = None, self.parallel.classifier
+        documents, classifier = None, None if inputs.headless else self.parallel.classifier
         if by_positions and inputs.attention_mask is None:
             documents = Documents.of(inputs, shifts=self.parallel.head is not None)
         if documents is None:
@@ -350,14 +380,11 @@ def _mask_of(ids: Any, pad: Any, ends: Any) -> Tensor | None:
 @functools.cache
 def class_of(original: Any) -> Any:
     """Returns a subclass by the same name, whose forward has the same signature."""
-    signature = inspect.signature(original.forward)
-    kwargs_name = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    signature = ForwardSignature.of(original)
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments[next(iter(signature.parameters))]
-        return self._forward(arguments | arguments.pop(kwargs_name, {}))
+        return self._forward(signature.bind(self, args, kwargs))
 
     members = dict(forward=forward, tpfuse_original=original, __module__=original.__module__, __doc__=original.__doc__)
     return type(original.__name__, (Parallelized, original), members)

@@ -9,7 +9,7 @@ import torch
 from ..kernels.runtime.errors import check
 from ..models.files.read import ModelDirectory, restore
 from ..training.checkpoint import load_checkpoint, save_checkpoint
-from .accelerator import FOLDER, AcceleratorMixin, sizes_of
+from .accelerator import FOLDER, AcceleratorMixin, check_processes, sizes_of
 from .parallelized import Parallelized, parallelized_in
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"  # transformers' names
@@ -34,9 +34,13 @@ class TrainerMixin:
         plain: Any = super()
         if (module := self._parallelized) is not None:
             module.tpfuse_driver = True
+            _forget_layout()  # of a Trainer before, whose arguments these are too
         plain.create_accelerator_and_postprocess()
         cls = type(self.accelerator)
         self.accelerator.__class__ = type(cls.__name__, (AcceleratorMixin, cls), {})
+        if module is not None:
+            counts = {"accelerate": self.accelerator.num_processes, "transformers": self.args.world_size}
+            check_processes(module.parallel, counts)
         if module is not None and module.parallel.tp.size > 1:
             config: Any = import_module("accelerate").ParallelismConfig
             tp, dp = sizes_of(module.parallel)
@@ -93,3 +97,11 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _forget_layout() -> None:
+    """Removes the layout of processes that an Accelerator before has left in the state that all of a process share:
+    accelerate takes it for an argument of the next, and refuses it on CPUs."""
+    shared = import_module("accelerate.state").AcceleratorState._shared_state
+    if "parallelism_config" in shared:
+        shared["parallelism_config"] = None

@@ -22,6 +22,7 @@ from ..kernels.runtime.main_grad import PLACES
 from ..kernels.runtime.rules import COUNT, check_number
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.module import ParallelModule, Spec, local
+from ..layers.state import as_whole, is_split
 from ..layers.wiring import Normed
 from ..models.files.read import NamedTensors
 from ..models.files.write import full_tensor
@@ -37,11 +38,29 @@ from ..training.data_parallel import under_ddp
 _CAUSE = "call torch.manual_seed with one seed on every rank before"
 
 
+def whole_parameter(name: str) -> property:
+    """Returns an attribute that shows a parameter as other libraries take it, which read its shape or multiply by it.
+
+    On one rank it is the parameter; where rows are split, a DTensor of the whole in the memory of this rank's rows,
+    whose ``full_tensor()`` gives every rank all rows, and each its rows' gradient.  Optimizers take ``parameters()``.
+    """
+
+    def get(layer: Any) -> Tensor | None:
+        if layer.shard(name) is None and name == "weight":
+            layer = layer.embedding[0]  # a tied head's
+        p = layer.shard(name)
+        return p if p is None or not is_split(layer.specs[name], layer.tp) else as_whole(p, layer.specs[name], layer.tp)
+
+    return property(get)
+
+
 class InputEmbeddings(VocabParallelEmbedding):
     """The result of get_input_embeddings: the model's split embedding, which also takes a batch.
 
-    ``weight`` [V/R, D] is this rank's rows, ``num_embeddings`` is V.
+    ``weight`` [V, D] is the whole table, ``num_embeddings`` is V.
     """
+
+    weight = whole_parameter("weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [B, S], the same on every rank -> rows [B, S, D], whole on every rank, as inputs_embeds.
@@ -61,14 +80,12 @@ class InputEmbeddings(VocabParallelEmbedding):
 class OutputEmbeddings(LMHead):
     """The result of get_output_embeddings: the model's split head, which also takes whole hidden states.
 
-    ``weight`` [V/R, D] is this rank's rows, the embedding's where they are tied.
+    ``weight`` [V, D] is the whole one, the embedding's where they are tied, and ``bias`` [V].
     """
 
     embedding: tuple[VocabParallelEmbedding]  # in a tuple, so that it is no part of the head
-
-    def __getattr__(self, name: str) -> Any:
-        tied = name == "weight" and self._parameters.get(name) is None
-        return self.embedding[0].weight if tied else super().__getattr__(name)
+    weight = whole_parameter("weight")
+    bias = whole_parameter("bias")
 
     def forward(self, hidden: Normed | Tensor, weight: Tensor | None = None) -> Tensor:
         """hidden [B, S, D], whole and the same on every rank -> logits [B, S, V], whole on every rank.
@@ -77,18 +94,17 @@ class OutputEmbeddings(LMHead):
         """
         if not isinstance(hidden, Tensor):
             return super().forward(hidden, weight)
-        _check_gathered(
-            "get_output_embeddings()", self.embedding[0] if self._parameters.get("weight") is None else self
-        )
+        layer = self.embedding[0] if self.shard("weight") is None else self
+        _check_gathered("get_output_embeddings()", layer)
         check(hidden.dim() == 3, f"get_output_embeddings(): hidden states must be [B, S, D], got {tuple(hidden.shape)}")
         rows = BatchRows(hidden.shape[:2], self.tp)
         normed = Normed(expanded("get_output_embeddings()", rows.share(hidden), self.tp))
-        return whole_logits(rows.back(super().forward(normed, local(self.weight))), self.vocab_size, self.tp)
+        return whole_logits(rows.back(super().forward(normed, local(layer.shard("weight")))), self.vocab_size, self.tp)
 
 
 def gathered(layer: ParallelModule) -> bool:
     """Returns True if this rank's rows are in memory: fully_shard gathers them only for the wrapped forward."""
-    wholes = ((local(layer.get_parameter(leaf)), spec) for leaf, spec in layer.specs.items())
+    wholes = ((local(layer.shard(leaf)), spec) for leaf, spec in layer.specs.items())
     return all(tuple(p.shape) == tuple(s.stop - s.start for s in spec.local(layer.tp)) for p, spec in wholes)
 
 
@@ -187,7 +203,7 @@ class Vocabulary:
         for name, (value, spec) in values.items():
             path, _, leaf = name.rpartition(".")
             layer: Any = model.get_submodule(path)
-            layer.specs[leaf], p = spec, layer.get_parameter(leaf)
+            layer.specs[leaf], p = spec, layer.shard(leaf)
             p.data, p.grad = value[spec.local(layer.tp)].clone(), None
         _resize_layers(model, count)
         model.config = config
@@ -255,9 +271,10 @@ def _tables(model: Model) -> list[tuple[str, nn.Parameter, Spec, TensorParallel]
     if isinstance(model.head, LMHead):
         ends["head"] = model.head
     return [
-        (f"{end}.{leaf}", layer.get_parameter(leaf), spec, layer.tp)
+        (f"{end}.{leaf}", p, spec, layer.tp)
         for end, layer in ends.items()
         for leaf, spec in layer.specs.items()
+        if (p := layer.shard(leaf)) is not None
     ]
 
 

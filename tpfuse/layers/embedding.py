@@ -46,7 +46,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def parts(self, ids: Tensor) -> Tensor:
         """Returns parts [R, m, D], to be summed over R."""
-        rows = embedding(local(self.weight), ids.reshape(-1), first=self.first)
+        rows = embedding(local(self.shard("weight")), ids.reshape(-1), first=self.first)
         return leave_parts(self.scaled(rows), self.tp)
 
     def scaled(self, rows: Tensor) -> Tensor:

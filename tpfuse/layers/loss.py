@@ -155,13 +155,13 @@ class VocabParallelHead(ParallelModule):
         """x [m, D] (without sequence parallelism [M, D]), or a block's n -> logits [M, V/R]"""
         n, recompute = x if isinstance(x, Normed) else Normed(self._rows(x))
         return gather_linear(
-            n, self._weight(weight), local(self.bias), tp=self.tp, recompute=recompute, columns=self.columns
+            n, self._weight(weight), local(self.shard("bias")), tp=self.tp, recompute=recompute, columns=self.columns
         )
 
     def loss(self, x: Tensor, labels: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
         """x [m, D], labels int64 [M] -> :func:`linear_cross_entropy`, whose options these are; no logits are kept."""
         options |= dict(tp=self.tp, vocab_size=self.vocab_size)
-        return linear_cross_entropy(self._rows(x), self._weight(weight), labels, local(self.bias), **options)
+        return linear_cross_entropy(self._rows(x), self._weight(weight), labels, local(self.shard("bias")), **options)
 
     def _rows(self, x: Tensor) -> Tensor:
         width = x.shape[-1] if x.dim() else 0
@@ -170,7 +170,7 @@ class VocabParallelHead(ParallelModule):
         return x
 
     def _weight(self, tied: Tensor | None) -> Tensor:
-        weight = self.weight if tied is None else tied
+        weight = self.shard("weight") if tied is None else tied
         if weight is None:
             raise ValueError(
                 "VocabParallelHead: a tied head is given the embedding's weight: head(x, embedding.weight)"

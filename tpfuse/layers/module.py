@@ -69,6 +69,10 @@ class ParallelModule(nn.Module):
                 state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
+    def shard(self, name: str) -> Any:
+        """Returns this rank's part of a parameter; a derived class may show the whole under the parameter's name."""
+        return self._parameters[name]
+
     def add_parameter(
         self,
         name: str,

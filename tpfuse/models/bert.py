@@ -129,6 +129,7 @@ class Bert(Model):
         first_sample: int | Tensor | None = None,
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        headless: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
@@ -151,8 +152,8 @@ class Bert(Model):
             input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
             position_ids=position_ids, token_type_ids=token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             loss_normalizer=loss_normalizer, step=step, first_sample=first_sample, return_logits=return_logits,
-            output_hidden_states=output_hidden_states, label_smoothing=label_smoothing, z_loss=z_loss,
-            reduction=reduction,
+            output_hidden_states=output_hidden_states, headless=headless, label_smoothing=label_smoothing,
+            z_loss=z_loss, reduction=reduction,
         )  # fmt: skip
         self._admit(inputs)
         batch = self._begin(inputs)
@@ -178,6 +179,8 @@ class Bert(Model):
         inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
         if not self.config.post_norm:
             h = normed.rows
+        if inputs.headless:
+            return Output(last_hidden_state=rows.collected(h), hidden_states=states)
         if self.classifier is not None and self.classifier.of_rows:
             x = h if self.transform is None else self._transform(h).rows
             return Output(*self.classifier.score_rows(x, rows, inputs, rng), hidden_states=states)

@@ -52,7 +52,7 @@ def embed(
     """
     tp, lookups = tokens.tp, [lookup for lookup in (positions, types) if lookup is not None]
     modules = tokens, *(() if norm is None else (norm,)), *(lookup.table for lookup in lookups)
-    rows = x.to(tokens.weight.dtype) if x.dim() == 2 else None
+    rows = x.to(next(tokens.parameters()).dtype) if x.dim() == 2 else None
     if any(map(served, modules)):
         check(tp.bitwise is None, "embed: by parts, as hooks have it, sums are not by leaves yet")
         return _by_parts(tokens(x) if rows is None else rows, norm, lookups, drop, tp=tp, post_norm=post_norm)

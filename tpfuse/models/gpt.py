@@ -117,6 +117,7 @@ class GPT(Model):
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
+        headless: bool = False,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
@@ -144,6 +145,7 @@ class GPT(Model):
                 then each block's, the last behind the final norm.
             logits_to_keep: without labels, the positions whose logits come: the last so many (0: all), positions [K] or
                 [B, K], or bool [B, S], of which they are [N, V/R].
+            headless: last_hidden_state comes in place of what a head makes of it.
             label_smoothing: the share of the target that is spread over the whole vocabulary, in [0, 1).
             z_loss: the weight of the squared logsumexp that is added to the loss.
             reduction: "mean", "sum", or "none" for the loss of each label, [B, S], aligned with ``labels``: that of
@@ -156,7 +158,8 @@ class GPT(Model):
             attention_mask=attention_mask, position_ids=position_ids, token_type_ids=token_type_ids,
             cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_normalizer=loss_normalizer, step=step,
             first_sample=first_sample, return_logits=return_logits, output_hidden_states=output_hidden_states,
-            logits_to_keep=logits_to_keep, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
+            logits_to_keep=logits_to_keep, headless=headless, label_smoothing=label_smoothing, z_loss=z_loss,
+            reduction=reduction,
         )  # fmt: skip
         self._admit(inputs)
         batch = self._begin(inputs)
@@ -192,9 +195,9 @@ class GPT(Model):
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
         """Runs the head, the classifier or the pooler on h and n of the last block."""
         inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng
-        if self.classifier is not None:
+        if self.classifier is not None and not inputs.headless:
             return Output(*self.classifier.score_rows(normed.rows, rows, inputs, rng), hidden_states=states)
-        if self.head is None:
+        if self.head is None or inputs.headless:
             return Output(last_hidden_state=rows.collected(normed.rows), hidden_states=states)
         targets, keep = _targets(inputs), inputs.logits_to_keep
         if keep is not None:

@@ -120,7 +120,9 @@ class LMHead(VocabParallelHead):
             logits = self.logits(normed, weight)
             return None if labels is None else self._loss(logits, labels, options), logits if keep else None
         options |= dict(tp=self.tp, recompute=normed.recompute)
-        return gather_linear_cross_entropy(normed.n, self._weight(weight), labels, local(self.bias), **options), None
+        return gather_linear_cross_entropy(
+            normed.n, self._weight(weight), labels, local(self.shard("bias")), **options
+        ), None
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """logits [M, V/R], tokens [M] -> the log-probability of each, as a loss with reduction="none" has it."""

@@ -43,6 +43,7 @@ class Inputs(NamedTuple):
     return_logits: bool | None = None
     output_hidden_states: bool | None = None
     logits_to_keep: int | Tensor | None = None
+    headless: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     reduction: str = "mean"
@@ -122,7 +123,7 @@ def check_tokens(name: str, ids: Any) -> None:
 def check_asked(name: str, inputs: Inputs, headed: bool, cure: str) -> None:
     """Raises the ValueError of ``name``, unless it is ``headed``, for what a model without a head cannot give."""
     wanted = inputs.labels is not None or inputs.return_logits
-    check(headed or not wanted, f"{name}: labels and return_logits need {cure}")
+    check((headed and not inputs.headless) or not wanted, f"{name}: labels and return_logits need {cure}")
 
 
 def check_of_language(name: str, inputs: Inputs, headed: bool) -> None:
@@ -130,7 +131,10 @@ def check_of_language(name: str, inputs: Inputs, headed: bool) -> None:
     it has no head over a vocabulary."""
     for key in ("shift_labels", "logits_to_keep"):
         if getattr(inputs, key) is not None:
-            check(headed, f"{name}: {key} needs the language-model head; make the model with lm_head=True")
+            check(
+                headed and not inputs.headless,
+                f"{name}: {key} needs the language-model head; make the model with lm_head=True",
+            )
             check(inputs.labels is None, f"{name}: give labels or {key}, both came")
     keep, (batch, seq) = inputs.logits_to_keep, inputs.shape
     if keep is None:

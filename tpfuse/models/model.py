@@ -296,7 +296,7 @@ class Model(nn.Module):
 
     def _tied(self) -> Tensor | None:
         """Returns the embedding's weight where the head shares it."""
-        return local(self.embedding.weight) if self.config.tie_embeddings else None
+        return local(self.embedding.shard("weight")) if self.config.tie_embeddings else None
 
     # ---- files ----
 

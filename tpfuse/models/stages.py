@@ -197,7 +197,7 @@ class ModelStages:
         packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
         labelled = inputs.labels is not None or inputs.shift_labels is not None
         check(labelled, f"{name}: a step over a pipeline needs labels, on every rank")
-        for key in ("inputs_embeds", "return_logits", "output_hidden_states", "logits_to_keep"):
+        for key in ("inputs_embeds", "return_logits", "output_hidden_states", "logits_to_keep", "headless"):
             check(not getattr(inputs, key), f"{name}: {key} is not built over a pipeline")
         check(
             inputs.reduction in ("mean", "sum"), f"{name}: reduction={inputs.reduction!r} is not built over a pipeline"

@@ -76,7 +76,7 @@ class Direct:
     def __init__(self, model: CausalModel, visible: Tensor, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
         self.model, self.exchange = model, exchange(model.tp, visible.device)
-        dtype = model.embedding.weight.dtype
+        dtype = next(model.embedding.parameters()).dtype
         self.caches = [KVCache(visible, padded=padded) for _ in model.blocks]
         self.turnings = [_Turning(model, visible.shape[1], i) for i in range(len(model.config.ropes))]
         self.norm = _norm(model.input_norm) if model.input_norm is not None else None
@@ -329,7 +329,7 @@ class _Turning:
 
     def _laid_out(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         half, E = cos.shape[1], self.width
-        dtype = acc_dtype(self.model.embedding.weight)
+        dtype = acc_dtype(next(self.model.embedding.parameters()))
         turned = torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
         tables = []
         for table, fill in zip(turned, (1.0, 0.0)):
