@@ -16,12 +16,12 @@ B, S = 2, 6
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])
 CASE = Case(ParallelAttention, (32, 8), (S * B, 32), (S * B, 32), call=dict(batch=B))  # head width 4
 CASES = {
-    "both ways": CASE,
+    "both ways": CASE(causal=False),
     "causal, dropout": replace(CASE(causal=True, dropout=0.3), rng=True),
     "grouped, no bias": CASE(num_kv_heads=4, bias=False, causal=True),
     "norms over all heads": CASE(num_kv_heads=4, qk_norm=True, qk_norm_all=True, causal=True),
-    "scale, soft cap": CASE(scale=0.3, softcap=1.5, qk_norm=True, qk_norm_kind="gemma_rms"),
-    "key mask": replace(CASE, call=dict(batch=B, attention_mask=MASK)),
+    "scale, soft cap": CASE(causal=False, scale=0.3, softcap=1.5, qk_norm=True, qk_norm_kind="gemma_rms"),
+    "key mask": replace(CASE(causal=False), call=dict(batch=B, attention_mask=MASK)),
     "padded": replace(CASE(causal=True), call=dict(batch=3, seq=3), valid=9),
 }
 
@@ -43,7 +43,9 @@ def test_masks_of_local_heads_are_seen(ranks):
 def _probabilities(world):
     """With values that are one-hot in the key's position (8 keys, head width 8), the output is the row of dropped
     probabilities."""
-    layer = build(Case(ParallelAttention, (64, 8), (), (), dict(dropout=0.5)), make_tp(world, False), torch.float64)
+    layer = build(
+        Case(ParallelAttention, (64, 8), (), (), dict(causal=False, dropout=0.5)), make_tp(world, False), torch.float64
+    )
     with torch.no_grad():
         for p in layer.qkv.parameters():
             p.zero_()

@@ -13,8 +13,8 @@ from tpfuse.layers import ParallelMLP
 
 CASE = Case(ParallelMLP, (10, 24), (8, 10), (8, 10))
 CASES = {
-    "gelu": CASE,
-    "tanh": CASE(activation="gelu_tanh"),
+    "gelu": CASE(activation="gelu"),
+    "tanh": CASE,
     "relu, no bias": CASE(activation="relu", bias=False),
     "relu2": CASE(activation="relu2"),
 }

@@ -25,7 +25,10 @@ state              a shard in a state dictionary: a DTensor that knows the whole
 wiring             WIRINGS: a block as a list of steps, and the runners that take them
 """
 
-from ..collectives import collect, copy, gather, reduce, scatter_sum, split
+from ..collectives import collect, gather, scatter_sum
+from ..collectives import copy as copy  # not in __all__: a star import would hide Python's
+from ..collectives import reduce as reduce
+from ..collectives import split as split
 from .attention import ParallelAttention
 from .block import TransformerBlock
 from .cache import KVCache
@@ -61,12 +64,9 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "collect",
-    "copy",
     "cross_entropy",
     "gather",
     "linear_cross_entropy",
     "log_probs",
-    "reduce",
     "scatter_sum",
-    "split",
 ]

@@ -33,7 +33,7 @@ class ParallelMLP(ParallelModule):
         ffn_size: int,
         *,
         tp: TensorParallel | None = None,
-        activation: str = "gelu",
+        activation: str = "gelu_tanh",
         gated: bool = False,
         bias: bool = True,
         init_std: float = 0.02,

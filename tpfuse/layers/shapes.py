@@ -12,12 +12,12 @@ class AttentionShape(NamedTuple):
     num_heads: int
     num_kv_heads: int | None = None  # None: num_heads
     head_width: int | None = None  # None: hidden_size / num_heads
-    causal: bool = False
+    causal: bool = True
     window: int | None = None
     qk_norm: bool = False
     qk_norm_kind: str = "rms"
     qk_norm_all: bool = False
-    eps: float = 1e-6
+    eps: float = 1e-5
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
@@ -30,7 +30,7 @@ class MLPShape(NamedTuple):
 
     hidden_size: int
     ffn_size: int
-    activation: str = "gelu"
+    activation: str = "gelu_tanh"
     gated: bool = False
     bias: bool = True
 
