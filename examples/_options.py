@@ -153,8 +153,8 @@ def parse() -> argparse.Namespace:
         "--bitwise",
         type=common.positive,
         metavar="V",
-        help="the same bits at every --tp that divides V, a power of two, and at every --dp with the same --dp x"
-        " --micro-batches; the log gets a digest of the weights",
+        help="the same bits at every --tp that divides V, a power of two, and at every --pp, and --dp with the same"
+        " --dp x --micro-batches; the log gets a digest of the weights",
     )
     add(
         "--saving",
@@ -211,8 +211,8 @@ def parse() -> argparse.Namespace:
         if args.pp > 1 or args.main_grad:
             parser.error(f"--ok-topk stands in DDP, which {'--pp' if args.pp > 1 else '--main-grad'} does without")
 
-    if args.bitwise is not None and (args.pp > 1 or args.main_grad):
-        parser.error(f"--bitwise: sums of {'--pp' if args.pp > 1 else '--main-grad'} are not by leaves yet")
+    if args.bitwise is not None and args.main_grad:
+        parser.error("--bitwise: --main-grad adds micro-batches one after another; leave it off")
     args.tree_of = None if args.bitwise is None else args.dp * args.micro_batches
     if args.tree_of and args.tree_of & (args.tree_of - 1):
         parser.error(f"--bitwise: --dp x --micro-batches must be a power of two, got {args.tree_of}")

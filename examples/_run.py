@@ -71,15 +71,17 @@ def save_trained(model: Any, folder: Path, **about: Any) -> None:
 
 
 def weights_digest(model: Any) -> str:
-    """Returns the sha256 of all weights, whole and in the order of their names: it does not depend on the split.
+    """Returns the sha256 of the names of all weights and of the sha256 of each, whole: it does not depend on the split.
 
     Every rank calls it.
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(whole_tensors(model.files), key=lambda named: named[0]):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
+    elements = lambda x: x.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    digests = {name: hashlib.sha256(elements(tensor)).digest() for name, tensor in whole_tensors(model.files)}
+    if model.stages.place is not None:
+        stages = [digests] * dist.get_world_size()
+        dist.all_gather_object(stages, digests)
+        digests = {name: digest for stage in stages for name, digest in stage.items()}
+    return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
 
 
 class Best:

@@ -280,10 +280,11 @@ def main() -> None:
                 block.compile()
         main, replica, pipeline, hook = None, model, None, None
         if stage is not None:
-            pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches)
+            trees = args.bitwise is not None
+            pipeline = tpfuse.pipeline.schedule(model, mesh["pp"], args.schedule, args.micro_batches, bitwise=trees)
         if args.main_grad:
             main = tpfuse.MainGrad(model, mesh["dp"])
-        elif args.tree_of is not None:
+        elif args.tree_of is not None and stage is None:
             replica = tpfuse.data_parallel(model, mesh["dp"], bitwise_micro_batches=args.tree_of)
         elif args.dp > 1 and stage is None:
             replica = tpfuse.data_parallel(model, mesh["dp"])

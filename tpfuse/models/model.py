@@ -17,10 +17,11 @@ from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import hooked_within
-from ..layers.module import initialize, local, mark_of, module_state
+from ..layers.module import initialize, mark_of, module_state
 from ..layers.wiring import Normed
 from ..parallel import TensorParallel, versions
 from ..pipeline.placement import Stage
+from ..pipeline.trees import apart
 from ..ranks.agreement import Agreement, Header, agree, digest, is_checking, next_number
 from ..ranks.messages import together
 from .classify import ClassifierHead
@@ -296,7 +297,7 @@ class Model(nn.Module):
 
     def _tied(self) -> Tensor | None:
         """Returns the embedding's weight where the head shares it."""
-        return local(self.embedding.shard("weight")) if self.config.tie_embeddings else None
+        return apart(self, self.embedding.shard("weight")) if self.config.tie_embeddings else None
 
     # ---- files ----
 

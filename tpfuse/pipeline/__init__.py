@@ -13,6 +13,7 @@ sharded      FSDP2 over the replicas of stages: gathered for a step, summed once
 simulator    actions by a clock: seconds, bubbles, activations in flight
 step         schedule(model, mesh, name, micro_batches): a step of training
 torch_lists  torch's own lists of actions; private API
+trees        gradients of micro-batches as binary trees; both uses of a tied weight apart
 """
 
 from importlib import import_module

@@ -56,9 +56,11 @@ class ChunkStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         build: Callable[[], Callable[[], None]] | None,
+        around: Callable[[int], contextlib.AbstractContextManager[None]],
     ):
-        """``build`` returns a function that makes the weight gradients deferred by the latest backward pass."""
-        rows = shapes.rows
+        """``build`` returns a function that makes the weight gradients deferred by the latest backward pass.  Each pass
+        that makes gradients of a micro-batch runs in ``around(its number)``."""
+        rows, self.around = shapes.rows, around
         self.chunk, self.run, self.rows = chunk, run, rows
         self.passes: Passes | None = None
         self._sent: dict[int, list[dist.Work]] = {}  # outputs, by micro-batch
@@ -161,12 +163,12 @@ class ChunkStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         schedules._wait_batch_p2p(self._sent.pop(bwd_chunk_id, []))  # long over: its gradient is here
-        with self._clocked(BACKWARD if kwargs["full_backward"] else INPUT):
+        with self._clocked(BACKWARD if kwargs["full_backward"] else INPUT), self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._clocked(WEIGHT):
-            super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._clocked(WEIGHT), self.around(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     @contextlib.contextmanager
     def _clocked(self, kind: str) -> Iterator[None]:

@@ -3,7 +3,7 @@ one loss on every rank."""
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives import all_gather
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
@@ -27,13 +29,18 @@ from .runtime import ChunkStage, Passes, Runtime, Shapes
 from .schedules import SCHEDULES, Order, order
 from .sharded import Shards, check_sharded, is_shard, local
 from .simulator import Timeline, simulate
+from .trees import HEAD, GradientTrees, take_head_gradients
 
 
 class Pipeline:
     """Runs steps of a staged model; made by :func:`schedule`."""
 
-    def __init__(self, model: Any, group: dist.ProcessGroup, order: Order):
+    def __init__(self, model: Any, group: dist.ProcessGroup, order: Order, *, bitwise: bool):
         self.model, self.group, self.order = model, group, order
+        self.trees = GradientTrees(model, order.micro_batches, self._dp) if bitwise else None
+        self._micro_batch = 0  # of the pass that runs
+        if self.trees is not None:
+            take_head_gradients(model, self._of_head)
         self.splits = SCHEDULES[order.schedule].split
         self.store, self.shards = WeightGradients(), Shards(model)
         self._runtimes: dict[tuple[Any, ...], Runtime] = {}
@@ -101,6 +108,9 @@ class Pipeline:
             f"{name}: step makes gradients, and they are disabled; call evaluate",
         )
         mains = main_grads(model.parameters()) if backward else []
+        check(
+            not (mains and self.trees), f"{name}: MainGrad adds micro-batches one after another, bitwise a tree of them"
+        )
         reduced = [main for main in mains if main.reduced]
         mode = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
         mode["dtype"] = next(p.dtype for p in model.parameters())
@@ -119,14 +129,17 @@ class Pipeline:
             with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
                 losses = runtime.run(calls, _no_work if filler is None else filler.run_before, passes)
+            totals = self.trees.totals(name, self.group) if sums and self.trees is not None else {}
         except BaseException:  # a half-done step is of no use to another
             self._runtimes.clear()
             self.store.take()
+            if self.trees is not None:
+                self.trees.clear()
             for p, grad in earlier.items():
                 p.grad = grad
             raise
         if sums:
-            self._complete(earlier)
+            self._complete(earlier, totals)
         if filler is not None:
             filler.end()
         model.stages.end_step(model, arguments)
@@ -147,7 +160,15 @@ class Pipeline:
             meta = Shapes(sent.requires_grad_(), torch.empty_like(tokens, device="meta"))
             build = self._take if self.splits else None
             stages = [
-                ChunkStage(chunk, self._chunk, meta, device=tokens.device, group=self.group, build=build)
+                ChunkStage(
+                    chunk,
+                    self._chunk,
+                    meta,
+                    device=tokens.device,
+                    group=self.group,
+                    build=build,
+                    around=self._around,
+                )
                 for chunk in model.stages.chunks
             ]
             self._runtimes[key] = Runtime(stages, self.order, backward=backward)
@@ -172,21 +193,37 @@ class Pipeline:
 
     def _set_aside(self) -> dict[nn.Parameter, Tensor]:
         """Removes and returns the gradients of earlier steps, which are complete and must not be summed again."""
-        summed = copied(self.model) if self._dp is None else self.model.parameters()
+        every = self._dp is not None or self.trees is not None
+        summed = self.model.parameters() if every else copied(self.model)
         earlier = {p: p.grad for p in summed if p.grad is not None}
         for p in earlier:
             p.grad = None
         return earlier
 
-    def _complete(self, earlier: dict[nn.Parameter, Tensor]) -> None:
-        """Sums the gradients of copies, and over the replicas; then adds those of ``earlier``."""
+    def _complete(self, earlier: dict[nn.Parameter, Tensor], totals: dict[nn.Parameter, Tensor]) -> None:
+        """Sums the gradients of copies, and over the replicas, of which ``totals`` are; then adds those of
+        ``earlier``."""
+        for p, total in totals.items():
+            p.grad = total
         sum_copies([_gradient(p) for p in copied(self.model) if p.requires_grad], self.group)
-        if (dp := self._dp) is not None:
+        if (dp := self._dp) is not None and self.trees is None:
             gradients = [_gradient(p) for p in self.model.parameters() if p.requires_grad and not is_shard(p, dp)]
             for message in [dist.all_reduce(grad, group=dp, async_op=True) for grad in gradients]:
                 message.wait()
         for p, grad in earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+    @contextlib.contextmanager
+    def _around(self, micro_batch: int) -> Iterator[None]:
+        """Runs a pass, whose gradients are then those of a micro-batch."""
+        self._micro_batch = micro_batch
+        yield
+        if self.trees is not None:
+            self.trees.take(micro_batch)
+
+    def _of_head(self, p: nn.Parameter, gradient: Tensor) -> None:
+        assert self.trees is not None
+        self.trees.add(p, gradient, self._micro_batch, HEAD)
 
     @property
     def _dp(self) -> dist.ProcessGroup | None:
@@ -208,24 +245,41 @@ class Pipeline:
         return [t[0] for t in times], [t[2] or t[1] / 2 for t in times], [t[3] or t[1] / 2 for t in times]
 
     def _total(self, losses: dict[int, Tensor], device: torch.device) -> Tensor:
-        """Returns the sum of all micro-batches' losses in their order, over the replicas too."""
+        """Returns the sum of all micro-batches' losses in their order, over the replicas too; with trees, a tree."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         by_micro_batch = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
         for m, loss in losses.items():
             by_micro_batch[m] = loss
-        for group in (self.group, self._dp):
-            if group is not None:
-                dist.all_reduce(by_micro_batch, group=group)
-        return by_micro_batch.sum()
+        dist.all_reduce(by_micro_batch, group=self.group)
+        if self.trees is None:
+            if self._dp is not None:
+                dist.all_reduce(by_micro_batch, group=self._dp)
+            return by_micro_batch.sum()
+        if self._dp is not None:
+            by_micro_batch = all_gather(by_micro_batch, self._dp.size(), self._dp.group_name).flatten()
+        return tree(by_micro_batch.unbind())
 
 
 def schedule(
-    model: Any, mesh: DeviceMesh | dist.ProcessGroup, name: str, micro_batches: int, *, backward: float = 2.0
+    model: Any,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    name: str,
+    micro_batches: int,
+    *,
+    backward: float = 2.0,
+    bitwise: bool = False,
 ) -> Pipeline:
     """Returns a :class:`Pipeline` that trains a staged model over ``mesh`` in ``micro_batches``; every rank calls this.
 
     ``name``: one of ``SCHEDULES``, that of the model's stage or another with the same placement.  ``backward``: as in
-    :func:`order`.  ValueError for a model without stages, one under DistributedDataParallel, stages that are not those
+    :func:`order`.
+
+    ``bitwise``: gradients are added as binary trees over the K micro-batches of all replicas, K a power of two, and so
+    are losses; both uses of a tied weight have a tree each.  A model with ``TensorParallel(bitwise=V)`` then has the
+    same bits at every (pp, dp, tp), and under every schedule but "chimera", as from ``data_parallel(model, dp,
+    bitwise_micro_batches=K)`` with the micro-batches' losses over the same ``loss_normalizer``.
+
+    ValueError for a model without stages, one under DistributedDataParallel, stages that are not those
     of the schedule or of this rank, and numbers that the schedule cannot run.
     """
     check(
@@ -241,7 +295,7 @@ def schedule(
             f" mesh['pp'].size(), {name!r})"
         )
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-    _agree(model, group, dict(name=name, micro_batches=micro_batches, backward=backward))
+    _agree(model, group, dict(name=name, micro_batches=micro_batches, backward=backward, bitwise=bitwise))
     check_sharded(model)
     check_number("pipeline: micro_batches", micro_batches, integer())
     rank, ranks = group.rank(), group.size()
@@ -257,8 +311,25 @@ def schedule(
         f"pipeline: {name} needs other stages on a rank than {stage.schedule}; make the model with stage=({stage.rank},"
         f" {stage.ranks}, {name!r})",
     )
+    if bitwise:
+        _check_trees(model, actions)
     model.groups.pp_name = group.group_name
-    return Pipeline(model, group, actions)
+    return Pipeline(model, group, actions, bitwise=bitwise)
+
+
+def _check_trees(model: Any, order: Order) -> None:
+    name, dp = f"pipeline {order.schedule}: bitwise", model.groups.dp
+    count = order.micro_batches * (1 if dp is None else dp.size())
+    check(
+        SCHEDULES[order.schedule].chains == 1,
+        f"{name} is not built for two copies of a stage, each with a part of the micro-batches; use another schedule",
+    )
+    check(count & (count - 1) == 0, f"{name}: micro_batches times replicas must be a power of two, got {count}")
+    check(
+        not (Shards(model).modules or main_grads(model.parameters())),
+        f"{name} sums over the replicas itself; leave off FSDP2, whose order is that of its rings, and MainGrad, which"
+        " adds micro-batches one after another",
+    )
 
 
 def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:

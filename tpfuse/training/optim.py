@@ -73,7 +73,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         total = total_norm(list(parts.values()))
     else:
         parts = {name: p._replace(copies=p.copies * pipeline.stages.copies_of(name)) for name, p in parts.items()}
-        total = over_groups(total_norm(list(parts.values())).square(), (stages.group_name,)).sqrt()
+        total = total_norm(list(parts.values()), stages=stages, in_leaves=pipeline.tp.bitwise is not None)
     if error_if_nonfinite:
         _check_finite(total, parts, stages)
     scale_([part.elements for part in parts.values()], max_norm, total)

@@ -40,6 +40,10 @@ def test_a_number_of_leaves_that_is_no_power_of_two(count):
 def test_leaves_that_come_one_by_one(count, dtype):
     leaves = torch.randn(count, 100).to(dtype)
     assert torch.equal(tree_of_new(leaf.clone() for leaf in leaves), tree(leaves))
+    total = TreeSum()
+    for index in torch.randperm(count).tolist():
+        total.add(leaves[index].clone(), index)
+    assert torch.equal(total.total(), tree(leaves))
 
 
 @pytest.mark.parametrize("count", [0, 3, 6])

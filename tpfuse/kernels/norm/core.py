@@ -15,8 +15,9 @@ What is not there is omitted.  ``order`` says what comes when, and which of the 
 Shapes: parts [R, m, D] (stride 0 allowed), bias, gamma, beta [D], residual [m, D], positions and types [m] -> h, n [m,
 D], mean, rstd [m]; dn parts [R, m, D], unsummed, dh [m, D].  Sums over ranks are taken in rank order in fp32 (fp64 for
 fp64), and so are statistics; h has the residual's dtype (parts' without one), n has parts' dtype, dgamma and dbeta have
-gamma's, dbias has the one that is asked for.  With ``leaves`` sums over ranks and rows are binary trees.  The
-statistics are of h as rounded and stored, so that an n recomputed from them is bitwise the first.
+gamma's, dbias has the one that is asked for.  The statistics are of h as rounded and stored, so that an n recomputed
+from them is bitwise the first.  With ``leaves`` sums over ranks and rows are binary trees, and the gradient of what
+goes on as h is rounded to its dtype before anything is made of it.
 """
 
 from collections.abc import Callable
@@ -76,6 +77,11 @@ def fused_norm_fwd_ref(
     return h, n.to(parts.dtype), mean, rstd
 
 
+def _rounded(d: Tensor, dtype: torch.dtype, wanted: Wanted) -> Tensor:
+    """With leaves, rounds the gradient of h as it is rounded where h comes from another stage of a pipeline."""
+    return d.to(dtype).to(d.dtype) if wanted.leaves else d
+
+
 def fused_norm_bwd_ref(
     dn: Tensor | None,
     dh: Tensor | None,
@@ -97,13 +103,15 @@ def fused_norm_bwd_ref(
     d = gradient.to(acc_dtype(gradient), copy=True) if dn is None else sum_parts(dn, as_tree=wanted.leaves > 0)
     dgamma, dbeta = d.new_empty(0), d.new_empty(0)
     if dn is not None and dh is not None and inside:
-        d += dh
+        d = _rounded(d.add_(dh), dh.dtype, wanted)
     if mask.rng is not None and order == DROP:
         d = drop(d, mask)
     if saved.gamma is not None and (dn is not None or inside):
         d, dgamma, dbeta = normalize_backward(d, saved, wanted.beta)
     if dn is not None and dh is not None and not inside:
         d += dh
+    if wanted.residual is not None and not inside:
+        d = _rounded(d, wanted.residual, wanted)
     dresidual = d.new_empty(0) if wanted.residual is None else d.to(wanted.residual, copy=True)
     if mask.rng is not None and order != DROP:
         d = drop(d, mask)

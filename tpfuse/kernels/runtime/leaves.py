@@ -28,26 +28,28 @@ def tree(leaves: Iterable[Tensor]) -> Tensor:
 class TreeSum:
     """The sum that :func:`tree` gives, of tensors that come one by one and may be written to.
 
-    It holds one node a level, log2 n of them, as the digits of a binary number hold a count.
+    Of leaves in order it holds one node a level, log2 n of them, as the digits of a binary number hold a count.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._nodes: list[Tensor] = []
+        self._nodes: dict[tuple[int, int], Tensor] = {}  # by level, and by place in it
 
-    def add(self, leaf: Tensor) -> None:
-        count, node = self.count, leaf
-        while count & 1:
-            node = self._nodes.pop().add_(node)
-            count >>= 1
-        self._nodes.append(node)
+    def add(self, leaf: Tensor, index: int | None = None) -> None:
+        """Adds leaf number ``index``; None for the next, of leaves that come in order."""
+        level, place = 0, self.count if index is None else index
+        while (sibling := self._nodes.pop((level, place ^ 1), None)) is not None:
+            leaf = sibling.add_(leaf)  # the same bits from the left and from the right
+            level, place = level + 1, place // 2
+        self._nodes[level, place] = leaf
         self.count += 1
 
     def total(self) -> Tensor:
         """Returns the sum; ValueError unless the number of leaves is a power of two."""
         if len(self._nodes) != 1:
             raise ValueError(f"TreeSum: the number of leaves must be a power of two, got {self.count}")
-        return self._nodes[0]
+        (node,) = self._nodes.values()
+        return node
 
 
 def tree_of_new(leaves: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from ..._version import __version__
 from ...kernels.runtime.processor import order_of_sums
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
-from ..micro_batches import micro_batches_of
+from ...pipeline.trees import micro_batches_of
 from .stages import stage_in
 
 # Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
@@ -30,7 +30,7 @@ def conditions(model: nn.Module) -> dict[str, Any]:
     stages = 1 if stage is None else stage.ranks
     split = tp.size > 1
     # by leaves the bits are the same at every split over tensor-parallel ranks; of a tree of micro-batches, at every
-    # number of replicas
+    # number of replicas and stages
     layout = (
         {"bitwise": tp.bitwise, "batch_invariant": tp.batch_invariant}
         if tp.bitwise is not None
@@ -43,17 +43,19 @@ def conditions(model: nn.Module) -> dict[str, Any]:
         }
     )
     count = micro_batches_of(model)
-    replicas = {} if count is not None else {"data-parallel size": world // tp.size // stages}
+    sums = {
+        "data-parallel size": world // tp.size // stages,
+        "pipeline-parallel size": stages,
+        "pipeline schedule": None if stage is None else stage.schedule,
+    }
     return (
         layout
-        | replicas
+        | (sums if count is None else {})
         | order_of_sums()
         | {
             "bitwise_micro_batches": count,
             "torch": str(torch.__version__),
             "tpfuse": __version__,
-            "pipeline-parallel size": stages,
-            "pipeline schedule": None if stage is None else stage.schedule,
             "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         }
     )

@@ -22,14 +22,13 @@ class GradPart(NamedTuple):
     """This rank's elements of a gradient, the groups over which it is sharded, and how many ranks in each have the same
     elements.
 
-    ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``), and
-    how many of those here have the same elements; ``copies`` counts leaves then.
+    ``leaf``: the dimension and the width of the leaves whose norms are taken apart (``TensorParallel(bitwise=V)``).
     """
 
     elements: Tensor
     groups: tuple[str, ...] = ()
     copies: int = 1
-    leaf: tuple[int, int, int] | None = None
+    leaf: tuple[int, int] | None = None
 
 
 def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
@@ -47,15 +46,14 @@ def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
         return GradPart(grad, tuple(groups))
     if not covered and slice_of.tp.group_name is not None:
         groups[slice_of.tp.group_name] = None
-    return GradPart(grad, tuple(groups), slice_of.spec.copies if leaf is None else slice_of.spec.leaf_copies, leaf)
+    return GradPart(grad, tuple(groups), slice_of.spec.copies, leaf)
 
 
-def _leaf(slice_of: Whole) -> tuple[int, int, int] | None:
+def _leaf(slice_of: Whole) -> tuple[int, int] | None:
     spec, tp = slice_of
     if tp.bitwise is None or spec.dim is None:
         return None
-    width = tp.leaf(spec.shape[spec.dim], copies=spec.leaf_copies)
-    return spec.dim, width, spec.leaf_copies // spec.copies
+    return spec.dim, tp.leaf(spec.shape[spec.dim], copies=spec.leaf_copies)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -77,45 +75,62 @@ def _norm(order: float) -> _Norm:
     return _Norm(raised, lambda x: x.sum(0), lambda x: x.pow(1 / order))
 
 
-def total_norm(parts: Sequence[GradPart], order: float = 2.0, name: str = "total_norm") -> Tensor:
+def total_norm(
+    parts: Sequence[GradPart],
+    order: float = 2.0,
+    name: str = "total_norm",
+    *,
+    stages: dist.ProcessGroup | None = None,
+    in_leaves: bool | None = None,
+) -> Tensor:
     """Returns the norm over all ranks, a scalar in fp64, the same bits on every rank; each rank calls it.
 
-    A few launches, whatever the number of parts; norms are taken in fp32 (fp64 of fp64).  ValueError for an ``order``
-    that is not positive.
+    ``stages``: the ranks of a pipeline, which hold other parts.  ``in_leaves``: whether the norms of leaves are added
+    (None: where a part has some), by a sum that does not depend on their order.  Else a few launches, whatever the
+    number of parts.  Norms are taken in fp32 (fp64 of fp64).  ValueError for an ``order`` that is not positive.
     """
     check_number(f"{name}: norm_type", order, _ORDER)
     norm = _norm(order)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64)
+    if any(part.leaf is not None for part in parts) if in_leaves is None else in_leaves:
+        return norm.lowered(_in_any_order(parts, norm, order, stages))
+    total = norm.joined(_by_groups(parts, norm, order))
+    return norm.lowered(total if stages is None else over_groups(total, (stages.group_name,), norm.joined))
+
+
+def _by_groups(parts: Sequence[GradPart], norm: _Norm, order: float) -> Tensor:
+    """Returns what is joined of the parts over each set of groups [n]; a zero where there are none."""
     kinds: dict[tuple[tuple[str, ...], int, torch.dtype, torch.device], list[Tensor]] = {}
-    in_leaves = [part for part in parts if part.leaf is not None]
-    for x, groups, copies, _ in (part for part in parts if part.leaf is None):
+    for x, groups, copies, _ in parts:
         kinds.setdefault((groups, copies, x.dtype, x.device), []).append(x)
-    device = parts[0].elements.device
     norms_of: dict[tuple[str, ...], list[Tensor]] = {}
     for (groups, copies, dtype, _), grads in kinds.items():
         norms = norm.raised(_norms(grads, order, dtype), copies)
-        norms_of.setdefault(groups, []).append(norm.joined(norms).to(device))
+        norms_of.setdefault(groups, []).append(norm.joined(norms).to(parts[0].elements.device))
     totals = [
         over_groups(norm.joined(torch.stack(norms_of[groups])), groups, norm.joined) for groups in sorted(norms_of)
     ]
-    if in_leaves:
-        totals.append(_over_leaves(in_leaves, norm, order).to(device))
-    return norm.lowered(norm.joined(torch.stack(totals)))
+    return torch.stack(totals) if totals else torch.zeros(1, dtype=torch.float64)
 
 
-def _over_leaves(parts: list[GradPart], norm: _Norm, order: float) -> Tensor:
-    """Returns what is joined of the norms of all leaves: one sum of one shape, the same at every number of ranks."""
-    rows = []  # a part's, of the leaves that are here
-    for x, _, copies, leaf in parts:
-        assert leaf is not None
-        dim, width, same = leaf
-        pieces = [piece.contiguous() for piece in x.split(width, dim)]
-        rows.append(norm.raised(_norms(pieces, order, x.dtype), copies).repeat_interleave(same))
-    here = torch.stack(rows)
-    for name in parts[0].groups:
-        here = all_gather(here, resolve(name).size(), name).transpose(0, 1).flatten(1)
-    return norm.joined(here.flatten())
+def _in_any_order(parts: Sequence[GradPart], norm: _Norm, order: float, stages: dist.ProcessGroup | None) -> Tensor:
+    """Returns what is joined of the norms of all leaves and of all parts without: rounded once, so that it has the same
+    bits at every number of ranks and stages."""
+    norms_of: dict[tuple[str, ...], list[Tensor]] = {(): [torch.zeros(0, dtype=torch.float64)]}
+    for x, groups, copies, leaf in parts:
+        pieces = [x] if leaf is None else [piece.contiguous() for piece in x.split(leaf[1], leaf[0])]
+        norms_of.setdefault(groups, []).append(norm.raised(_norms(pieces, order, x.dtype), copies))
+    values = torch.cat([_gathered(torch.cat(norms_of[groups]), groups) for groups in sorted(norms_of)])
+    if stages is not None:
+        longest = int(_gathered(torch.tensor([len(values)]), (stages.group_name,)).max())
+        values = _gathered(torch.nn.functional.pad(values, (0, longest - len(values))), (stages.group_name,))
+    return norm.joined(values) if order == math.inf else torch.tensor(math.fsum(values.tolist()), dtype=torch.float64)
+
+
+def _gathered(x: Tensor, groups: Iterable[str]) -> Tensor:
+    """Returns the elements of x [n] of all ranks."""
+    for name in groups:
+        x = all_gather(x, resolve(name).size(), name).flatten()
+    return x
 
 
 def _norms(grads: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:
