@@ -62,7 +62,9 @@ def small(family: str) -> Any:
 
 SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
 ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
-ALL_KINDS = KINDS | ADAPTED_KINDS | SMALL_KINDS
+HOOKED_KINDS = {f"{kind} hooked": KINDS[kind] for kind in ("gemma odd", "neox odd", "bert odd")}
+TRAINED_KINDS = KINDS | ADAPTED_KINDS | HOOKED_KINDS
+ALL_KINDS = TRAINED_KINDS | SMALL_KINDS
 
 
 class MakeKind(NamedTuple):
@@ -78,4 +80,14 @@ class MakeKind(NamedTuple):
 
     def __call__(self, tp: TensorParallel) -> Any:
         model = MakeModel(self.config, None, self.dtype, self.saving)(tp)
-        return add_lora(model, rank=3, alpha=6.0) if self.kind in ADAPTED_KINDS else model
+        if self.kind in ADAPTED_KINDS:
+            add_lora(model, rank=3, alpha=6.0)
+        if self.kind in HOOKED_KINDS:
+            for part in list(model.modules())[1:]:
+                part.register_forward_hook(_nothing)
+                part.register_full_backward_hook(_nothing)
+        return model
+
+
+def _nothing(*_: Any) -> None:
+    """A hook: for its sake a layer runs part by part."""

@@ -147,14 +147,5 @@ def test_what_is_not_built_is_refused():
         CrossAttention(64, 8, tp=tp)
     with pytest.raises(ValueError, match="adapters are not built for batch_invariant"):
         tpfuse.add_lora(GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8, batch_invariant=12)), rank=2, alpha=4.0)
-    model = GPT(KINDS["gpt2"], tp=tp)
-    model.blocks[0].mlp.register_forward_hook(lambda *_: None)
-    ids = torch.arange(8).view(1, 8)
-    with pytest.raises(ValueError, match="TransformerBlock: by parts, as hooks have it"):
-        model.eval()(ids)
-    model = GPT(KINDS["gpt2"], tp=tp).eval()
-    model.embedding.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="embed: by parts"):
-        model(ids)
     with pytest.raises(ValueError, match="num_kv_heads=3 and bitwise=8: one must divide the other; use bitwise 1$"):
         ParallelAttention(96, 24, num_kv_heads=3, tp=tp)

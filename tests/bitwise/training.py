@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.bits.kinds import ADAPTED_KINDS, KINDS, LAYOUTS, SMALL_KINDS, MakeKind
+from bench.bits.kinds import KINDS, LAYOUTS, SMALL_KINDS, TRAINED_KINDS, MakeKind
 from tests.pool import World
 from tpfuse import TensorParallel, clip_grad_norm_, load_checkpoint, save_checkpoint
 from tpfuse.layers.shards import named_specs
 from tpfuse.tools.bits.difference import bits
 from tpfuse.tools.bits.layouts import Layout
 
-__all__ = ["ADAPTED_KINDS", "KINDS", "LAYOUTS", "SMALL_KINDS", "Layout", "Result", "differences", "train"]
+__all__ = ["KINDS", "LAYOUTS", "SMALL_KINDS", "TRAINED_KINDS", "Layout", "Result", "differences", "train"]
 
 
 class Result(NamedTuple):

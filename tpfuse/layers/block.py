@@ -224,7 +224,6 @@ class TransformerBlock(ParallelModule):
             call = call._replace(keep=not call.keep)
         n = Normed(h) if normed is None else normed
         if hooked(self):
-            check(self.tp.bitwise is None, "TransformerBlock: by parts, as hooks have it, sums are not by leaves yet")
             h, n = run(self.steps, ByParts(self, h, call), h, n)
         elif self._is_one_node(h, n, call):
             h, n = self._one_node(h, normed, call)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels.norm import embed_finish
-from ..kernels.runtime.errors import check
 from ..layers.embedding import VocabParallelEmbedding
 from ..layers.hooks import served
 from ..layers.module import local, on_rows, replicated
@@ -54,7 +53,6 @@ def embed(
     modules = tokens, *(() if norm is None else (norm,)), *(lookup.table for lookup in lookups)
     rows = x.to(next(tokens.parameters()).dtype) if x.dim() == 2 else None
     if any(map(served, modules)):
-        check(tp.bitwise is None, "embed: by parts, as hooks have it, sums are not by leaves yet")
         return _by_parts(tokens(x) if rows is None else rows, norm, lookups, drop, tp=tp, post_norm=post_norm)
     weight = bias = None
     if norm is not None:

@@ -31,7 +31,9 @@ class ReplicatedTable(ParallelModule):
 
     def forward(self, index: Tensor) -> Tensor:
         """index int64 [m] of this rank's rows -> [m, D]"""
-        return nn.functional.embedding(index, on_rows(local(self.weight), self.tp))
+        weight, leaves = on_rows(local(self.weight), self.tp), max(self.tp.row_leaves, 1)
+        pieces = zip(cut("ReplicatedTable", index, 0, leaves), per_leaf(weight, leaves), strict=True)
+        return torch.cat([nn.functional.embedding(rows, table) for rows, table in pieces])
 
 
 class ReplicatedLinear(ParallelModule):
