@@ -257,7 +257,8 @@ class TransformerBlock(ParallelModule):
         )
         norms = tuple((name, modules[name].eps, modules[name].kind) for name in self.norms)
         constants = Constants(
-            self.steps, norms, self.mlp.activation, attention_mask, mlp_mask, self.tp.bitwise, self.tp.batch_invariant
-        )
+            self.steps, norms, self.mlp.activation, attention_mask,
+            mlp=mlp_mask, bitwise=self.tp.bitwise, batch_invariant=self.tp.batch_invariant,
+        )  # fmt: skip
         layer = Layer(constants, attention.options(len(h), call), *parameters_of(self, self.norms))
         return one_node(h.contiguous(), normed, layer)

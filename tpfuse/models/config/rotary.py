@@ -8,6 +8,7 @@ from ...kernels.runtime.rules import check_rules, instance, quoted
 from ..families.family import FULL, SLIDING, RotaryKeys
 
 Rope = Mapping[str, Any]
+Object = dict[str, Any]  # of a config.json
 THETA, SHARE, TRAINED = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
 _USUAL_THETA = 10000.0
 _OF_A_LENGTH = "llama3", "yarn", "longrope"  # the types that know the length that the model was trained for first
@@ -47,12 +48,12 @@ class RopeReader:
         self.name, self.config, self.keys = name, config, keys
         self.trained = trained  # what a missing original_max_position_embeddings counts as
 
-    def one(self) -> dict[str, Any]:
+    def one(self) -> Object:
         """Returns the rotary positions of all layers."""
         key = "rope_scaling" if self.config.get("rope_scaling") else "rope_parameters"
         return self._completed(self._object(key), (self.keys.theta, _USUAL_THETA))
 
-    def by_kind(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def by_kind(self) -> tuple[Object, Object]:
         """Returns those of layers without a window, and with one."""
         parameters, scaling = self._object("rope_parameters"), self._object("rope_scaling")
         if set(parameters) - {FULL, SLIDING}:
@@ -66,13 +67,13 @@ class RopeReader:
             ropes.append(self._completed(rope, self.keys.thetas[kind]))
         return ropes[0], ropes[1]
 
-    def _object(self, key: str) -> dict[str, Any]:
+    def _object(self, key: str) -> Object:
         value = self.config.get(key)
         value = {} if value is None else value
         check_rules(self.name, {key: value}, {key: _OBJECT})
         return dict(value)
 
-    def _completed(self, rope: dict[str, Any], theta: tuple[str, float]) -> dict[str, Any]:
+    def _completed(self, rope: Object, theta: tuple[str, float]) -> Object:
         keys = self.keys
         rope.setdefault(THETA, self.config.get(*theta))
         share = self.config.get(keys.share, keys.usual_share)
@@ -94,10 +95,10 @@ class RopeReader:
 _OBJECT = instance("an object", Mapping)
 
 
-def written_rope(rope: Rope, keys: RotaryKeys, max_positions: int) -> dict[str, Any]:
+def written_rope(rope: Rope, keys: RotaryKeys, max_positions: int) -> Object:
     """Returns what config.json says of ``rope``, in the keys of new and of older releases."""
     scaling = {k: v for k, v in rope.items() if k != THETA} if rope.get("rope_type", "default") != "default" else None
-    config: dict[str, Any] = dict(rope_parameters=dict(rope), rope_theta=rope[THETA], rope_scaling=scaling)
+    config: Object = dict(rope_parameters=dict(rope), rope_theta=rope[THETA], rope_scaling=scaling)
     config[keys.theta] = rope[THETA]
     if keys.partial:
         config[keys.share] = rope.get(SHARE, 1.0)

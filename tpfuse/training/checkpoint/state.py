@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, Rule, check_number, number
@@ -35,6 +34,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     After a forward without a backward FSDP2 leaves the root's parameters gathered: others than the optimizer's.
     """
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
     while len(model._modules) == 1 and (isinstance(model, _REPLICA) or model._modules.keys() <= WRAPPERS):
         (model,) = model.children()
     for module in model.modules():
