@@ -143,8 +143,8 @@ def test_other_leaves_are_told(ranks, tmp_path):
 
 def test_what_is_not_built_is_refused():
     tp = TensorParallel(bitwise=8)
-    with pytest.raises(ValueError, match="CrossAttention: it is not built for bitwise"):
-        CrossAttention(64, 8, tp=tp)
+    with pytest.raises(ValueError, match="CrossAttention: it is not built for batch_invariant"):
+        CrossAttention(64, 8, tp=TensorParallel(bitwise=8, batch_invariant=12))
     with pytest.raises(ValueError, match="adapters are not built for batch_invariant"):
         tpfuse.add_lora(GPT(KINDS["gpt2"], tp=TensorParallel(bitwise=8, batch_invariant=12)), rank=2, alpha=4.0)
     with pytest.raises(ValueError, match="num_kv_heads=3 and bitwise=8: one must divide the other; use bitwise 1$"):

@@ -10,6 +10,7 @@ from torch import nn
 from tests.common import assert_close, error, make_tp, my_rows
 from tests.layers.sharded import Case, compare
 from tests.layers.sharded import build as built
+from tests.planted import Mistaken
 from tpfuse import TensorParallel
 from tpfuse.kernels.runtime.philox import keep, make_rng, mask_key
 from tpfuse.layers import CrossAttention, LayerNorm, TransformerBlock
@@ -47,7 +48,8 @@ def data(width):
 
 def step(layer, options, call):
     """-> y, the gradients of both sequences and of every parameter; rows beyond seq count nothing."""
-    x, memory, dy = (my_rows(t, layer.tp).clone() for t in data(options.get("memory_size", D)))
+    rows = data(options.get("memory_size", D))
+    x, memory, dy = (my_rows(t, layer.tp).to(layer.out.weight.dtype, copy=True) for t in rows)
     rows = torch.arange(S * B).chunk(layer.tp.row_shards)[layer.tp.row_rank]
     valid = rows[:, None] < B * call.get("seq", S)
     x.requires_grad_(), memory.requires_grad_()
@@ -232,3 +234,44 @@ def test_what_is_refused(call, words):
 def test_heads_that_do_not_fit(options, words):
     with pytest.raises(ValueError, match=words):
         CrossAttention(options.pop("hidden_size", D), H, **options)
+
+
+# ---- by leaves ----
+
+
+def _by_leaves(world, name, dtype, options):
+    """-> by name this rank's tensor, and where it lies in the whole."""
+    torch.set_num_threads(1)
+    sizes, call = case_of(name)
+    torch.manual_seed(0)
+    tp = TensorParallel(world.group, bitwise=4, **options)
+    layer = CrossAttention(D, H, tp=tp, dtype=dtype, **sizes)
+    places = {name: spec.local(tp) for name, spec, _ in named_specs(layer)}
+    tensors = step(layer, sizes, call)
+    for key in "y", "x", "memory":
+        n = len(tensors[key])
+        places[key] = (slice(tp.row_rank * n, (tp.row_rank + 1) * n),)
+    return {key: (t, places[key]) for key, t in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["plain", "one kv head", "grouped, dropout, padding"])
+def test_bits_do_not_depend_on_the_split(name, dtype, ranks):
+    (one,) = ranks(1, _by_leaves, name, dtype, {})
+    for size, sequence_parallel in (2, False), (4, False), (4, True):
+        for tensors in ranks(size, _by_leaves, name, dtype, dict(sequence_parallel=sequence_parallel)):
+            assert _differ(one, tensors) == set()
+
+
+def _differ(one, tensors):
+    return {key for key, (t, place) in tensors.items() if (one[key][0][place] != t).any()}
+
+
+def _by_autograd(right, x, leaves):
+    return [x] * leaves
+
+
+def test_copies_added_in_another_order_are_seen(ranks):
+    wrong = Mistaken(_by_leaves, "tpfuse.layers.module.per_leaf", _by_autograd)
+    (one,) = ranks(1, wrong, "one kv head", torch.float32, {})
+    assert "kv.weight" in _differ(one, ranks(4, wrong, "one kv head", torch.float32, {})[0])

@@ -3,26 +3,28 @@
 x [m, D] -> q [M, H/R, E]        memory [t, C] -> k, v [T, G/R, 2, E]        o [M, H/R E] -> sum + bias [m, D]
 
 Both sequences are rows, s * batch + b, each with its own length and padding.  Between the projections stands torch's
-scaled_dot_product_attention, and with dropout the same in plain torch with this library's masks.
+scaled_dot_product_attention, and with dropout the same in plain torch with this library's masks; with ``tp.bitwise`` by
+leaves of the heads.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..collectives import copy_within
 from ..kernels.attn.options import as_key_mask
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import active_rng, keep, mask_key, scale, threshold
 from ..parallel import TensorParallel
 from .linear import ColumnParallelLinear, ColumnProjection, RowParallelLinear
-from .module import ParallelModule, local
+from .module import ParallelModule, leaf_slices, local
 from .sites import cross_site
 
 
 class KeyValue(ColumnProjection):
-    """The projection to k and v, [G, 2, E, C]; where G < R, ``copies`` ranks in a row hold the same head."""
+    """The projection to k and v, [G, 2, E, C]; ``copies`` leaves, without ``tp.bitwise`` ranks, in a row hold the same
+    head."""
 
     repr_fields = "in_features", "groups", "copies"
     weight: nn.Parameter
@@ -56,7 +58,7 @@ class KeyValue(ColumnProjection):
         return weight.reshape(-1, self.in_features), None if bias is None else self._all_copies(bias).reshape(-1)
 
     def _all_copies(self, p: Tensor) -> Tensor:
-        return p if self.copies == 1 else copy_within(p, self.tp, self.copies)
+        return p if self.copies == 1 else torch.cat(leaf_slices(p, self.tp, self.copies))
 
     def forward(self, memory: Tensor) -> Tensor:
         """memory [t, C] -> [T, 2 E G/R]"""
@@ -93,15 +95,17 @@ class CrossAttention(ParallelModule):
         device: torch.device | str | None = None,
     ):
         super().__init__(tp)
-        name, size = "CrossAttention", self.tp.size
+        name = "CrossAttention"
         groups = num_heads if num_kv_heads is None else num_kv_heads
         fits = head_width is not None or hidden_size % num_heads == 0
         check(fits, f"{name}: hidden_size={hidden_size} is not divisible by num_heads={num_heads}")
         check(num_heads % groups == 0, f"{name}: num_heads={num_heads} is not divisible by num_kv_heads={groups}")
-        self.heads = self.tp.divide(num_heads, f"{name}: num_heads")
-        fits = groups % size == 0 or size % groups == 0
-        check(fits, f"{name}: num_kv_heads={groups} and tensor-parallel size {size}: one must divide the other")
-        check(self.tp.bitwise is None, f"{name}: it is not built for bitwise yet")
+        self.heads = self.tp.divide_leaves(num_heads, f"{name}: num_heads")
+        leaves, bitwise = self.tp.all_leaves, self.tp.bitwise
+        split = f"tensor-parallel size {leaves}" if bitwise is None else f"bitwise={bitwise}"
+        fits = groups % leaves == 0 or leaves % groups == 0
+        check(fits, f"{name}: num_kv_heads={groups} and {split}: one must divide the other")
+        check(self.tp.batch_invariant is None, f"{name}: it is not built for batch_invariant")
         threshold(dropout)
         self.hidden_size, self.memory_size = hidden_size, hidden_size if memory_size is None else memory_size
         self.head_width = E = hidden_size // num_heads if head_width is None else head_width
@@ -110,7 +114,7 @@ class CrossAttention(ParallelModule):
             hidden_size, (num_heads, E), bias, tp=self.tp, init_std=init_std, dtype=dtype, device=device
         )
         self.kv = KeyValue(
-            self.memory_size, groups, E, copies=max(1, size // groups), bias=bias, tp=self.tp, init_std=init_std,
+            self.memory_size, groups, E, copies=max(1, leaves // groups), bias=bias, tp=self.tp, init_std=init_std,
             dtype=dtype, device=device,
         )  # fmt: skip
         out_bias = bias if out_bias is None else out_bias
@@ -150,15 +154,18 @@ class CrossAttention(ParallelModule):
         )
         split = lambda rows, seq, *heads: rows[: seq * batch].view(seq, batch, *heads, self.head_width)
         k, v = split(kv, memory_seq, -1, 2).permute(3, 1, 2, 0, 4)  # [B, G, T, E]
-        k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
-        p = self.dropout if self.training else 0.0
         q = split(q, seq, self.heads).permute(1, 2, 0, 3)
-        o = self._attend(q, k, v, mask=mask, rng=active_rng("CrossAttention", p, rng))
+        p = self.dropout if self.training else 0.0
+        rng, leaves = active_rng("CrossAttention", p, rng), max(self.tp.leaves, 1)
+        by_leaf = (cut("CrossAttention", t, 1, leaves) if leaves > 1 else (t,) for t in (q, k, v))
+        pieces = enumerate(zip(*by_leaf, strict=True))
+        o = torch.cat([self._attend(q, k, v, leaf=i, mask=mask, rng=rng) for i, (q, k, v) in pieces], 1)
         o = o.permute(2, 0, 1, 3).reshape(seq * batch, -1)
         return self.out(F.pad(o, (0, 0, 0, padding)) if padding else o)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, rng: Tensor | None) -> Tensor:
-        """q [B, H, S, E], k and v [B, H, T, E], seen bool [B, T] -> [B, H, S, E]"""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, leaf: int, mask: Tensor | None, rng: Tensor | None) -> Tensor:
+        """q [B, H, S, E], k and v [B, G, T, E] of a leaf of the heads, seen bool [B, T] -> [B, H, S, E]"""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         visible = None if mask is None else mask.any(1)[:, None, None, None]
         if mask is not None and visible is not None:
             mask = (
@@ -169,15 +176,15 @@ class CrossAttention(ParallelModule):
         else:
             s = (q @ k.transpose(-1, -2)).to(acc_dtype(q)) * self.head_width**-0.5
             probs = (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1)
-            o = (probs * self._mask(rng, probs)).to(v.dtype) @ v
+            o = (probs * self._mask(rng, probs, self.first_head + leaf * q.shape[1])).to(v.dtype) @ v
         return o if visible is None else torch.where(visible, o, 0)
 
     @torch.no_grad()
-    def _mask(self, rng: Tensor, probs: Tensor) -> Tensor:
+    def _mask(self, rng: Tensor, probs: Tensor, first_head: int) -> Tensor:
         """Returns 0 or 1 / (1 - p) for every probability [B, H, S, T]; it reads rng, so that a GPU is waited for."""
         (batch, heads, seq, keys), device = probs.shape, probs.device
         *key, first_sample = mask_key(rng)
-        head = (self.site << 16) + self.first_head + torch.arange(heads, device=device)[:, None, None]
+        head = (self.site << 16) + first_head + torch.arange(heads, device=device)[:, None, None]
         rows, samples = torch.arange(seq, device=device)[:, None], torch.arange(batch, device=device)
         sample = first_sample + samples[:, None, None, None]
         factors = keep(key, rows, head, columns=keys, sample=sample, p=self.dropout, dtype=probs.dtype)
