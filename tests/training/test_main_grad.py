@@ -167,6 +167,15 @@ def rounded(world, path):
     return [n for n, p in trained if torch.equal(p.main_grad, p.main_grad.to(BF16).float())]
 
 
+def test_a_weight_used_by_leaves_has_its_gradient():
+    """That of the masked-LM head's linear layer."""
+    plain, added = (Bert(BERT_CONFIG, tp=TensorParallel(bitwise=4), masked_lm=True, seed=1) for _ in range(2))
+    main = MainGrad(added)
+    backward(plain), backward(added)
+    main.reduce()
+    assert error(added.transform.weight.main_grad, plain.transform.weight.grad) < TOLERANCE[F32]
+
+
 @pytest.mark.parametrize("path", everyday("smallest", "overlapped", "adapters of shards"))
 def test_no_gradient_of_a_weight_is_rounded(ranks, path):
     for found in ranks(PATHS[path][1], rounded, path):

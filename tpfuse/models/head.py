@@ -66,13 +66,14 @@ class ReplicatedLinear(ParallelModule):
         """x [m, K] -> act(W x + b) [m, N]"""
         weight, bias = local(self.weight), local(self.bias)
         if self.of_rows:
-            weight = derived(lambda w: on_rows(w, self.tp), weight)
             bias = None if bias is None else on_rows(bias, self.tp)
             leaves = self.tp.row_leaves
             if leaves > 1:
+                weight = on_rows(weight, self.tp)
                 biases = [None] * leaves if bias is None else per_leaf(bias, leaves)
                 pieces = zip(cut("ReplicatedLinear", x, 0, leaves), per_leaf(weight, leaves), biases, strict=True)
                 return torch.cat([linear(rows, w, b, self.activation, tile=self.tp.row_tile) for rows, w, b in pieces])
+            weight = derived(lambda w: on_rows(w, self.tp), weight)
         return linear(x, weight, bias, self.activation, tile=self.tp.row_tile)
 
 
