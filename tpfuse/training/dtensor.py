@@ -7,6 +7,7 @@ wants to know the whole, a shard's :class:`~tpfuse.layers.module.Spec` says it.
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.runtime.errors import check
 from ..kernels.runtime.main_grad import refuse
 from ..layers.shards import named_specs
 from ..layers.state import to_dtensor
@@ -17,7 +18,7 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Returns the model.  ``mesh`` is the tensor-parallel mesh, or one with a dimension named "tp".  Call it before
     ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  ValueError where the mesh is not of the
-    model's tensor-parallel size, or the model has a MainGrad.
+    model's tensor-parallel size, the model has a MainGrad, or its sums are by leaves (``bitwise``).
     """
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
@@ -29,6 +30,11 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for name, _, tp in specs:
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
+        check(
+            tp.bitwise is None,
+            f"as_dtensor: FSDP2 adds the gradients of {name} in the order of its rings, and with bitwise={tp.bitwise}"
+            " they are a tree; use tpfuse.data_parallel(model, dp, bitwise_micro_batches=K)",
+        )
     parameters = list(model.named_parameters())
     for (name, p), (_, spec, tp) in zip(parameters, specs, strict=True):
         path, _, leaf = name.rpartition(".")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...collectives import all_gather
+from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_number, limited
 from ...layers.shards import Whole
 from ...parallel import resolve
@@ -34,8 +35,13 @@ class GradPart(NamedTuple):
 def part_of(grad: Tensor, slice_of: Whole | None) -> GradPart:
     """Returns a gradient's part; ``slice_of``: the whole that its parameter is a slice of, if it is split."""
     groups: dict[str, None] = {}
-    covered, leaf = False, None if slice_of is None or isinstance(grad, DTensor) else _leaf(slice_of)
+    covered, leaf = False, None if slice_of is None else _leaf(slice_of)
     if isinstance(grad, DTensor):
+        check(
+            leaf is None,
+            "the norm of bitwise gradients: FSDP2 shards them, in the order of whose rings they were added; use"
+            " tpfuse.data_parallel(model, dp, bitwise_micro_batches=K) in place of fully_shard",
+        )
         for i, placement in enumerate(grad.placements):
             group = grad.device_mesh.get_group(i)
             covered = covered or (slice_of is not None and _ranks(group) == _ranks(slice_of.tp.group))
