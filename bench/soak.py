@@ -2,6 +2,7 @@
 
     python -m bench.soak                                10 minutes at tp = dp = 2, on processes of this machine
     python -m bench.soak --minutes 480 --seed 7         another sequence, overnight
+    python -m bench.soak --harms 15                     as many harms, however long they take
     python -m bench.soak --memory 5000                  does the memory of a rank grow with its steps?
 
 examples/train_gpt.py trains a small GPT with dropout, first undisturbed, then again and again with harm done to it:
@@ -11,11 +12,13 @@ examples/train_gpt.py trains a small GPT with dropout, first undisturbed, then a
     SIGSTOP                          to a rank or to all, SIGCONT seconds later
     disk                             no file of a rank, or of any, can grow beyond 64 KB: a save fails as on a full disk
                                      (RLIMIT_FSIZE of the running process, which needs no root; the error is EFBIG)
+    flip                             a bit of a replicated weight is another one on one rank, between two steps
 
 What, to whom and when (while the job starts, between any two steps, within a save), and whether checkpoints are written
 in the background, are drawn from --seed.  After each end the job is started with --resume, until it is done.
 
-Clean means: a job ended within a minute and left no process; the next one found a whole checkpoint, with no more steps
+Clean means: a job ended within a minute and left no process; of a flipped bit the next save named the rank; the next
+job found a whole checkpoint, with no more steps
 lost than lie between two (in the background: three), none where the job said that it wrote one; and at the end every
 weight, the optimizer's state and the log are those of the undisturbed run, bit for bit, with no file beside them.
 """
@@ -43,12 +46,13 @@ from tpfuse.tools.ledger.text import Progress, table
 
 SOAKED = Path(__file__).with_name("_soaked.py")
 STEPS, EVERY = 40, 5  # of a run; between two checkpoints
+UNNAMED = "no save has named the rank whose bit had flipped"
 PATIENCE = 60.0  # seconds in which a job has ended
 FULL = 1 << 16  # bytes of a file on a full disk
 RANK, ALL, LAUNCHER = "a rank", "all", "the launcher"
 STOPPING = "SIGTERM", "SIGINT", "SIGHUP"
 HARMS = [(action, whom) for action in ("SIGKILL", *STOPPING) for whom in (RANK, ALL, LAUNCHER)]
-HARMS += [(action, whom) for action in ("SIGSTOP", "disk") for whom in (RANK, ALL)]
+HARMS += [(action, whom) for action in ("SIGSTOP", "disk") for whom in (RANK, ALL)] + [("flip", RANK)]
 MOMENTS = "start", "step", "step", "save"
 
 
@@ -76,7 +80,7 @@ def harms(rng: random.Random, ranks: int) -> Iterator[Harm]:
                 whom=whom,
                 rank=rng.randrange(ranks),
                 twice=rng.random() < 0.5 and action in STOPPING,
-                moment=rng.choice(MOMENTS),
+                moment="step" if action == "flip" else rng.choice(MOMENTS),
                 steps=rng.randint(1, EVERY + 1),
                 part=rng.random(),
             )
@@ -263,7 +267,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
             return
-        send(signal.Signals[harm.action], targets)
+        send(signal.SIGUSR2 if harm.action == "flip" else signal.Signals[harm.action], targets)
         if harm.twice:
             time.sleep(0.002)
             send(signal.Signals[harm.action], targets)
@@ -293,7 +297,8 @@ class Soak:
         self.start_seconds = self.step_seconds = 0.0
         self.outcomes: list[Outcome] = []
         self.progress = Progress(long=True)
-        self.until = time.monotonic() + 60 * args.minutes
+        self.drawn = harms(random.Random(self.seed), self.ranks)
+        self.until, self.count = time.monotonic() + 60 * args.minutes, args.harms
 
     def undisturbed(self) -> None:
         """Makes the run that the others are compared with, and measures how long starts and steps take."""
@@ -312,13 +317,13 @@ class Soak:
         """One run from its first step to its last -> how it differs from the undisturbed one."""
         rng = random.Random(f"{self.seed}/{number}")
         folder = self.folder / f"{number:04d}"
-        run, drawn, jobs, finished = folder / "run", harms(rng, self.ranks), 0, False
+        run, jobs, finished = folder / "run", 0, False
         folder.mkdir()
         open_ends: list[int] = []  # of self.outcomes, whose lost steps the next start will tell
         while not finished:
             jobs += 1
             with Job(self, run, folder / f"said-{jobs:03d}.txt", rng.random() < 0.5) as job:
-                outcomes, finished = self.harm_until_ended(job, drawn)
+                outcomes, finished = self.harm_until_ended(job, self.drawn)
             self._count_lost(open_ends, job)
             open_ends += range(len(self.outcomes), len(self.outcomes) + len(outcomes))
             self.outcomes += outcomes
@@ -341,6 +346,7 @@ class Soak:
                 continue
             faults = job.ended(PATIENCE)
             seconds = time.monotonic() - since
+            faults += [] if harm.action != "flip" or f"rank {harm.rank} differs from" in job.text() else [UNNAMED]
             break
         if harm is None:
             faults = job.ended(PATIENCE)
@@ -366,11 +372,15 @@ class Soak:
             self.outcomes[i] = with_lost(self.outcomes[i], step)
         open_ends.clear()
 
+    def goes_on(self) -> bool:
+        """Returns whether to start another run."""
+        return time.monotonic() < self.until if self.count is None else len(self.outcomes) < self.count
+
     def run(self) -> list[str]:
         """Returns what was not clean."""
         faults, number = [], 0
         self.undisturbed()
-        while number == 0 or time.monotonic() < self.until:
+        while number == 0 or self.goes_on():
             count = len(self.outcomes)
             faults += [f"run {number}: {fault}" for fault in self.episode(number)]
             faults += [f"run {number}: {d.harm}: {fault}" for d in self.outcomes[count:] for fault in d.faults]
@@ -410,6 +420,7 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=10, help="start new runs for so long (default 10)")
+    add("--harms", type=int, metavar="N", help="start new runs until so many harms were done, instead")
     add("--tp", type=int, default=2, help="tensor-parallel ranks (default 2)")
     add("--dp", type=int, default=2, help="data-parallel replicas (default 2)")
     add("--seed", type=int, default=0, help="what is done, and when (default 0)")
