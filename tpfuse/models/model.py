@@ -38,7 +38,7 @@ from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
 
 M = TypeVar("M", bound="Model")
-AT_CALLS: list[Callable[["Model"], None]] = []  # done at each call of a model, once the ranks agree on it
+AT_CALLS: list[Callable[["Model"], None]] = []  # done first at each call of a model
 _WHICH = "which model, in the order in which they were made"
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
 
@@ -226,16 +226,20 @@ class Model(nn.Module):
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
+        for action in AT_CALLS:
+            action(self)
         if self.tp.size > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
             self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
-        for action in AT_CALLS:
-            action(self)
 
     def _state(self) -> dict[str, Any]:
         """Returns what decides a call beside its arguments, in words."""
         return self._seed_and_step() | {_WHICH: self._number} | module_state(self)
+
+    def decisive_state(self, *, staged: bool) -> dict[str, Any]:
+        """Returns what decides a call beside its arguments, in words; ``staged``: of that what all stages share."""
+        return self._seed_and_step() if staged else self._state()
 
     def _seed_and_step(self) -> dict[str, int]:
         """Returns what chooses the masks of the next call, without waiting for a device."""

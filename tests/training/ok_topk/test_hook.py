@@ -97,6 +97,26 @@ def test_residuals_of_narrow_gradients_are_wide(ranks):
         assert (averages.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
 
 
+SETTINGS = {"density": dict(density=0.1), "warmup_steps": dict(warmup_steps=3), "exact_every": dict(exact_every=7)}
+
+
+def disagreeing(world, name):
+    model, other = net(), SETTINGS[name] if world.rank else {}
+    ddp, state = hooked(model, **(dict(density=0.05) | other))
+    with pytest.raises(ValueError) as caught:
+        loss_of(ddp, 0, world.rank).backward()
+    dist.barrier()
+    return str(caught.value), state.step, state.units
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replicas_that_differ_in_a_setting(ranks, name):
+    """Before anything of the step is sent: a smaller count of entries would be read as another message's bytes."""
+    first, second = ranks(2, disagreeing, name)
+    assert first == second and first[1:] == (0, [])
+    assert f"ok_topk_hook: {name} must be the same on every data-parallel rank, got rank 0: " in first[0]
+
+
 def warm(world):
     """-> which steps are those of plain DistributedDataParallel, and what is sent, of all and of values and indices"""
     model = net()

@@ -97,7 +97,8 @@ class _Axis(NamedTuple):
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Compares the bits of all that several ranks hold of a model, and of its optimizer's state if that is given.
+    """Compares the bits of all that several ranks hold of a model, and of its optimizer's state if that is given, and
+    what decides the model's next call: its seed and step, dropout and the modes of its parts.
 
     Compared are tensor-parallel ranks (what is not split, and kv heads that several hold), replicas (a model's ``dp``,
     or those of its DistributedDataParallel or FSDP) and pipeline stages.  Every rank calls it.  ValueError on every one
@@ -154,6 +155,9 @@ def bits_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: s
             whole = part.local.shape == part.shape or spec.dim is None or spec.copies > 1
             if kind != "whole" or whole:
                 bits[part.name, part.offset] = bits_of(part.local)
+    if isinstance(model, Model):
+        state = {"whether the model trains": model.training} | model.decisive_state(staged=kind == "copied")
+        bits |= {(name, ()): digest(value) for name, value in state.items()}
     if optimizer is not None:
         groups = groups_of(entries_of(model), optimizer)
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]

@@ -1,7 +1,7 @@
 """The communication hook: DistributedDataParallel's gradients by :func:`sparse_sum`, with what was not sent kept."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, integer, number
 from ...layers.shards import wholes
 from ...layers.state import is_split
-from ...ranks.messages import raise_together
+from ...ranks.agreement import Header, agree, digest
+from ...ranks.messages import together
 from .algorithm import Dials, Summed, TopkState, sparse_sum
 from .messages import Replicas
 
@@ -133,8 +134,11 @@ class OkTopk:
         replicas = Replicas(self._over)
         if self._split_over is None:
             self._split_over = _tensor_parallel(buckets)
-        kinds = replicas.gather(_kinds(buckets))
-        raise_together(_not_finite(buckets, kinds), self._split_over)
+        kinds = _kinds(buckets)
+        settings = torch.tensor([digest(self._settings())]).view(torch.uint8).to(kinds.device)
+        gathered = replicas.gather(torch.cat([settings, kinds]))
+        kinds = gathered[:, len(settings) :]
+        together(lambda: self._check(buckets, gathered[:, : len(settings)], kinds), self._split_over)
         dials, warm = self.dials, self.step < self.warmup_steps
         if warm:
             dials = dials._replace(density=dials.density ** (self.step / self.warmup_steps))
@@ -145,6 +149,18 @@ class OkTopk:
             self._sum(buckets, dials, replicas, _idle(buckets, kinds))
         self.step += 1
         self.sent, self.sent_entries = replicas.sent, replicas.entries
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns what decides a step, and must be the same on every replica."""
+        return dict(self.dials._asdict(), warmup_steps=self.warmup_steps, step=self.step)
+
+    def _check(self, buckets: list[_Bucket], settings: Tensor, kinds: Tensor) -> None:
+        """ValueError, the same on every replica, where their settings differ or a gradient is not finite."""
+        if bool((settings != settings[0]).any()):
+            agree(self._over, Header("ok_topk_hook", axis="data-parallel"), self._settings())
+        error = _not_finite(buckets, kinds)
+        if error is not None:
+            raise error
 
     def _sum(self, buckets: list[_Bucket], dials: Dials, replicas: Replicas, idle: set[int]) -> None:
         gradients = {id(p): g for b in buckets for p, g in zip(b.parameters, b.gradients, strict=True)}
@@ -169,7 +185,8 @@ def ok_topk_hook(state: OkTopk, bucket: dist.GradBucket) -> torch.futures.Future
     The messages go when the last bucket is there: they do not overlap with the backward pass.
 
     The backward pass ends in a ValueError on every rank, which names the rank and the parameter, where a gradient is
-    not finite; no residual has changed then, and the step can be left out.
+    not finite, or which names the setting that replicas differ in; no residual has changed then, and the step can be
+    left out.
     """
     return state._take(bucket)
 
