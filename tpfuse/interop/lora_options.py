@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..kernels.runtime.rules import quoted
+from ..kernels.runtime.rules import brief, quoted
 
 DEFAULTS: Mapping[str, Any] = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text())
 READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "modules_to_save"}
@@ -39,4 +39,4 @@ def check_options(place: str, options: Mapping[str, Any], *, stored: bool) -> No
                 ", for PEFT changes the base weights when it loads such an adapter; save it again with PEFT's"
                 " save_pretrained(path_initial_model_for_weight_conversion=...)"
             )
-        raise ValueError(f"{place}: {key}={quoted(value)} is not built{cure}")
+        raise ValueError(f"{place}: {brief(key)}={quoted(value)} is not built{cure}")
