@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -208,6 +209,9 @@ class Parallelized(Vocabulary, nn.Module):
         if isinstance(inputs.logits_to_keep, int) and inputs.logits_to_keep == 0:
             inputs = inputs._replace(logits_to_keep=None)
         documents, classifier = None, None if inputs.headless else self.parallel.classifier
+        if classifier is not None and classifier.classifier.per == SEQUENCE:  # trainers set it in the config later
+            pad = self.config.get_text_config().pad_token_id
+            classifier.classifier = replace(classifier.classifier, pad_token_id=pad)
         if by_positions and inputs.attention_mask is None:
             documents = Documents.of(inputs, shifts=self.parallel.head is not None)
         if documents is None:
