@@ -141,7 +141,7 @@ def ops(reports: list[dict]) -> str:
     }
     heads = "op", "GPU", "shape", "mode", "p50 us", "GB/s", "of the roofline", "torch / tpfuse", "compile / tpfuse"
     absent = [op for op, cells in lines.items() if not cells]
-    parts = [table((*heads, "error over torch's"), rows)] if (rows := list(itertools.chain(*lines.values()))) else []
+    parts = [table((*heads, "error"), rows)] if (rows := list(itertools.chain(*lines.values()))) else []
     return "\n\n".join([*parts, *([f"Ops {NOT_YET}: {', '.join(absent)}."] if absent else [])])
 
 
@@ -154,7 +154,7 @@ def _line(report: dict, row: dict) -> list[str]:
     number = lambda key, form, times=1: "" if row[key] is None else form.format(times * row[key])
     share = "cache" if row.get("bound") == "cache" else number("roofline", "{:.0f} %", 100)
     cells = row["op"], report["card"]["name"], row["shape"], row["mode"]
-    speeds = number("p50_us", "{:.1f}"), number("gbs", "{:.0f}"), share, *faster, number("error_ratio", "{:.2f}")
+    speeds = number("p50_us", "{:.1f}"), number("gbs", "{:.0f}"), share, *faster, number("error", "{:.1e}")
     return [*cells, *speeds]
 
 

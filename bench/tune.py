@@ -199,10 +199,10 @@ def judged(bench: Bench, make: Callable[[], tuple]) -> tuple[Callable[[], list[f
     errors, fn = Errors(bench, make), bench.providers["tpfuse"]
     plain = lambda: errors.against_truth(fn)["step"]
     if errors.p == bench.p:
-        return plain, errors.allowed
+        return plain, errors.limits["step"]
     dropped = lambda: results(fn, make(), bench.p, errors.dtype)["step"]
     baseline = [t.double() for t in dropped()]
-    return lambda: [*plain(), *rms_errors(dropped(), baseline)], 2 * errors.allowed
+    return lambda: [*plain(), *rms_errors(dropped(), baseline)], 2 * errors.limits["step"]
 
 
 def tune(

@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,6 +153,14 @@ def bounded(kind: type[N], is_valid: Callable[[N], bool], rule: str) -> Callable
 positive = bounded(int, lambda n: n >= 1, "an integer of at least 1")
 seconds = bounded(float, lambda s: 1e-9 <= s <= 1e9, "a number of seconds, 1e-9 to 1e9")
 rate = bounded(float, lambda x: 0 < x < float("inf"), "a number above 0")
+
+
+def unknown(kind: str, name: str, names: Collection[str], more: str = "") -> ValueError:
+    """Returns the error of a name that is not one of ``names``, with the nearest of them; ``more``: what else may
+    stand there."""
+    near = proposal(name, names)
+    there = f"{near} There" if near else "; there"
+    return ValueError(f"there is no {kind} {name!r}{there} are {', '.join(sorted(names))}{more}")
 
 
 def comma_separated(kind: Callable[[str], N]) -> Callable[[str], list[N]]:

@@ -42,7 +42,7 @@ def check(name: str, tiny: bool, device: torch.device) -> dict:
     shape, fn = cases.small(bench, tiny), bench.providers["tpfuse"]
     make = lambda: bench.inputs(Random(DTYPES["bf16"], device, 0), *shape)
     errors = Errors(bench, make)
-    deviations, allowed = errors.against_truth(fn)["step"], errors.allowed
+    deviations, allowed = errors.against_truth(fn)["step"], errors.limits["step"]
     dropped = results(fn, make(), bench.p, torch.bfloat16)["step"]
     finite = all(bool(t.isfinite().all()) for t in dropped)
     right = finite and all(error <= most for error, most in zip(deviations, allowed, strict=True))

@@ -14,7 +14,7 @@ from tpfuse.kernels.runtime import tuning as _tuning
 def found_by_a_day() -> dict:
     done = lambda rows: dict(status="done", seconds=1.0, error="", jobs=dict(job=dict(status="done", rows=rows)))
     card = dict(name="NVIDIA H100 80GB HBM3", copy_gbs=3000.0, matrix_tflops={"bf16": 790.0})
-    row = dict(op="layer_norm", shape="8192x4096", mode="fwd", p50_us=10.0, gbs=2700.0, roofline=0.9, error_ratio=1.0)
+    row = dict(op="layer_norm", shape="8192x4096", mode="fwd", p50_us=10.0, gbs=2700.0, roofline=0.9, error=1e-3)
     times = dict(p20_ms=9.0, p50_ms=9.0, p80_ms=9.0, tflops=560.0, matrix_share=560 / 790, mfu=560 / 989)
     layer = dict(layer="GPT 2.7B block", provider="tpfuse", timed="graph", **times)
     won = dict(case="a", arch="sm_90", kernel="k", bucket="bf16 8x8", entry=dict(A=256))

@@ -71,16 +71,87 @@ def test_a_run_end_to_end(tmp_path, capsys, small_card):
         assert row["gbs"] == pytest.approx(row["bytes"] / row["p50_us"] / 1e3)
         floor = row["bytes"] / made["card"]["copy_gbs"] / 1e3
         assert row["flops"] or row["roofline"] == pytest.approx(floor / row["p50_us"])
-        assert row["error"] < 0.02 and row["timed"] == "clock" and row["registers"] is None
+        assert row["error"] <= row["limit"] < 0.02 and row["wrong"] is False
+        assert row["timed"] == "clock" and row["registers"] is None
+        assert row["baseline"] == "torch" and row["axes"] == "MxD" and row["speedup_p20"] <= row["speedup_p80"]
+        assert row["provider"] != "torch" or row["speedup"] == 1.0
     with open(tmp_path / "rows.csv") as file:
         kept = list(csv.DictReader(file))
     assert [row["provider"] for row in kept] == [row["provider"] for row in rows]
     assert [float(row["p50_us"]) for row in kept] == [row["p50_us"] for row in rows]
     for name in ("roofline.png", "speed.png"):
         assert (tmp_path / "plots" / name).read_bytes()[:4] == b"\x89PNG"
-    table = printed.out.splitlines()
-    assert len(table) == 2 + len(rows) and "roof %" in table[1] and "norm_fwd" in printed.out
+    head, body = printed.out.split("provider", 1)
+    table = body.splitlines()
+    assert "copy" in head and "speed-up" in table[0] and {"error", "limit"} <= set(table[0].split())
+    assert len(table) == 2 + 8 * 2 + len(rows)  # of each group an empty line and what its rows share
+    assert "layer_norm 4x48 bf16 bwd" in table and printed.out.count("baseline") == len(rows) / 2
     assert "[4/4] rms_norm 4x48 bf16 bwd" in printed.err and "liger is left out" in printed.err
+
+
+# ---- the table ----
+
+
+@pytest.mark.parametrize("width", [60, 80, 400])
+def test_a_table_is_no_wider_than_the_terminal_and_has_no_empty_column(width, monkeypatch, capsys, small_card):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*QUICK, "--mode", "fwd,bwd", "--shape", "4x48"]) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= width for line in out.splitlines())
+    head = next(line for line in out.splitlines() if line.startswith("provider"))
+    assert not {"regs", "spill", "TFLOP/s"} & set(head.split())  # of a CPU, and of an op that only moves
+    assert ("path" in head) == (width == 400) and ("--csv and --json have them" in out) == (width < 400)
+    assert all(name in head for name in ("p50 us", "speed-up", "error", "limit"))
+
+
+def test_the_list_is_no_wider_than_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([]) == 0
+    assert all(len(line) <= 60 for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_cpu_is_called_by_its_name(capsys, small_card):
+    assert main(QUICK) == 0
+    assert "measuring" in (err := capsys.readouterr().err) and "card" not in err
+
+
+# ---- a sweep ----
+
+
+def test_a_sweep_is_a_row_a_size_and_a_curve_a_provider(tmp_path, capsys, small_card, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    figures, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args))
+    files = [
+        "--csv",
+        str(tmp_path / "rows.csv"),
+        "--json",
+        str(tmp_path / "rows.json"),
+        "--plot",
+        str(tmp_path / "x.png"),
+    ]
+    assert main([*QUICK, "--sweep", "M=2..17", *files]) == 0
+    assert kept(tmp_path) == {f"{size}x32" for size in (2, 4, 8, 16)} and (tmp_path / "x.png").is_file()
+    time, speedup = figures[0].subfigs[0].axes
+    assert time.get_title() == "layer_norm fwd fp32, D = 32" and time.get_xlabel() == "M, elements"
+    assert "us" in time.get_ylabel() and speedup.get_ylabel() == "speed-up over torch, times"
+    assert [label.get_text() for label in time.get_xticklabels()] == ["2", "4", "8", "16"]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    for axes, key in ((time, "p50_us"), (speedup, "speedup")):
+        curves = [list(container[0].get_ydata()) for container in axes.containers]
+        assert curves == [[row[key] for row in rows if row["provider"] == name] for name in ("tpfuse", "torch")]
+    assert [text.get_text() for text in figures[0].subfigs[0].legends[0].get_texts()] == ["tpfuse", "torch"]
+
+
+def test_a_sweep_takes_the_first_standard_shape():
+    shapes = program.shapes_of(load("linear"), [], program.torch.device("cpu"), "N=256..1024")
+    assert shapes == [(1024, 256, 768), (1024, 512, 768), (1024, 1024, 768)]
+    assert program.shapes_of(load("rope"), ["4x2x8", "4x2x16"], program.torch.device("cpu"), "H=2..4") == [
+        (4, 2, 8),
+        (4, 4, 8),
+        (4, 2, 16),
+        (4, 4, 16),
+    ]
 
 
 # ---- pictures ----
@@ -111,6 +182,8 @@ def test_a_folder_may_be_called_like_a_picture(tmp_path, small_card):
     (tmp_path / "v1.5").mkdir()
     assert main([*QUICK, "--plot", str(tmp_path / "v1.5")]) == 0
     assert {path.name for path in (tmp_path / "v1.5").iterdir()} == {"roofline.png", "speed.png"}
+    assert main([*QUICK, "--sweep", "M=2..4", "--plot", str(tmp_path / "curves")]) == 0
+    assert [path.name for path in (tmp_path / "curves").iterdir()] == ["speed.png"]
 
 
 def test_without_matplotlib_a_picture_is_refused_at_once(monkeypatch, tmp_path, capsys, no_timing):
@@ -215,10 +288,12 @@ def test_a_disk_that_is_full_costs_one_file(monkeypatch, tmp_path, capsys, small
 
 
 def shares(out):
-    """The cells under "roof %" and "of" of each row."""
-    head, *lines = out.splitlines()[1:]
-    at = slice(head.index("GB/s") + 4, head.index("roof %") + 6), slice(head.index("  of") + 2, head.index("error") - 2)
-    return [(line[at[0]].strip(), line[at[1]].split()[0]) for line in lines]
+    """The cells under "roof %", which is left out where all are empty, and "of" of each row."""
+    lines = out.splitlines()
+    head = next(line for line in lines if line.startswith("provider"))
+    rows = [line for line in lines if line.startswith(("tpfuse", "torch"))]
+    share, of = head.find("roof %"), head.index("  of") + 2
+    return [(line[share : share + 6].strip() if share > 0 else "", line[of:].split()[0]) for line in rows]
 
 
 @pytest.mark.parametrize("cache, copy, bound", [(1, 1e9, "memory"), (1, 1e-9, "cache"), (1 << 40, 1e9, "cache")])
@@ -233,17 +308,50 @@ def test_a_share_that_the_cache_explains_is_not_printed(monkeypatch, capsys, cac
     assert ("layer_norm 8x32 fp32: the last-level cache" in printed.err) == (bound == "cache")
 
 
+# ---- right and wrong ----
+
+
+def test_a_wrong_kernel_is_marked_and_the_command_fails(monkeypatch, tmp_path, capsys, small_card):
+    bench = load("layer_norm")
+    layer_norm = bench.providers["tpfuse"]
+    monkeypatch.setitem(bench.providers, "tpfuse", lambda *inputs: layer_norm(*inputs) * float("nan"))
+    files = ["--csv", str(tmp_path / "rows.csv"), "--json", str(tmp_path / "rows.json")]
+    assert main([*QUICK, *files]) == 1
+    with open(tmp_path / "rows.csv") as file:
+        assert [(row["provider"], row["wrong"]) for row in csv.DictReader(file)] == [
+            ("tpfuse", "True"),
+            ("torch", "False"),
+        ]
+    strict = json.loads((tmp_path / "rows.json").read_text(), parse_constant=pytest.fail)  # NaN is none of JSON's
+    assert [(row["wrong"], row["error"] == "nan") for row in strict["rows"]] == [(True, True), (False, False)]
+    printed = capsys.readouterr()
+    assert [line.split()[:2] for line in printed.out.splitlines() if "WRONG" in line] == [["tpfuse", "WRONG"]]
+    assert "WRONG: 1 of 2 rows" in printed.err
+
+
 # ---- errors ----
 
 WRONG = {
-    "an op": (["layer_nrom"], "there is no op 'layer_nrom'; there are attention, "),
+    "an op": (["layer_nrom"], "there is no op 'layer_nrom'; did you mean 'layer_norm'? There are attention, "),
+    "no op's name": (["zzz"], "there is no op 'zzz'; there are attention, "),
+    "a provider's name": (
+        ["layer_norm", "--providers", "tpfuse,troch"],
+        "there is no provider 'troch'; did you mean 'torch'? There are compile, liger, torch, tpfuse",
+    ),
+    "a baseline": (["layer_norm", "--baseline", "tpfues"], "there is no baseline 'tpfues'; did you mean 'tpfuse'?"),
+    "a sweep": (["layer_norm", "--sweep", "M=8"], "a sweep is AXIS=FROM..TO, such as M=256..8192; got 'M=8'"),
+    "a sweep down": (
+        ["layer_norm", "--sweep", "M=8..4"],
+        "a sweep is AXIS=FROM..TO, such as M=256..8192; got 'M=8..4'",
+    ),
+    "an axis": (["layer_norm", "--sweep", "N=4..8"], "there is no axis 'N'; there are D, M, the axes of layer_norm"),
     "a provider": (
         ["layer_norm", "--providers", "tpfuse,apex"],
         "there is no provider 'apex'; there are compile, liger, torch, tpfuse",
     ),
     "a word for a shape": (
         ["layer_norm", "--shape", "8192*4096"],
-        "a shape is MxD, 2 positive integers joined by x, such as 2048x768",
+        "a shape is MxD, 2 positive integers joined by x, such as 2048x768; got '8192*4096': did you mean 8192x4096?",
     ),
     "a dimension": (["attention", "--shape", "8x512"], "a shape is BxSxHxGxE, 5 positive integers joined by x"),
     "a size of 0": (

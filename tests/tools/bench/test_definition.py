@@ -49,19 +49,43 @@ def test_the_documented_file_is_timed(my_op, capsys, small_card, tmp_path):
 
 def test_without_an_op_of_tpfuse_there_are_no_rates(my_op, capsys, small_card, tmp_path):
     text = DOCUMENTED.replace("tpfuse=ours", "tpfuse=torch")
-    assert main(["bench", my_op(text), *OPTIONS, "--providers", "tpfuse", "--plot", str(tmp_path / "x.png")]) == 0
+    assert main(["bench", my_op(text), *OPTIONS, "--providers", "tpfuse", "--plot", str(tmp_path / "pictures")]) == 0
     printed = capsys.readouterr()
-    assert "silu_norm 8x32 fp32 bwd: no rates: the provider tpfuse calls no op of tpfuse" in printed.err
-    assert "x.png is not drawn: no row has rates" in printed.err and "silu_norm" in printed.out
+    assert "silu_norm 8x32 fp32 bwd: no rates: no provider calls an op of tpfuse" in printed.err
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["speed.png"]  # a roofline is of rates
 
 
-def without(name):
-    return DOCUMENTED.replace({"tpfuse": "tpfuse=ours, ", "torch": ", torch=torch"}[name], "")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_documented_op_a_hundredth_too_large_is_wrong(dtype, my_op, capsys, small_card, tmp_path):
+    text = DOCUMENTED.replace("return rms_norm(F.silu(x), weight)", "return 1.01 * rms_norm(F.silu(x), weight)")
+    assert text != DOCUMENTED
+    options = [*OPTIONS, "--dtype", dtype, "--json", str(tmp_path / "rows.json")]
+    assert main(["bench", my_op(text), *options]) == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["provider"] for row in rows if row["wrong"]} == {"tpfuse"} and len(rows) == 4
+    assert "tpfuse    WRONG" in capsys.readouterr().out
+    assert main(["bench", my_op(DOCUMENTED), *options]) == 0
+
+
+def test_providers_of_any_names(my_op, capsys, small_card, tmp_path):
+    """A against B, without tpfuse or torch: A is compared with B in fp64, and B is what speed-ups are over."""
+    text = DOCUMENTED.replace("dict(tpfuse=ours, torch=torch),", 'dict(a=ours, b=torch),\n    baseline="b",')
+    options = [*OPTIONS[: OPTIONS.index("--providers")], "--json", str(tmp_path / "rows.json")]
+    assert main(["bench", my_op(text), *options]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["mode"], r["provider"]) for r in rows] == [("fwd", "a"), ("fwd", "b"), ("bwd", "a"), ("bwd", "b")]
+    assert all(r["baseline"] == "b" and r["wrong"] is False and r["bytes"] > 0 for r in rows)
+    assert main(["bench", my_op(text.replace("F.silu(x), w", "F.relu(x), w", 1)), *options, "--baseline", "a"]) == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {(r["provider"], r["wrong"], r["speedup"] == 1.0) for r in rows} >= {("a", False, True)}
 
 
 WRONG = {
-    "no tpfuse": (without("tpfuse"), "the Bench 'silu_norm' needs a provider 'tpfuse' in providers; it has 'torch'"),
-    "no torch": (without("torch"), "the Bench 'silu_norm' needs a provider 'torch' in providers; it has 'tpfuse'"),
+    "no baseline": (
+        DOCUMENTED.replace("torch=torch", "torhc=torch"),
+        "there is no baseline 'torch'; did you mean 'torhc'? There are torhc, tpfuse, the providers of the Bench"
+        " 'silu_norm'",
+    ),
     "compile": (DOCUMENTED.replace("torch=torch)", "torch=torch, compile=ours)"), "which is made of 'torch'"),
     "no function": (DOCUMENTED.replace("tpfuse=ours", "tpfuse=3"), "tpfuse must be a function, got 3"),
     "no BENCH": (

@@ -7,7 +7,7 @@ import torch
 
 import tpfuse.tools.bench.measure as timing
 from tests.tools.bench.common import CPU
-from tpfuse.tools.bench.measure import interleaved, peak_bytes, quantiles, sets_needed
+from tpfuse.tools.bench.measure import interleaved, peak_bytes, quantiles, sets_needed, speedup
 
 
 def test_providers_take_turns_and_sets_rotate():
@@ -21,6 +21,13 @@ def test_quantiles():
     timing = quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0], "clock")
     assert (timing.p20, timing.p50, timing.p80, timing.spread) == (2.0, 3.5, 5.0, 3.0)
     assert quantiles([2.0], "clock").p80 == 2.0
+
+
+def test_a_speed_up_is_measured_turn_by_turn():
+    """What slows both calls of a turn changes neither it nor its spread."""
+    baseline, call = quantiles([2.0, 20.0, 4.0, 2.0], "clock"), quantiles([1.0, 10.0, 2.0, 1.0], "clock")
+    faster = speedup(baseline, call)
+    assert (faster.p20, faster.p50, faster.p80) == (2.0, 2.0, 2.0) and baseline.spread > 0
 
 
 def test_small_inputs_rotate_and_large_ones_need_not():

@@ -7,9 +7,12 @@ measured is printed and written whatever comes after it.
 """
 
 import dataclasses
+import functools
 import json
 import os
+import shutil
 import sys
+import textwrap
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -18,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..command import CommandParser
+from ..command import CommandParser, unknown
 from . import output, plots
 from .definition import DTYPES, Bench, Shape, discover, load, load_all, written
 from .measure import cache_bytes
-from .roofline import Card, measure_card
+from .roofline import Card, card_name, measure_card
 from .run import MODES, PEERS, BenchCase, Results, Setting, available, measure
 
 STANDARD = {"GPU": "shapes", "CPU": "cpu_shapes"}
@@ -31,11 +34,12 @@ INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
 
 DETAILS = """Times kernels alone, at any shape: every op, or one of a file of your own, against plain torch,
 torch.compile and, where it is installed, Liger Kernel. Without OP: the ops, their axes, standard shapes and providers.
-A row gives the time (median, 20 % and 80 % quantiles), TFLOP/s and GB/s of the same counted work for every provider,
-the share of this card's measured roofline and what that is of (memory, matrix products; cache: the inputs may have come
-from there, and the share is left out), the error against fp64 and its ratio to torch's error, registers, spills, what a
-call adds to memory, and the path: the kernels, or "by torch". Such as: bench layer_norm --dtype bf16 --shape 8192x4096
---providers tpfuse,torch,compile"""
+A row gives the time (median, 20 % and 80 % quantiles), the speed-up over the baseline, measured turn by turn, the error
+against fp64 and its limit, beyond which the row says WRONG and the exit code is 1, TFLOP/s and GB/s of the same counted
+work for every provider, the share of this device's measured roofline and what that is of (memory, matrix products;
+cache: the inputs may have come from there, and the share is left out), what a call adds to memory, registers, spills,
+and the path: the kernels, or "by torch". Such as: bench layer_norm --dtype bf16 --shape 8192x4096 --providers
+tpfuse,torch,compile"""
 
 
 def register(p: CommandParser) -> None:
@@ -48,6 +52,12 @@ def register(p: CommandParser) -> None:
         metavar="MxN,..",
         help="shapes; may be repeated (default: the standard shapes of the op)",
     )
+    p.add_argument(
+        "--sweep",
+        metavar="AXIS=FROM..TO",
+        help="sizes of one axis, doubling, such as M=256..8192; the others as in --shape (default: the first standard"
+        " shape)",
+    )
     p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="dtypes: bf16, fp16, fp32")
     p.add_argument(
         "--mode",
@@ -58,6 +68,7 @@ def register(p: CommandParser) -> None:
     p.add_argument(
         "--providers", metavar="NAME,..", help="implementations such as tpfuse,torch,compile (default: all installed)"
     )
+    p.add_argument("--baseline", metavar="NAME", help="provider that speed-ups are over (default: the op's own, torch)")
     p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
     p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="time spent on a shape and mode, in seconds")
@@ -75,7 +86,7 @@ def register(p: CommandParser) -> None:
         "--plot",
         type=Path,
         metavar="PNG|DIR",
-        help="draw one picture, or roofline.png and speed.png (needs matplotlib)",
+        help="draw one picture, or in a folder roofline.png and speed.png, with --sweep its curves (needs matplotlib)",
     )
 
 
@@ -98,28 +109,37 @@ def listing() -> str:
     lines = []
     for op in listed():
         lines += [f"{op['name']}  {'x'.join(op['axes'])}"]
-        lines += [f"    {device} {' '.join(map(written, op[key]))}" for device, key in STANDARD.items()]
-        lines += [f"    {', '.join(op['providers'])}"]
+        texts = [f"{device} {' '.join(map(written, op[key]))}" for device, key in STANDARD.items()]
+        lines += [f"    {line}" for text in [*texts, ", ".join(op["providers"])] for line in folded(text, 4)]
     usage = "python -m tpfuse bench OP [OP ...], all, or a file of your own, NAME.py; --help says what else"
-    return "\n".join([*lines, "", usage])
+    return "\n".join([*lines, "", *folded(usage)])
+
+
+def folded(text: str, margin: int = 0) -> list[str]:
+    """Returns the lines of a text that fit the terminal beside a margin."""
+    return textwrap.wrap(text, columns() - margin, break_long_words=False, break_on_hyphens=False)
+
+
+def columns() -> int:
+    """Returns the width of the terminal; 120 where there is none, and COLUMNS does not say otherwise."""
+    return max(shutil.get_terminal_size((120, 24)).columns, 40)
 
 
 def chosen(text: str, names: Collection[str], kind: str) -> list[str]:
     """Returns ["fwd", "bwd"] of "fwd,bwd"; ValueError for a name that is not one of ``names``."""
     parts = list(dict.fromkeys(text.split(",")))
-    if unknown := [part for part in parts if part not in names]:
-        raise ValueError(f"there is no {kind} {unknown[0]!r}; there are {', '.join(sorted(names))}")
+    if wrong := [part for part in parts if part not in names]:
+        raise unknown(kind, wrong[0], names)
     return parts
 
 
-def shapes_of(bench: Bench, texts: Sequence[str], device: torch.device) -> list[Shape]:
-    """Returns the shapes that are asked for, or the standard ones; ValueError where there are none."""
-    if texts:
-        return [bench.parse(text) for text in texts]
-    standard = bench.shapes if device.type == "cuda" else bench.cpu_shapes
-    if not standard:
+def shapes_of(bench: Bench, texts: Sequence[str], device: torch.device, sweep: str | None = None) -> list[Shape]:
+    """Returns the shapes that are asked for, or the standard ones, of which a sweep takes the first; ValueError where
+    there are none."""
+    shapes = [bench.parse(text) for text in texts] or list(bench.shapes if device.type == "cuda" else bench.cpu_shapes)
+    if not shapes:
         raise ValueError(f"{bench.name} has no standard shapes for a GPU: --shape {bench.form}")
-    return list(standard)
+    return shapes if sweep is None else bench.swept(sweep, shapes if texts else shapes[:1])
 
 
 def device_of(name: str) -> torch.device:
@@ -160,6 +180,8 @@ def requested(args: Namespace) -> BenchRequest:
     benches = load_all(args.ops)
     if args.dropout is not None:
         benches = [bench if bench.p is None else dataclasses.replace(bench, p=args.dropout) for bench in benches]
+    if args.baseline is not None:
+        benches = [dataclasses.replace(bench, baseline=args.baseline) for bench in benches]
     texts = [text for option in args.shape or () for text in option.split(",")]
     names = {name for bench in benches for name in bench.names} | set(PEERS)
     wanted = args.providers and chosen(args.providers, names, "provider")
@@ -167,7 +189,7 @@ def requested(args: Namespace) -> BenchRequest:
     for bench in benches:
         providers, lines = available(bench, wanted)
         notes += lines
-        for shape in shapes_of(bench, texts, device):
+        for shape in shapes_of(bench, texts, device, args.sweep):
             cases += [BenchCase(bench, shape, dtype, modes, providers=providers) for dtype in dtypes]
     _check_places(args)
     return BenchRequest(cases, dtypes, device, notes)
@@ -190,33 +212,33 @@ def _json_file(args: Namespace) -> Path | None:
 
 
 def run(args: Namespace) -> int:
-    """Runs the command; returns 0, 1 where there is no row, and 130 after Ctrl-C, which prints and writes the rows so
-    far."""
+    """Runs the command; returns 0, 1 where a row is wrong or there is none, and 130 after Ctrl-C, which prints and
+    writes the rows so far."""
     if not args.ops:
         print(json.dumps(listed(), indent=1) if args.json else listing())
         return 0
     request = requested(args)
     results, card, code = Results([], request.notes), None, None
     try:
-        progress("measuring the card")
+        progress(f"measuring {card_name(request.device)}")
         card = measure_card(request.device, {dtype: DTYPES[dtype] for dtype in request.dtypes})
         for i, case in enumerate(request.cases, 1):
-            say = _numbered(f"[{i}/{len(request.cases)}]")
+            say = functools.partial(_progress, f"[{i}/{len(request.cases)}]")
             measure(case, Setting(card, request.device, args.seconds, say), results)
     except KeyboardInterrupt:
         results.notes.append("interrupted: these are the rows so far")
         code = INTERRUPTED
-    except BaseException:
-        if card and results.rows:
+    finally:  # an error's rows too
+        if card and (results.rows or sys.exc_info()[0] is None):
             report(args, results, card, cache=cache_bytes(request.device))
-        raise
-    if card:
-        report(args, results, card, cache=cache_bytes(request.device))
-    return code or (0 if results.rows else 1)
+    wrong = sum(row["wrong"] is True for row in results.rows)
+    if wrong:
+        print(f"WRONG: {wrong} of {len(results.rows)} rows are beyond the limit of their errors", file=sys.stderr)
+    return code or int(wrong > 0 or not results.rows)
 
 
-def _numbered(number: str) -> Callable[[str], None]:
-    return lambda line: progress(f"{number} {line}")
+def _progress(number: str, line: str) -> None:
+    progress(f"{number} {line}")
 
 
 def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None:
@@ -227,21 +249,18 @@ def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None
     if sys.stderr.isatty():
         progress("")
     results.notes.extend(output.cached(results.rows, cache))
-    if args.plot and not any(row["bytes"] for row in results.rows):
-        results.notes.append(f"{args.plot} is not drawn: no row has rates")
     everything = output.result(results, card)
     if args.json and not _json_file(args):
         print(json.dumps(everything, indent=1))
     else:
-        print(output.ceilings(card))
-        print(output.table(results.rows))
-    for line in dict.fromkeys(results.notes):
-        print(line, file=sys.stderr)
+        print(*folded(output.ceilings(card)), "", output.table(results.rows, columns()), sep="\n")
+    for note in dict.fromkeys(results.notes):
+        print(*folded(note), sep="\n", file=sys.stderr)
     errors: list[OSError] = []
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (args.csv, lambda path: output.write_csv(results.rows, path)),
         (_json_file(args), lambda path: output.write_json(everything, path)),
-        (args.plot, lambda path: plots.draw(results.rows, card, path)),
+        (args.plot, lambda path: plots.draw(results.rows, card, path, args.sweep and args.sweep.partition("=")[0])),
     ]
     for path, write in writers:
         try:

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...kernels.runtime.op import acc_dtype
 from ...kernels.runtime.philox import make_rng
 from ...kernels.runtime.rules import brief, check_number, number
+from ..command import unknown
+from ..options import DTYPES as DTYPES
 
 FOLDER = pathlib.Path(__file__).with_name("ops")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NEEDED = "tpfuse", "torch"  # the one whose work is counted, and the one that the others are compared with
 Shape = tuple[int, ...]
 
 
@@ -50,12 +50,13 @@ class Random:
 class Bench:
     """A benchmark of an op, which its file holds as ``BENCH``.
 
-    ``inputs(random, *shape)`` makes a tuple; a provider takes it, unpacked, and returns a tensor or a tuple of them.
-    "tpfuse" is the provider whose bytes and flops are counted.  "torch" is plain PyTorch, from which "compile" is made
-    and, in fp64, the truth that errors are taken against.  With ``p`` providers take ``p=`` too; errors are then taken
-    at p = 0, since every library draws its own masks, unless ``exact`` is given: torch with *tpfuse's* mask, against
-    which tpfuse alone is compared.  ``yardsticks`` are providers that do only part of the work: they have no error.
-    ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
+    ``inputs(random, *shape)`` makes a tuple; a provider, of any name, takes it, unpacked, and returns a tensor or a
+    tuple of them.  Speed-ups are over the provider ``baseline``.  "torch", or without it the baseline, is plain PyTorch
+    and in fp64 the truth that errors are taken against; "compile" is made of "torch".  The bytes and flops are those of
+    the first provider that calls ops of tpfuse.  With ``p`` providers take ``p=`` too; errors are then taken at p = 0,
+    since every library draws its own masks, unless ``exact`` is given, the truth with the masks of tpfuse.
+    ``yardsticks`` are providers that have no error: they do part of the work, or have masks of their own beside
+    ``exact``.  ``shapes`` are the standard ones, ``cpu_shapes`` those on a CPU.
 
     Raises ValueError where a provider is missing or a shape has other axes.
     """
@@ -69,12 +70,12 @@ class Bench:
     p: float | None = None
     exact: Callable[..., Any] | None = None
     yardsticks: tuple[str, ...] = ()
+    baseline: str = "torch"
 
     def __post_init__(self) -> None:
         subject, has = f"the Bench {self.name!r}", ", ".join(map(repr, self.providers)) or "none"
-        for name in NEEDED:
-            if name not in self.providers:
-                raise ValueError(f"{subject} needs a provider {name!r} in providers; it has {has}")
+        if self.baseline not in self.names:
+            raise unknown("baseline", self.baseline, self.names, f", the providers of {subject}")
         if "compile" in self.providers:
             raise ValueError(f"{subject} has a provider 'compile', which is made of 'torch': give it another name")
         for name, fn in dict(self.providers, inputs=self.inputs).items():
@@ -104,19 +105,43 @@ class Bench:
 
     @property
     def names(self) -> list[str]:
-        """The providers: tpfuse, torch, "compile" (made of torch), then the others."""
-        common = ["tpfuse", "torch", "compile"]
-        return common + [name for name in self.providers if name not in common]
+        """The providers, and "compile" after the one that it is made of."""
+        return [each for name in self.providers for each in ([name, "compile"] if name == "torch" else [name])]
+
+    @property
+    def truth(self) -> Callable[..., Any]:
+        """The provider that errors are taken against, in fp64."""
+        return self.exact or self.providers.get("torch") or self.providers[self.baseline]
+
+    def judged(self, name: str) -> bool:
+        """Returns True for a provider that has errors."""
+        return ("torch" if name == "compile" else name) not in self.yardsticks
 
     def parse(self, text: str) -> Shape:
         """Returns the shape of "8192x4096"; ValueError where it is none of this op."""
         example = written(self.cpu_shapes[0])
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or text.count("x") + 1 != len(self.axes):
+            sizes = re.findall(r"[1-9]\d*", text)
+            near = f": did you mean {'x'.join(sizes)}?" if len(sizes) == len(self.axes) else ""
             raise ValueError(
                 f"{self.name}: a shape is {self.form}, {len(self.axes)} positive integers joined by x, such as"
-                f" {example}; got {text!r}"
+                f" {example}; got {text!r}{near}"
             )
         return tuple(map(int, text.split("x")))
+
+    def swept(self, text: str, shapes: Sequence[Shape]) -> list[Shape]:
+        """Returns each of ``shapes`` at the sizes of one axis: "M=256..8192" doubles M from 256 on, up to 8192.
+
+        Raises ValueError for anything else, and for an axis that the op does not have.
+        """
+        parsed = re.fullmatch(r"(\w+)=([1-9]\d*)\.\.([1-9]\d*)", text)
+        if not parsed or int(parsed[2]) > int(parsed[3]):
+            raise ValueError(f"a sweep is AXIS=FROM..TO, such as {self.axes[0]}=256..8192; got {text!r}")
+        if parsed[1] not in self.axes:
+            raise unknown("axis", parsed[1], self.axes, f", the axes of {self.name}")
+        at, low, high = self.axes.index(parsed[1]), int(parsed[2]), int(parsed[3])
+        sizes = [low << i for i in range((high // low).bit_length())]
+        return list(dict.fromkeys((*shape[:at], size, *shape[at + 1 :]) for shape in shapes for size in sizes))
 
 
 def written(shape: Shape) -> str:
@@ -142,7 +167,7 @@ def load(name: str) -> Bench:
     if name.endswith(".py"):
         return _from_file(pathlib.Path(name))
     if name not in discover():
-        raise ValueError(f"there is no op {name!r}; there are {', '.join(discover())}, or a file of your own, NAME.py")
+        raise unknown("op", name, discover(), ", or a file of your own, NAME.py")
     bench: Bench = importlib.import_module(f"{__package__}.ops.{name}").BENCH
     return bench
 

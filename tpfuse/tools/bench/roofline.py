@@ -51,7 +51,8 @@ def card_name(device: torch.device) -> str:
     """Returns the device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{model_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model_name()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def measure_card(

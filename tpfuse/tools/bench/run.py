@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ from ...kernels.runtime.rules import quoted
 from ..accuracy import kernel_limit, rms_errors
 from .count import CallCount, count
 from .definition import DTYPES, Bench, Random, Shape, written
-from .measure import fills_cache, interleaved, peak_bytes, sets_needed, side_stream
+from .measure import Timing, fills_cache, interleaved, peak_bytes, sets_needed, side_stream, speedup
 from .roofline import Card
 
 MODES = "fwd", "bwd", "step"  # bwd: autograd.grad on a graph that is kept; step: forward and backward, nothing kept
 COLUMNS = (
-    "op shape dtype mode provider p20_us p50_us p80_us tflops gbs roofline bound error error_ratio registers spills"
-    " peak_mib timed path"
+    "op axes shape dtype mode provider wrong error limit p20_us p50_us p80_us baseline speedup speedup_p20 speedup_p80"
+    " tflops gbs roofline bound bytes flops peak_mib registers spills timed path"
 ).split()
 PEERS = {"liger": "liger_kernel"}  # provider -> the package it needs
 Row = dict[str, Any]
@@ -65,7 +66,7 @@ class Setting:
 
 
 class Results(NamedTuple):
-    """Rows with the keys COLUMNS, "bytes" and "flops", and a line for everything that could not be had."""
+    """Rows with the keys COLUMNS, and a line for everything that could not be had."""
 
     rows: list[Row]
     notes: list[str]
@@ -96,9 +97,14 @@ def provider(bench: Bench, name: str) -> Provider:
 
 
 def outputs_of(fn: Provider, inputs: Inputs, p: float | None) -> tuple[Tensor, ...]:
-    """Returns those outputs of a call that have a gradient."""
+    """Returns the tensors that a call returns."""
     result = fn(*inputs) if p is None else fn(*inputs, p=p)
-    return tuple(y for y in (result if isinstance(result, tuple) else (result,)) if y.requires_grad)
+    return tuple(y for y in (result if isinstance(result, tuple) else (result,)) if isinstance(y, Tensor))
+
+
+def differentiable(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns those of the outputs that have a gradient."""
+    return tuple(y for y in outputs if y.requires_grad)
 
 
 def output_gradients(outputs: tuple[Tensor, ...], random: Random) -> list[Tensor]:
@@ -107,18 +113,22 @@ def output_gradients(outputs: tuple[Tensor, ...], random: Random) -> list[Tensor
 
 
 def calls(fn: Provider, sets: list[Inputs], p: float | None, mode: str, random: Random) -> Callable[[int], object]:
-    """Returns the call of one mode, by the number of the set of inputs."""
-    leaves = [[t for t in inputs if t.requires_grad] for inputs in sets]
+    """Returns the call of one mode, by the number of the set of inputs; ValueError for a backward that there is none
+    of."""
     if mode == "fwd":
         return lambda i: outputs_of(fn, sets[i], p)
+    leaves = [[t for t in inputs if t.requires_grad] for inputs in sets]
+    forward = lambda i: differentiable(outputs_of(fn, sets[i], p))
+    if not (first := forward(0)):
+        raise ValueError("no output of it has a gradient")
     if mode == "bwd":
-        forwards = [outputs_of(fn, inputs, p) for inputs in sets]
+        forwards = [first, *map(forward, range(1, len(sets)))]
         dys = [output_gradients(outputs, random) for outputs in forwards]
         return lambda i: torch.autograd.grad(forwards[i], leaves[i], dys[i], retain_graph=True, allow_unused=True)
-    dy = output_gradients(outputs_of(fn, sets[0], p), random)
+    dy = output_gradients(first, random)
 
     def step(i: int) -> Inputs:
-        outputs = outputs_of(fn, sets[i], p)
+        outputs = forward(i)
         return outputs, torch.autograd.grad(outputs, leaves[i], dy, allow_unused=True)
 
     return step
@@ -128,12 +138,14 @@ def calls(fn: Provider, sets: list[Inputs], p: float | None, mode: str, random: 
 
 
 def results(fn: Provider, inputs: Inputs, p: float | None, dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """Returns the results of each mode, for output gradients that are random numbers of ``dtype``."""
-    outputs = outputs_of(fn, inputs, p)
-    dys = output_gradients(outputs, Random(dtype, inputs[0].device, 1))
-    grads = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], dys)
-    values = [y.detach() for y in outputs]
-    return {"fwd": values, "bwd": list(grads), "step": [*values, *grads]}
+    """Returns the results of each mode, for output gradients that are random numbers of ``dtype``; zeros for a gradient
+    that there is none of."""
+    outputs, leaves = outputs_of(fn, inputs, p), [t for t in inputs if t.requires_grad]
+    ys = differentiable(outputs)
+    dys = output_gradients(ys, Random(dtype, inputs[0].device, 1))
+    grads = torch.autograd.grad(ys, leaves, dys, materialize_grads=True) if ys else map(torch.zeros_like, leaves)
+    values, gradients = [y.detach() for y in outputs], list(grads)
+    return {"fwd": values, "bwd": gradients, "step": [*values, *gradients]}
 
 
 def double(inputs: Inputs) -> Inputs:
@@ -142,36 +154,38 @@ def double(inputs: Inputs) -> Inputs:
 
 
 class Errors:
-    """The errors of every provider against torch in fp64, on one set of inputs; the worst tensor counts.
+    """The errors of every provider against the truth in fp64, on one set of inputs, with the limits of a right kernel.
 
-    The ratio is to torch in the run's own dtype, tensor by tensor.  Where fp64 does not fit into memory there are none.
+    A limit follows from the truth's own error in the run's dtype (:func:`tpfuse.tools.accuracy.kernel_limit`), tensor
+    by tensor.  Where fp64 does not fit into memory there are none.
     """
 
     def __init__(self, bench: Bench, make: Callable[[], Inputs]):
         self.bench, self.make = bench, make
         self.p = bench.p if bench.exact or bench.p is None else 0.0
-        exact, inputs = bench.exact or bench.providers["torch"], make()
+        inputs = make()
         self.dtype = inputs[0].dtype
-        self.truth = results(exact, double(inputs), self.p, self.dtype)
-        self.torch = self.against_truth(exact)
-
-    @property
-    def allowed(self) -> list[float]:
-        """The limits of a right kernel's errors, of each value and gradient."""
-        return [kernel_limit(error, self.dtype) for error in self.torch["step"]]
+        self.exact = results(bench.truth, double(inputs), self.p, self.dtype)
+        rounded = self.against_truth(bench.truth)
+        self.limits = {mode: [kernel_limit(error, self.dtype) for error in rounded[mode]] for mode in MODES}
 
     def against_truth(self, fn: Provider) -> dict[str, list[float]]:
-        """Returns the error of each tensor, by mode."""
+        """Returns the error of each tensor, by mode; inf of another number of tensors."""
         values = results(fn, self.make(), self.p, self.dtype)
-        return {mode: rms_errors(values[mode], self.truth[mode]) for mode in MODES}
+        return {
+            mode: rms_errors(values[mode], exact) if len(values[mode]) == len(exact) else [float("inf")] * len(exact)
+            for mode, exact in self.exact.items()
+        }
 
     def of(self, name: str, fn: Provider) -> dict[str, tuple[float, float]]:
-        """Returns {mode: (error, ratio)}; empty where there is nothing to compare."""
-        if name in self.bench.yardsticks or self.bench.exact and name != "tpfuse":
+        """Returns {mode: (error, limit)} of the tensor that is nearest to its limit, or farthest beyond; empty of a
+        provider that is not judged, and of a mode that computes nothing."""
+        if not self.bench.judged(name):
             return {}
         errors = self.against_truth(fn)
-        ratio = lambda error, peer: 0.0 if error == 0 else error / max(peer, 1e-300)
-        return {mode: (max(errors[mode]), max(map(ratio, errors[mode], self.torch[mode]))) for mode in MODES}
+        pairs = {mode: list(zip(errors[mode], self.limits[mode], strict=True)) for mode in MODES}
+        share = lambda pair: float("inf") if math.isnan(pair[0]) else pair[0] / pair[1]
+        return {mode: max(pairs[mode], key=share) for mode in MODES if pairs[mode]}
 
 
 # ---- rows ----
@@ -183,14 +197,6 @@ def measure(case: BenchCase, setting: Setting, results: Results | None = None) -
     with side_stream(setting.device), functorch.patch(donated_buffer=False):  # so that a compiled graph can be kept
         _Measurement(case, setting, results).run()
     return results
-
-
-class _WarmCalls(NamedTuple):
-    """The calls of one mode by provider, the bytes that each adds, and what tpfuse's counts as: None without it."""
-
-    calls: dict[str, Callable[[int], object]]
-    peaks: dict[str, int]
-    counted: CallCount | None
 
 
 class _Measurement:
@@ -213,9 +219,7 @@ class _Measurement:
         self.setting.say(f"{self.case}: errors")
         errors = self.errors()
         for mode in self.case.modes:
-            ready = self.warm(mode)
-            if ready.calls:
-                self.time(mode, ready, errors)
+            self.time(mode, errors)
 
     @property
     def one_set(self) -> int:
@@ -223,7 +227,7 @@ class _Measurement:
         return sum(t.nbytes for t in self.sets[0])
 
     def errors(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Returns {provider: {mode: (error, ratio)}} of those that have them."""
+        """Returns {provider: {mode: (error, limit)}} of those that have them."""
         errors = {}
         with attempt(f"{self.case}: no errors", self.notes):
             truth = Errors(self.case.bench, lambda: self.case.inputs(0, self.device))
@@ -232,46 +236,66 @@ class _Measurement:
                     errors[name] = truth.of(name, fn)
         return errors
 
-    def warm(self, mode: str) -> _WarmCalls:
-        """Makes each call once.  tpfuse is counted even where it is not timed."""
-        bench, counted = self.case.bench, None
-        ready = _WarmCalls({}, {}, None)
-        for name, fn in {"tpfuse": bench.providers["tpfuse"], **self.fns}.items():
-            timed = name in self.fns
-            self.setting.say(f"{self.case} {mode}: {name} {'warms up' if timed else 'is counted'}")
+    def time(self, mode: str, errors: dict[str, dict[str, tuple[float, float]]]) -> None:
+        """Times the calls of a mode, and adds a row of each."""
+        ready: dict[str, Callable[[int], object]] = {}
+        peaks, counts = {}, {}
+        for name, fn in self.fns.items():
+            self.setting.say(f"{self.case} {mode}: {name} warms up")
             with attempt(f"{self.case} {mode}: {name} is left out", self.notes):
-                random = Random(DTYPES[self.case.dtype], self.device, 1)
-                call = calls(fn, self.sets, bench.p, mode=mode, random=random)
-                if name == "tpfuse":
-                    counted = self.count(mode, functools.partial(call, 0))
-                if timed:
-                    call(0)
-                    ready.peaks[name] = peak_bytes(functools.partial(call, 0), self.device)
-                    ready.calls[name] = call
-        return ready._replace(counted=counted)
+                call = self.call(fn, mode)
+                counts[name] = self.counted(name, call)
+                call(0)
+                peaks[name] = peak_bytes(functools.partial(call, 0), self.device)
+                ready[name] = call
+        if not ready:
+            return
+        work = self.work(mode, counts)
+        self.setting.say(f"{self.case} {mode}: {' '.join(ready)}")
+        with attempt(f"{self.case} {mode}: not timed", self.notes):
+            times = interleaved(ready, len(self.sets), self.device, self.setting.seconds)
+            baseline = times.get(self.case.bench.baseline)
+            for name, timing in times.items():
+                row = self.names | dict(mode=mode, provider=name) | judgement(errors.get(name, {}).get(mode))
+                row |= durations(timing, baseline) | self.rates(work, timing.p50) | details(counts[name], name)
+                row["peak_mib"] = peaks[name] / 2**20
+                self.results.rows.append({key: row[key] for key in COLUMNS})
+                self.setting.keep(self.results.rows[-1])
 
-    def count(self, mode: str, call: Callable[[], object]) -> CallCount | None:
-        """Returns a call's costs; None, and a note, where it calls no op of tpfuse."""
-        with count() as counted:
-            call()
-        if counted.calls:
-            return counted
-        self.notes.append(f"{self.case} {mode}: no rates: the provider tpfuse calls no op of tpfuse to count bytes of")
+    def call(self, fn: Provider, mode: str) -> Callable[[int], object]:
+        """Returns a provider's call."""
+        random = Random(DTYPES[self.case.dtype], self.device, 1)
+        return calls(fn, self.sets, self.case.bench.p, mode=mode, random=random)
+
+    def counted(self, name: str, call: Callable[[int], object]) -> CallCount:
+        """Makes a call, and returns the ops of tpfuse in it; a compiled one is not looked into."""
+        with contextlib.nullcontext(CallCount()) if name == "compile" else count() as counted:
+            call(0)
+        return counted
+
+    def work(self, mode: str, counts: dict[str, CallCount]) -> CallCount | None:
+        """Returns the useful work: of the first provider that calls ops of tpfuse, timed or not; None, and a note,
+        where none does."""
+        for name, fn in self.case.bench.providers.items():
+            if name not in counts:
+                with contextlib.suppress(Exception):  # nobody asked for it
+                    counts[name] = self.counted(name, self.call(fn, mode))
+            if name in counts and counts[name].calls:
+                return counts[name]
+        self.notes.append(f"{self.case} {mode}: no rates: no provider calls an op of tpfuse to count bytes of")
         return None
 
-    def time(self, mode: str, ready: _WarmCalls, errors: dict[str, dict[str, tuple[float, float]]]) -> None:
-        """Times the calls of a mode, and adds a row of each."""
-        self.setting.say(f"{self.case} {mode}: {' '.join(ready.calls)}")
-        with attempt(f"{self.case} {mode}: not timed", self.notes):
-            for name, timing in interleaved(ready.calls, len(self.sets), self.device, self.setting.seconds).items():
-                row = self.rates(ready.counted, timing.p50) | dict(op=self.case.bench.name, provider=name, mode=mode)
-                row |= dict(shape=written(self.case.shape), dtype=self.case.dtype, timed=timing.method)
-                row |= dict(p20_us=timing.p20 * 1e6, p50_us=timing.p50 * 1e6, p80_us=timing.p80 * 1e6)
-                row |= details(ready.counted if name == "tpfuse" else None, name)
-                row["error"], row["error_ratio"] = errors.get(name, {}).get(mode, (None, None))
-                row["peak_mib"] = ready.peaks[name] / 2**20
-                self.results.rows.append({key: row[key] for key in (*COLUMNS, "bytes", "flops")})
-                self.setting.keep(self.results.rows[-1])
+    @property
+    def names(self) -> Row:
+        """The columns that every row of the case shares."""
+        bench = self.case.bench
+        return dict(
+            op=bench.name,
+            axes=bench.form,
+            shape=written(self.case.shape),
+            dtype=self.case.dtype,
+            baseline=bench.baseline,
+        )
 
     def rates(self, counted: CallCount | None, seconds: float) -> Row:
         """Returns a row's rates, and what they are bound by."""
@@ -279,6 +303,24 @@ class _Measurement:
         read = self.one_set if counted is None else min(self.one_set, counted.least)  # of a table, a few rows
         cached = not fills_cache(len(self.sets) * read, self.device)
         return rates | dict(bound=bound(rates, self.case.dtype, self.setting.card, cached=cached))
+
+
+def judgement(pair: tuple[float, float] | None) -> Row:
+    """Returns the error, the limit, and whether it is beyond it; None where there is no error."""
+    if pair is None:
+        return dict(error=None, limit=None, wrong=None)
+    error, limit = pair
+    return dict(error=error, limit=limit, wrong=not error <= limit)  # so is NaN
+
+
+def durations(timing: Timing, baseline: Timing | None) -> Row:
+    """Returns the times of a row, and how many times as fast as the baseline it is; None where that is not timed."""
+    row: Row = dict(timed=timing.method, speedup=None, speedup_p20=None, speedup_p80=None)
+    row |= {f"p{q}_us": 1e6 * getattr(timing, f"p{q}") for q in (20, 50, 80)}
+    if baseline is not None:
+        faster = speedup(baseline, timing)
+        row |= dict(speedup=faster.p50, speedup_p20=faster.p20, speedup_p80=faster.p80)
+    return row
 
 
 @contextlib.contextmanager
@@ -322,8 +364,7 @@ def bound(rates: Row, dtype: str, card: Card, *, cached: bool) -> str | None:
     return "cache" if cached or rates["roofline"] > 1 else "memory"
 
 
-def details(counted: CallCount | None, name: str) -> Row:
+def details(counted: CallCount, name: str) -> Row:
     """Returns the registers, the spills and the path of a row."""
-    if counted is None:
-        return dict(registers=None, spills=None, path={"torch": "eager", "compile": "inductor"}.get(name, name))
-    return dict(registers=counted.largest("registers"), spills=counted.largest("spills"), path=counted.path)
+    path = counted.path or {"torch": "eager", "compile": "inductor"}.get(name)
+    return dict(registers=counted.largest("registers"), spills=counted.largest("spills"), path=path)

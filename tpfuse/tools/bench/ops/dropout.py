@@ -34,4 +34,5 @@ BENCH = Bench(
     providers=dict(tpfuse=tpfuse, torch=torch),
     p=0.1,
     exact=exact,
+    yardsticks=("torch",),
 )
