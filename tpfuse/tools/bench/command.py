@@ -46,48 +46,29 @@ def register(p: CommandParser) -> None:
     """Adds the options of ``bench``."""
     p.runs(run, DETAILS)
     p.add_argument("ops", nargs="*", metavar="OP", help="ops of the list, all, or a file of your own, path/to/my_op.py")
-    p.add_argument(
-        "--shape",
-        action="append",
-        metavar="MxN,..",
-        help="shapes; may be repeated (default: the standard shapes of the op)",
-    )
-    p.add_argument(
-        "--sweep",
-        metavar="AXIS=FROM..TO",
-        help="sizes of one axis, doubling, such as M=256..8192; the others as in --shape (default: the first standard"
-        " shape)",
-    )
+    p.add_argument("--shape", action="append", metavar="MxN,..", help="shapes; may be repeated (default: the op's own)")
+    for option, metavar, text in (
+        (
+            "--sweep",
+            "AXIS=FROM..TO",
+            "sizes of one axis, doubling, such as M=256..8192, at each --shape (default: the first)",
+        ),
+        ("--providers", "NAME,..", "implementations such as tpfuse,torch,compile (default: all installed)"),
+        ("--baseline", "NAME", "provider that speed-ups are over (default: the op's own, torch)"),
+        ("--device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
+    ):
+        p.add_argument(option, metavar=metavar, help=text)
+    modes = "passes: fwd (saving for backward), bwd (on a kept graph), step (both)"
     p.add_argument("--dtype", default="bf16", metavar="DTYPE,..", help="dtypes: bf16, fp16, fp32")
-    p.add_argument(
-        "--mode",
-        default="fwd,bwd",
-        metavar="MODE,..",
-        help="passes: fwd (saving for backward), bwd (on a kept graph), step (both)",
-    )
-    p.add_argument(
-        "--providers", metavar="NAME,..", help="implementations such as tpfuse,torch,compile (default: all installed)"
-    )
-    p.add_argument("--baseline", metavar="NAME", help="provider that speed-ups are over (default: the op's own, torch)")
+    p.add_argument("--mode", default="fwd,bwd", metavar="MODE,..", help=modes)
     p.add_argument("--dropout", type=float, metavar="P", help="dropout rate of the ops that have one (default: 0.1)")
-    p.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--seconds", type=float, default=1.0, metavar="X", help="time spent on a shape and mode, in seconds")
     files = p.add_argument_group("output")
     files.add_argument("--csv", type=Path, metavar="FILE", help="write rows for a spreadsheet to this file")
-    files.add_argument(
-        "--json",
-        type=json_file,
-        nargs="?",
-        const=True,
-        metavar="FILE",
-        help="print JSON in place of tables; with FILE.json, print tables and write JSON there",
-    )
-    files.add_argument(
-        "--plot",
-        type=Path,
-        metavar="PNG|DIR",
-        help="draw one picture, or in a folder roofline.png and speed.png, with --sweep its curves (needs matplotlib)",
-    )
+    printed = "print JSON in place of tables; with FILE.json, print tables and write JSON there"
+    files.add_argument("--json", type=json_file, nargs="?", const=True, metavar="FILE", help=printed)
+    drawn = "draw one picture, or in a folder roofline.png and speed.png, with --sweep its curves (needs matplotlib)"
+    files.add_argument("--plot", type=Path, metavar="PNG|DIR", help=drawn)
 
 
 def json_file(text: str) -> Path:
@@ -154,8 +135,9 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def progress(line: str) -> None:
+def progress(*parts: str) -> None:
     """Prints a line to stderr, over the one before it on a terminal."""
+    line = " ".join(parts)
     end = "" if sys.stderr.isatty() else "\n"
     print(f"\r\033[K{line:.120}" if not end else line, end=end, file=sys.stderr, flush=True)
 
@@ -184,7 +166,7 @@ def requested(args: Namespace) -> BenchRequest:
         benches = [dataclasses.replace(bench, baseline=args.baseline) for bench in benches]
     texts = [text for option in args.shape or () for text in option.split(",")]
     names = {name for bench in benches for name in bench.names} | set(PEERS)
-    wanted = args.providers and chosen(args.providers, names, "provider")
+    wanted = args.providers and chosen(",".join(filter(None, (args.providers, args.baseline))), names, "provider")
     cases, notes = [], []
     for bench in benches:
         providers, lines = available(bench, wanted)
@@ -223,7 +205,7 @@ def run(args: Namespace) -> int:
         progress(f"measuring {card_name(request.device)}")
         card = measure_card(request.device, {dtype: DTYPES[dtype] for dtype in request.dtypes})
         for i, case in enumerate(request.cases, 1):
-            say = functools.partial(_progress, f"[{i}/{len(request.cases)}]")
+            say = functools.partial(progress, f"[{i}/{len(request.cases)}]")
             measure(case, Setting(card, request.device, args.seconds, say), results)
     except KeyboardInterrupt:
         results.notes.append("interrupted: these are the rows so far")
@@ -235,10 +217,6 @@ def run(args: Namespace) -> int:
     if wrong:
         print(f"WRONG: {wrong} of {len(results.rows)} rows are beyond the limit of their errors", file=sys.stderr)
     return code or int(wrong > 0 or not results.rows)
-
-
-def _progress(number: str, line: str) -> None:
-    progress(f"{number} {line}")
 
 
 def report(args: Namespace, results: Results, card: Card, *, cache: int) -> None:

@@ -50,11 +50,6 @@ class CallCount:
     calls: list[OpCount] = field(default_factory=list)
 
     @property
-    def bytes(self) -> int:
-        """Declared bytes: what this implementation moves, second reads and partial sums included."""
-        return sum(call.cost.read + call.cost.written for call in self.calls)
-
-    @property
     def least(self) -> int:
         """Bytes that any implementation moves: a roofline of declared bytes would reward reading twice."""
         return sum(call.cost.read + call.cost.written if call.least is None else call.least for call in self.calls)

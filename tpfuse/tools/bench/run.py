@@ -238,6 +238,8 @@ class _Measurement:
 
     def time(self, mode: str, errors: dict[str, dict[str, tuple[float, float]]]) -> None:
         """Times the calls of a mode, and adds a row of each."""
+        bench = self.case.bench
+        shared = dict(op=bench.name, axes=bench.form, shape=written(self.case.shape), dtype=self.case.dtype)
         ready: dict[str, Callable[[int], object]] = {}
         peaks, counts = {}, {}
         for name, fn in self.fns.items():
@@ -254,11 +256,11 @@ class _Measurement:
         self.setting.say(f"{self.case} {mode}: {' '.join(ready)}")
         with attempt(f"{self.case} {mode}: not timed", self.notes):
             times = interleaved(ready, len(self.sets), self.device, self.setting.seconds)
-            baseline = times.get(self.case.bench.baseline)
+            baseline = times.get(bench.baseline)
             for name, timing in times.items():
-                row = self.names | dict(mode=mode, provider=name) | judgement(errors.get(name, {}).get(mode))
+                row = shared | dict(mode=mode, provider=name, baseline=bench.baseline, peak_mib=peaks[name] / 2**20)
+                row |= judgement(errors.get(name, {}).get(mode))
                 row |= durations(timing, baseline) | self.rates(work, timing.p50) | details(counts[name], name)
-                row["peak_mib"] = peaks[name] / 2**20
                 self.results.rows.append({key: row[key] for key in COLUMNS})
                 self.setting.keep(self.results.rows[-1])
 
@@ -284,18 +286,6 @@ class _Measurement:
                 return counts[name]
         self.notes.append(f"{self.case} {mode}: no rates: no provider calls an op of tpfuse to count bytes of")
         return None
-
-    @property
-    def names(self) -> Row:
-        """The columns that every row of the case shares."""
-        bench = self.case.bench
-        return dict(
-            op=bench.name,
-            axes=bench.form,
-            shape=written(self.case.shape),
-            dtype=self.case.dtype,
-            baseline=bench.baseline,
-        )
 
     def rates(self, counted: CallCount | None, seconds: float) -> Row:
         """Returns a row's rates, and what they are bound by."""
@@ -338,16 +328,11 @@ def speed(counted: CallCount | None, dtype: str, seconds: float, card: Card) -> 
     """Returns every provider's rates, which count the useful work: the least bytes, and the flops that tpfuse
     declares."""
     if counted is None:
-        return dict(tflops=None, gbs=None, roofline=None, bytes=None, flops=None)
+        return dict.fromkeys(("tflops", "gbs", "roofline", "bytes", "flops"))
     moved, flops = counted.least, counted.flops
+    tflops = flops / seconds / 1e12 if flops else None
     share = card.floor(dtype, moved, flops) / seconds
-    return dict(
-        tflops=flops / seconds / 1e12 if flops else None,
-        gbs=moved / seconds / 1e9,
-        roofline=share,
-        bytes=moved,
-        flops=flops,
-    )
+    return dict(tflops=tflops, gbs=moved / seconds / 1e9, roofline=share, bytes=moved, flops=flops)
 
 
 def bound(rates: Row, dtype: str, card: Card, *, cached: bool) -> str | None:
