@@ -89,14 +89,30 @@ def test_topology(capsys, tmp_path):
         ("dryrun", "--model", "gpt-3m", "--seq", "64", "--dp", "2"),
         ("dryrun", "--model", "gpt-3m", "--seq", "64", "--sweep", "--tps", "1,2", "--ranks", "2,4"),
         ("memory", "--model", "gpt-3m", "--seq", "64"),
+        ("layouts", "--model", "gpt-22b", "--mesh", "8"),
+        ("topology", "--accelerators", "16"),
+        ("pipeline", "--stages", "2"),
+        ("collectives",),
     ],
     ids=" ".join,
 )
-def test_pictures(capsys, tmp_path, argv):
+def test_pictures(capsys, monkeypatch, tmp_path, argv):
+    """Each has a title, and no legend lies on bars."""
     pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
+    from matplotlib.figure import Figure
+
+    titles, path, save = [], tmp_path / "picture.png", Figure.savefig
+
+    def saved(figure, *args, **options):
+        save(figure, *args, **options)
+        titles.append(figure.get_suptitle())
+        for ax in figure.axes:
+            if ax.containers and ax.get_legend():
+                assert not ax.get_legend().get_window_extent().overlaps(ax.get_window_extent())
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     assert f"drawn to {path}" in said(capsys, *argv, "--plot", str(path))
-    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.read_bytes()[:4] == b"\x89PNG" and len(titles) == 1 and titles[0]
 
 
 def test_mfu(capsys):

@@ -11,7 +11,7 @@ import pytest
 from tests.tools.plan import fake
 from tpfuse.tools.ledger.mfu import model_flops
 from tpfuse.tools.plan.explain import Scenario, binding, changes, formulas, runner_up
-from tpfuse.tools.plan.report import as_json, cells, draw
+from tpfuse.tools.plan.report import as_json, cells, draw, label
 from tpfuse.tools.plan.split import Split
 from tpfuse.tools.plan.step import STEP_PARTS
 
@@ -49,6 +49,14 @@ def test_numbers(plans):
     assert Split(**split | dict(layers=tuple(split["layers"]))) == step.split
     assert sum(best["parts"].values()) == pytest.approx(best["seconds"]) == pytest.approx(step.seconds)
     assert max(m["total"] for m in best["memory"]) == step.peak and as_json(step)["micro_batches"] == step.micro_batches
+
+
+def test_labels_of_a_picture_differ(plans):
+    labels = [label(step.split) for step in plans.steps]
+    assert len(set(labels)) == len(labels) and not any(text.endswith("-") for text in labels)
+    assert label(Split(2, 1, 2, "zbv", 2, 4, "smallest", True, True)) == (
+        "dp 2 x tp 1 x pp 2, micro-batch 4, smallest, full recompute, FSDP, zbv x 2"
+    )
 
 
 def test_cells():

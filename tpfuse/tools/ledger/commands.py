@@ -192,7 +192,7 @@ def _run_memory(args: Namespace) -> None:
         measured = dryrun.measured_layer(config, case) if recompute in SAVING else None
         sizes = quantity(n, "B"), quantity(n * s.L, "B"), quantity(measured, "B") if measured else ""
         rows.append((name, f"{n / unit:.2f}", *sizes))
-        bars[name] = {"a layer, bytes / sbh": n / unit}
+        bars[name] = {"a layer": n / unit}
         values[name] = dict(a_layer=n, all_layers=n * s.L, measured_a_layer=measured)
     state, numbers = _rank_memory(args, config, plan)
     head = f"saved for backward by one layer on one rank; sbh = {unit:,}, bytes of {args.dtype}"
@@ -201,7 +201,9 @@ def _run_memory(args: Namespace) -> None:
         args,
         f"{head}\n{saved}\n\n{state}",
         dict(activations=values, **numbers),
-        lambda path: plots.bars(bars, "bytes / sbh", path),
+        lambda path: plots.bars(
+            bars, path, title=f"{args.model}: {head}", axis="bytes / sbh (sequence x micro-batch x width)"
+        ),
     )
 
 
@@ -275,4 +277,6 @@ def _run_rank(args: Namespace, config: ModelConfig) -> None:
     bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
     formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}
     values = dict(config=asdict(config), **dryrun.as_json(r.plan, r.held, r.work), formulas=formulas)
-    present(args, dryrun.report(r), values, lambda path: plots.bars(bars, "bytes a rank", path))
+    title = f"{args.model}, tp {r.plan.tp} x dp {r.plan.dp}: memory of a rank"
+    draw = lambda path: plots.bars(bars, path, title=title, axis="at the peak", unit="B")
+    present(args, dryrun.report(r), values, draw)

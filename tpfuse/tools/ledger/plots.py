@@ -8,7 +8,7 @@ from . import aten
 from .dryrun import Point
 from .layer import Comparison
 from .recorder import FORWARD, Entry, Ledger
-from .text import quantity
+from .text import quantity, scale
 
 COLOURS = {
     aten.GEMM: "#4c72b0",
@@ -23,8 +23,10 @@ _MAX_WIDTH = 14.0  # points, of the widest edge
 Draw = Callable[[Any, Any], None]  # of a figure and its axes
 
 
-def figure(path: Path, size: tuple[float, float], draw: Draw, *, columns: int = 1, rows: int = 1) -> None:
-    """Writes a picture of ``size`` in inches, of several drawings beside or below each other.
+def figure(
+    path: Path, size: tuple[float, float], draw: Draw, *, title: str = "", columns: int = 1, rows: int = 1
+) -> None:
+    """Writes a picture of ``size`` in inches under a title, of several drawings beside or below each other.
 
     ValueError where matplotlib is missing.
     """
@@ -37,9 +39,18 @@ def figure(path: Path, size: tuple[float, float], draw: Draw, *, columns: int = 
 
     fig, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     draw(fig, axes.ravel())
+    fig.suptitle(title, x=0.01, ha="left", size=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
     plt.close(fig)
+
+
+def legend(ax: Any, *, corner: str = "lower left", columns: int = 8, handles: Any = None) -> None:
+    """Draws a legend above the axes, at their "lower left" or "lower right", so that it hides no data."""
+    handles = ax.get_legend_handles_labels()[0] if handles is None else handles
+    anchor = (0 if corner == "lower left" else 1, 1)
+    style = dict(fontsize=7, frameon=False, columnspacing=1.0, borderaxespad=0.2)
+    ax.legend(handles=handles, loc=corner, bbox_to_anchor=anchor, ncols=columns, **style)
 
 
 # ---- the map of a layer ----
@@ -87,7 +98,8 @@ def layer_map(comparison: Comparison, path: Path) -> None:
         handles = [axes[0].plot([], [], "s", color=c, label=kind)[0] for kind, c in COLOURS.items()]
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
-    figure(path, (7 * len(entries_of), max(6, 0.42 * tallest)), draw, columns=len(entries_of))
+    title = "one layer, forward and backward: an edge is as wide as its bytes"
+    figure(path, (7 * len(entries_of), max(6, 0.42 * tallest)), draw, title=title, columns=len(entries_of))
 
 
 def _without_crumbs(ledger: Ledger) -> list[Entry]:
@@ -173,23 +185,26 @@ def growth(points: Sequence[Point], path: Path) -> None:
         over_tp, over_ranks = [p for p in counted if p.ranks == most], [p for p in counted if p.plan.tp == tp]
         side(axes[0], over_tp, lambda p: p.plan.tp, dict(xlabel="tensor-parallel size", title=f"{most} ranks"))
         side(axes[1], over_ranks, lambda p: p.ranks, dict(xlabel="ranks", title=f"tp = {tp}"))
-        axes[0].legend(fontsize=8)
+        axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
-    figure(path, (12, 5), draw, columns=2)
+    figure(path, (13, 5), draw, title="costs of one rank as the split grows", columns=2)
 
 
-def bars(rows: dict[str, dict[str, float]], unit: str, path: Path) -> None:
-    """Draws stacked bars: name -> part -> number."""
+def bars(rows: dict[str, dict[str, float]], path: Path, *, title: str, axis: str, unit: str = "") -> None:
+    """Draws stacked bars: name -> part -> number of ``unit``; the axis is named by a multiple of it, and ``axis``."""
 
     def draw(fig: Any, axes: Any) -> None:
         ax = axes[0]
+        factor, multiple = scale(max(sum(values.values()) for values in rows.values()), unit)
         left = dict.fromkeys(rows, 0.0)
-        for part in dict.fromkeys(part for values in rows.values() for part in values):
-            numbers = [values.get(part, 0.0) for values in rows.values()]
+        parts = dict.fromkeys(part for values in rows.values() for part in values)
+        for part in parts:
+            numbers = [values.get(part, 0.0) / factor for values in rows.values()]
             ax.barh(list(rows), numbers, left=list(left.values()), label=part)
             left = {name: left[name] + n for name, n in zip(rows, numbers)}
         ax.invert_yaxis()
-        ax.set_xlabel(unit)
-        ax.legend(fontsize=8)
+        ax.set_xlabel(f"{multiple} {axis}".strip())
+        if len(parts) > 1:
+            legend(ax)
 
-    figure(path, (9, 1.2 + 0.45 * len(rows)), draw)
+    figure(path, (9, 1.4 + 0.45 * len(rows)), draw, title=title)

@@ -152,4 +152,6 @@ def _run_predict(args: Namespace) -> None:
         for c in checked
     ]
     bars = {f"tp {v['tp']}, dp {v['dp']}": v["parts"] for v in values}
-    present(args, steptime.report(checked), values, lambda path: plots.bars(bars, "seconds a step", path))
+    title = f"{args.model}, batch {args.batch} x {args.seq}: predicted time of a step"
+    draw = lambda path: plots.bars(bars, path, title=title, axis="a step", unit="s")
+    present(args, steptime.report(checked), values, draw)

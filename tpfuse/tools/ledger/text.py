@@ -28,6 +28,13 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def scale(largest: float, unit: str) -> tuple[float, str]:
+    """Returns the factor and the name of an axis's unit for numbers up to ``largest``: 0.004, "s" -> 1e-3, "ms"."""
+    prefixes = ((1, ""), (1e-3, "m"), (1e-6, "u")) if unit == "s" else (*_PREFIXES, (1, ""))
+    fits = ((factor, prefix + unit) for factor, prefix in prefixes if largest >= factor)
+    return next(fits, (1, unit)) if unit else (1, unit)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns rows as text, columns as wide as their widest cell.
 

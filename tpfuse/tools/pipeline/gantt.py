@@ -24,8 +24,9 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
         axes[-1].set_xlabel("seconds")
         fig.legend(handles=handles(axes[0]), loc="outside upper right", ncols=len(NAMES))
 
-    size = 11, 0.6 + sum(map(height, timelines.values()))
-    figure(path, size, drawing, rows=len(timelines))
+    size = 11, 0.9 + sum(map(height, timelines.values()))
+    title = "pipeline schedules: passes by micro-batch, a row a rank"
+    figure(path, size, drawing, title=title, rows=len(timelines))
 
 
 def height(timeline: Timeline) -> float:

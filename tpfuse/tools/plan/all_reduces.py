@@ -61,10 +61,11 @@ def draw(compared: AllReduceTimes, path: Path) -> None:
         for name, rows in compared.times.items():
             lines.loglog(compared.sizes, [row[-1] for row in rows], label=name)
         lines.set(xlabel="bytes a rank", ylabel="seconds")
-        lines.set_title(f"{compared.ranks[-1]} ranks", loc="left", size=10)
-        lines.legend()
+        lines.set_title(f"all of them at {compared.ranks[-1]} ranks", loc="left", size=10)
+        lines.legend(fontsize=8)
 
-    figure(path, (12, 4.5), drawing, columns=2)
+    link = f"{quantity(compared.link.bandwidth, 'B/s')}, {duration(compared.link.latency)} a message"
+    figure(path, (12, 4.8), drawing, title=f"all-reduce by size and ranks, over links of {link}", columns=2)
 
 
 def _map() -> Any:

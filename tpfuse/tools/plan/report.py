@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from ...pipeline.simulator import Timeline
 from ..ledger.mfu import model_flops
-from ..ledger.plots import figure
-from ..ledger.text import duration, quantity, table
+from ..ledger.plots import figure, legend
+from ..ledger.text import duration, quantity, scale, table
 from ..pipeline import gantt
 from .cluster import Cluster
 from .costs import CostModel
@@ -108,6 +108,12 @@ def cells(split: Split) -> tuple[str, int, str, str, str]:
     return split.mesh, split.micro_batch, saving, replicas, schedule
 
 
+def label(split: Split) -> str:
+    """Returns a split's cells in one line, without those that it has none of."""
+    mesh, micro_batch, *others = cells(split)
+    return ", ".join([mesh, f"micro-batch {micro_batch}", *(cell for cell in others if cell != "-")])
+
+
 def as_json(step: StepEstimate) -> dict[str, object]:
     """Returns a plan's numbers: fields of Split, seconds by part, and bytes of each pipeline rank."""
     memory = [dict(m._asdict(), total=m.total) for m in step.memory]
@@ -123,24 +129,25 @@ def draw(plans: Plans, path: Path) -> None:
 
     def drawing(fig: Any, axes: Any) -> None:
         (times, sizes), below = axes[:2], axes[2:]
-        names = [f"{i + 1}: {s.split.mesh}, {cells(s.split)[-1]}" for i, s in enumerate(steps)]
+        names = [f"{i + 1}: {label(s.split)}" for i, s in enumerate(steps)]
         left = [0.0] * len(steps)
+        factor, unit = scale(max(s.seconds for s in steps), "s")
         for part in STEP_PARTS:
-            width = [s.parts[part] for s in steps]
+            width = [s.parts[part] / factor for s in steps]
             times.barh(names, width, left=left, color=_COLOURS[part], label=part)
             left = [a + b for a, b in zip(left, width, strict=True)]
-        times.set(xlabel="seconds a step")
+        times.set(xlabel=f"{unit} a step")
         times.invert_yaxis()
         fullest = [max(s.memory, key=lambda m: m.total) for s in steps]
         state = [m.state / 1e9 for m in fullest]
-        sizes.barh(range(len(steps)), state, color="#4c72b0", label="state")
+        sizes.barh(range(len(steps)), state, color="#8c8c8c", label="state")
         activations = [m.activations / 1e9 for m in fullest]
-        sizes.barh(range(len(steps)), activations, left=state, color="#dd8452", label="activations")
+        sizes.barh(range(len(steps)), activations, left=state, color="#d3b8a6", label="activations")
         sizes.axvline(plans.costs.limit / 1e9, color="black", linestyle="--", label="limit")
         sizes.set(xlabel="GB, the fullest rank", yticks=[])
         sizes.invert_yaxis()
         for ax in times, sizes:
-            _legend(ax, "lower left", 0, columns=len(STEP_PARTS))
+            legend(ax)
         if timeline is not None:
             grid = times.get_gridspec()
             grid.set_height_ratios(heights)
@@ -148,7 +155,11 @@ def draw(plans: Plans, path: Path) -> None:
                 ax.remove()
             _pipeline(fig.add_subplot(grid[1, :]), steps[0], timeline)
 
-    figure(path, (13, sum(heights)), drawing, columns=2, rows=len(heights))
+    job, cluster = plans.job, plans.cluster
+    title = (
+        f"batch {job.batch} x {job.seq} on {cluster.devices} x {cluster.device.name}: the {len(steps)} fastest plans"
+    )
+    figure(path, (15, 0.3 + sum(heights)), drawing, title=title, columns=2, rows=len(heights))
 
 
 def _pipeline(ax: Any, step: StepEstimate, timeline: Timeline) -> None:
@@ -156,12 +167,4 @@ def _pipeline(ax: Any, step: StepEstimate, timeline: Timeline) -> None:
     schedule = cells(step.split)[-1]
     gantt.rows(ax, f"passes of plan 1: {step.split.mesh}, {schedule}, {step.micro_batches} micro-batches", timeline)
     ax.set(xlim=(0, timeline.seconds), xlabel="seconds", ylabel="pipeline rank")
-    _legend(ax, "lower right", 1, columns=3, handles=gantt.handles(ax))
-
-
-def _legend(ax: Any, corner: str, x: int, *, columns: int, handles: Any = None) -> None:
-    """Draws a legend above the axes."""
-    handles = ax.get_legend_handles_labels()[0] if handles is None else handles
-    ax.legend(
-        handles=handles, fontsize=7, frameon=False, columnspacing=1.0, loc=corner, bbox_to_anchor=(x, 1), ncols=columns
-    )
+    legend(ax, corner="lower right", handles=gantt.handles(ax))

@@ -209,4 +209,5 @@ def _megatron(space: Space, axes: tuple[int, ...]) -> Solution:
 
 def draw(layouts: Layouts, path: Path) -> None:
     """Draws the seconds by part of each solution."""
-    bars({name: result.parts for name, result in layouts.results().items()}, "seconds, forward and backward", path)
+    parts = {name: result.parts for name, result in layouts.results().items()}
+    bars(parts, path, title=layouts.title, axis="of forward and backward", unit="s")

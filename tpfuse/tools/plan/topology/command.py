@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...command import CommandParser, add_output, positive, present
-from ...ledger.plots import figure
+from ...ledger.plots import figure, legend
 from ...ledger.text import table
 from .bandwidth import all_reduce, all_to_all, bisection
 from .build import NETWORKS, hamming_mesh
@@ -90,25 +90,26 @@ def compare(accelerators: int) -> NetworkTable:
 
 
 def draw(compared: NetworkTable, path: Path) -> None:
-    """Draws the two rings of a small HammingMesh, and bars of cost and of bandwidth."""
+    """Draws bars of cost and of bandwidth, and the two rings of a small HammingMesh."""
     names = list(compared.rows)
 
     def drawing(fig: Any, axes: Any) -> None:
-        mesh, cost, carried = axes
+        cost, carried, mesh = axes
         _rings(mesh)
         cost.barh(names, [row.dollars / 1e6 for row in compared.rows.values()], color=_COLOURS[0])
         cost.set(xlabel="M$, switches and cables")
-        cost.set_title(f"{compared.accelerators} accelerators", loc="left", size=10)
+        cost.set_title("cost", loc="left", size=10)
         for i, field in enumerate(("bisection", "all_to_all", "all_reduce")):
             positions = [k + 0.27 * (i - 1) for k in range(len(names))]
             shares = [100 * getattr(row, field) for row in compared.rows.values()]
             carried.barh(positions, shares, 0.25, color=_COLOURS[i], label=field.replace("_", " "))
         carried.set(xlabel="% of injection bandwidth", yticks=range(len(names)), yticklabels=names)
-        carried.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+        legend(carried)
         for ax in (cost, carried):
             ax.invert_yaxis()
 
-    figure(path, (15, 4.5), drawing, columns=3)
+    title = f"networks of {compared.accelerators} accelerators, and what one kind of them looks like"
+    figure(path, (16, 4.8), drawing, title=title, columns=3)
 
 
 def _rings(ax: Any) -> None:
@@ -129,7 +130,19 @@ def _rings(ax: Any) -> None:
             )
     ax.plot(*zip(*(place(i) for i in range(network.accelerators))), "o", color="black", ms=5)
     ax.set(xlim=(-1.2, columns + 0.2), ylim=(-rows - 0.2, 1.2), aspect="equal")
-    ax.set_title("two rings that share no link (dashed, dotted: through a switch)", loc="left", size=10)
+    ax.set_title(
+        "Hx2Mesh at a size that can be drawn: 36 accelerators\ntwo rings through all that share no link",
+        loc="left",
+        size=10,
+    )
+    lines = [ax.plot([], [], color=colour, label=f"ring {i}")[0] for i, colour in enumerate(_COLOURS[:2], 1)]
+    styles = {
+        "solid": "on a board",
+        "dashed": "to the next board, by a switch",
+        "dotted": "to the far end, by a switch",
+    }
+    lines += [ax.plot([], [], color="black", ls=style, label=text)[0] for style, text in styles.items()]
+    ax.legend(handles=lines, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     ax.axis("off")
 
 
