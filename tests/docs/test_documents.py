@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,6 +100,70 @@ def test_blocks_run(page, ranks, gpt2, tmp_path):
     assert all(torch.isfinite(value).all() for key, value in found.items() if key in ("loss", "h", "x"))
     if name in ("README.md", "docs/models.md"):
         assert found["tokens"].shape == (1, 11)
+
+
+class PageBlock(NamedTuple):
+    """A Python block, the heading that it stands under, and the headings that its first line goes on from."""
+
+    heading: str
+    code: str
+    before: list[str]
+
+
+def page_blocks(text: str) -> list[PageBlock]:
+    parts, heading = [], ""
+    for title, code in re.findall(r"^#+ ([^\n]*)$|^```(?:python\n(.*?)|[a-z]*\n.*?)^```", text, re.S | re.M):
+        heading = title or heading
+        if code:
+            first = code.splitlines()[0]
+            before = re.findall(r'"([^"]+)"', first) if first.startswith("# goes on from ") else []
+            parts.append(PageBlock(heading, code, before))
+    return parts
+
+
+def undefined(codes: list[str], folder: pathlib.Path) -> list[set[str]]:
+    """The names of each that it does not define."""
+    for i, code in enumerate(codes):
+        (folder / f"{i}.py").write_text(code)
+    rules = "--isolated", "--no-cache", "--select", "F821", "--output-format", "concise"
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, str(folder)], capture_output=True, text=True)
+    names = [set() for _ in codes]
+    for number, name in re.findall(r"(\d+)\.py:.*Undefined name `(\w+)`", done.stdout):
+        names[int(number)].add(name)
+    return names
+
+
+def wrong_blocks(texts: list[str], folder: pathlib.Path) -> list[str]:
+    """Blocks that use names from above and do not say from where, or say so and need nothing, by their first lines."""
+    blocks, wholes = [], []
+    for text in texts:
+        on_page = page_blocks(text)
+        for i, block in enumerate(on_page):
+            above, headings = [], set(block.before)
+            for other in reversed(on_page[:i]):
+                if other.heading in headings:
+                    above.insert(0, other.code)
+                    headings |= set(other.before)
+            blocks.append(block)
+            wholes.append("\n".join([*above, block.code]))
+    alone = undefined([block.code for block in blocks], folder)
+    together = undefined(wholes, folder)
+    return [
+        block.code.splitlines()[0]
+        for block, names, rest in zip(blocks, alone, together, strict=True)
+        if rest or bool(names) != bool(block.before)
+    ]
+
+
+def test_a_block_stands_alone_or_says_what_it_goes_on_from(tmp_path):
+    assert wrong_blocks([page.read_text() for page in WITH_PYTHON], tmp_path) == []
+
+
+def test_a_block_that_does_not_say_so_is_seen(tmp_path):
+    page = """# A\n```python\nx = 1\n```\n# B\n```python\n{}y = x\n```\n"""
+    assert wrong_blocks([page.format('# goes on from "A"\n')], tmp_path) == []
+    assert wrong_blocks([page.format("")], tmp_path) == ["y = x"]
+    assert len(wrong_blocks([page.format('# goes on from "B"\n')], tmp_path)) == 1
 
 
 def test_readme_has_its_examples():
