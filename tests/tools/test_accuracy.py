@@ -33,9 +33,9 @@ def test_one_wrong_element_is_the_largest_error():
 def test_a_rounding_is_within_the_limits(dtype):
     rounded = EXACT.to(dtype)
     error = rms_error(rounded, EXACT)
-    assert 0 < error < min(split_limit(error, dtype), kernel_limit(error, dtype))
+    assert 0 < error < min(split_limit(error, dtype), kernel_limit(error, dtype, 4096))
     assert 0 < largest_error(rounded, EXACT) < op_limit(dtype) < op_limit(dtype, 2)
-    assert max(kernel_limit(0.0, dtype), split_limit(0.0, dtype)) < 0.2
+    assert max(kernel_limit(0.0, dtype, 4096), split_limit(0.0, dtype)) < 0.2
 
 
 def test_a_sum_one_by_one_is_within_the_limit_of_a_kernel():
@@ -44,13 +44,22 @@ def test_a_sum_one_by_one_is_within_the_limit_of_a_kernel():
     exact, one_by_one = x.double().sum(0), torch.zeros(64)
     for row in x:
         one_by_one += row
-    assert rms_error(one_by_one, exact) <= kernel_limit(rms_error(x.sum(0), exact), torch.float32)
+    assert rms_error(one_by_one, exact) <= kernel_limit(rms_error(x.sum(0), exact), torch.float32, 64)
 
 
 def test_a_thousandth_in_fp32_is_above_the_limits():
     error = rms_error(EXACT.float(), EXACT)
-    assert 1e-3 > 100 * max(split_limit(error, torch.float32), kernel_limit(error, torch.float32))
+    assert 1e-3 > 100 * max(split_limit(error, torch.float32), kernel_limit(error, torch.float32, 4096))
     assert 1e-3 > 100 * op_limit(torch.float32, 2)
+
+
+@pytest.mark.parametrize("numbers", [1, 9, 100])
+def test_a_unit_in_the_last_place_of_one_number_is_within_the_limit_of_a_kernel(numbers):
+    """Where torch happens to have none; four units are beyond it."""
+    exact = torch.ones(numbers, dtype=torch.float64)
+    other = exact.clone()
+    other[0] += torch.finfo(torch.bfloat16).eps
+    assert rms_error(other, exact) <= kernel_limit(0.0, torch.bfloat16, numbers) < rms_error(1 + 4 * (other - 1), exact)
 
 
 def test_limits_as_the_documents_have_them():

@@ -9,12 +9,12 @@ number of a dtype, rounding explains an error up to
                                                            same terms are summed in another order, so errors are of one
                                                            size, but not equal: 4 times.  Where one rank happens to have
                                                            next to none (sums of few terms), 16 units in the last place
-    kernel_limit   2 e + eps / 10 + 64 eps(fp32) / 2       of a kernel; e: torch's error in the same dtype, of the same
-                                                           arithmetic in one order or another.  A tenth of a unit is an
-                                                           RMS of one rounding in some hundred elements, where torch has
-                                                           none; the last term is of sums in fp32, as below: n random
-                                                           terms one by one err by sqrt(n / 6) eps(fp32) / 2, where
-                                                           torch adds in pairs
+    kernel_limit   2 e + eps / sqrt(min(m, 100))           of m numbers of a kernel; e: torch's error in the same dtype,
+                   + 64 eps(fp32) / 2                      of the same arithmetic in one order or another.  The second
+                                                           term is the RMS of a unit in the last place of one number,
+                                                           or of one in each hundred, where torch has none; the last is
+                                                           of sums in fp32, as below: n random terms one by one err by
+                                                           sqrt(n / 6) eps(fp32) / 2, where torch adds in pairs
     op_limit       n (8 eps / 2 + 64 eps(fp32) / 2)        of n ops in a chain, where nothing computes in the same dtype
                                                            beside it: largest elements, of a kernel forward and backward
                                                            that rounds 8 times to its dtype, and sums in fp32, of 64
@@ -62,9 +62,10 @@ def split_limit(one_rank: float, dtype: torch.dtype) -> float:
     return max(4.0 * one_rank, 16.0 * torch.finfo(dtype).eps)
 
 
-def kernel_limit(torch_error: float, dtype: torch.dtype) -> float:
-    """Returns the largest :func:`rms_error` of a kernel; ``torch_error``: that of plain torch in the same dtype."""
-    return 2.0 * torch_error + torch.finfo(dtype).eps / 10 + SUMS
+def kernel_limit(torch_error: float, dtype: torch.dtype, numbers: int) -> float:
+    """Returns the largest :func:`rms_error` of so many numbers of a kernel; ``torch_error``: that of plain torch in the
+    same dtype."""
+    return 2.0 * torch_error + torch.finfo(dtype).eps / min(max(numbers, 1), 100) ** 0.5 + SUMS
 
 
 def op_limit(dtype: torch.dtype, ops: int = 1) -> float:

@@ -167,7 +167,8 @@ class Errors:
         self.dtype = inputs[0].dtype
         self.exact = results(bench.truth, double(inputs), self.p, self.dtype)
         rounded = self.against_truth(bench.truth)
-        self.limits = {mode: [kernel_limit(error, self.dtype) for error in rounded[mode]] for mode in MODES}
+        limit = lambda error, exact: kernel_limit(error, self.dtype, exact.numel())
+        self.limits = {mode: list(map(limit, rounded[mode], self.exact[mode])) for mode in MODES}
 
     def against_truth(self, fn: Provider) -> dict[str, list[float]]:
         """Returns the error of each tensor, by mode; inf of another number of tensors."""
