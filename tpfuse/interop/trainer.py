@@ -1,13 +1,17 @@
 """transformers' Trainer on a split model: ``class Trainer(tpfuse.TrainerMixin, transformers.Trainer)``."""
 
+import random
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..kernels.runtime.errors import check
 from ..models.files.read import ModelDirectory, restore
+from ..ranks.messages import gather
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from .accelerator import FOLDER, AcceleratorMixin, check_processes, sizes_of
 from .parallelized import Parallelized, parallelized_in
@@ -29,6 +33,11 @@ class TrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if (module := self._parallelized) is not None:
+            _share_generators(module.parallel.tp.group)  # which some trainers seed by the process
 
     def create_accelerator_and_postprocess(self) -> None:
         plain: Any = super()
@@ -97,6 +106,18 @@ class TrainerMixin:
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _share_generators(group: dist.ProcessGroup | None) -> None:
+    """Gives the ranks of a group the states of the first one's random generators: what they draw for a batch, which is
+    the same on all of them, is the same too."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    python, arrays, cpu, gpu = gather((random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda), group)[0]
+    random.setstate(python)
+    np.random.set_state(arrays)
+    torch.set_rng_state(cpu)
+    for state in gpu:
+        torch.cuda.set_rng_state(state)
 
 
 def _forget_layout() -> None:

@@ -82,7 +82,7 @@ class Direct:
         self.norm = _norm(model.input_norm) if model.input_norm is not None else None
         self.form = form_for(dtype, rows=len(visible), times=new)
         tied, self.capped = model._tied(), model.head.capped
-        self.head = self.form.map(model.head.get_parameter("weight") if tied is None else tied, model.head.bias)
+        self.head = self.form.map(model.head.shard("weight") if tied is None else tied, model.head.shard("bias"))
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         start = self.form if self.form.any_rows else form_for(dtype, rows=len(visible) * prompt, times=1)
         self.layers = [_DirectLayer(block, self.exchange, start) for block in model.blocks]
