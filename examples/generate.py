@@ -13,7 +13,9 @@ unchanged, on GPUs (nccl, bf16).
 """
 
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,16 +239,22 @@ def compare(args, model: GPT, ids: Tensor, mask: Tensor, runs: int) -> None:
                 speeds.append((ours, rate, ours / rate))
     dist.barrier()
     if reference is not None:
-        size, cores = f"{len(ids)} x {args.max_new_tokens}", threads * common.WORLD
+        size, cores = f"{len(ids)} x {args.max_new_tokens}", os.cpu_count() or 1
         count, figures = ("one run", "") if runs == 1 else (f"{runs} runs", ": median (least to most)")
-        print(f"{count} of {size} tokens each, in turn, {cores} threads in all on {ids.device.type}{figures}")
-        for name, values in zip(("tpfuse", "transformers"), zip(*speeds)):
-            print(f"  {name:13} {spread(values, 1)} tokens/s")
+        print(f"{count} of {size} tokens each, in turn, on {ids.device.type}{figures}")
+        forms = {
+            "tpfuse": f"{common.WORLD} processes x {threads} threads",
+            "transformers": f"1 process x {threads * common.WORLD} threads",
+        }
+        for (name, form), values in zip(forms.items(), zip(*speeds)):
+            print(f"  {name:13} {spread(values, 1)} tokens/s, {form}")
         ratios = [ratio for *_, ratio in speeds]
-        print(
-            f"  {'ratio':13} {spread(ratios, 2)}; the tokens are {'the same' if same else 'not all the same'}",
-            flush=True,
-        )
+        print(f"  {'ratio':13} {spread(ratios, 2)}; the tokens are {'the same' if same else 'not all the same'}")
+        if ids.device.type == "cpu" and threads * common.WORLD > cores:
+            print(
+                f"  {threads * common.WORLD} threads share {cores} cores, and processes wait for each other's messages"
+            )
+        sys.stdout.flush()
 
 
 def spread(values, digits: int) -> str:

@@ -57,7 +57,7 @@ def test_compare(trained, capsys, monkeypatch):
         capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 6, "--compare", "--runs", 2, "def ", "class X"
     )
     for name in ("tpfuse", "transformers"):
-        assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s", out)
+        assert re.search(rf"{name} +\d+\.\d \(\d+\.\d to \d+\.\d\) tokens/s, 1 process(es)? x \d+ threads", out)
     assert re.search(r"ratio +\d+\.\d\d \(.*\); the tokens are the same", out)
     assert re.search(r"^> def .*^> class X.*^12 tokens in .*^2 runs of 2 x 6 tokens each", out, re.S | re.M)
     one = said(capsys, monkeypatch, "--model", trained[0], "--max-new-tokens", 2, "--compare", "--runs", 1, "def ")
