@@ -1,10 +1,13 @@
 """Tensor parallelism as a value: rank, size and group, passed as an argument, never global.  It pickles and
 deep-copies."""
 
+import functools
+import hashlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,8 +226,17 @@ def resolve(group_name: str) -> dist.ProcessGroup:
 
 
 def versions() -> str:
-    """Returns the versions that must agree for ranks to compute the same."""
-    return f"tpfuse {__version__}, torch {torch.__version__}"
+    """Returns the versions that must agree for ranks to compute the same, of this package with a checksum of its
+    sources: two machines may have other ones under one number."""
+    return f"tpfuse {__version__} #{_sources()}, torch {torch.__version__}"
+
+
+@functools.cache
+def _sources() -> str:
+    root, digest = Path(__file__).parent, hashlib.blake2b(digest_size=4)
+    for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def host() -> tuple[str, int]:

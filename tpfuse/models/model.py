@@ -38,7 +38,7 @@ from .stack import FULL, SELECTIVE, run_blocks, saving_of
 from .stages import Batch, ModelStages
 
 M = TypeVar("M", bound="Model")
-AT_CALLS: list[Callable[["Model"], None]] = []  # done first at each call of a model
+AT_CALLS: list[Callable[["Model"], None]] = []  # done at each call of a model, once its ranks agree on it
 _WHICH = "which model, in the order in which they were made"
 _CAUSE = "the usual cause is a sampler over the whole world instead of over the data-parallel ranks"
 
@@ -106,14 +106,21 @@ class Model(nn.Module):
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
         shared |= dict(dtype=torch.get_default_dtype()) | options
         shared |= {} if self.tp.bitwise is None else order_of_sums()
-        self.tp.agree(name, shared)
         fields = "size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
-        self._shared = shared | split | dict(versions=versions())
-        agree(dp, Header(name, axis="data-parallel"), self._shared)
+        self._shared: dict[str, Any] = {}
+        self._share(shared | split | dict(versions=versions()))
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
+
+    def _share(self, values: dict[str, Any]) -> None:
+        """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
+        are known once there is a schedule."""
+        name = type(self).__name__
+        self.tp.agree(name, values)
+        agree(self.groups.dp, Header(name, axis="data-parallel"), values)
+        self._shared |= values
 
     def _make_embedding(self, scale: float | None = None) -> None:
         """Makes the embedding, where a stage here needs it."""
@@ -226,12 +233,16 @@ class Model(nn.Module):
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
-        for action in AT_CALLS:
-            action(self)
         if self.tp.size > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
-            self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+            compare = lambda: self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+            if is_checking() and not torch.compiler.is_compiling():
+                together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
+            else:
+                compare()
+        for action in AT_CALLS:
+            action(self)
 
     def _state(self) -> dict[str, Any]:
         """Returns what decides a call beside its arguments, in words."""
@@ -332,21 +343,23 @@ class Model(nn.Module):
         """
         wanted, begins = torch_dtype if dtype is None else dtype, options.get("classifier") is not None
 
-        def examine() -> tuple[ModelDirectory, ModelConfig, dict[str, Any], torch.dtype]:
+        def examine() -> tuple[ModelDirectory, ModelConfig, dict[str, Any], torch.dtype, str]:
             files = ModelDirectory(path)
             same = torch_dtype is None or files.dtype(torch_dtype) == files.dtype(wanted)
             check(same, f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} differ")
             config = files.read_config(cls.config_class.from_hf)
-            return files, config, ({} if begins else cls._options_from(files)) | options, files.dtype(wanted)
+            options_read = ({} if begins else cls._options_from(files)) | options
+            return files, config, options_read, files.dtype(wanted), files.summary()
 
-        files, config, options, dtype = together(examine, () if tp is None else (tp.group,))
+        files, config, options, dtype, summary = together(examine, () if tp is None else (tp.group,))
         if cls._has_head(options):
             config = as_stored(files, config, dtype, TensorParallel() if tp is None else tp)
         with torch.device("meta"):
             model = cls(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, **options)
-        model.tp.agree(cls.__name__, {"dtype": dtype})
+        model._share({"dtype": dtype})
         fresh = ("classifier", "pooler", "transform", "transform_norm") if begins else ()
         load(model.files, files, dtype, device, seed=seed, fresh=fresh)
+        model._share({"the weights in the files": summary})  # after an error that names a tensor
         model.origin = FileOrigin(Path(path), files.config)
         return model.eval()
 

@@ -27,6 +27,7 @@ from tpfuse.models.files import disk as hf_disk
 from tpfuse.models.files import read as hf_read
 from tpfuse.models.files import source as hf_source
 from tpfuse.models.files import write as hf_write
+from tpfuse.pipeline import schedule
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
@@ -462,6 +463,46 @@ def dtypes_differ(world, path):
 
 def test_dtypes_that_differ_over_the_ranks(ranks, theirs):
     ranks(2, dtypes_differ, str(theirs("gpt")[1]))
+
+
+def disks_differ(world, folder, axis):
+    mesh = world.stages(*(world.size if axis == name else 1 for name in ("pp", "dp", "tp")))
+    options = dict(tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    if axis == "pp":
+        options["stage"] = (world.rank, world.size, "1f1b")
+    with pytest.raises(ValueError) as caught:
+        model = GPT.from_pretrained(f"{folder}/{world.rank}", **options)
+        schedule(model, mesh["pp"], "1f1b", 2)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
+def test_disks_that_hold_other_weights(ranks, theirs, tmp_path, axis):
+    """Of the same names and shapes: what a node had from an earlier download."""
+    for folder in ("0", "1"):
+        shutil.copytree(theirs("gpt")[1], tmp_path / folder)
+    tensors = load_file(tmp_path / "1" / "model.safetensors")
+    tensors = {name: x + 1e-3 * torch.randn(x.shape) for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "1" / "model.safetensors", metadata={"format": "pt"})
+    first, second = ranks(2, disks_differ, tmp_path, axis)
+    assert first == second and re.search("the weights in the files must be the same on every .*, got rank 0: ", first)
+
+
+def sources_differ(world):
+    if world.rank:
+        mock.patch("tpfuse.parallel._sources", lambda: "other").start()
+    try:
+        make_tp(world)
+    except ValueError as error:
+        return str(error)
+    finally:
+        mock.patch.stopall()
+
+
+def test_packages_of_one_version_with_other_sources(ranks):
+    first, second = ranks(2, sources_differ)
+    assert first == second and re.search(r"versions must be the same on .* rank 0: 'tpfuse \S+ #\w{8}, .*#other", first)
 
 
 # ---- out ----

@@ -182,6 +182,8 @@ def test_every_mistake_is_named(ranks, tmp_path, dp, tp):
         for way, text in found[0][mistake.__name__].items():
             if (way, mistake) in SILENT:
                 assert text == ""
+            elif way == "checking" and mistake in (counter, evaluation):
+                assert f"{name} must be the same on every tensor-parallel rank" in text
             elif way == "save_checkpoint" and mistake in (learning_rate, counter):
                 assert "must be the same on every rank" in text
             else:

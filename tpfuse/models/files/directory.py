@@ -5,6 +5,7 @@ effects.  A link is followed where it ends in the directory itself, or in the hu
 ``snapshots/<revision>/`` holds links into the ``blobs/`` beside ``snapshots``.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_LISTS = 100_000  # and objects: two million empty ones take seconds to parse
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file
 MAX_DIGITS = 100
+SAMPLES, BLOCK = 64, 4096  # blocks of a file's body that ranks compare, and their bytes
 _WEIGHTS = re.compile(r"\w[\w.+=@ -]{0,200}\.safetensors", re.ASCII)
 
 
@@ -85,6 +87,19 @@ def _depth(value: Any) -> int:
         level = [child for group in children for child in group]
         depth += bool(level)
     return depth
+
+
+def sampled(folder: Path, name: str) -> tuple[int, str]:
+    """Returns the size of a safetensors file, and a checksum of its header and of blocks spread over its body."""
+    with open(own_file(folder, name), "rb") as file:
+        size, digest = os.fstat(file.fileno()).st_size, hashlib.blake2b(digest_size=8)
+        length = int.from_bytes(file.read(8), "little")
+        digest.update(file.read(min(length, MAX_HEADER_BYTES)))
+        start = file.tell()
+        for place in sorted({start + i * max(0, size - start - BLOCK) // (SAMPLES - 1) for i in range(SAMPLES)}):
+            file.seek(place)
+            digest.update(file.read(BLOCK))
+    return size, digest.hexdigest()
 
 
 def open_tensors(folder: Path, name: str) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from ...kernels.runtime.rules import brief, listed, quoted
 from ...layers.module import Spec, initialize, local
 from ...layers.shards import named_specs
 from ...parallel import TensorParallel
-from ...ranks.agreement import any_rank
+from ...ranks.agreement import any_rank, names
 from ...ranks.messages import together
 from ..config.model import ModelConfig
-from .directory import is_weights_name, open_tensors, read_json
+from .directory import is_weights_name, open_tensors, read_json, sampled
 from .names import ModelFiles, tied_names
 from .source import Source
 
@@ -150,6 +151,13 @@ class ModelDirectory(NamedTensors):
             return action()
         except ValueError as error:
             raise ValueError(f"from_pretrained: {error}") from None
+
+    def summary(self) -> str:
+        """Returns what ranks compare of the files, which each may read from a disk of its own: their names, sizes and
+        headers, and samples of what is in them."""
+        sizes, checksums = zip(*(sampled(self.path, file) for file in self._handles), strict=True)
+        files = names([*self._handles])
+        return f"{files}, {sum(sizes)} bytes #{zlib.crc32(repr((sizes, checksums)).encode()):08x}"
 
     def dtype(self, wanted: torch.dtype | str | None) -> torch.dtype:
         """Returns the dtype for the parameters: ``wanted``, or its name; None: torch's default; "auto": the files' own.
