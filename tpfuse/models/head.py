@@ -1,6 +1,7 @@
 """The parts of models below and above their blocks: tables of replicated rows, replicated linear layers, and the head
 over a split vocabulary."""
 
+import functools
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class ReplicatedLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [m, K] -> act(W x + b) [m, N]"""
         weight, bias = local(self.weight), local(self.bias)
+        run = functools.partial(linear, tile=self.tp.row_tile, fixed=self.tp.bitwise is not None)
         if self.of_rows:
             bias = None if bias is None else on_rows(bias, self.tp)
             leaves = self.tp.row_leaves
@@ -72,9 +74,9 @@ class ReplicatedLinear(ParallelModule):
                 weight = on_rows(weight, self.tp)
                 biases = [None] * leaves if bias is None else per_leaf(bias, leaves)
                 pieces = zip(cut("ReplicatedLinear", x, 0, leaves), per_leaf(weight, leaves), biases, strict=True)
-                return torch.cat([linear(rows, w, b, self.activation, tile=self.tp.row_tile) for rows, w, b in pieces])
+                return torch.cat([run(rows, w, b, self.activation) for rows, w, b in pieces])
             weight = derived(lambda w: on_rows(w, self.tp), weight)
-        return linear(x, weight, bias, self.activation, tile=self.tp.row_tile)
+        return run(x, weight, bias, self.activation)
 
 
 class WholeNorm(LayerNorm):

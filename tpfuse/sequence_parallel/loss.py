@@ -84,13 +84,13 @@ def _leaf_gradients(
     """Returns :func:`gradients` by leaves of the vocabulary, dx as this rank's node of the tree over all leaves."""
     leaves = loss.leaves(len(layer.w), leaf_of(loss.vocab_size, tp))
     if main is None:
-        results = [linear_cross_entropy_bwd(layer.of(tokens), rows, part) for tokens, part in leaves]
+        results = [linear_cross_entropy_bwd(layer.of(tokens), rows, part, fixed=True) for tokens, part in leaves]
         dx, dw, db = zip(*results, strict=True)
         return tree(dx), torch.cat(dw), torch.cat(db)
 
     def add(total: Tensor) -> list[tuple[Tensor, Tensor]]:
         add_to = linear_cross_entropy_bwd_add
-        return [add_to(layer.of(tokens), rows, part, total[tokens]) for tokens, part in leaves]
+        return [add_to(layer.of(tokens), rows, part, total[tokens], fixed=True) for tokens, part in leaves]
 
     dx, db = zip(*main.add(add), strict=True)
     return tree(dx), None, torch.cat(db)

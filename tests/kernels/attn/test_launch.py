@@ -13,6 +13,7 @@ from tpfuse.kernels.attn.op import attention_bwd as bwd
 from tpfuse.kernels.attn.op import attention_decode as decode
 from tpfuse.kernels.attn.op import attention_fwd as fwd
 from tpfuse.kernels.attn.options import DecodeOptions, Options
+from tpfuse.kernels.attn.triton_records import Steps, Strides
 from tpfuse.kernels.runtime import launch as _launch
 from tpfuse.kernels.runtime import tuning
 from tpfuse.kernels.runtime.launch import next_power_of_2, pretending
@@ -503,6 +504,45 @@ def test_shards_of_heads_and_samples():
 
 
 # ---- strides, bytes ----
+
+
+@pytest.mark.parametrize(
+    "S, E, names, dtype",
+    [
+        (9, 12, "causal+rope", FP32),
+        pytest.param(9, 6, "softcap", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(33, 16, "causal+dropout", FP32, marks=[pytest.mark.slow, pytest.mark.rare]),
+    ],
+)
+def test_leaves_of_heads(monkeypatch, S, E, names, dtype):
+    """Heads have the bits that they have alone, whatever was measured, at strides that are multiples of 16."""
+    qkv, do, options = arguments(names, batch=1, S=S, G=8, Q=1, E=E, dtype=dtype)
+    o_all, _ = fwd.launch(qkv, options)
+    monkeypatch.setattr(config.__module__ + ".tuned", lambda *lookup, default: pytest.fail("a table was read"))
+    seen, start = [], _launch._start
+
+    def spy(kernel, grid, device, args, config):
+        seen.append((args, config))
+        return start(kernel, grid, device, args, config)
+
+    monkeypatch.setattr(_launch, "_start", spy)
+
+    def leaf(i, groups):
+        part, heads = slice(i * groups, (i + 1) * groups), slice(i * groups * E, (i + 1) * groups * E)
+        alone = options._replace(leaves=groups, first_head=options.first_head + i * groups)
+        o, lse = fwd.launch(qkv[:, part].contiguous(), alone)
+        return o, lse, bwd.launch(do[:, heads].contiguous(), qkv[:, part].contiguous(), o, lse, alone)
+
+    one = leaf(0, 8)
+    close = dict(rtol=2e-5, atol=2e-5) if dtype == FP32 else dict(rtol=1.6e-2, atol=1e-2)
+    torch.testing.assert_close(one[0], o_all, **close)
+    for ranks in (2, 8):
+        parts = [leaf(i, 8 // ranks) for i in range(ranks)]
+        assert all(torch.equal(torch.cat(whole, 1), t) for whole, t in zip(zip(*parts, strict=True), one, strict=True))
+    for args, named in seen:
+        strides = [record for record in (*args, *named.values()) if isinstance(record, Strides | Steps)]
+        assert all(n % 16 == 0 for record in strides for n in record)
+    assert {named["STATIC"].E % 16 for _, named in seen if "STATIC" in named} == {0}
 
 
 def test_strides():

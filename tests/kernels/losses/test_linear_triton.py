@@ -142,8 +142,8 @@ def test_declared_bytes_with_torchs_products(dtype, small_chunks, monkeypatch):
     _, args = launch_arguments(64, 384, 16, dtype=dtype)
     contract, read, written = K._contract, [], []
 
-    def counted(kernel, dz, b, *, out, add=None):
-        contract(kernel, dz, b, out=out, add=add)
+    def counted(kernel, dz, b, *, out, add=None, fixed=False):
+        contract(kernel, dz, b, out=out, add=add, fixed=fixed)
         total = out if add is None else add
         rounded = total is not out
         read.extend((dz, b, *([] if add is None else [add]), *[total] * rounded))

@@ -65,6 +65,13 @@ def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dic
 
 
 def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
-    """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster."""
+    """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster.
+
+    With leaves they are the plain form's of tpfuse's kernels: torch's may split keys by how many heads there are, and
+    whether descriptors can hold qkv depends on that too.
+    """
+    if options.leaves:
+        default = default_config(kernel, arch, qkv, options)
+        return {name: value for name, value in default.items() if name != "path"}
     name, shape = tuning_name(f"attention_{kernel}", qkv, options), (options.seq, qkv.shape[-1])
     return tuned(name, arch, qkv.dtype, shape, default=default_config(kernel, arch, qkv, options))

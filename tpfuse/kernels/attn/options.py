@@ -39,7 +39,7 @@ class Options(NamedTuple):
     p: float = 0.0
     site: int = 0
     first_head: int = 0
-    leaves: int = 0  # of the heads, whose products are calls of their own on a CPU; 0: one call (runtime/leaves.py)
+    leaves: int = 0  # of the heads, whose bits then do not depend on those beside them; 0: none (runtime/leaves.py)
     tile: int = 0  # queries of a tile, where a query's bits depend on nothing beside it (tiles.py)
 
 

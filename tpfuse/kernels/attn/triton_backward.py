@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.launch import has_tma, launch, target
+from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
 from .config import config, default_config
@@ -26,7 +27,9 @@ from .triton_records import (
     dense_heads,
     described,
     documents_of,
+    needs_padding,
     numbers_of,
+    padded,
     static_of,
     steps_of,
     strides_of,
@@ -285,6 +288,11 @@ def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, option
 def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     """Launches attention_bwd."""
     check_width(qkv)
+    if needs_padding(E := qkv.shape[3], options):
+        do, o = (padded(t.unflatten(1, (-1, E))).flatten(1) for t in (do, o))
+        return bwd_launch(do, padded(qkv), o, lse, options=options)[..., :E].contiguous()
+    if options.leaves:
+        do, qkv, o, lse, options = placed((do, qkv, o, lse, options))
     qkv, do, o, lse = dense_heads(qkv), do.contiguous(), o.contiguous(), lse.contiguous()
     batch, seq, (M, G, slots, _) = options.batch, options.seq, qkv.shape
     dqkv, delta = qkv.new_empty(qkv.shape), lse.new_empty(lse.shape)

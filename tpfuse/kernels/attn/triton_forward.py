@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import has_tma, launch, next_power_of_2, target
+from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
 from ..runtime.triton import tl, triton
@@ -26,7 +27,9 @@ from .triton_records import (
     dense_heads,
     described,
     documents_of,
+    needs_padding,
     numbers_of,
+    padded,
     static_of,
     steps_of,
     strides_of,
@@ -309,6 +312,12 @@ def _form(
 def fwd_launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Launches attention_fwd."""
     check_width(qkv)
+    if needs_padding(E := qkv.shape[3], options):
+        qkv = padded(qkv)
+        o, lse = fwd_launch(qkv, options)
+        return o.unflatten(1, (-1, qkv.shape[3]))[..., :E].flatten(1), lse
+    if options.leaves:
+        qkv, options = placed((qkv, options))
     asked, rotated = options, _rotates_ahead(qkv, options)
     if rotated:
         options = options._replace(cos=None, sin=None, positions=None)

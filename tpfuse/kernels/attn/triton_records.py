@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.launch import describable, next_power_of_2
@@ -67,6 +68,20 @@ class Static(NamedTuple):
     STEPS: int = 0  # halvings that find a document
     SELECT: bool = False  # see selects in triton_backward.py
     REST: int = 0  # columns behind BLOCK_E, see split in triton_forward.py
+
+
+_WHOLE = 16  # elements: strides that are multiples of it are known to the compiler
+
+
+def needs_padding(E: int, options: Options) -> bool:
+    """Returns whether strides of heads [.., E], which depend on how many there are, decide how tiles are laid out, and
+    so the order of a sum over E, which with leaves it may not."""
+    return options.leaves > 0 and E % _WHOLE > 0
+
+
+def padded(x: Tensor) -> Tensor:
+    """Returns heads [.., E] with columns of zeros up to a multiple of 16."""
+    return F.pad(x, (0, -x.shape[-1] % _WHOLE))
 
 
 def dense_heads(qkv: Tensor) -> Tensor:

@@ -236,10 +236,12 @@ bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=
 # ---- in tiles of rows ----
 
 
-def linear_fwd_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int) -> tuple[Tensor, Tensor]:
-    """Returns linear_fwd's y and z by tiles of so many rows; at once where ``tile`` is 0."""
+def linear_fwd_tiles(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int, leaf: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns linear_fwd's y and z by tiles of so many rows; at once, with ``leaf``, where ``tile`` is 0."""
     if tile == 0:
-        y, z = linear_fwd(x, w, b, activation)
+        y, z = linear_fwd(x, w, b, activation, leaf=leaf)
         return y, z
     check_tiles_device("linear", x)
 
@@ -258,10 +260,10 @@ def linear_fwd_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, *,
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: int) -> Tensor:
-        y, z = linear_fwd_tiles(x, w, b, activation, tile=tile)
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: int, fixed: bool) -> Tensor:
+        y, z = linear_fwd_tiles(x, w, b, activation, tile=tile, leaf=0 if fixed else None)
         ctx.save_for_backward(x, w, None if activation == "none" else z)
-        ctx.activation, ctx.bias, ctx.mains = activation, dtype_of(b), mains(w)
+        ctx.activation, ctx.bias, ctx.mains, ctx.fixed = activation, dtype_of(b), mains(w), fixed
         return y
 
     @staticmethod
@@ -275,27 +277,37 @@ class _Linear(Function):
         bias_dtype = dtype if z is None else None  # of the bias gradient, where it is not made yet
         main = wanted(ctx.mains)
         if main is not None:
-            db_rest = main.add(lambda total: linear_wgrad_add(dy, x, total, bias_dtype))
+            db_rest = main.add(lambda total: linear_wgrad_add(dy, x, total, bias_dtype, fixed=ctx.fixed))
         elif weight:
-            dw, db_rest = linear_wgrad(dy, x, w.dtype, bias_dtype)
+            dw, db_rest = linear_wgrad(dy, x, w.dtype, bias_dtype, fixed=ctx.fixed)
         else:
             db_rest = column_sum(dy, bias_dtype)
-        return linear_dgrad(dy, w), dw, None if dtype is None else db_rest if z is None else db, None, None
+        dx = linear_dgrad(dy, w, 0 if ctx.fixed else None)
+        return dx, dw, None if dtype is None else db_rest if z is None else db, None, None, None
 
 
 # ---- public ----
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", *, tile: int = 0) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    *,
+    tile: int = 0,
+    fixed: bool = False,
+) -> Tensor:
     """Returns act(x W' + b).  x [..., K], weight [N, K], bias [N] -> [..., N] in x's dtype (or autocast's).
 
     ``activation``: "none", a name in kernels.linear.activation.ACTIVATIONS, as "gelu" (erf), "gelu_tanh" and "relu", or
     the gated form of one, as "swiglu" and "geglu", with weight [2N, K] and bias [2N], rows of gate and up in turns
     (a [N, 2, K] seen flat).  ``tile``, unless 0, is the number of rows in each GEMM of forward: a row then has the same
-    bits whatever rows are beside it.  ValueError for another activation and for shapes or dtypes that do not agree.
+    bits whatever rows are beside it.  ``fixed``: a GPU's GEMMs are Triton's, in tiles of one size, so that the order of
+    their sums is not a library's choice.  ValueError for another activation and for shapes or dtypes that do not agree.
     """
     x, weight, bias = autocast(x, weight, bias)
-    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation, tile)
+    y: Tensor = _Linear.apply(as_rows(x), weight, bias, activation, tile, fixed)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], len(weight) // width(activation))
 
 

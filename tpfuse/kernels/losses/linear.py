@@ -13,7 +13,8 @@ bounded chunk of dz and an fp32 copy of dx.
 
 Precision: logits on a GPU and all statistics are fp32, dz has x's dtype, GEMMs accumulate in fp32.  A row of dW is
 one such sum, rounded once (cuBLAS may split it, where torch.backends.cuda.matmul allows reductions in 16 bits); dx is
-carried in fp32 over the chunks.
+carried in fp32 over the chunks.  ``fixed``, for leaves of a vocabulary (runtime/leaves.py): a GPU's GEMMs are Triton's,
+in tiles of one size.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +56,9 @@ def linear_cross_entropy_stats_ref(layer: Linear, labels: Tensor, loss: Loss) ->
     return cross_entropy_stats_ref(_logits(layer), labels, loss)
 
 
-def linear_cross_entropy_bwd_ref(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def linear_cross_entropy_bwd_ref(
+    layer: Linear, rows: Rows, loss: Loss, fixed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dx [M, D], dW [V/R, D], db [V/R] fp32 (empty without b)."""
     x, w, b = layer
     dz = cross_entropy_bwd_ref(_logits(layer), rows, loss)
@@ -63,7 +66,9 @@ def linear_cross_entropy_bwd_ref(layer: Linear, rows: Rows, loss: Loss) -> tuple
     return dx.to(x.dtype), dw.to(w.dtype), dz.sum(0) if b is not None else dz.new_empty(0)
 
 
-def linear_cross_entropy_bwd_add_ref(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_bwd_add_ref(
+    layer: Linear, rows: Rows, loss: Loss, out: Tensor, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
     """Adds dW to ``out`` [V/R, D] fp32 (fp64), otherwise as linear_cross_entropy_bwd -> dx, db."""
     x, w, b = layer
     dz = cross_entropy_bwd_ref(_logits(layer), rows, loss)
@@ -89,13 +94,13 @@ def _stats_cpu(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
     return merge_stats(torch.stack([cross_entropy_stats_ref(z, labels, part) for _, z, part in _chunks(layer, loss)]))
 
 
-def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd_cpu(layer: Linear, rows: Rows, loss: Loss, fixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     dw = torch.empty_like(layer.w)
     dx, db = _bwd_by(layer, rows, loss, lambda dz, tokens: torch.mm(dz.t(), layer.x, out=dw[tokens]))
     return dx, dw, db
 
 
-def _bwd_add_cpu(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+def _bwd_add_cpu(layer: Linear, rows: Rows, loss: Loss, out: Tensor, fixed: bool = False) -> tuple[Tensor, Tensor]:
     return _bwd_by(layer, rows, loss, lambda dz, tokens: linear_wgrad_add(dz, layer.x, out[tokens], None))
 
 

@@ -16,7 +16,7 @@ def stats_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (x, w, b), rows, _ = args
+    (x, w, b), rows, _, *fixed = args
     (M, D), V, read, written = x.shape, len(w), 0, moved(*outputs)
     total = 4 * M * D  # dx in fp32
     for start, stop in vocabulary_chunks(M, V, linear_triton.ELEMENTS) if M else ():
@@ -24,7 +24,8 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
         dz = M * n * x.element_size()
         read += moved(x, *rows) + dz + moved(x) + dz + total * (start > 0)  # all but W: by dlogits, by dW, by dx
         written += dz + total * (stop < V)
-        if 0 < start and stop == V and x.element_size() < 4 and config_of("dx", x, (M, D, n))["path"] == "torch":
+        path = config_of("dx", x, (M, D, n), *fixed)["path"]
+        if 0 < start and stop == V and x.element_size() < 4 and path == "torch":
             read, written = read + total, written + total  # which is then rounded
         if b is not None:
             partial = 4 * n * -(-M // config_of("dlogits", x, (M, n, D))["BM"])
@@ -34,6 +35,6 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 def bwd_add_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """Returns the cost of ``bwd_cost``, with the sum so far read and written in place of dW."""
-    layer, rows, loss, out = args
-    cost = bwd_cost((layer, rows, loss), outputs)
+    layer, rows, loss, out, *fixed = args
+    cost = bwd_cost((layer, rows, loss, *fixed), outputs)
     return cost._replace(read=cost.read + moved(out), written=cost.written + moved(out))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..runtime.device import load, swizzle
 from ..runtime.launch import launch, target
+from ..runtime.leaves import placed
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import TensorDescriptor, tl, triton
 from ..runtime.tuning import tuned
@@ -175,8 +176,9 @@ def vocabulary_chunks(rows: int, vocab: int, elements: int) -> Iterator[tuple[in
     return ((start, min(start + columns, vocab)) for start in range(0, vocab, columns))
 
 
-def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused"."""
+def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int], fixed: bool = False) -> dict[str, Any]:
+    """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused", which
+    it is where ``fixed``."""
     arch, default = target(x.device).arch, dict[str, Any]()
     if x.dtype == torch.float32:
         default = dict(BM=64, BN=64, BK=16, GROUP_M=8, num_warps=8, num_stages=2)
@@ -189,15 +191,13 @@ def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int]) -> dict[str, 
         if kernel == "dx":  # it would take 130 registers; at 128 a thread two programs share a multiprocessor
             default["maxnreg"] = 128
     if kernel in ("dw", "dx"):
-        default["path"] = "fused" if arch.startswith("gfx") else "torch"
+        default["path"] = "fused" if fixed or arch.startswith("gfx") else "torch"
+    if fixed:
+        return default
     return tuned(f"linear_cross_entropy_{kernel}", arch, x.dtype, shape, default=default)
 
 
 # ---- launchers ----
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
     partial = x.new_empty(4, T, M, dtype=torch.float32)
     launch(
         _logits_stats_kernel, (_tiles(c, M, V),), x.device,
-        x=_descriptor(x, c["BM"], c["BK"]), w=_descriptor(w, c["BN"], c["BK"]), bias_ptr=_contiguous(b),
+        x=_descriptor(x, c["BM"], c["BK"]), w=_descriptor(w, c["BN"], c["BK"]), bias_ptr=placed(b),
         labels_ptr=labels.contiguous(), partial_ptr=partial, M=M, V=V, D=D, plane=T * M, first=loss.first_token,
         SMOOTHING=smoothing, **c,
     )  # fmt: skip
@@ -240,32 +240,34 @@ def stats_launch(layer: Linear, labels: Tensor, loss: Loss) -> Tensor:
     return stats
 
 
-def bwd_launch(layer: Linear, rows: Rows, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def bwd_launch(layer: Linear, rows: Rows, loss: Loss, fixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The launcher of linear_cross_entropy_bwd."""
     x, w, _ = layer
     D = x.shape[1] + -x.shape[1] % 8
     dw = torch.zeros_like(w) if len(x) == 0 else x.new_empty(len(w), D)
-    dx, db = _bwd(layer, rows, loss, lambda dz, x, tokens: _contract("dw", dz, x, out=dw[tokens]))
+    dx, db = _bwd(
+        layer, rows, loss, lambda dz, x, tokens: _contract("dw", dz, x, out=dw[tokens], fixed=fixed), fixed=fixed
+    )
     return dx, dw if dw.shape == w.shape else _columns(dw, w.shape[1]), db
 
 
-def bwd_add_launch(layer: Linear, rows: Rows, loss: Loss, out: Tensor) -> tuple[Tensor, Tensor]:
+def bwd_add_launch(layer: Linear, rows: Rows, loss: Loss, out: Tensor, fixed: bool = False) -> tuple[Tensor, Tensor]:
     """The launcher of linear_cross_entropy_bwd_add."""
 
     def add(dz: Tensor, x: Tensor, tokens: slice) -> None:
         total = out[tokens]
         if x.shape[1] == out.shape[1]:
-            _contract("dw", dz, x, out=total, add=total)
+            _contract("dw", dz, x, out=total, add=total, fixed=fixed)
         else:  # with columns of zeros
             made = total.new_empty(len(total), x.shape[1])
-            _contract("dw", dz, x, out=made)
+            _contract("dw", dz, x, out=made, fixed=fixed)
             total.add_(made[:, : out.shape[1]])
 
-    return _bwd(layer, rows, loss, add)
+    return _bwd(layer, rows, loss, add, fixed=fixed)
 
 
 def _bwd(
-    layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, Tensor, slice], None]
+    layer: Linear, rows: Rows, loss: Loss, wgrad: Callable[[Tensor, Tensor, slice], None], *, fixed: bool
 ) -> tuple[Tensor, Tensor]:
     """-> dx and db; ``wgrad`` is called with dz of each chunk, x as aligned and the chunk's tokens."""
     x, w, b = layer
@@ -273,7 +275,7 @@ def _bwd(
     db = x.new_empty(0 if b is None else V, dtype=torch.float32)
     if M == 0:
         return torch.zeros_like(x), db.zero_()
-    x, w, b = _aligned(x), _aligned(w), _contiguous(b)
+    x, w, b = _aligned(x), _aligned(w), placed(b)
     rows = Rows(rows.labels.contiguous(), rows.lse.contiguous(), rows.dloss)
     D = x.shape[1]
     dx = x.new_empty(M, D)
@@ -286,7 +288,8 @@ def _bwd(
         chunk = Linear(x, w[tokens], None if b is None else b[tokens])
         _dlogits(chunk, rows, loss._replace(first_token=loss.first_token + start), dz=dz_chunk, db=db[tokens])
         wgrad(dz_chunk, x, tokens)
-        _contract("dx", dz_chunk, w[tokens], out=dx if stop == V else total, add=None if start == 0 else total)
+        out, add = dx if stop == V else total, None if start == 0 else total
+        _contract("dx", dz_chunk, w[tokens], out=out, add=add, fixed=fixed)
     return dx if D == width else _columns(dx, width), db
 
 
@@ -311,10 +314,12 @@ def _dlogits(layer: Linear, rows: Rows, loss: Loss, *, dz: Tensor, db: Tensor) -
         reduce_partials(partial, out=db)
 
 
-def _contract(kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | None = None) -> None:
+def _contract(
+    kernel: str, dz: Tensor, b: Tensor, *, out: Tensor, add: Tensor | None = None, fixed: bool = False
+) -> None:
     """out = dz b + add for kernel "dx", out = dz' b + add for "dw".  ``add`` is fp32, and may be overwritten."""
     (M, N), K, transposed = out.shape, len(b), kernel == "dw"
-    c = config_of(kernel, b, (M, N, K))
+    c = config_of(kernel, b, (M, N, K), fixed)
     if c.pop("path") == "torch":
         total = out if add is None else add
         _multiply(dz.t() if transposed else dz, b, out=total, adding=add is not None)

@@ -54,7 +54,8 @@ cross_entropy_stats = op(cross_entropy_stats_ref, kind=ELEMENTWISE, launch=stats
 cross_entropy_bwd = op(cross_entropy_bwd_ref, kind=ELEMENTWISE, launch=bwd_launch)
 
 
-# ---- by leaves of the vocabulary: a CPU's loops round the last elements of a tensor otherwise ----
+# ---- by leaves of the vocabulary, copied: a CPU's loops round a tensor's last elements in another way, and in a GPU's
+# kernels a row's address decides in which order it is added ----
 
 
 def leaf_stats(logits: Tensor, labels: Tensor, loss: Loss, leaf: int | None) -> Tensor:

@@ -6,13 +6,21 @@ A dimension that is split over R ranks has V leaves, V a power of two and a mult
 leaves by calls of shapes in which R does not occur, and adds them to a node of the tree; nodes travel, and the kernel
 that receives them adds the upper levels.  Every node is rounded to the dtype of the leaves, so that a rank's sum is
 such a node, and a sum over ranks has the same bits at every R.
+
+A GPU's kernel adds a tile in the order in which the compiler lays it out over threads.  So with leaves a kernel's
+launch parameters, strides and alignments follow from what is not split, and so does that order.
 """
 
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .errors import check
+
+T = TypeVar("T", Tensor, Tensor | None, tuple[Any, ...])
+_LOAD = 16  # bytes, that a thread loads at once
 
 
 def tree(leaves: Iterable[Tensor]) -> Tensor:
@@ -73,6 +81,20 @@ def cut(name: str, x: Tensor, dim: int, leaves: int) -> tuple[Tensor, ...]:
 def split_columns(x: Tensor, leaf: int) -> tuple[Tensor, ...]:
     """Returns x [M, N] in contiguous leaves of so many columns, the last perhaps of fewer."""
     return tuple(piece.contiguous() for piece in x.split(leaf, 1))
+
+
+def placed(x: T) -> T:
+    """Returns a tensor, or a record or list of them, of dense rows from a multiple of 16 bytes on: copied, if need be.
+
+    Of [R, m, D] each [m, D] has dense rows.
+    """
+    if isinstance(x, tuple):
+        fields = map(placed, x)
+        return x._make(fields) if hasattr(x, "_make") else tuple(fields)
+    if not isinstance(x, Tensor):
+        return x
+    dense = x[0].is_contiguous() if x.dim() == 3 else x.is_contiguous()
+    return x if dense and x.data_ptr() % _LOAD == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def check_leaves(name: str, rows: Tensor, leaves: int) -> None:

@@ -264,6 +264,11 @@ def autocasts(x: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def launched(x: Tensor) -> bool:
+    """Returns whether ops of x are for launchers, whose kernels a CPU has under Triton's interpreter alone."""
+    return not x.is_cpu or "cpu" in LAUNCHED
+
+
 def acc_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums and statistics of x: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

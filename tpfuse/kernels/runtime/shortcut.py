@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .op import launched
+
 VECTOR = 64  # elements: no loop of torch takes more at a time (two registers of 512 bits in 16-bit numbers)
 _ALIGNED = 64  # bytes, of a cache line and of the widest vector
 _TRIED = 4096  # sets of shapes that are remembered
@@ -47,7 +49,7 @@ class Shortcut:
     """A call of ``definition`` that takes the way of ``quick`` where that has the definition's bits.
 
     Both are functions of modules, which multiply matrices, or sum the columns of one, and take hashable values beside
-    them.  On other devices than a CPU ``kernel`` is called, which has the same bits at every split by itself.
+    them.  Where launchers run, ``kernel`` is called, which has the same bits at every split by itself.
     """
 
     def __init__(self, definition: Callable[..., Any], quick: Callable[..., Any], kernel: Callable[..., Any]):
@@ -57,7 +59,7 @@ class Shortcut:
     def __call__(self, *args: Any) -> Any:
         """Returns definition(*args)."""
         x: Tensor = args[0]
-        if not x.is_cpu:
+        if launched(x):
             return self.kernel(*args)
         if torch.compiler.is_compiling() or isinstance(x, FakeTensor):  # nothing can be tried
             return self.definition(*args)

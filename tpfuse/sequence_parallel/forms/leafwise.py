@@ -30,6 +30,7 @@ from ...kernels.gemm.op import (
     linear_wgrad_add,
 )
 from ...kernels.runtime.leaves import split_columns, tree_of_new
+from ...kernels.runtime.op import launched
 from ...kernels.runtime.shortcut import Shortcut, vectors
 from ...parallel import TensorParallel
 from ..crossings import gather_rows, scatter_rows
@@ -59,7 +60,7 @@ _COLUMN_FWD = Shortcut(_linear_by_leaves, _linear, _linear)
 def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, Tensor]:
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
-    if not x.is_cpu:
+    if launched(x):
         return linear_fwd(x, w, b, activation, leaf=0)
     if tile:
         leaves = zip(w.split(leaf), [None] * -(-len(w) // leaf) if b is None else b.split(leaf), strict=True)
@@ -86,7 +87,7 @@ _LEAF_FWD = Shortcut(_contiguous_leaf_fwd, _leaf_fwd, _leaf_fwd)
 
 def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
     """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N], by tiles of so many rows unless 0."""
-    if not x.is_cpu:
+    if launched(x):
         return linear_fwd(x, w, None, "none", leaf=leaf)[0]
     if tile:
         pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
@@ -107,7 +108,7 @@ _LEAF_DGRAD = Shortcut(_contiguous_leaf_dgrad, _leaf_dgrad, _leaf_dgrad)
 
 def column_dgrad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
     """dy [M, N], w [N, K] -> this rank's node of the sum over N, [M, K]."""
-    if not dy.is_cpu:
+    if launched(dy):
         return linear_dgrad(dy, w, leaf)
     return tree_of_new(_LEAF_DGRAD(dy_v, w_v) for dy_v, w_v in zip(dy.split(leaf, 1), w.split(leaf), strict=True))
 
@@ -126,7 +127,7 @@ row_dgrad = Shortcut(_row_dgrad_by_leaves, _row_dgrad, _row_dgrad)
 
 def activation_dgrad(da: Tensor, z: Tensor, activation: str, leaf: int, *, rebuild: bool) -> tuple[Tensor, Tensor]:
     """da [M, N], z [M, N] (gated [M, 2N]) -> dz like z, act(z) (empty unless ``rebuild``), by leaves of the N."""
-    if vectors(leaf) or not z.is_cpu:
+    if vectors(leaf) or launched(z):
         dz, _, a = activation_bwd(da, z, activation, rebuild=rebuild, bias=None)
         return dz, a
     pieces = zip(split_columns(da, leaf), split_columns(z, leaf * width(activation)), strict=True)

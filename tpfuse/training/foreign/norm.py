@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...collectives import all_gather
 from ...kernels.runtime.errors import check
+from ...kernels.runtime.leaves import placed
 from ...kernels.runtime.rules import check_number, limited
 from ...layers.shards import Whole
 from ...parallel import resolve
@@ -120,16 +121,22 @@ def _by_groups(parts: Sequence[GradPart], norm: _Norm, order: float) -> Tensor:
 
 def _in_any_order(parts: Sequence[GradPart], norm: _Norm, order: float, stages: dist.ProcessGroup | None) -> Tensor:
     """Returns what is joined of the norms of all leaves and of all parts without: rounded once, so that it has the same
-    bits at every number of ranks and stages."""
-    norms_of: dict[tuple[str, ...], list[Tensor]] = {(): [torch.zeros(0, dtype=torch.float64)]}
+    bits at every number of ranks and stages.
+
+    A norm is of a contiguous leaf at a multiple of 16 bytes: torch's kernels begin otherwise at other addresses.
+    """
+    device = parts[0].elements.device if parts else torch.device("cpu")
+    norms_of: dict[tuple[str, ...], list[Tensor]] = {(): [torch.zeros(0, dtype=torch.float64, device=device)]}
     for x, groups, copies, leaf in parts:
-        pieces = [x] if leaf is None else [piece.contiguous() for piece in x.split(leaf[1], leaf[0])]
+        pieces = [x] if leaf is None else [placed(piece.contiguous()) for piece in x.split(leaf[1], leaf[0])]
         norms_of.setdefault(groups, []).append(norm.raised(_norms(pieces, order, x.dtype), copies))
     values = torch.cat([_gathered(torch.cat(norms_of[groups]), groups) for groups in sorted(norms_of)])
     if stages is not None:
-        longest = int(_gathered(torch.tensor([len(values)]), (stages.group_name,)).max())
+        longest = int(_gathered(torch.tensor([len(values)], device=device), (stages.group_name,)).max())
         values = _gathered(torch.nn.functional.pad(values, (0, longest - len(values))), (stages.group_name,))
-    return norm.joined(values) if order == math.inf else torch.tensor(math.fsum(values.tolist()), dtype=torch.float64)
+    if order == math.inf:
+        return norm.joined(values)
+    return torch.tensor(math.fsum(values.tolist()), dtype=torch.float64, device=device)
 
 
 def _gathered(x: Tensor, groups: Iterable[str]) -> Tensor:
