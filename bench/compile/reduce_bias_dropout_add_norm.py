@@ -33,21 +33,23 @@ def vector(n: int) -> Tensor:
     return meta(n, dtype=torch.float32)
 
 
-def both(D: int, R: int, kind: str = "layer", order: str = PRE):
+def both(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0):
     def run():
         h, gamma = meta(M, D), vector(D)
         beta = gamma if kind == "layer" else None
-        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), NormVectors(gamma, beta, 1e-5, kind), MASK, order)
-        backward(D, R, kind, order)()
+        norm = NormVectors(gamma, beta, 1e-5, kind)
+        fwd_launch(meta(R, M, D), Add(bias=gamma, residual=h), norm, MASK, order, leaves)
+        backward(D, R, kind, order, leaves)()
 
     return run
 
 
-def backward(D: int, R: int, kind: str = "layer", order: str = PRE):
+def backward(D: int, R: int, kind: str = "layer", order: str = PRE, leaves: int = 0):
     def run():
         h = meta(M, D)
         saved = Saved(h, vector(M), vector(M), vector(D), kind)
-        bwd_launch(meta(R, M, D), h, saved, MASK, order, Wanted(h.dtype, kind == "layer", h.dtype, h.dtype))
+        wanted = Wanted(h.dtype, kind == "layer", h.dtype, h.dtype, leaves)
+        bwd_launch(meta(R, M, D), h, saved, MASK, order, wanted)
 
     return run
 
@@ -97,6 +99,15 @@ SPILLS = dict(
 )
 CALLS["D=1024 R=1"] = Call(both(1024, 1), ELEMENTS, **SPILLS)
 CALLS |= {f"D={D} R=8 post rms": Call(both(D, 8, "rms", POST), ELEMENTS) for D in (768, 8192, 16384, 32768)}
+LEAVES = dict(
+    spills=dict(_bwd_kernel=16),
+    why="up to four registers a thread, for a leaf's first row; without the limit of 128 half as many programs fit",
+)
+CALLS |= {
+    f"D={D} R={R} {8 // R} leaves": Call(both(D, R, leaves=8 // R), ELEMENTS, **(LEAVES if D == 1024 else {}))
+    for D in (1024, 12288)
+    for R in (1, 8)
+}
 CALLS |= {f"D={D} R=8 without norm": Call(without_norm(D), ELEMENTS) for D in (4096, 32768)}
 CALLS |= {f"D={D} R={R} ahead": ahead(backward(D, R)) for D in (1024, 8192) for R in (1, 8)}
 CALLS |= {f"D={D} R=1 by the last": by_the_last(backward(D, 1)) for D in (768, 4096, 8192)}

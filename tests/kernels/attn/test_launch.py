@@ -711,3 +711,20 @@ def test_packed_and_decode_on_a_gpu(dtype):
         torch.testing.assert_close(got, want, **close)
     given = decode_arguments(L=1000, E=128, dtype=dtype, lengths=True)
     torch.testing.assert_close(decode.launch(*given), decode.reference(*given), **close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("E, names", [(128, "causal"), (64, "causal+dropout"), (40, "causal+rope")])
+def test_leaves_of_heads_on_a_gpu(E, names):
+    """Compiled, where torch's flash attention would be the default."""
+    qkv, do, options = arguments(names, batch=2, S=300, G=8, Q=2, E=E, dtype=torch.bfloat16)
+    results = []
+    for groups in (8, 4, 2, 1):
+        pieces = []
+        for g in range(0, 8, groups):
+            part, heads = qkv[:, g : g + groups].contiguous(), do.unflatten(1, (8, -1))[:, g : g + groups].flatten(1)
+            alone = options._replace(leaves=groups, first_head=options.first_head + 2 * g)
+            o, lse = fwd.launch(part, alone)
+            pieces.append((o, lse, bwd.launch(heads.contiguous(), part, o, lse, alone)))
+        results.append([torch.cat(whole, 1) for whole in zip(*pieces, strict=True)])
+    assert all(torch.equal(a, b) for split in results for a, b in zip(split, results[0], strict=True))

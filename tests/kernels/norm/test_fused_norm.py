@@ -243,11 +243,13 @@ def test_declared_bytes(monkeypatch, wide, left_out):
         assert_declared(bwd, backward_arguments(arguments, post=True, dn=False))
 
 
-@pytest.mark.parametrize("D", [1, 127, 128, 129, 768, 1000, 1024, 1536, 5120, 8192, 8193, 12288, 16384])
+@pytest.mark.parametrize("D", [1, 127, 128, 129, 192, 312, 768, 1000, 1024, 1536, 5120, 8192, 8193, 12288, 16384])
 def test_tiles_cover_a_row(D):
     A, b = config.tiles(D)
     assert A + b >= D and 8192 >= A >= b and A & (A - 1) == 0 and b & (b - 1) == 0
     assert A + b < 2 * D or D < 128
+    rows = config.fwd_config(D)["ROWS"], config.bwd_config(D, "sm_90")["ROWS"]
+    assert all(n & (n - 1) == 0 for n in rows)  # of a tile, as Triton has them
 
 
 @pytest.mark.gpu

@@ -49,7 +49,7 @@ class _NormAlone(Function):
         *norm, leaves = arguments
         gamma, beta, _, kind = norm
         check_leaves("norm", x, leaves)
-        _, n, mean, rstd = NORM.fwd(x.unsqueeze(0), NOTHING, NormVectors(*norm), NO_MASK, ALONE)
+        _, n, mean, rstd = NORM.fwd(x.unsqueeze(0), NOTHING, NormVectors(*norm), NO_MASK, ALONE, leaves)
         ctx.save_for_backward(x, mean, rstd, gamma)
         ctx.args = kind, Wanted(None, beta is not None, None, x.dtype, leaves=leaves)
         return n

@@ -31,7 +31,7 @@ def warps(elements: int, per_thread: int, least: int = 1) -> int:
 def fwd_config(D: int) -> dict[str, int]:
     """D <= FWD_ROW: rows in registers"""
     A, B = tiles(D)
-    rows = max(1, 1024 // (A + B))
+    rows = max(1, 1024 // next_power_of_2(A + B))
     return dict(ROWS=rows, A=A, B=B, num_warps=warps(rows * (A + B), 32))
 
 

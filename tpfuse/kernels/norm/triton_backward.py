@@ -15,6 +15,9 @@ rows of 1024 columns, twice, take it 20 us.  With EARLY it is started while the 
 on the GPU (programmatic dependent launch).  With LAST there is no second kernel: the programs that arrive last add
 (partials.py).  With STAGES = 2 a row's loads are copies into shared memory that begin while the row before is worked
 on.  Wider rows: triton_backward_wide.py.  An absent tensor is None, for which Triton compiles no code.
+
+With leaves of the rows (core.py) a program strides over the rows of one leaf, in launch parameters and as many programs
+as a leaf's shape asks for; a leaf's partials are added in their order, then leaves as a binary tree.
 """
 
 from typing import Any
@@ -23,10 +26,20 @@ import torch
 from torch import Tensor
 
 from ..runtime.counters import counters
+from ..runtime.device import RankSum
 from ..runtime.errors import check
 from ..runtime.launch import launch, target
+from ..runtime.leaves import placed
 from ..runtime.op import Cost, dense, moved
-from ..runtime.partials import Last, groups_of, reduce_vectors, releases, sum_by_the_last, sum_config
+from ..runtime.partials import (
+    Last,
+    groups_of,
+    reduce_leaves,
+    reduce_vectors,
+    releases,
+    sum_by_the_last,
+    sum_config,
+)
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
 from ..runtime.tuning import tuned
@@ -75,6 +88,8 @@ def _bwd_kernel(
     for i in tl.range(0, tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), P), num_stages=STAGES):
         rows = (tl.program_id(0) + i * P).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         live = live_rows(rows, M, ROWS)
+        if R.tree:  # the M of a leaf
+            rows += tl.program_id(2) * M
         d_a = d_tile(dn, dh_ptr, key, mask, rows, a, live, D, R, ORDER)
         if B > 0:
             d_b = d_tile(dn, dh_ptr, key, mask, rows, b, live, D, R, ORDER)
@@ -103,33 +118,42 @@ def _bwd_kernel(
             dbias_b += out_tile(d_b, dn, dh_ptr, out, key, mask, rows, b, live, D, ORDER)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(out, a, D, dbias_a, dgamma_a, dbeta_a)
+    store_partials(out, a, dbias_a, dgamma_a, dbeta_a, D, R)
     if B > 0:
-        store_partials(out, b, D, dbias_b, dgamma_b, dbeta_b)
+        store_partials(out, b, dbias_b, dgamma_b, dbeta_b, D, R)
     if last.counters is not None:
         sum_by_the_last(out, last, D, GROUP, SUM)
 
 
 BWD_ROW = 8192  # columns up to which a row lies in registers
+LEAF = 128  # programs of a leaf of the rows, at most
 
 
-def _form(like: Tensor, R: int, alone: bool) -> tuple[Any, dict[str, Any], int]:
+def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, dict[str, Any], int]:
     """Returns the kernel that makes the gradients of rows [m, D], its launch parameters, and how many programs stride
-    over the rows; their partials add 2.4 P / m of the traffic.
+    over the rows, or over those of a leaf; their partials add 2.4 P / m of the traffic.
 
     ``like``: dn or, without it, dh; ``alone``: there is a norm, and no bias gradient.
     """
     m, D = like.shape[-2:]
     arch, multiprocessors = target(like.device)
-    programs = lambda each, rows: max(1, min(each * multiprocessors, -(-m // max(16, rows))))
+    step = m // max(leaves, 1)
+    programs = lambda each, rows: max(1, min(LEAF if leaves else each * multiprocessors, -(-step // max(16, rows))))
     if D <= BWD_ROW:
-        config = dict(tuned("fused_norm_bwd", arch, like.dtype, (m, D), default=bwd_config(D, arch, R)))
+        config = dict(_parameters("fused_norm_bwd", like, leaves, default=bwd_config(D, arch, R)))
         config["LAST"] = config["LAST"] and releases(arch)
         return _bwd_kernel, config, programs(2, config["ROWS"])
-    config = dict(tuned("fused_norm_bwd_columns", arch, like.dtype, (m, D), default=BWD_COLUMNS))
+    config = dict(_parameters("fused_norm_bwd_columns", like, leaves, default=BWD_COLUMNS))
     if config.pop("ONCE") and alone and D <= ONCE_ROW:
         return bwd_once_kernel, once_config(D, arch) | dict(EARLY=config["EARLY"]), programs(1, 1)
     return bwd_columns_kernel, config, programs(2, config["ROWS"])
+
+
+def _parameters(kernel: str, like: Tensor, leaves: int, default: dict[str, Any]) -> dict[str, Any]:
+    """Returns a kernel's launch parameters; with leaves the default ones, since m, which others go by, is R's."""
+    if leaves:
+        return default
+    return tuned(kernel, target(like.device).arch, like.dtype, tuple(like.shape[-2:]), default=default)
 
 
 # ---- launchers ----
@@ -141,37 +165,54 @@ def _normed(dn: Tensor | None, saved: Saved, order: str) -> bool:
 
 
 def backward(
-    dn: Tensor | None, dh: Tensor | None, saved: Statistics, mask: Mask, *, kind: str, order: str, out: Gradients
+    dn: Tensor | None,
+    dh: Tensor | None,
+    saved: Statistics,
+    mask: Mask,
+    *,
+    kind: str,
+    order: str,
+    out: Gradients,
+    leaves: int = 0,
 ) -> None:
     """Launches what fills ``out``."""
+    if leaves:
+        dn, dh, saved = placed((dn, dh, saved))
     m, D = out.dparts.shape
     device, like, R = out.dparts.device, incoming(dn, dh), 1 if dn is None else dn.shape[0]
-    kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None)
+    kernel, config, P = _form(like, R, alone=saved.gamma is not None and out.dbias is None, leaves=leaves)
     vectors = out.dbias, out.dgamma, out.dbeta
     there = [v is not None for v in vectors]
     groups = groups_of(P) if config.pop("LAST", False) and any(there) else 0  # whose sums are partials too
-    rooms = iter(out.dparts.new_empty(sum(there), P + groups, D, dtype=torch.float32))  # one allocation
+    rows = max(leaves, 1) * P + groups
+    rooms = iter(out.dparts.new_empty(sum(there), rows, D, dtype=torch.float32))  # one allocation
     partials = [next(rooms) if is_there else None for is_there in there]
     own = Gradients(out.dparts, out.dparts.stride(0), out.dresidual, *partials)
     dh = None if dh is None else dh.contiguous()
     entering, drops = (strided(dn), dh, dense(saved)), kernel_mask(mask)
-    flags = dict(D=D, R=R, KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE)
+    flags = dict(D=D, R=RankSum(R, leaves > 0), KIND=KINDS[kind], ORDER=order if order in (POST, DROP) else PRE)
+    step, over = (m // leaves, (leaves,)) if leaves else (m, ())  # rows that a program strides over, and of how many
     if kernel is bwd_columns_kernel:
         sums = out.dparts.new_empty(m, 2, dtype=torch.float32)
         if saved.gamma is not None:
-            rows = tuned("fused_norm_bwd_rows", target(device).arch, like.dtype, (m, D), default=BWD_ROWS)
+            each = _parameters("fused_norm_bwd_rows", like, leaves, default=BWD_ROWS)
             early = drops if order == DROP else drops._replace(rng_ptr=None)
-            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **rows)
-        launch(kernel, (P, -(-D // config["A"])), device, *entering, drops, sums, own, m, **flags, **config)
+            launch(bwd_rows_kernel, (m,), device, *entering, early, sums, m, **flags, **each)
+        grid = (P, -(-D // config["A"]), *over)
+        launch(kernel, grid, device, *entering, drops, sums, own, step, **flags, **config)
     elif kernel is bwd_once_kernel:
         launch(kernel, (P,), device, *entering, drops, own, m, **flags, **config)
     else:
         last = Last(counters(device), *vectors) if groups else Last()
         config |= sum_config(D, config["num_warps"]) | dict(EARLY=config["EARLY"] and not groups)
-        launch(kernel, (P,), device, *entering, drops, own, last, m, **flags, **config)
+        grid = (P, 1, leaves) if leaves else (P,)
+        launch(kernel, grid, device, *entering, drops, own, last, step, **flags, **config)
         if groups:
             return
-    reduce_vectors(partials, vectors, early=config["EARLY"])
+    if leaves:
+        reduce_leaves(partials, vectors, leaves)
+    else:
+        reduce_vectors(partials, vectors, early=config["EARLY"])
 
 
 def bwd_launch(
@@ -183,8 +224,7 @@ def bwd_launch(
     wanted: Wanted,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of fused_norm_bwd, which sums in rank order."""
-    check(wanted.leaves == 0, f"fused_norm_bwd: the kernels do not sum by leaves yet, got {wanted.leaves}")
+    """The launcher of fused_norm_bwd."""
     check(out is None or out.stride(1) == 1, "fused_norm_bwd: the columns of out must lie side by side")
     like = incoming(dn, dh)
     new, (m, D) = like.new_empty, like.shape[-2:]
@@ -196,7 +236,7 @@ def bwd_launch(
     dbeta = gamma.new_empty(D) if gamma is not None and wanted.beta else None
     read = Statistics() if gamma is None else Statistics(saved.h, saved.mean, saved.rstd, gamma)
     filled = Gradients(dparts, 0, dresidual, dbias=dbias, dgamma=dgamma, dbeta=dbeta)
-    backward(dn, dh, read, mask, kind=saved.kind, order=order, out=filled)
+    backward(dn, dh, read, mask, kind=saved.kind, order=order, out=filled, leaves=wanted.leaves)
     dparts = dparts if out is None else new(0, dtype=wanted.parts)
     or_empty = lambda t: new(0, dtype=torch.float32) if t is None else t
     if dgamma is not None and dbeta is None:
@@ -208,10 +248,11 @@ def bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     dn, dh, saved, mask, order, wanted, *out = args
     like, normed = dh if dn is None else dn, _normed(dn, saved, order)
     m, D = like.shape[-2:]
-    kernel, config, P = _form(like, 1 if dn is None else dn.shape[0], alone=normed and wanted.bias is None)
+    R, leaves = 1 if dn is None else dn.shape[0], wanted.leaves
+    kernel, config, P = _form(like, R, alone=normed and wanted.bias is None, leaves=leaves)
     vectors = (wanted.bias is not None) + (1 + wanted.beta if normed else 0)
     groups = groups_of(P) if config.get("LAST", False) else 0
-    partials = 4 * vectors * (P + groups) * D
+    partials = 4 * vectors * (max(leaves, 1) * P + groups) * D
     through = (saved.h, saved.mean, saved.rstd, saved.gamma) if normed else ()
     read, written = moved(dn, dh, *through, mask.rng) + partials, moved(*outputs, *out) + partials
     if kernel is bwd_columns_kernel and normed:  # the first pass, and its sums

@@ -21,7 +21,8 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward fills; None is omitted.  The vectors are [D], or a kernel's partial sums [P, D] in fp32."""
+    """What backward fills; None is omitted.  The vectors are [D], or a kernel's partial sums [P, D] in fp32, of each
+    leaf of the rows if there are leaves."""
 
     dparts: Tensor  # [m, D]
     stride: int  # from one of its rows to the next
@@ -92,9 +93,12 @@ def out_tile(dx, dn, dh_ptr, out, key, mask, rows, columns, live, D: tl.constexp
 
 
 @triton.jit
-def store_partials(out, columns, D: tl.constexpr, dbias, dgamma, dbeta):
-    """Stores this program's row of [P, D] each."""
-    offsets = tl.program_id(0).to(tl.int64) * D + columns
+def store_partials(out, columns, dbias, dgamma, dbeta, D: tl.constexpr, R: tl.constexpr):
+    """Stores this program's row of [P, D] each, or of [leaves, P, D]."""
+    row = tl.program_id(0).to(tl.int64)
+    if R.tree:
+        row += tl.program_id(2).to(tl.int64) * tl.num_programs(0)
+    offsets = row * D + columns
     if out.dbias is not None:
         tl.store(out.dbias + offsets, tl.sum(dbias, 0), mask=columns < D)
     if out.dgamma is not None:

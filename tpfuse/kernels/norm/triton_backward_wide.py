@@ -88,6 +88,8 @@ def bwd_columns_kernel(
     for i in range(tl.cdiv(tl.cdiv(M, ROWS) - tl.program_id(0), P)):
         rows = (tl.program_id(0) + i * P).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         live = live_rows(rows, M, ROWS)
+        if R.tree:  # the M of a leaf
+            rows += tl.program_id(2) * M
         d = d_tile(dn, dh_ptr, key, mask, rows, columns, live, D, R, ORDER)
         if saved.gamma is not None:
             mean, rstd = statistics(saved, rows, live, KIND)
@@ -100,7 +102,7 @@ def bwd_columns_kernel(
         dbias += out_tile(d, dn, dh_ptr, out, key, mask, rows, columns, live, D, ORDER)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(out, columns, D, dbias, dgamma, dbeta)
+    store_partials(out, columns, dbias, dgamma, dbeta, D, R)
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def bwd_once_kernel(
         )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    store_partials(out, a, D, zero, dgamma_a, dbeta_a)
-    store_partials(out, b, D, zero, dgamma_b, dbeta_b)
-    store_partials(out, c, D, zero, dgamma_c, dbeta_c)
-    store_partials(out, e, D, zero, dgamma_e, dbeta_e)
+    store_partials(out, a, zero, dgamma_a, dbeta_a, D, R)
+    store_partials(out, b, zero, dgamma_b, dbeta_b, D, R)
+    store_partials(out, c, zero, dgamma_c, dbeta_c, D, R)
+    store_partials(out, e, zero, dgamma_e, dbeta_e, D, R)

@@ -8,7 +8,8 @@ D with as little waste as possible (768 = 512 + 256), several rows a program whe
 walked in chunks.  D is a constant, so that the masks of columns that are there compile to nothing.
 
 Offsets are int64.  Statistics are those of h as rounded and stored, so that an n recomputed from them is bitwise the
-first.
+first.  With leaves parts are added as a binary tree, and launch parameters follow from D alone, since how many rows are
+here depends on the split.
 """
 
 import math
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.device import load, sum_ranks
-from ..runtime.errors import check
+from ..runtime.device import RankSum, load, sum_ranks
 from ..runtime.launch import launch, target
+from ..runtime.leaves import placed
 from ..runtime.op import Cost, dense, least, moved
 from ..runtime.philox import NO_MASK, Mask, keep_device, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
@@ -262,7 +263,9 @@ def strided(parts: Tensor | None) -> Parts:
     return Parts(parts, parts.stride(0), parts.stride(1))
 
 
-def forward(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: str, out: Outputs) -> None:
+def forward(
+    parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: str, out: Outputs, leaves: int = 0
+) -> None:
     """Launches what fills ``out``; without h there, R is 1 and nothing is added."""
     R, m, D = parts.shape
     device, arch = parts.device, target(parts.device).arch
@@ -271,28 +274,30 @@ def forward(parts: Tensor, add: Add, norm: NormVectors, mask: Mask, *, order: st
         if D <= FWD_ROW
         else ("fused_norm_fwd_chunks", _fwd_chunks_kernel, fwd_chunks_config(D, arch))
     )
-    config = tuned(name, arch, parts.dtype, (m, D), default=default)
+    config = default if leaves else tuned(name, arch, parts.dtype, (m, D), default=default)
     grid = (-(-m // config.get("ROWS", 1)),)
     add, norm = dense(add), dense(norm)
+    if leaves:
+        parts, add, norm = placed((parts, add, norm))
     args = strided(parts), add, norm.gamma, norm.beta, kernel_mask(mask), out, m, norm.eps
-    launch(kernel, grid, device, *args, D=D, R=R, KIND=KINDS[norm.kind], DROP_N=order == DROP, **config)
+    constants = dict(D=D, R=RankSum(R, leaves > 0), KIND=KINDS[norm.kind], DROP_N=order == DROP)
+    launch(kernel, grid, device, *args, **constants, **config)
 
 
 def fwd_launch(
     parts: Tensor, add: Add, norm: NormVectors, mask: Mask, order: str, leaves: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The launcher of fused_norm_fwd, which sums in rank order."""
-    check(leaves == 0, f"fused_norm_fwd: the kernels do not sum by leaves yet, got {leaves}")
+    """The launcher of fused_norm_fwd."""
     _, m, D = parts.shape
     dtype = parts.dtype if add.residual is None else add.residual.dtype
     h = parts.new_empty(0) if order == ALONE else parts.new_empty(m, D, dtype=dtype)
     out = Outputs(None if order == ALONE else h)
     if norm.gamma is None:
-        forward(parts, add, norm, mask, order=order, out=out)
+        forward(parts, add, norm, mask, order=order, out=out, leaves=leaves)
         return h, h.new_empty(0), h.new_empty(0), h.new_empty(0)
     n, rstd = parts.new_empty(m, D), parts.new_empty(m, dtype=torch.float32)
     mean = rstd.new_empty(m if KINDS[norm.kind].centred else 0)
-    forward(parts, add, norm, mask, order=order, out=out._replace(n=n, mean=mean, rstd=rstd))
+    forward(parts, add, norm, mask, order=order, out=out._replace(n=n, mean=mean, rstd=rstd), leaves=leaves)
     return h, n, mean, rstd
 
 

@@ -1,9 +1,18 @@
-"""Device functions that kernels of more than one op use: loads, sums over ranks, the order of tiles.
+"""Device functions that kernels of more than one op use: loads, sums over ranks and of leaves, the order of tiles.
 
 Arithmetic is fp32.  (Philox stands in philox.py, beside the twins that it has to equal bit for bit.)
 """
 
+from typing import NamedTuple
+
 from .triton import tl, triton
+
+
+class RankSum(NamedTuple):
+    """The parts of a sum over ranks; kernels take it as a constant."""
+
+    size: int
+    tree: bool = False  # added as a binary tree, each node rounded to the parts' dtype (leaves.py), not in rank order
 
 
 @triton.jit
@@ -14,11 +23,41 @@ def load(ptr, offsets, mask):
 
 @triton.jit
 def sum_ranks(parts_ptr, offsets, mask, stride_r, R: tl.constexpr):
-    """Returns the sum over ranks, whose parts lie ``stride_r`` apart, in rank order and in fp32."""
-    total = load(parts_ptr, offsets, mask)
-    for r in tl.static_range(1, R):
-        total += load(parts_ptr + r * tl.cast(stride_r, tl.int64), offsets, mask)
-    return total
+    """Returns the sum over ranks (R: RankSum), whose parts lie ``stride_r`` apart: in fp32 in rank order, or a tree."""
+    if R.tree:
+        return _sum_tree(parts_ptr, offsets, mask, tl.cast(stride_r, tl.int64), R.size).to(tl.float32)
+    else:
+        total = load(parts_ptr, offsets, mask)
+        for r in tl.static_range(1, R.size):
+            total += load(parts_ptr + r * tl.cast(stride_r, tl.int64), offsets, mask)
+        return total
+
+
+@triton.jit
+def _sum_tree(ptr, offsets, mask, stride, COUNT: tl.constexpr):
+    """Returns the node above COUNT parts, in their dtype."""
+    if COUNT == 1:
+        return tl.load(ptr + offsets, mask=mask, other=0.0)
+    else:
+        left = _sum_tree(ptr, offsets, mask, stride, COUNT // 2)
+        right = _sum_tree(ptr + COUNT // 2 * stride, offsets, mask, stride, COUNT // 2)
+        return join(left, right)
+
+
+@triton.jit
+def join(x, y):
+    """Returns the node above two nodes of a tree, rounded as they are."""
+    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def sum_leaves(nodes, LEVELS: tl.constexpr):
+    """nodes [2^LEVELS, A] -> [A], their sum as a binary tree"""
+    for _ in tl.static_range(LEVELS):
+        halves = tl.reshape(nodes, (nodes.shape[0] // 2, 2, nodes.shape[1]))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        nodes = join(left, right)
+    return tl.reshape(nodes, (nodes.shape[1],))
 
 
 # ---- the order of tiles ----

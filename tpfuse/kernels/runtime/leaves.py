@@ -98,7 +98,7 @@ def placed(x: T) -> T:
 
 
 def check_leaves(name: str, rows: Tensor, leaves: int) -> None:
-    """Raises the ValueError of an op whose ``rows`` [.., m, D] have no such leaves, or are on a GPU."""
+    """Raises the ValueError of an op whose ``rows`` [.., m, D] have no such leaves, or are of fp64 on a GPU."""
     if leaves:
         check_device(name, rows)
         m = rows.shape[-2]
@@ -106,5 +106,6 @@ def check_leaves(name: str, rows: Tensor, leaves: int) -> None:
 
 
 def check_device(name: str, x: Tensor) -> None:
-    """Raises the ValueError of an op whose kernels add in another order."""
-    check(not x.is_cuda, f"{name}: bitwise sums are not built for GPUs yet, got a tensor on {x.device}")
+    """Raises the ValueError of an op that has no kernels for x: those of GPUs are not for fp64."""
+    double = x.is_cuda and x.dtype == torch.float64
+    check(not double, f"{name}: bitwise sums of fp64 are not built for GPUs, got a tensor on {x.device}")

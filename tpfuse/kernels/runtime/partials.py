@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .counters import COUNTERS
-from .device import load
+from .device import load, sum_leaves
 from .launch import launch, next_power_of_2
 from .triton import tl, triton
 
@@ -59,6 +59,36 @@ def _reduce_vectors_kernel(
     else:
         if dbeta_ptr is not None:
             sum_partials(dbeta_partial_ptr, dbeta_ptr, columns, P, D, ROWS, A)
+
+
+# ---- of leaves ----
+
+
+@triton.jit
+def _sum_leaves(partial_ptr, out_ptr, columns, P, D, LEVELS: tl.constexpr, A: tl.constexpr):
+    """Sums partial [2^LEVELS, P, D], fp32, to out [D], some columns of it: over P in order, over leaves as a tree of
+    nodes in out's dtype."""
+    mask = (columns < D)[None, :]
+    rows_ptr = partial_ptr + tl.arange(0, 2**LEVELS).to(tl.int64)[:, None] * P * D + columns[None, :]
+    total = tl.zeros([2**LEVELS, A], tl.float32)
+    for _ in tl.range(0, P):
+        total += load(rows_ptr, 0, mask)
+        rows_ptr += D
+    tl.store(out_ptr + columns, sum_leaves(total.to(out_ptr.dtype.element_ty), LEVELS), mask=columns < D)
+
+
+@triton.jit
+def _reduce_leaves_kernel(
+    partials,  # three vectors [2^LEVELS, P, D] in, fp32
+    vectors,  # [D] out each
+    P, D,
+    LEVELS: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * A + tl.arange(0, A)
+    for i in tl.static_range(3):
+        if tl.program_id(1) == i:
+            if partials[i] is not None:
+                _sum_leaves(partials[i], vectors[i], columns, P, D, LEVELS, A)
 
 
 # ---- by the last to arrive ----
@@ -140,6 +170,7 @@ def sum_by_the_last(
 # ---- by a kernel of their own ----
 
 REDUCE = dict(ROWS=32, A=64, num_warps=4)
+LEAVES = dict(A=64, num_warps=4)
 
 
 def reduce_partials(partial: Tensor | None, out: Tensor) -> Tensor:
@@ -162,3 +193,17 @@ def reduce_vectors(partials: Sequence[Tensor | None], vectors: Sequence[Tensor |
         grid = -(-D // REDUCE["A"]), 3
         how = REDUCE | dict(EARLY=early) | (dict(launch_pdl=True) if early else {})
         launch(_reduce_vectors_kernel, grid, given[0].device, *partials, *vectors, P, D, **how)
+
+
+def reduce_leaves(partials: Sequence[Tensor | None], vectors: Sequence[Tensor | None], leaves: int) -> None:
+    """Fills vectors as :func:`reduce_vectors`, of partials [leaves P, D]: over the P of a leaf in order, over leaves as
+    a binary tree."""
+    given = [partial for partial in partials if partial is not None]
+    if given:
+        rows, D = given[0].shape
+        sizes = dict(P=rows // leaves, D=D, LEVELS=leaves.bit_length() - 1)
+        grid = -(-D // LEAVES["A"]), 3
+        launch(
+            _reduce_leaves_kernel, grid, given[0].device, partials=tuple(partials), vectors=tuple(vectors),
+            **sizes, **LEAVES,
+        )  # fmt: skip
