@@ -315,6 +315,11 @@ def test_errors_are_named():
         add_lora(model, rank=2, alpha=4, dropout=0.1)
     with pytest.raises(ValueError, match="rank must be a positive integer, got 0"):
         add_lora(model, rank=0, alpha=4)
+    with pytest.raises(ValueError, match="rank must be at most 65536, got 1000000000"):  # before it is allocated
+        add_lora(model, rank=10**9, alpha=4)
+    for targets in (None, [5], "qkv"):
+        with pytest.raises(ValueError, match="targets must be names of layers, got"):
+            add_lora(model, rank=2, alpha=4, targets=targets)
     with pytest.raises(ValueError, match="no layer is called anything"):
         add_lora(model, rank=2, alpha=4, targets=[])
     with pytest.raises(ValueError, match="Linear has no tensor-parallel linear layer"):

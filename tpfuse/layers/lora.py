@@ -28,13 +28,14 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import cut
 from ..kernels.runtime.main_grad import cast, derived
 from ..kernels.runtime.op import acc_dtype
-from ..kernels.runtime.rules import POSITIVE, SEED, check_number
+from ..kernels.runtime.rules import POSITIVE, SEED, check_number, integer, quoted
 from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
 from .shards import unwrapped_name
 
+_MAX_RANK = 1 << 16
 TARGETS = "qkv", "out", "fc1", "fc2"
 _ALONE = TensorParallel()
 
@@ -199,7 +200,9 @@ def add_lora(
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
     check_number("add_lora: alpha", alpha, POSITIVE)
     check_number("add_lora: seed", seed, SEED)
-    check(isinstance(rank, int) and rank >= 1, f"add_lora: rank must be a positive integer, got {rank!r}")
+    check_number("add_lora: rank", rank, integer(1, _MAX_RANK))
+    listed_names = isinstance(targets, list | tuple | set | frozenset) and all(isinstance(t, str) for t in targets)
+    check(listed_names, f"add_lora: targets must be names of layers, got {quoted(targets)}")
     base, layers = base_of(model), list(_linears(model))
     check(bool(layers), f"add_lora: {type(model).__name__} has no tensor-parallel linear layer")
     check(

@@ -13,6 +13,7 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.philox import make_rng
 from ..kernels.runtime.processor import order_of_sums
+from ..kernels.runtime.rules import SEED, check_number
 from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
@@ -110,6 +111,7 @@ class Model(nn.Module):
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))
+        check_number(f"{name}: seed", seed, SEED)
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
