@@ -232,3 +232,25 @@ def test_a_sum_over_ranks_is_one_kernel(dtype):
                 sum_of()
             assert watch.started["_fwd_kernel"] == 1
             assert not {"add", "add_", "sum", "_to_copy"} & watch.started.keys()
+
+
+def uneven(world, size):
+    """The whole of uneven slices and this rank's gradient, and what is said of a call without the size."""
+    tp = make_tp(world)
+    x = torch.arange(float(size)).expand(3, -1)[:, slice(*tp.chunk(size))].clone().requires_grad_()
+    whole = collect(x, tp, dim=-1, size=size)
+    (whole * torch.arange(float(size))).sum().backward()
+    with pytest.raises(ValueError) as without:
+        collect(x, tp, dim=-1)
+    with pytest.raises(ValueError, match="collect: dim -1 must be this rank's"):
+        collect(x, tp, dim=-1, size=size + tp.size)
+    return whole.detach(), x.grad, str(without.value)
+
+
+@pytest.mark.parametrize("R, size", [(2, 101), (4, 97)])
+def test_slices_of_a_dimension_that_ranks_do_not_divide(ranks, R, size):
+    results = ranks(R, uneven, size)
+    want = torch.arange(float(size)).expand(3, -1)
+    assert all(torch.equal(whole, want) for whole, *_ in results)
+    assert torch.equal(torch.cat([grad for _, grad, _ in results], -1), want)
+    assert all("write collect(x, tp, dim, size=V)" in message for *_, message in results)

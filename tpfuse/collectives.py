@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .kernels.norm.core import reduce_parts
+from .kernels.runtime.errors import check
 from .kernels.runtime.function import Function, once_differentiable
 from .kernels.runtime.leaves import tree
 from .kernels.runtime.op import COMMUNICATION, op
@@ -178,19 +179,22 @@ class _LinearMap(Function):
         return adjoint(dy, tp, dim), None, None, None, None
 
 
+_UNEVEN = (("x", "where ranks do not divide a dimension, as an odd vocabulary, write collect(x, tp, dim, size=V)"),)
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 
-def _collective(forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
+def _collective(
+    forward: Move, adjoint: Move, x: Tensor, tp: TensorParallel, dim: int = 0, *, size: int | None = None
+) -> Tensor:
     """Runs a collective; compares the first call of each kind over the ranks, as gloo aborts on messages of two
     lengths."""
     if tp.size > 1 and tp.group_name is not None and not torch.compiler.is_compiling():
         group = resolve(tp.group_name)
-        key = forward, adjoint, x.dtype, x.shape, x.requires_grad, dim
+        key = forward, adjoint, x.dtype, x.shape, x.requires_grad, dim, size
         agreed = _known.setdefault(group, set())
         if key not in agreed:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
-            agreement_of(group, name, each_call=False)(group, dict(x=x, dim=dim), {})
+            agreement_of(group, name, each_call=False, causes=_UNEVEN)(group, dict(x=x, dim=dim, size=size), {})
             agreed.add(key)
     return _LinearMap.apply(x, forward, adjoint, tp, dim)
 
@@ -242,6 +246,17 @@ def split(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
     return _collective(_slice, _all_gather, x, tp, dim=dim)
 
 
-def collect(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
-    """All-gather forward, slice backward.  For shards that every rank then uses in the same way."""
-    return _collective(_all_gather, _slice, x, tp, dim=dim)
+def collect(x: Tensor, tp: TensorParallel, dim: int = 0, *, size: int | None = None) -> Tensor:
+    """All-gather forward, slice backward.  For shards that every rank then uses in the same way.
+
+    ``size``: that of the whole ``dim``, where ranks do not divide it and the last ones have less of it, as of a
+    vocabulary.  ValueError where x is not this rank's slice of that.
+    """
+    if size is None or tp.size == 1:
+        return _collective(_all_gather, _slice, x, tp, dim=dim)
+    first, end = tp.chunk(size, "collect: size")
+    mine = f"this rank's {end - first} of {size}"
+    check(x.shape[dim] == end - first, f"collect: dim {dim} must be {mine}, got {tuple(x.shape)}")
+    rows = x.movedim(dim, -1)
+    rows = torch.nn.functional.pad(rows, (0, tp.slice_size(size) - rows.shape[-1]))
+    return _collective(_all_gather, _slice, rows, tp, dim=-1, size=size)[..., :size].movedim(-1, dim)

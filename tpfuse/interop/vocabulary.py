@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -122,7 +121,7 @@ def whole_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
     Every rank then uses them in the same way, so the adjoint is a slice (collect): a sum over the ranks (gather) would
     count the loss R times.
     """
-    return collect(F.pad(logits, (0, tp.slice_size(vocab_size) - logits.shape[-1])), tp, dim=-1)[..., :vocab_size]
+    return collect(logits, tp, dim=-1, size=vocab_size)
 
 
 def open_ends(model: Model) -> None:

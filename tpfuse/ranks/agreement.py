@@ -200,11 +200,13 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
-def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool) -> Agreement:
-    """Returns the Agreement of a function's calls over a group."""
+def agreement_of(
+    group: dist.ProcessGroup, name: str, *, each_call: bool, causes: tuple[tuple[str, str], ...] = ()
+) -> Agreement:
+    """Returns the Agreement of a function's calls over a group; ``causes`` as in :class:`Header`."""
     agreements = _functions.setdefault(group, {})
     if name not in agreements:
-        agreements[name] = Agreement(Header(name), each_call=each_call, floats=False)
+        agreements[name] = Agreement(Header(name, causes=causes), each_call=each_call, floats=False)
     return agreements[name]
 
 
