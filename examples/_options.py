@@ -36,7 +36,7 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
     else:
         gated = -(-8 * args.width // 96) * 32  # three matrices of 8/3 width have the size of two of 4 width
         sizes = dict(hidden_act="silu", intermediate_size=gated, rms_norm_eps=1e-5, rope_theta=1e4)
-        sizes |= dict(head_dim=args.width // args.heads, attention_dropout=args.dropout)
+        sizes |= dict(head_dim=args.width // args.heads, num_key_value_heads=args.heads, attention_dropout=args.dropout)
     return GPTConfig.from_hf(dict(model_type=args.family, tie_word_embeddings=not args.untied, **shape, **sizes))
 
 

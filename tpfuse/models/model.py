@@ -116,7 +116,7 @@ class Model(nn.Module):
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
 
-    def _share(self, values: dict[str, Any]) -> None:
+    def _share(self, values: Mapping[str, Any]) -> None:
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
         are known once there is a schedule."""
         name = type(self).__name__

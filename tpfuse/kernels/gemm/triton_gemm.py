@@ -27,7 +27,7 @@ from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import new_vector
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import TensorDescriptor, tl, triton
-from ..runtime.tuning import tuned
+from ..runtime.tuning import LaunchConfig, tuned
 from .activation import width
 from .triton_activation import (
     activate_tile,
@@ -240,14 +240,14 @@ TREE = {
 
 
 @functools.cache
-def _default(op: str, activation: str, arch: str, dtype: torch.dtype) -> dict[str, Any]:
+def _default(op: str, activation: str, arch: str, dtype: torch.dtype) -> LaunchConfig:
     tiles = TILES["fp32"] if dtype == torch.float32 and arch != "cpu" else TILES.get(arch, TILES["sm_80"])
     if op == "linear_dgrad_act":  # as many columns of z: more would spill where the activation is rebuilt too
         tiles = tiles | dict(BN=min(tiles["BN"], 128) // width(activation))
     return dict(path="torch") | tiles
 
 
-def parameters(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, Any]:
+def parameters(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> LaunchConfig:
     """Returns the path of the GEMM C [M, N] = A B over K, shape (M, N, K), and a fused kernel's tiles."""
     return tuned(f"{op} {activation}", arch, dtype, shape, default=_default(op, activation, arch, dtype=dtype))
 
@@ -263,7 +263,7 @@ def path(op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[i
 
 
 @functools.cache
-def _fixed(op: str, activation: str, arch: str, dtype: torch.dtype, tree: bool) -> dict[str, Any]:
+def _fixed(op: str, activation: str, arch: str, dtype: torch.dtype, tree: bool) -> LaunchConfig:
     """Returns the launch parameters of every call with leaves, which are summed where ``tree``."""
     config = {name: value for name, value in _default(op, activation, arch, dtype=dtype).items() if name != "path"}
     config["BN"] = min(config["BN"], 128)  # by descriptors what it is by pointers
@@ -272,7 +272,7 @@ def _fixed(op: str, activation: str, arch: str, dtype: torch.dtype, tree: bool) 
 
 def fused(
     op: str, activation: str, like: Tensor, shape: tuple[int, int, int], leaf: int | None = None
-) -> dict[str, Any] | None:
+) -> LaunchConfig | None:
     """Returns the fused kernel's launch parameters; None for the other path, which no call with leaves takes."""
     if leaf is not None:
         return _fixed(op, activation, target(like.device).arch, dtype=like.dtype, tree=leaf > 0)
@@ -283,7 +283,7 @@ def fused(
 @functools.lru_cache(maxsize=4096)
 def _choice(
     answers: tuple[Any, ...], op: str, activation: str, arch: str, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> dict[str, Any] | None:
+) -> LaunchConfig | None:
     """Returns what ``fused`` does; computed once while ``answers``, the functions that give it, are not replaced."""
     config = parameters(op, activation, arch, dtype=dtype, shape=shape)
     return {name: value for name, value in config.items() if name != "path"} if config["path"] == "fused" else None
@@ -298,7 +298,7 @@ class Product(NamedTuple):
     layout: str  # "NT", "NN" or "TN"
     a: Tensor
     b: Tensor
-    config: dict[str, Any]  # tiles and launch options
+    config: LaunchConfig  # tiles and launch options
     leaf: int | None = None
 
     @property

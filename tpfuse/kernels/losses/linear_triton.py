@@ -30,7 +30,7 @@ from ..runtime.launch import launch, target
 from ..runtime.leaves import placed
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import TensorDescriptor, tl, triton
-from ..runtime.tuning import tuned
+from ..runtime.tuning import LaunchConfig, tuned
 from .options import Linear, Loss, Rows
 from .triton import LOWEST, row_gradient
 
@@ -176,10 +176,10 @@ def vocabulary_chunks(rows: int, vocab: int, elements: int) -> Iterator[tuple[in
     return ((start, min(start + columns, vocab)) for start in range(0, vocab, columns))
 
 
-def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int], fixed: bool = False) -> dict[str, Any]:
+def config_of(kernel: str, x: Tensor, shape: tuple[int, int, int], fixed: bool = False) -> LaunchConfig:
     """Returns the launch parameters of a GEMM of shape (M, N, K); of dW and dx its path too, "torch" or "fused", which
     it is where ``fixed``."""
-    arch, default = target(x.device).arch, dict[str, Any]()
+    arch, default = target(x.device).arch, LaunchConfig()
     if x.dtype == torch.float32:
         default = dict(BM=64, BN=64, BK=16, GROUP_M=8, num_warps=8, num_stages=2)
     elif arch.startswith("gfx"):

@@ -42,7 +42,7 @@ from ..runtime.partials import (
 )
 from ..runtime.philox import Mask, kernel_mask, mask_key_device
 from ..runtime.triton import tl, triton
-from ..runtime.tuning import tuned
+from ..runtime.tuning import LaunchConfig, tuned
 from .config import BWD_COLUMNS, BWD_ROWS, ONCE_ROW, bwd_config, once_config
 from .kinds import KINDS
 from .records import DROP, POST, PRE, Saved, Wanted, incoming
@@ -129,7 +129,7 @@ BWD_ROW = 8192  # columns up to which a row lies in registers
 LEAF = 128  # programs of a leaf of the rows, at most
 
 
-def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, dict[str, Any], int]:
+def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, LaunchConfig, int]:
     """Returns the kernel that makes the gradients of rows [m, D], its launch parameters, and how many programs stride
     over the rows, or over those of a leaf; their partials add 2.4 P / m of the traffic.
 
@@ -149,7 +149,7 @@ def _form(like: Tensor, R: int, alone: bool, leaves: int) -> tuple[Any, dict[str
     return bwd_columns_kernel, config, programs(2, config["ROWS"])
 
 
-def _parameters(kernel: str, like: Tensor, leaves: int, default: dict[str, Any]) -> dict[str, Any]:
+def _parameters(kernel: str, like: Tensor, leaves: int, default: LaunchConfig) -> LaunchConfig:
     """Returns a kernel's launch parameters; with leaves the default ones, since m, which others go by, is R's."""
     if leaves:
         return default

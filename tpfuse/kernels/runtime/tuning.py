@@ -15,6 +15,7 @@ import torch
 
 from .launch import next_power_of_2
 
+LaunchConfig = dict[str, Any]  # constants and options of a launch, by their names
 TABLE = pathlib.Path(__file__).with_name("tuned.json")
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -24,9 +25,7 @@ def bucket(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{_SHORT.get(dtype, str(dtype)[6:])} {'x'.join(str(next_power_of_2(size)) for size in shape)}"
 
 
-def tuned(
-    kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: dict[str, Any]
-) -> dict[str, Any]:
+def tuned(kernel: str, arch: str, dtype: torch.dtype, shape: tuple[int, ...], default: LaunchConfig) -> LaunchConfig:
     """``default`` with the parameters over it that were measured to be faster; an entry may name only some of them."""
     entries = _table().get(arch, {}).get(kernel)
     return default | entries.get(bucket(dtype, shape), {}) if entries else default
