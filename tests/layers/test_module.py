@@ -7,8 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
-from tests.common import Recorder, fake_tp, make_tp
+from tests.common import Recorder, assert_equal, fake_tp, make_tp
 from tpfuse import layers
 from tpfuse.kernels.runtime.philox import normal
 from tpfuse.layers import (
@@ -124,6 +125,32 @@ def _copies(world):
 @pytest.mark.parametrize("R", [1, 2])
 def test_copies(ranks, R):
     assert all(ranks(R, _copies))
+
+
+def _written(world, folder):
+    """Each rank's state dictionary, and one whose DTensors every rank has whole."""
+    block = _build("block", make_tp(world))
+    state = block.state_dict()
+    full = {k: v.redistribute(placements=[Replicate()]) if isinstance(v, DTensor) else v for k, v in state.items()}
+    for name, kept in (("slices", state), ("whole", full)):
+        torch.save(kept, folder / f"{name}{world.rank}.pt")
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_one_rank_reads_what_several_saved(ranks, tmp_path, assign):
+    """A whole is read; a slice is a ValueError that names it, before anything has changed."""
+    exact = ranks(2, _written, tmp_path)[0]
+    block = TransformerBlock(8, 4)
+    before = copy.deepcopy(block.state_dict())
+    with pytest.raises(
+        ValueError, match=r"weight must be elements .* on rank 0 .* got a DTensor with elements"
+    ):
+        block.load_state_dict(torch.load(tmp_path / "slices0.pt"), assign=assign)
+    assert_equal(block.state_dict(), before)
+    block.load_state_dict(torch.load(tmp_path / "whole0.pt"), assign=assign)
+    assert_equal(block.state_dict(), exact)
+    assert not any(isinstance(p, DTensor) for p in block.parameters())
 
 
 def _packed(world, sp, dtypes):

@@ -65,7 +65,8 @@ class ParallelModule(nn.Module):
         """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
         for leaf, p, spec in owned(self):
             value = state_dict.get(prefix + leaf)
-            if is_split(spec, self.tp) and isinstance(value, Tensor) and not isinstance(p, DTensor):
+            reads = is_split(spec, self.tp) or isinstance(value, DTensor)  # one rank reads what several have saved
+            if reads and isinstance(value, Tensor) and not isinstance(p, DTensor):
                 state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 

@@ -21,6 +21,8 @@ from .stages import stage_in
 # Fields of a config that do not enter the function: what training adds, where it starts, what files are called.
 _FREE = "dropout", "attention_dropout", "embedding_dropout", "init_std", "family"
 
+_OF_A_SIZE = "sequence_parallel", "overlap", "one_machine"  # of the tensor-parallel ranks
+
 
 def conditions(model: nn.Module) -> dict[str, Any]:
     """Returns what the last bits of a step depend on beside the state, as JSON has it."""
@@ -62,14 +64,18 @@ def conditions(model: nn.Module) -> dict[str, Any]:
 
 
 def warn_of_differences(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Warns of each difference, in a line: the run is the same, its last bits need not be."""
-    for key, value in current.items():
-        if key in saved and saved[key] != value:
-            warnings.warn(
-                f"load_checkpoint: {path} was written with {key} {str(saved[key])[:60]}, now it is {value}:"
-                " training goes on, not bit for bit",
-                stacklevel=3,
-            )
+    """Warns once of all differences: the run is the same, its last bits need not be.
+
+    Of another tensor-parallel size the settings that follow from it are left out.
+    """
+    differing = {key: value for key, value in current.items() if key in saved and saved[key] != value}
+    if "tensor-parallel size" in differing:
+        differing = {key: value for key, value in differing.items() if key not in _OF_A_SIZE}
+    if differing:
+        changes = "; ".join(f"{key} {str(saved[key])[:60]}, now {value}" for key, value in differing.items())
+        warnings.warn(
+            f"load_checkpoint: training goes on, not bit for bit: {path} was written with {changes}", stacklevel=3
+        )
 
 
 def config_of(model: nn.Module) -> dict[str, Any] | None:
