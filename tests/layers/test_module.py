@@ -143,9 +143,7 @@ def test_one_rank_reads_what_several_saved(ranks, tmp_path, assign):
     exact = ranks(2, _written, tmp_path)[0]
     block = TransformerBlock(8, 4)
     before = copy.deepcopy(block.state_dict())
-    with pytest.raises(
-        ValueError, match=r"weight must be elements .* on rank 0 .* got a DTensor with elements"
-    ):
+    with pytest.raises(ValueError, match=r"weight must be elements .* on rank 0 .* got a DTensor with elements"):
         block.load_state_dict(torch.load(tmp_path / "slices0.pt"), assign=assign)
     assert_equal(block.state_dict(), before)
     block.load_state_dict(torch.load(tmp_path / "whole0.pt"), assign=assign)

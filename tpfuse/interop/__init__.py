@@ -10,6 +10,7 @@ lora_options       the options of a LoraConfig: which are read, which are refuse
 lora_options.json  their defaults in PEFT, as python -m bench.defaults writes them
 parallelize        one line for a model of transformers
 parallelized       the class of the parallelized module: its forward, generate, files
+peft_model         a PeftModel in the place of the module that it wraps
 trainer            transformers' Trainer on a split model
 vocabulary         the embedding and head with transformers' interface, and their resizing
 """

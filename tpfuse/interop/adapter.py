@@ -98,12 +98,8 @@ def load_adapter(model: nn.Module, path: str | Path, *, trainable: bool = False)
     }
 
     def examine() -> tuple[Any, Any, list[str], dict[str, _Entry]]:
-        config, handle = _read(path)
+        config, handle = read_adapter(path, trainable=trainable)
         check_saved(f"load_adapter: {path / CONFIG}", config.get("modules_to_save"), base)
-        if trainable and config.get("lora_dropout"):
-            raise ValueError(
-                f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
-            )
         heads = {} if head.keys().isdisjoint(handle.keys()) else head
         for name, entry in heads.items():
             _check_tensor(path / WEIGHTS, handle, name, entry.spec.shape)
@@ -262,7 +258,8 @@ def _targets(adapted: _Adapted) -> list[str]:
     return sorted(targets)
 
 
-def _read(path: Path) -> tuple[Any, Any]:
+def read_adapter(path: Path, *, trainable: bool) -> tuple[Any, Any]:
+    """Returns the config and the open tensors of a directory; ValueError for an option that is not built."""
     try:
         config, handle = read_json(path, CONFIG), open_tensors(path, WEIGHTS)
     except (ValueError, OSError) as error:
@@ -273,6 +270,10 @@ def _read(path: Path) -> tuple[Any, Any]:
         if key not in config:
             raise ValueError(f"{place} has no {key}")
     check_rules(place, config, _RULES)
+    if trainable and config.get("lora_dropout"):
+        raise ValueError(
+            f"load_adapter: lora_dropout={config['lora_dropout']} in {path / CONFIG} is not built, to train with"
+        )
     return config, handle
 
 

@@ -22,6 +22,7 @@ from ..models.stack import FULL
 from ..parallel import TensorParallel
 from ..ranks.messages import together
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
+from .peft_model import is_peft_model, split_peft_model
 from .vocabulary import open_ends
 
 
@@ -50,6 +51,7 @@ def parallelize(
     the config is ignored; an argument that is not built (a cache, attentions) is a NotImplementedError that names it.
     ``step``, ``first_sample``, ``label_smoothing``, ``z_loss`` and ``reduction`` may be given as to GPT; ``seed``,
     ``dp``, ``saving`` and ``recompute`` are GPT's: dropout is by position, its masks another stream than transformers'.
+    A PeftModel of one of these with one LoRA adapter gives the module with that adapter, as trainable as it was.
     ``generate`` is GPT's, with transformers' arguments and generation_config.  ``save_pretrained`` writes full tensors
     (all ranks call it).
 
@@ -57,6 +59,9 @@ def parallelize(
     between ranks.
     """
     tp = TensorParallel() if tp is None else tp
+    if is_peft_model(module):
+        options: Any = dict(dp=dp, seed=seed, saving=saving, recompute=recompute)
+        return split_peft_model(module, lambda base: parallelize(base, tp, **options), (tp.group,))
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
