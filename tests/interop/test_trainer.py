@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from tests.interop.launched import launched, rows, said, small, split, weights
+from tests.models import theirs
 from tpfuse import AcceleratorMixin, TensorParallel, TrainerMixin, parallelize
 
 accelerate = pytest.importorskip("accelerate")
@@ -140,6 +141,42 @@ def test_in_bf16(ranks, tmp_path):
 
 
 # ---- without the mix-in ----
+
+
+NO_DROPOUT = {"gpt2": dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)}
+NO_DROPOUT["bert-mlm"] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def of_a_family(world, folder, name, tp):
+    """The weights after five steps, by the names of files; ``tp`` None: of the plain module under the plain Trainer.
+
+    transformers' BertForMaskedLM takes the number of labels in all micro-batches and does not read it, so that those of
+    its Trainer are added without weights: one micro-batch.
+    """
+    options = dict(weight_decay=0.1) | (dict(gradient_accumulation_steps=1) if name == "bert-mlm" else {})
+    with launched(world):
+        model = theirs.make(name, torch.float64, **NO_DROPOUT.get(name, {}))
+        if tp is None:
+            trainer = transformers.Trainer(model, arguments(folder, 1, **options), train_dataset=rows())
+            trainer.train()
+            return {key: p.detach().float() for key, p in model.named_parameters()}
+        mesh = world.mesh(1, tp)
+        model = parallelize(model, TensorParallel(mesh["tp"]), dp=mesh["dp"])
+        made(world, (1, tp), folder, model, **options).train()
+        return weights(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in theirs.NAMES if name != "bert"])
+def test_every_family_has_the_plain_modules_weights(ranks, tmp_path, name):
+    """After five steps of AdamW with weight decay and clipping; the plain module is trained by nothing of ours."""
+    (want,), found = ranks(1, of_a_family, tmp_path, name, None), ranks(2, of_a_family, tmp_path, name, 2)
+    start = dict(theirs.make(name, torch.float64, **NO_DROPOUT.get(name, {})).named_parameters())
+    for got in found:
+        assert set(want) <= set(got)
+        for key, p in want.items():
+            assert torch.allclose(got[key], p, atol=2e-5), key
+    assert all((p - start[key]).abs().max() > 1e-3 for key, p in want.items() if "key.bias" not in key)
 
 
 def bare(world, layout, folder):
