@@ -226,7 +226,7 @@ def test_a_sum_over_ranks_is_one_kernel(dtype):
             lambda: all_reduce(empty(2048, 1000), tp),
             lambda: scatter_sum(empty(64, 768), tp),
             lambda: scatter_sum(empty(6, 64, 5), tp, dim=1),
-            lambda: _CopyWithin.backward(SimpleNamespace(args=(4, tp.size, tp.group_name)), empty(6, 5)),
+            lambda: _CopyWithin.backward(SimpleNamespace(args=(4, tp)), empty(6, 5)),
         ):
             with no_sync() as watch, torch.no_grad():  # as autograd runs a backward
                 sum_of()

@@ -6,12 +6,12 @@ import pytest
 
 from bench.bits import arguments, cost, rows
 from bench.bits.__main__ import main
-from bench.bits.kinds import KINDS, LAYOUTS
+from bench.bits.kinds import ALL_KINDS, LAYOUTS
 
 
 def test_all_is_the_default():
     args = arguments([])
-    assert args.kind == list(KINDS) and args.dtype == ["bf16", "fp32"] and args.saving == ["fastest", "smallest"]
+    assert args.kind == list(ALL_KINDS) and args.dtype == ["bf16", "fp32"] and args.saving == ["fastest", "smallest"]
     assert arguments(["--kind", "llama"]).kind == ["llama"]
 
 

@@ -31,8 +31,8 @@ def test_a_block_of_parts_is_the_block():
     attention, mlp = ParallelAttention(16, 4), ParallelMLP(16, 64)
     attention.load_state_dict(block.attention.state_dict())
     mlp.load_state_dict(block.mlp.state_dict())
-    h = x + attention(block.norm_in(x), batch=2)
-    torch.testing.assert_close(h + mlp(block.norm_attention(h)), block(x, batch=2))
+    h = x + attention(block.input_norm(x), batch=2)
+    torch.testing.assert_close(h + mlp(block.attention_norm(h)), block(x, batch=2))
 
 
 def test_a_star_import_shadows_nothing_of_python():

@@ -250,7 +250,7 @@ class Model(nn.Module):
         """Returns what decides a call beside its arguments, in words."""
         return self._seed_and_step() | {_WHICH: self._number} | module_state(self)
 
-    def decisive_state(self, *, staged: bool) -> dict[str, Any]:
+    def _decisive_state(self, *, staged: bool) -> dict[str, Any]:
         """Returns what decides a call beside its arguments, in words; ``staged``: of that what all stages share."""
         return self._seed_and_step() if staged else self._state()
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import TreeSum, tree
 from ..kernels.runtime.rules import listed
 from ..layers.module import local
@@ -124,7 +125,7 @@ TakeGradient = Callable[[nn.Parameter, Tensor], None]
 _takers: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[TakeGradient]]" = weakref.WeakKeyDictionary()
 
 
-class _Apart(torch.autograd.Function):
+class _Apart(Function):
     """A weight whose gradient is handed to ``take``, and goes no further."""
 
     @staticmethod
@@ -133,6 +134,7 @@ class _Apart(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.take(ctx.weight, gradient.clone())
         return None, None

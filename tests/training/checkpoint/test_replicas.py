@@ -84,7 +84,7 @@ def flip(x, element=0):
 
 
 def weight(run, rank):
-    flip(run.model.blocks[0].norm_mlp.weight, 3) if run.rank == rank else None
+    flip(run.model.blocks[0].mlp_norm.weight, 3) if run.rank == rank else None
 
 
 def shard(run, rank):
@@ -93,7 +93,7 @@ def shard(run, rank):
 
 
 def moment(run, rank):
-    flip(run.optimizer.state[run.model.norm_in.bias]["exp_avg_sq"]) if run.rank == rank else None
+    flip(run.optimizer.state[run.model.input_norm.bias]["exp_avg_sq"]) if run.rank == rank else None
 
 
 def negative_zero(run, rank):
@@ -117,11 +117,11 @@ def evaluation(run, rank):
 
 
 MISTAKES = {  # and the tensor that is named
-    weight: "model.blocks.0.norm_mlp.weight",
+    weight: "model.blocks.0.mlp_norm.weight",
     shard: "model.blocks.0.mlp.fc1.weight",
-    moment: "optimizer.norm_in.bias.exp_avg_sq",
+    moment: "optimizer.input_norm.bias.exp_avg_sq",
     negative_zero: "model.positions.weight",
-    skipped_step: "model.norm_in.weight",
+    skipped_step: "model.input_norm.weight",
     learning_rate: "the optimizer's groups",
     counter: "model.step",
     evaluation: "parts in another mode",

@@ -156,7 +156,7 @@ def bits_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: s
             if kind != "whole" or whole:
                 bits[part.name, part.offset] = bits_of(part.local)
     if isinstance(model, Model):
-        state = {"whether the model trains": model.training} | model.decisive_state(staged=kind == "copied")
+        state = {"whether the model trains": model.training} | model._decisive_state(staged=kind == "copied")
         bits |= {(name, ()): digest(value) for name, value in state.items()}
     if optimizer is not None:
         groups = groups_of(entries_of(model), optimizer)
