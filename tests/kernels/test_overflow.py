@@ -75,15 +75,15 @@ def unlimited(monkeypatch):
 
 # (rows, columns) of 2^30 elements and more, with loops of at most some thousand turns
 LARGE = dict.fromkeys(LAUNCHED, (1 << 24, 72)) | dict(
-    norm_bwd=(1 << 20, 1032),
+    **dict.fromkeys(("norm_bwd", "embed_finish_bwd", "reduce_bias_dropout_add_norm_bwd"), (1 << 18, 4104)),
     linear_dgrad_act=(1 << 21, 520),
     linear_wgrad=(1 << 12, (1 << 19) + 8),
     linear_cross_entropy_bwd=(1 << 16, (1 << 15) + 8),
     linear_cross_entropy_bwd_add=(1 << 16, (1 << 15) + 8),
     select_large=(1 << 16, (1 << 16) + 8),
 )
-SECONDS = "attention_decode", "activation_bwd", "linear_fwd", "linear_dgrad_act", "norm_bwd"
-SECONDS += "linear_cross_entropy_bwd", "linear_cross_entropy_bwd_add"
+SECONDS = "attention_decode", "activation_bwd", "linear_fwd", "linear_dgrad_act", "norm_bwd", "embed_finish_bwd"
+SECONDS += "linear_cross_entropy_bwd", "linear_cross_entropy_bwd_add", "reduce_bias_dropout_add_norm_bwd"
 
 
 def large_cases() -> Iterator:
