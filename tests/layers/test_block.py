@@ -394,7 +394,9 @@ def _dtensor(world, kind):
     expected = dict(y=y.detach()[0], x=leaf.grad[0])
 
     norm = LayerNorm(D, tp=tp)
-    layer = ParallelMLP(D, 32, tp=tp) if kind == "mlp" else ParallelAttention(D, 4, tp=tp, causal=True)
+    layer = (
+        ParallelMLP(D, 32, tp=tp, activation="gelu") if kind == "mlp" else ParallelAttention(D, 4, tp=tp, causal=True)
+    )
     if kind == "attention":  # [H, (q, k, v), E, D]
         for d in state, full:
             for end in "weight", "bias":

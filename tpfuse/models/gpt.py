@@ -180,7 +180,7 @@ class GPT(Model):
             inputs = inputs._replace(position_ids=packed_positions(inputs.cu_seqlens, below)[None])
         self._check_inputs(inputs, longest=longest)
         rows = BatchRows(inputs.shape, self.tp)
-        rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below)
+        rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below, longest=longest if below else None)
         return self._batch(inputs, rows, longest, rope)
 
     def _count_labels(self, inputs: Inputs) -> Tensor:
@@ -242,12 +242,19 @@ class GPT(Model):
         )
 
     def _rope(
-        self, rows: BatchRows, position_ids: Tensor | None, device: torch.device, below: int | None = None
+        self,
+        rows: BatchRows,
+        position_ids: Tensor | None,
+        device: torch.device,
+        below: int | None = None,
+        *,
+        longest: int | None = None,
     ) -> Rope | Ropes | None:
         """Returns the tables of rotary positions, and the row of theirs that each row has.
 
-        ``below``: a bound of position_ids, where the caller knows one.  On a CPU it is their maximum; a GPU would have
-        to be waited for, so its table then has all of max_positions, and the device stops where one lies beyond.
+        ``below``: a bound of position_ids, where the caller knows one, and ``longest`` their maximum and 1.  On a CPU
+        it is that; a GPU would have to be waited for, so its table then has all of max_positions, and the device stops
+        where one lies beyond.
         """
         c = self.config
         if c.rope is None:
@@ -258,7 +265,7 @@ class GPT(Model):
                 below = bound_of("GPT", position_ids, max(c.max_positions, length))
             length = max(next_power_of_2(below), _TABLE)
             length = min(length, c.max_positions) if below <= c.max_positions else length
-        stretch = self._stretch(rows, position_ids, below)
+        stretch = self._stretch(rows, position_ids, below, longest=longest)
         switch = None if position_ids is None else c.switches_at
         stretches = (stretch,) if switch is None else (switch, switch + 1)  # the tables of short and of long calls
         # Cached are one of the length of all rows, and one that is long enough for the positions so far.
@@ -275,14 +282,16 @@ class GPT(Model):
         ropes = [Rope(*table, positions) for table in cached[1]]
         return ropes[0] if len(ropes) == 1 else Ropes(*ropes)
 
-    def _stretch(self, rows: BatchRows, position_ids: Tensor | None, below: int | None) -> int | None:
+    def _stretch(
+        self, rows: BatchRows, position_ids: Tensor | None, below: int | None, *, longest: int | None
+    ) -> int | None:
         """Returns the length that dynamic tables stretch to; None of other rotary positions."""
         trained = self.config.stretches_past
         if trained is None:
             return None
         if position_ids is None:
             longest = rows.seq
-        else:  # a GPU is waited for where the call may be a long one
+        elif longest is None:  # a GPU is waited for where the call may be a long one
             longest = below if below is not None and below <= trained else int(position_ids.max()) + 1
         return max(longest, trained)
 

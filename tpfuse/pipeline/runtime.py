@@ -56,7 +56,7 @@ class ChunkStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         build: Callable[[], Callable[[], None]] | None,
-        around: Callable[[int], contextlib.AbstractContextManager[None]],
+        around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda micro_batch: contextlib.nullcontext(),
     ):
         """``build`` returns a function that makes the weight gradients deferred by the latest backward pass.  Each pass
         that makes gradients of a micro-batch runs in ``around(its number)``."""

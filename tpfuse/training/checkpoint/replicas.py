@@ -177,7 +177,7 @@ class _CallCount:
 
     def call(self) -> None:
         model = self.model()
-        if model is None or not model.training or torch.compiler.is_compiling():
+        if model is None or not model.training:
             return
         self.calls += 1
         if self.calls % self.every == 0:
@@ -199,12 +199,14 @@ def watch_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 @onlooker
 def _before_call(module: nn.Module, args: Any) -> None:
-    if module in _watches:
+    if not torch.compiler.is_compiling() and module in _watches:
         _watches[module].call()
 
 
 def _at_call(model: Model) -> None:
-    if is_checking() and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if is_checking():
         check_replicas(model)
     elif model in _watches:
         _watches[model].call()
