@@ -251,8 +251,8 @@ def test_bits(capsys, tmp_path):
     assert main([*argv, "--bitwise", "off"]) == 1
     text = capsys.readouterr().out
     assert "op blocks.0.attention.out linear_exchange: " in text and text.rstrip().endswith("bits differ")
-    assert main([*argv, "--bitwise", "16"]) == 2
-    refusal = "num_kv_heads=8 is not divisible by bitwise=16 leaves; use bitwise 1, 2, 4 or 8"
+    assert main([*argv, "--bitwise", "32"]) == 2
+    refusal = "num_heads=16 is not divisible by bitwise=32 leaves; use bitwise 1, 2, 4, 8 or 16"
     assert capsys.readouterr().err == f"tpfuse bits: error: ParallelAttention: {refusal}\n"
 
 
