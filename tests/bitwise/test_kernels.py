@@ -7,7 +7,8 @@ Spans: tpfuse/kernels/runtime/leaves.py and all kernels that sum by leaves.
 import pytest
 import torch
 
-from tests.bitwise.training import KINDS, train
+from bench.bits.kinds import ALL_KINDS
+from tests.bitwise.training import train
 from tpfuse.kernels import replay
 from tpfuse.kernels.runtime.leaves import check_device
 from tpfuse.models import GPTConfig
@@ -23,7 +24,7 @@ SMALL = GPTConfig(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
 @pytest.mark.parametrize("saving", ["smallest", "fastest"])
 def test_a_model_of_kernels(monkeypatch, saving):
-    monkeypatch.setitem(KINDS, "small", SMALL)
+    monkeypatch.setitem(ALL_KINDS, "small", SMALL)
     options = dict(dtype=torch.float32, saving=saving, bitwise=4, steps=1)
     defined = train(None, "small", **options)
     monkeypatch.setattr(replay, "REPLAY", False)

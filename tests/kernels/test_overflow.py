@@ -94,7 +94,7 @@ def large_cases() -> Iterator:
             yield pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (name in SECONDS))
 
 
-@pytest.mark.parametrize("name, other", large_cases())
+@pytest.mark.parametrize("name, other", list(large_cases()))
 def test_large_sizes(monkeypatch, unlimited, name, other):
     if other:
         take_other_paths(monkeypatch)

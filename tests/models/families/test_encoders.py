@@ -203,7 +203,7 @@ def saved(world, folder, out):
     Bert.from_pretrained(folder, tp=None if world is None else make_tp(world), dtype=F64).save_pretrained(out)
 
 
-@pytest.mark.parametrize("name, kind", of_every_kind(FAMILIES))
+@pytest.mark.parametrize("name, kind", list(of_every_kind(FAMILIES)))
 def test_a_saved_directory_is_transformers_own(files, ranks, reached, tmp_path, name, kind):
     for tied in (True, False) if kind == "mlm" else (True,):
         model, folder = files(name, kind) if tied else files(name, kind, tie_word_embeddings=False)
@@ -357,7 +357,7 @@ def parallel(world, name, kind, sp, call):
     return type(out).__name__, value.detach(), all(p.grad is not None for p in module.parameters())
 
 
-@pytest.mark.parametrize("name, kind", of_every_kind(FAMILIES))
+@pytest.mark.parametrize("name, kind", list(of_every_kind(FAMILIES)))
 def test_a_module_of_transformers_parallelized(ranks, name, kind):
     model, call = make(name, kind), batch(kind)
     out = model(**call)
