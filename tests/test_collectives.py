@@ -234,23 +234,42 @@ def test_a_sum_over_ranks_is_one_kernel(dtype):
             assert not {"add", "add_", "sum", "_to_copy"} & watch.started.keys()
 
 
-def uneven(world, size):
-    """The whole of uneven slices and this rank's gradient, and what is said of a call without the size."""
-    tp = make_tp(world)
+def uneven(world, size, bitwise, told):
+    """The whole of uneven slices, and this rank's gradient."""
+    tp = TensorParallel(world.group, sequence_parallel=True, bitwise=bitwise)
     x = torch.arange(float(size)).expand(3, -1)[:, slice(*tp.chunk(size))].clone().requires_grad_()
-    whole = collect(x, tp, dim=-1, size=size)
+    whole = collect(x, tp, dim=-1, size=size if told else None)
     (whole * torch.arange(float(size))).sum().backward()
-    with pytest.raises(ValueError) as without:
-        collect(x, tp, dim=-1)
     with pytest.raises(ValueError, match="collect: dim -1 must be this rank's"):
-        collect(x, tp, dim=-1, size=size + tp.size)
-    return whole.detach(), x.grad, str(without.value)
+        collect(x, tp, dim=-1, size=2 * size)
+    return whole.detach(), x.grad
 
 
-@pytest.mark.parametrize("R, size", [(2, 101), (4, 97)])
-def test_slices_of_a_dimension_that_ranks_do_not_divide(ranks, R, size):
-    results = ranks(R, uneven, size)
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("R, size, bitwise", [(2, 101, None), (4, 97, None), (2, 101, 8)])  # 8 leaves: 52 and 49
+def test_slices_of_a_dimension_that_ranks_do_not_divide(ranks, R, size, bitwise, told):
+    results = ranks(R, uneven, size, bitwise, told)
     want = torch.arange(float(size)).expand(3, -1)
-    assert all(torch.equal(whole, want) for whole, *_ in results)
-    assert torch.equal(torch.cat([grad for _, grad, _ in results], -1), want)
-    assert all("write collect(x, tp, dim, size=V)" in message for *_, message in results)
+    assert all(torch.equal(whole, want) for whole, _ in results)
+    assert torch.equal(torch.cat([grad for _, grad in results], -1), want)
+
+
+def other_sizes(world, calls):
+    """Collects rows of this rank's size, call by call -> the whole's size, or the error."""
+    tp, said = make_tp(world), []
+    for sizes in calls:
+        try:
+            said.append(len(collect(torch.zeros(sizes[world.rank], 5), tp)))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_sizes_are_compared_in_each_call(ranks):
+    """A rank that has collected 6 rows before does not take the other's for as many."""
+    first, second = ranks(2, other_sizes, [(6, 6), (6, 5), (6, 6), (5, 6), (6, 3)])
+    assert first == second and first[:3] == [12, 11, 12]
+    rule = "collect: dim 0 must be the same on every tensor-parallel rank, or less on the last ones as by"
+    assert [s.removeprefix(rule) for s in first[3:]] == [
+        f" TensorParallel.chunk, got rank 0: {a}; rank 1: {b}" for a, b in ((5, 6), (6, 3))
+    ]

@@ -36,7 +36,7 @@ from .kernels.runtime.leaves import tree
 from .kernels.runtime.op import COMMUNICATION, op
 from .parallel import TensorParallel, resolve
 from .ranks import gloo
-from .ranks.agreement import agreement_of
+from .ranks.agreement import agreement_of, comparable, gather_number
 from .ranks.failure import explained
 
 # ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
@@ -179,7 +179,6 @@ class _LinearMap(Function):
         return adjoint(dy, tp, dim), None, None, None, None
 
 
-_UNEVEN = (("x", "where ranks do not divide a dimension, as an odd vocabulary, write collect(x, tp, dim, size=V)"),)
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 
@@ -194,7 +193,7 @@ def _collective(
         agreed = _known.setdefault(group, set())
         if key not in agreed:
             name = f"{forward.__name__.strip('_')}, backward {adjoint.__name__.strip('_')}"
-            agreement_of(group, name, each_call=False, causes=_UNEVEN)(group, dict(x=x, dim=dim, size=size), {})
+            agreement_of(group, name, each_call=False)(group, dict(x=x, dim=dim, size=size), {})
             agreed.add(key)
     return _LinearMap.apply(x, forward, adjoint, tp, dim)
 
@@ -249,10 +248,15 @@ def split(x: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
 def collect(x: Tensor, tp: TensorParallel, dim: int = 0, *, size: int | None = None) -> Tensor:
     """All-gather forward, slice backward.  For shards that every rank then uses in the same way.
 
-    ``size``: that of the whole ``dim``, where ranks do not divide it and the last ones have less of it, as of a
-    vocabulary.  ValueError where x is not this rank's slice of that.
+    ``size``: that of the whole ``dim``.  Where ranks do not divide it, as an odd vocabulary, the last ones have less of
+    it (:meth:`TensorParallel.chunk`).  Without it the ranks tell each other theirs in each call (8 bytes to each, not
+    in a compiled graph, in which they have the same).  ValueError where x is not this rank's slice of the whole.
     """
-    if size is None or tp.size == 1:
+    if tp.size == 1:
+        return _collective(_all_gather, _slice, x, tp, dim=dim)
+    if size is None:
+        size = _whole_size(x, tp, dim)
+    if x.shape[dim] * tp.size == size:
         return _collective(_all_gather, _slice, x, tp, dim=dim)
     first, end = tp.chunk(size, "collect: size")
     mine = f"this rank's {end - first} of {size}"
@@ -260,3 +264,21 @@ def collect(x: Tensor, tp: TensorParallel, dim: int = 0, *, size: int | None = N
     rows = x.movedim(dim, -1)
     rows = torch.nn.functional.pad(rows, (0, tp.slice_size(size) - rows.shape[-1]))
     return _collective(_all_gather, _slice, rows, tp, dim=-1, size=size)[..., :size].movedim(-1, dim)
+
+
+def _whole_size(x: Tensor, tp: TensorParallel, dim: int) -> int:
+    """Returns the sum of the ranks' sizes of ``dim``.  ValueError on every rank unless they are those of slices."""
+    n = x.shape[dim]
+    if tp.group_name is None or torch.compiler.is_compiling() or not comparable([x]):
+        return n * tp.size
+    sizes = gather_number(resolve(tp.group_name), "collect", n)
+    total = sum(sizes)
+    if len(set(sizes)) > 1:
+        step = tp.slice_size(total, "collect: size")
+        if sizes != [max(0, min(step, total - rank * step)) for rank in range(tp.size)]:
+            each = "; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+            raise ValueError(
+                f"collect: dim {dim} must be the same on every tensor-parallel rank, or less on the last ones as by"
+                f" TensorParallel.chunk, got {each}"
+            )
+    return total

@@ -28,7 +28,7 @@ class BatchRows:
 
     def collected(self, rows: Tensor) -> Tensor:
         """This rank's [m, D] -> [B, S, D], the same on every rank."""
-        return self.back(collect(rows, self.tp) if self.tp.sequence_parallel else rows)
+        return self.back(collect(rows, self.tp, size=self.count) if self.tp.sequence_parallel else rows)
 
     def select(self, rows: Tensor, keep: int | Tensor) -> tuple[Tensor, "BatchRows"]:
         """This rank's [m, D] -> its share of the rows that :func:`positions_of` names, and their batch; of positions

@@ -16,7 +16,7 @@ import hashlib
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,13 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     """Returns whether ``flag`` is true on any rank of the group; each rank calls it."""
     links = channel(group)
     return flag if links is None else bool(links.exchange("any_rank", int(flag)).any())
+
+
+def gather_number(group: dist.ProcessGroup, call: str, number: int) -> list[int]:
+    """Returns the number of every rank; each rank calls it.  Of a group without messages all have this rank's."""
+    with _disable_current_modes():
+        links = channel(group)
+        return [number] * group.size() if links is None else links.exchange(call, number)[:, 0].tolist()
 
 
 # ---- one comparison ----
@@ -166,7 +173,7 @@ class Agreement:
         ``mark()``, which has a repr of its value, changes when that state does, and is part of each call's digest.
         Nothing is compared inside a compiled graph, in a CUDA graph's capture, or on tensors without values.
         """
-        if torch.compiler.is_compiling() or not _comparable(arguments):
+        if torch.compiler.is_compiling() or not comparable(arguments.values()):
             return
         with _disable_current_modes():
             links = channel(group)
@@ -200,13 +207,11 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
-def agreement_of(
-    group: dist.ProcessGroup, name: str, *, each_call: bool, causes: tuple[tuple[str, str], ...] = ()
-) -> Agreement:
-    """Returns the Agreement of a function's calls over a group; ``causes`` as in :class:`Header`."""
+def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool) -> Agreement:
+    """Returns the Agreement of a function's calls over a group."""
     agreements = _functions.setdefault(group, {})
     if name not in agreements:
-        agreements[name] = Agreement(Header(name, causes=causes), each_call=each_call, floats=False)
+        agreements[name] = Agreement(Header(name), each_call=each_call, floats=False)
     return agreements[name]
 
 
@@ -218,8 +223,9 @@ def next_number(group: dist.ProcessGroup | None) -> int:
     return _numbers[group]
 
 
-def _comparable(arguments: Mapping[str, Any]) -> bool:
-    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+def comparable(values: Iterable[Any]) -> bool:
+    """Returns whether tensors among ``values`` can be read now: none is traced, captured or without elements."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
     capturing = any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing()
     return not capturing and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
 
