@@ -1,9 +1,10 @@
 """parallelize takes a PeftModel: its module is split, its adapter is there, trainable as it was, nothing is lost."""
 
-from pathlib import Path
+import tempfile
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.common import make_tp
 from tests.interop.launched import small
@@ -56,6 +57,22 @@ def test_a_frozen_adapter_stays_frozen():
     assert torch.allclose(model(ids(), labels=ids()).loss, exact, atol=2e-6)
 
 
+def test_a_trained_head_comes_along():
+    """PEFT keeps a classifier's head twice, as it was and as it is trained."""
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    llama = LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, num_labels=3, pad_token_id=0))
+    model = peft.get_peft_model(llama, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    exact = model(ids()).logits
+    split = parallelize(model)
+    torch.testing.assert_close(split(ids()).logits, exact, rtol=2e-6, atol=2e-6)
+    trained = {name.split(".")[-2] for name, p in split.named_parameters() if p.requires_grad}
+    assert trained == {"lora", "classifier"}
+
+
 def several():
     model = wrapped()
     model.add_adapter("second", config())
@@ -86,13 +103,46 @@ def test_what_is_refused_is_left_as_it_was(case):
     assert torch.equal(model(ids()).logits, before)
 
 
-def test_an_adapter_outlives_a_failure():
-    """Here of the module, after PEFT's layers are gone: the error names the folder that has it."""
-    exact = wrapped()(ids()).logits
+def of_no_family():
+    torch.manual_seed(3)
+    return peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"]))
+
+
+def heads_that_ranks_do_not_divide():
+    return peft.get_peft_model(small(**NO_DROPOUT, n_head=3, n_embd=24), config())
+
+
+def refused(world, make, folder):
+    """What parallelize says, whether the PeftModel computes what it did, and what is left in the temporary folder."""
+    folder = folder / str(world.rank)
+    folder.mkdir()
+    tempfile.tempdir = str(folder)
+    model = make().eval()
+    run = lambda: model(torch.ones(2, 4)) if make is of_no_family else model(ids()).logits
+    before = run()
+    try:
+        with pytest.raises(ValueError) as caught:
+            parallelize(model, make_tp(world))
+    finally:
+        tempfile.tempdir = None
+    return str(caught.value), torch.equal(run(), before), list(folder.iterdir())
+
+
+LATE = {of_no_family: "parallelize: module must be transformers' own", heads_that_ranks_do_not_divide: "num_heads=3"}
+
+
+@pytest.mark.parametrize("make", LATE)
+def test_a_module_that_is_refused_keeps_its_adapter(ranks, tmp_path, make):
+    for said, same, left in ranks(2, refused, make, tmp_path):
+        assert LATE[make] in said and same and left == []
+
+
+def test_an_adapter_outlives_a_failure(tmp_path, monkeypatch):
+    """Here of a disk, in the middle: the PeftModel is what it was, and nothing is left in the temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = wrapped()
+    exact = model(ids()).logits
     with planted("tpfuse.interop.peft_model.load_adapter", lambda right, *args, **options: 1 / 0):
-        with pytest.raises(ZeroDivisionError) as caught:
-            parallelize(wrapped())
-    (note,) = caught.value.__notes__
-    folder = Path(note.removeprefix("parallelize: the adapter is kept in ").partition(";")[0])
-    again = peft.PeftModel.from_pretrained(small(**NO_DROPOUT), folder)
-    assert torch.allclose(again(ids()).logits, exact, atol=2e-6)
+        with pytest.raises(ZeroDivisionError):
+            parallelize(model)
+    assert torch.equal(model(ids()).logits, exact) and not list(tmp_path.iterdir())

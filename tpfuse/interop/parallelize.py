@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ..models.stack import FULL
 from ..parallel import TensorParallel
 from ..ranks.messages import together
 from .parallelized import COUNTERPARTS, Counterpart, Parallelized, class_of
-from .peft_model import is_peft_model, split_peft_model
+from .peft_model import adapter_of, before_peft, is_peft_model
 from .vocabulary import open_ends
 
 
@@ -59,11 +59,28 @@ def parallelize(
     between ranks.
     """
     tp = TensorParallel() if tp is None else tp
-    if is_peft_model(module):
-        options: Any = dict(dp=dp, seed=seed, saving=saving, recompute=recompute)
-        return split_peft_model(module, lambda base: parallelize(base, tp, **options), (tp.group,))
+    base: Any = cast(Any, module).get_base_model() if is_peft_model(module) else module
+    with adapter_of(module, (tp.group,)) as add_adapter:
+        model = _parallel(base, tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
+        if add_adapter is not None:
+            add_adapter(model)
+    if base is not module:
+        cast(Any, module).unload()  # PEFT's layers go once nothing can fail any more
+    open_ends(model)
+    parts = tuple(base._modules)
+    _keep_hooks(base, model)
+    for child in parts:
+        delattr(base, child)
+    base.parallel = model.train(base.training)
+    original: Any = type(base)
+    base.__class__ = class_of(original)
+    base.__dict__["tpfuse_parts"] = parts
+    return base
 
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+
+def _parallel(module: nn.Module, tp: TensorParallel, *, recompute: str | None, **options: Any) -> Model:
+    """Returns the model of tpfuse with a module's weights; the module, whose layers PEFT may have wrapped, stays."""
+    parameters = before_peft(dict(module.named_parameters(remove_duplicate=False)))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
 
     def examine() -> tuple[Callable[..., Model], Any, ModelConfig, str | None]:
@@ -79,27 +96,19 @@ def parallelize(
     constructor, hf_config, config, recompute = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
-        model = constructor(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
+        model = constructor(config, tp=tp, recompute=recompute, **options)
     tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)
     else:
         cause = "call torch.manual_seed before the module is made, or load the same files"
         tp.agree("parallelize", {f"a checksum of the weights ({cause})": _checksum(parameters)})
-        load(model.files, NamedTensors("parallelize", type(module).__name__, module.state_dict()), dtype, device)
+        tensors = NamedTensors("parallelize", type(module).__name__, before_peft(module.state_dict()))
+        load(model.files, tensors, dtype, device)
     together(lambda: _freeze(model, parameters), (tp.group,))
     name = Path(getattr(module, "name_or_path", "") or "")
-    open_ends(model)
     model.origin = FileOrigin(name if name.is_dir() else None, hf_config)
-    original: Any = type(module)
-    parts = tuple(module._modules)
-    _keep_hooks(module, model)
-    for child in parts:
-        delattr(module, child)
-    module.parallel = model.train(module.training)
-    module.__class__ = class_of(original)
-    module.__dict__["tpfuse_parts"] = parts
-    return module
+    return model
 
 
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
