@@ -50,7 +50,7 @@ class Stack(ParallelModule):
 
     def states(self, x, **call):
         entry = self.entry
-        how = dict(eps=entry.eps, norm=entry.kind, ranks=self.tp.row_shards, recompute=True)
+        how = dict(eps=entry.eps, norm=entry.kind, ranks=self.tp.row_shards, leaves=self.tp.row_leaves, recompute=True)
         h, *normed = norm_in(x, *replicated(self.tp, entry.weight, entry.bias), **how)
         for b in self.blocks:
             h, normed = b(h, Normed(self.between(normed[0]), normed[1]), **call)

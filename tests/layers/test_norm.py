@@ -24,6 +24,15 @@ def test_a_gradient_of_one_shard_only_is_seen(ranks):
     assert_seen(ranks, CASES["layer"], "tpfuse.layers.norm.replicated", unsummed, "weight")
 
 
+def without_leaves(right, *args, leaves, **options):
+    return right(*args, **options)
+
+
+def test_a_sum_by_no_tree_is_seen(ranks):
+    """Rows of another order of sums: right to rounding, and not to the bit."""
+    assert_seen(ranks, CASES["layer"], "tpfuse.layers.norm.layer_norm", without_leaves, "weight", torch.float32)
+
+
 @pytest.mark.parametrize("name, theirs", [("layer", torch.nn.LayerNorm), ("rms", torch.nn.RMSNorm)])
 def test_equal_to_torch(name, theirs):
     case = CASES[name]
