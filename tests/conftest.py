@@ -4,7 +4,6 @@ import collections
 import contextlib
 import os
 import signal
-import zlib
 from concurrent.futures import ProcessPoolExecutor
 
 os.environ["OMP_NUM_THREADS"] = "1"  # here and in processes that tests start: tensors are tiny, cores are shared
@@ -14,6 +13,7 @@ import torch
 
 from tests.forking import forking, start_nothing
 from tests.pool import Pool
+from tests.spread import Case, phases
 
 for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) is signal.SIG_IGN:  # as in a script's background: processes that tests stop inherit it
@@ -35,30 +35,43 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter_speed.install()
 
 
-# Folders whose tests of several cases are spread: some every day, some in the slow phase, the rest in make test-every.
-SAMPLED = "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "tools"
-MANY = 4  # cases: of a test with more, half run in make test-every alone
-DAILY, LATE = 1 / 4, 1 / 2  # of the cases, those that run every day, and those that do so or in the slow phase
+# Folders whose tests of several cases are spread over the phases: see spread.py.
+SPREAD = "bitwise", "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "tools"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items):
     if not HAS_GPU:
         for item in items:
-            if item.get_closest_marker("gpu"):
+            if marked(item, "gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    cases = collections.defaultdict(list)
+    tests = collections.defaultdict(list)
     for item in items:
-        in_folder = item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in SAMPLED))
-        if in_folder and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for every in cases.values():
-        every.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # spread over the values of all parameters
-        for i, item in enumerate(every):
-            if i >= DAILY * len(every):
-                item.add_marker(pytest.mark.slow)
-            if i >= LATE * len(every) > LATE * MANY:
-                item.add_marker(pytest.mark.rare)
+        if item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in SPREAD)):
+            if not marked(item, "gpu", "rare"):
+                tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        for item, phase in zip(cases, phases([case_of(item) for item in cases]), strict=True):
+            for name in {"day": (), "slow": ("slow",), "rare": ("slow", "rare")}[phase]:
+                item.add_marker(name)
+
+
+def case_of(item):
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    return Case(item.nodeid, {name: key_of(value) for name, value in values.items()}, marked(item, "slow"))
+
+
+def key_of(value):
+    """Returns the value, or for one that is no key, as a dictionary, which object it is."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def marked(item, *names):
+    return any(item.get_closest_marker(name) is not None for name in names)
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ class Report:
     shared_bytes: int  # a block
     instructions: int  # of the largest loop, or of a kernel without one
     threads: int  # a block
-    opcodes: dict[str, int]  # those that tell how it works: HGMMA, UTMALDG, LDGSTS, LDG.E.128
+    opcodes: dict[str, int]  # those that tell how it works (HGMMA, UTMALDG, LDGSTS, LDG.E.128), and serialised products
     digest: str  # of what was compiled
     account: dict[str, float] | None = None  # of sm_90: see _account.py
 
@@ -130,6 +130,8 @@ def reports(launches: list[Launch], arch: str) -> list[Report]:
         read = [_read_cuda(*each) for each in zip(cubins, codes)]
         if arch == "sm_90":
             read = [counts | dict(account=account(*each)._asdict()) for counts, *each in zip(read, codes, threads)]
+            for compiled, counts in zip(built, read):
+                counts["opcodes"]["serialised"] = len(serialised(compiled.asm["ptx"]))
     return [
         Report(
             kernel=launch.kernel.fn.__name__,
@@ -143,8 +145,10 @@ def reports(launches: list[Launch], arch: str) -> list[Report]:
 
 
 def serialised(ptx: str) -> list[str]:
-    """Returns the assembler's warnings that asynchronous products of a kernel for sm_90 wait for one another, which
-    nothing in a report shows."""
+    """Returns the assembler's warnings that asynchronous products of a kernel for sm_90 wait for one another, which no
+    count of its opcodes shows."""
+    if "wgmma" not in ptx:
+        return []
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()

@@ -54,18 +54,6 @@ def digests(op: str, arch: str) -> list[tuple[str, str, str]]:
     return [(label, launch.kernel.fn.__name__, digest(launch, arch)) for label, launch in launches]
 
 
-def serialised_calls(op: str) -> list[tuple[str, str, list[str]]]:
-    """(call, kernel, the assembler's warnings) of the kernels for sm_90 whose products wait for one another."""
-    from bench.compile._compile import build, serialised
-
-    launches = []
-    for label, launch in launches_of(op, wanted(op, "sm_90", default=False), "sm_90"):
-        ptx = build(launch, "sm_90").asm["ptx"]
-        if "wgmma" in ptx and (warnings := serialised(ptx)):
-            launches.append((label, launch.kernel.fn.__name__, warnings))
-    return launches
-
-
 def wanted(op: str, arch: str, default: bool) -> list[str]:
     """Returns the labels of an op's calls, or of its first alone, as far as they are for this arch."""
     calls = importlib.import_module(f"bench.compile.{op}").CALLS

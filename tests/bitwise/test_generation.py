@@ -26,6 +26,7 @@ CONFIGS = {
 }
 CONFIGS["windows"] = dataclasses.replace(CONFIGS["llama"], family="mistral", window=9)
 PROMPTS = 7, 4, 1  # tokens
+LONG = 62, 31, 1  # with some more tokens an odd count, and beyond the first block of 64 keys
 
 
 class Sampled(NamedTuple):
@@ -38,25 +39,25 @@ class Sampled(NamedTuple):
     alone: Tensor
 
 
-def sample(group, kind, dtype, *, tile, new, saving="fastest", sequence_parallel=False):
+def sample(group, kind, dtype, *, tile, new, prompts=PROMPTS, saving="fastest", sequence_parallel=False):
     tp = TensorParallel(group, sequence_parallel=sequence_parallel, bitwise=8, batch_invariant=tile)
     config = CONFIGS[kind]
     model = GPT(config, tp=tp, seed=3, saving=saving).to(dtype).train()
-    longest = max(PROMPTS)
-    ids = torch.randint(1, config.vocab_size, (len(PROMPTS), longest), generator=torch.Generator().manual_seed(2))
-    mask = torch.tensor([[i >= longest - n for i in range(longest)] for n in PROMPTS])
+    longest = max(prompts)
+    ids = torch.randint(1, config.vocab_size, (len(prompts), longest), generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([[i >= longest - n for i in range(longest)] for n in prompts])
     sequences, generated = model.generate(
         ids, attention_mask=mask, max_new_tokens=new, do_sample=True, seed=1, return_log_probs=True
     )
-    assert model.training and generated.shape == (len(PROMPTS), new)
-    mask = torch.cat([mask, mask.new_ones(len(PROMPTS), new)], 1)
+    assert model.training and generated.shape == (len(prompts), new)
+    mask = torch.cat([mask, mask.new_ones(len(prompts), new)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     trained = -model(
         sequences, attention_mask=mask, position_ids=positions, labels=sequences, reduction="none", step=0
     ).loss
     trained[:, longest:].sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    alone = [sequences[i : i + 1, longest - n :] for i, n in enumerate(PROMPTS)]
+    alone = [sequences[i : i + 1, longest - n :] for i, n in enumerate(prompts)]
     alone = torch.cat([-model(one, labels=one, reduction="none", step=0).loss.detach()[:, -new:] for one in alone])
     return Sampled(sequences, generated, trained.detach()[:, longest:], alone)
 
@@ -70,7 +71,6 @@ def _sample(world, kind, dtype, options):
     return sample(world.group, kind, dtype, **options)
 
 
-# An odd count of tokens, some beyond the first block of 64 keys.
 EVERYDAY = {("gpt2 odd", torch.float32, 12): (1, 2, 4), ("windows", torch.bfloat16, 48): (1, 2)}
 LAYOUTS = Layout(1), Layout(2, True), Layout(2), Layout(4, True)
 CASES = [
@@ -81,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind, dtype, tile", CASES)
 def test_generation_is_training(kind, dtype, tile, ranks):
-    options = dict(tile=tile, new=60)
+    options = dict(tile=tile, new=7, prompts=LONG)
     (one,) = ranks(1, _sample, kind, dtype, options)
     sizes = EVERYDAY.get((kind, dtype, tile), (1, 2, 4))
     results = [one]

@@ -1,11 +1,14 @@
 """Every kernel as its launcher starts it, through Triton's own launcher, down to a driver that starts nothing
 (bench/idle): the driver refuses none of them, and each is the very binary that bench.compile's table is of.
 
-Every day: the first call of each op.  Slow: all calls for sm_90.
+Slow: the calls for sm_90 that work otherwise than all before them, by the table: another kernel, or other instructions
+(products, descriptors, copies).  Rare: all others.
 """
 
+import collections
 import contextlib
 import importlib
+import re
 from unittest import mock
 
 import pytest
@@ -14,7 +17,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from bench.compile._pool import OPS, launches_of, wanted
+from bench.compile._pool import HERE, OPS, launches_of, wanted
 
 ARCH = "sm_90"
 
@@ -58,12 +61,29 @@ def _started(op: str, label: str) -> tuple[list[tuple[str, str]], list[tuple[str
 # ---- in this one ----
 
 
+def _workings() -> dict[tuple[str, str], set[tuple[str, frozenset[str]]]]:
+    """{(op, call): each kernel's name and the instructions that tell how it works}, of the table."""
+    workings: dict = collections.defaultdict(set)
+    for row in (HERE / "table.md").read_text().splitlines():
+        op, label, arch, kernel, *_, opcodes, _ = row.strip("| ").split(" | ") if f" | {ARCH} | " in row else [""] * 6
+        if arch == ARCH:
+            workings[op, label].add((kernel, frozenset(re.findall("[A-Z]{2,}", opcodes))))
+    return workings
+
+
+EVERYDAY = {("linear", "gelu_tanh"), ("norm", "layer D=1024")}  # by descriptors, and by pointers
+
+
 def _calls() -> list:
-    return [
-        pytest.param(op, label, id=f"{op} {label}", marks=[pytest.mark.slow] * (i > 0))
-        for op in OPS
-        for i, label in enumerate(wanted(op, ARCH, default=False))
-    ]
+    calls, workings = [], _workings()
+    for op in OPS:
+        seen: set = set()
+        for label in wanted(op, ARCH, default=False):
+            alike = (op, label) in workings and workings[op, label] <= seen
+            seen |= workings[op, label]
+            marks = [pytest.mark.slow] * ((op, label) not in EVERYDAY) + [pytest.mark.rare] * alike
+            calls.append(pytest.param(op, label, id=f"{op} {label}", marks=marks))
+    return calls
 
 
 @pytest.mark.parametrize("op, label", _calls())

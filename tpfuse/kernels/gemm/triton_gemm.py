@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime import tuning
-from ..runtime.device import load, swizzle
+from ..runtime.device import join, load, swizzle
 from ..runtime.errors import check
 from ..runtime.launch import describable, has_tma, launch, target
 from ..runtime.op import new_vector
@@ -87,11 +87,6 @@ def _leaf(
 
 
 @triton.jit
-def _join(x, y):
-    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
 def _tree(
     a, b, row, column, M, N, K, leaf, stride_a, stride_b, NODE: tl.constexpr, LEAVES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LAYOUT: tl.constexpr, TMA: tl.constexpr,
@@ -110,27 +105,27 @@ def _tree(
         if i & 1 == 0:
             one = x
         else:
-            x = _join(one, x)
+            x = join(one, x)
             if LEAVES > 2:
                 if i & 2 == 0:
                     two = x
                 else:
-                    x = _join(two, x)
+                    x = join(two, x)
                     if LEAVES > 4:
                         if i & 4 == 0:
                             four = x
                         else:
-                            x = _join(four, x)
+                            x = join(four, x)
                             if LEAVES > 8:
                                 if i & 8 == 0:
                                     eight = x
                                 else:
-                                    x = _join(eight, x)
+                                    x = join(eight, x)
                                     if LEAVES > 16:
                                         if i & 16 == 0:
                                             sixteen = x
                                         else:
-                                            x = _join(sixteen, x)
+                                            x = join(sixteen, x)
     return x.to(tl.float32)
 
 
