@@ -313,7 +313,7 @@ def plot(rows: list[dict], path: str) -> None:
 
     rows = [row for row in rows if row["gbit"]]
     panels = list(dict.fromkeys((row["part"], row["backward"], row["dtype"]) for row in rows))
-    columns = max(1, len({(part, backward) for part, backward, _ in panels}))
+    columns = max(1, min(3, len(panels)))
     tall = -(-len(panels) // columns)
     figure, axes = plt.subplots(tall, columns, figsize=(3.4 * columns, 2.9 * tall), squeeze=False)
     panels.sort(key=lambda panel: panel[2])

@@ -9,7 +9,7 @@ ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")  # Sphinx's :class:`~a.b.C`
 
 class Exported(Extension):
     """A package that exports an object with the name of its module (``from .rope import rope``) has the object under
-    that name, as it has for Python; Sphinx's roles become plain code."""
+    that name, as it has for Python; Sphinx's roles become plain code; a package's list of its files is left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,9 @@ class Exported(Extension):
 
     def on_object(self, *, obj: Object, **_) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
+            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            is_package = isinstance(obj, Module) and obj.is_init_module
+            obj.docstring.value = text.partition("\n\n")[0] if is_package else text
 
     def on_package(self, *, pkg: Module, **_) -> None:
         packages = pkg, *(member for member in pkg.members.values() if isinstance(member, Module))

@@ -222,6 +222,32 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"tpfuse {__version__}\n"
 
 
+def test_a_shell_completes_commands_options_and_files(capsys, tmp_path):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    (tmp_path / "machine.json").touch()
+    for words, found in {
+        "dry": "dryrun",
+        "memory --recom": "--recompute",
+        "memory --recompute sel": "selective",
+        "predict --machine mach": "machine.json",
+    }.items():
+        *_, last = typed = words.split()
+        line = f"COMP_WORDS=(tpfuse {words}); COMP_CWORD={len(typed)}; _shtab_tpfuse tpfuse {last}"
+        command = f'{script}\n{line}; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split() == [found], (words, done)
+
+
+def test_completion_names_the_extra_that_it_needs(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--print-completion", "bash"])
+    assert "needs shtab: pip install 'tpfuse[completion]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], ["memroy"], ["collectives", "--help"]], ids=" ".join)
 def test_what_is_printed_without_torch(argv):
     code = (

@@ -11,7 +11,7 @@ COMMANDS = {
         "doctor.command:register",
     ),
     "bits": (
-        "compare the bits of training steps over layouts of ranks, and name the first op that differs",
+        "the bits of training steps over layouts of ranks, and the first op that differs",
         "bits.command:register",
     ),
     "ledger": (

@@ -83,6 +83,25 @@ class CommandParser(Parser):
         return super().format_help()
 
 
+class PrintCompletion(argparse.Action):
+    """Prints the script by which a shell completes commands, options and files, and exits.  Needs shtab."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, shell: Any, option: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option} needs shtab: pip install 'tpfuse[completion]'")
+        parser.prog = "tpfuse"  # the name that is completed
+        for listed in parser._actions:
+            for command in listed.choices.values() if isinstance(listed, argparse._SubParsersAction) else ():
+                command.complete()
+                for action in command._actions:
+                    if action.type is Path:
+                        setattr(action, "complete", shtab.FILE)  # noqa: B010 (argparse declares no such field)
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 def make_parser(commands: Mapping[str, tuple[str, str]]) -> Parser:
     """Returns the parser of the command line: of each command its line in the list, and the place of its options."""
     prog = "tpfuse" if Path(sys.argv[0]).stem == "tpfuse" else "python -m tpfuse"
@@ -93,6 +112,13 @@ def make_parser(commands: Mapping[str, tuple[str, str]]) -> Parser:
     )
     parser.add_argument(
         "--version", action="version", version=f"tpfuse {__version__}", help="print the version and exit"
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=["bash", "zsh", "fish", "tcsh", "powershell"],
+        metavar="SHELL",
+        help="print completions for bash, zsh, fish, tcsh or powershell (needs shtab)",
     )
     listed = parser.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", prog=prog, parser_class=CommandParser

@@ -45,7 +45,6 @@ PUBLISHED = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
     "phi3-mini-4k": 3_821_079_552,
-    "phi3-medium-4k": 13_960_238_080,
     "phi4": 14_659_507_200,
 }
 OF_PAPERS = {"bert-base", "bert-large", "gpt3-175b", "gpt-22b", "gpt-530b", "gpt-1t"}  # which round them

@@ -80,10 +80,11 @@ _MISTRAL = dict(vocab=32768, positions=32768, kv=8, rope_theta=1000000.0, slidin
 _TEKKEN = _MISTRAL | dict(vocab=131072, head_dim=128)
 _OLMO2 = dict(vocab=100352, positions=4096, rope_theta=500000.0, rms_norm_eps=1e-6)
 _SMOLLM2 = dict(vocab=49152, positions=8192, rms_norm_eps=1e-5, rope_theta=100000.0) | _TIED
-_PHI3 = dict(vocab=32064, positions=4096, sliding_window=2047)
-_PHI4 = dict(vocab=100352, positions=16384, rope_theta=250000.0)
 
-# As a config.json has them.
+# As a config.json has them: base models, and the Instruct models of Llama 3.3, Qwen2.5 and Phi-3.  From Llama 3 on they
+# were compared, in sizes, positions and windows, with copies of these files: litgpt/config.py of Lightning-AI/litgpt;
+# for OLMo 2 of 1B the olmo2 configuration of facebookresearch/fairseq2, of 32B allenai/OLMo-core's olmo2_32B; for
+# Mistral Nemo kevinstephano/thunder_model_blocks.
 PRESETS = {
     "gpt-3m": _gpt(256, 4, 8, positions=512, vocab=256),
     "gpt-10m": _gpt(384, 6, 12, positions=512, vocab=256),
@@ -126,7 +127,7 @@ PRESETS = {
         "mistral", (4096, 32, 32), _MISTRAL, dict(vocab=32000, ffn=14336, rope_theta=10000.0, sliding_window=4096)
     ),
     "mistral-7b-v0.3": _decoder("mistral", (4096, 32, 32), _MISTRAL, dict(ffn=14336)),
-    "mistral-nemo-12b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=14336, positions=131072)),
+    "mistral-nemo-12b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=14336, positions=128000)),
     "mistral-small-24b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=32768, rope_theta=100000000.0)),
     "olmo2-1b": _decoder("olmo2", (2048, 16, 16), _OLMO2, dict(ffn=8192, kv=16)),
     "olmo2-7b": _decoder("olmo2", (4096, 32, 32), _OLMO2, dict(ffn=11008, kv=32)),
@@ -135,9 +136,12 @@ PRESETS = {
     "smollm2-135m": _decoder("llama", (576, 30, 9), _SMOLLM2, dict(kv=3, ffn=1536)),
     "smollm2-360m": _decoder("llama", (960, 32, 15), _SMOLLM2, dict(kv=5, ffn=2560)),
     "smollm2-1.7b": _decoder("llama", (2048, 24, 32), _SMOLLM2, dict(kv=32, ffn=8192, rope_theta=130000.0)),
-    "phi3-mini-4k": _decoder("phi3", (3072, 32, 32), _PHI3, dict(kv=32, ffn=8192)),
-    "phi3-medium-4k": _decoder("phi3", (5120, 40, 40), _PHI3, dict(kv=10, ffn=17920)),
-    "phi4": _decoder("phi3", (5120, 40, 40), _PHI4, dict(kv=10, ffn=17920)),
+    "phi3-mini-4k": _decoder(
+        "phi3", (3072, 32, 32), dict(vocab=32064, positions=4096, sliding_window=2047), dict(kv=32, ffn=8192)
+    ),
+    "phi4": _decoder(
+        "phi3", (5120, 40, 40), dict(vocab=100352, positions=16384, rope_theta=250000.0), dict(kv=10, ffn=17920)
+    ),
 }
 
 
