@@ -392,9 +392,20 @@ AXES = {  # what rank 1, the second stage, does otherwise: (of its model, of its
 }
 
 
-def disagreeing(world, name):
-    mesh, (config, plan, between, _) = world.stages(2, 1, 1), AXES[name]
-    differs = world.rank == 1
+REPLICAS = {  # what the second stage's second replica does otherwise, and no other rank
+    "dropout of a part": ({}, {}, lambda model: setattr(model.blocks[-1], "dropout", 0.75), "parts with dropout=0.75"),
+    "a part in eval": (
+        {},
+        {},
+        lambda model: model.blocks[-1].eval(),
+        "parts in another mode must be the same on every",
+    ),
+}
+
+
+def disagreeing(world, name, replicas):
+    mesh, (config, plan, between, _) = world.stages(2, replicas, 1), (AXES | REPLICAS)[name]
+    differs = world.rank == world.size - 1
     with pytest.raises(ValueError) as caught:
         model = made(replace(GPT2, **(config if differs else {})), **place(mesh, "1f1b"))
         pipeline = schedule(model, mesh["pp"], **(dict(name="1f1b", micro_batches=4) | (plan if differs else {})))
@@ -408,5 +419,11 @@ def disagreeing(world, name):
 
 @pytest.mark.parametrize("name", AXES)
 def test_stages_that_disagree(ranks, name):
-    texts = ranks(2, disagreeing, name)
+    texts = ranks(2, disagreeing, name, 1)
     assert len(set(texts)) == 1 and AXES[name][3] in texts[0], texts
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_of_a_stage_that_disagree(ranks, name):
+    texts = ranks(4, disagreeing, name, 2)
+    assert len(set(texts)) == 1 and REPLICAS[name][3] in texts[0], texts

@@ -18,6 +18,7 @@ from ..kernels.runtime.errors import check
 from ..models.files.write import whole_tensors
 from ..models.model import Model
 from ..ranks.messages import together
+from ..training.calls import CallRecord, record_calls
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.optim import clip_grad_norm_
 
@@ -139,6 +140,7 @@ class AcceleratorMixin:
         handler: Any = getattr(self, "ddp_handler", None)
         options = {} if handler is None else handler.to_kwargs()
         self._models[-1] = DistributedDataParallel(prepared, process_group=split.groups.dp, **options)
+        record_calls(self._models[-1], CallRecord("accelerate", split.groups.dp))
         self._models[-1]._is_accelerate_prepared = True
         return self._models[-1]
 

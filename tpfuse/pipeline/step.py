@@ -3,7 +3,7 @@ one loss on every rank."""
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
+from ..layers.module import mark_of, module_state
 from ..ranks.agreement import Agreement, Header, agree, next_number
+from ..ranks.messages import attempt, raise_together, together
 from . import failures
 from .action import KINDS
 from .bubbles import Filler, Filling
@@ -114,8 +116,7 @@ class Pipeline:
         reduced = [main for main in mains if main.reduced]
         mode = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
         mode["dtype"] = next(p.dtype for p in model.parameters())
-        self._agreement(self.group, arguments, mode, self._state, lambda: tuple(self._state().values()))
-        self._of_replicas(self._dp, {}, mode, self._state, lambda: tuple(self._state().values()))
+        self._compare(arguments, mode)
         for main in reduced[:1]:
             main.check_open()
         calls = model.stages.micro_batches(model, self.order.micro_batches, arguments)
@@ -129,7 +130,7 @@ class Pipeline:
             with self.shards.gathered(backward=backward):
                 runtime = self._runtime(calls[0], backward)
                 losses = runtime.run(calls, _no_work if filler is None else filler.run_before, passes)
-            totals = self.trees.totals(name, self.group) if sums and self.trees is not None else {}
+            totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
         except BaseException:  # a half-done step is of no use to another
             self._runtimes.clear()
             self.store.take()
@@ -144,6 +145,14 @@ class Pipeline:
             filler.end()
         model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
+
+    def _compare(self, arguments: Mapping[str, Any], mode: Mapping[str, Hashable]) -> None:
+        """Compares a step over the stages, and over replicas, which have the same parts: ValueError on every rank."""
+        numbers = lambda: tuple(self._state().values())
+        whole, marks = lambda: self._state() | module_state(self.model), lambda: (numbers(), mark_of(self.model))
+        _, error = attempt(lambda: self._agreement(self.group, arguments, mode, self._state, numbers))
+        _, of_replicas = attempt(lambda: self._of_replicas(self._dp, {}, mode, whole, marks))
+        raise_together(error or of_replicas, [group for group in self.model.groups.all() if group.size() > 1])
 
     def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
@@ -199,6 +208,11 @@ class Pipeline:
         for p in earlier:
             p.grad = None
         return earlier
+
+    def _totals(self, name: str, trees: GradientTrees) -> dict[nn.Parameter, Tensor]:
+        """Returns the trees' sums.  ValueError on every rank where a parameter had no part in a micro-batch."""
+        together(lambda: trees.check(name), [g for g in (self.group, self._dp) if g is not None])
+        return trees.totals()
 
     def _complete(self, earlier: dict[nn.Parameter, Tensor], totals: dict[nn.Parameter, Tensor]) -> None:
         """Sums the gradients of copies, and over the replicas, of which ``totals`` are; then adds those of

@@ -26,7 +26,6 @@ from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.leaves import TreeSum, tree
 from ..kernels.runtime.rules import listed
 from ..layers.module import local
-from ..ranks.messages import together
 
 _BUCKET = 25 << 20  # bytes of gradients a message
 EMBEDDING, HEAD = range(2)  # uses of a tied weight; what is no tied weight has the first
@@ -61,13 +60,8 @@ class GradientTrees:
         """Drops what was added up of a step that did not end."""
         self._sums.clear()
 
-    def totals(self, name: str, *groups: dist.ProcessGroup | None) -> dict[nn.Parameter, Tensor]:
-        """Ends a step: returns the sums over all micro-batches of all replicas, the same on each.
-
-        ValueError on every rank of ``groups`` and of the replicas, by ``name``, where a parameter had no part in a
-        micro-batch.
-        """
-        together(lambda: self._check(name), [g for g in (*groups, self.replicas) if g is not None])
+    def totals(self) -> dict[nn.Parameter, Tensor]:
+        """Ends a step: returns the sums over all micro-batches of all replicas, the same on each."""
         totals: dict[nn.Parameter, Tensor] = {}
         for keys in self._buckets():
             for (p, _), total in zip(keys, self._reduced(keys), strict=True):
@@ -75,7 +69,8 @@ class GradientTrees:
         self._sums.clear()
         return totals
 
-    def _check(self, name: str) -> None:
+    def check(self, name: str) -> None:
+        """ValueError, by ``name``, where a parameter had no part in a micro-batch."""
         counts: dict[nn.Parameter, set[int]] = {}
         for (p, _), sums in self._sums.items():
             counts.setdefault(p, set()).add(sums.count)

@@ -177,7 +177,7 @@ class Agreement:
             return
         with _disable_current_modes():
             links = channel(group)
-            if links is not None and self._is_new(links, arguments, modes := {**modes, **_torch_modes()}, mark):
+            if links is not None and self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
                 call = {**arguments, **modes, **state()}
                 _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
                 self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))
@@ -230,7 +230,8 @@ def comparable(values: Iterable[Any]) -> bool:
     return not capturing and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
 
 
-def _torch_modes() -> dict[str, Hashable]:
+def torch_modes() -> dict[str, Hashable]:
+    """Returns the modes of torch that decide a call."""
     devices = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     return {
         "grad mode": torch.is_grad_enabled(),

@@ -242,7 +242,7 @@ def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup |
 
 def together(action: Callable[[], T], groups: Iterable[dist.ProcessGroup | None]) -> T:
     """Returns ``action()``; an error on every rank of the groups if it raises one on any.  Each rank calls it."""
-    result, error = _attempt(action)
+    result, error = attempt(action)
     raise_together(error, groups)
     return result[0]
 
@@ -252,13 +252,14 @@ def gather_results(action: Callable[[], T], group: dist.ProcessGroup | None) -> 
 
     Each rank calls it.
     """
-    result, error = _attempt(action)
+    result, error = attempt(action)
     replies = gather((_message(error), result), group)
     _raise(error, next((message for message, _ in replies if message is not None), None))
     return [result[0] for _, result in replies]
 
 
-def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """Returns [what ``action()`` returned], or [] and its error."""
     try:
         return [action()], None
     except Exception as error:

@@ -1,5 +1,6 @@
 """Parts of a training script beside the model: checkpoints, optimizer help, replicas, packing, the DTensor view.
 
+calls          CallRecord: replicas compare the calls of a step
 checkpoint/    checkpoints that survive a kill and resume at any size
 data_parallel  data_parallel: replicas under DistributedDataParallel, and what it refuses
 dtensor        parameters as DTensors, for FSDP2

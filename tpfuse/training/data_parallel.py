@@ -24,6 +24,7 @@ from ..models.model import Model, staged_in
 from ..parallel import resolve
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
+from .calls import CallRecord, record_calls
 from .foreign.groups import WRAPPED, error_of
 from .micro_batches import MicroBatchReplica
 
@@ -61,7 +62,9 @@ def data_parallel(
 
     Gradients are views of the buckets (``gradient_as_bucket_view``), which saves their copy, a gradient's bytes for
     each parameter.  Parameters and buffers become those of replica 0 now; buffers are not sent again.  Every trainable
-    parameter takes part in every loss: torch raises a RuntimeError at the next forward otherwise.
+    parameter takes part in every loss: torch raises a RuntimeError at the next forward otherwise.  What decides the
+    calls of a step (how many, modes, autocast, seed and step, dropout, dtypes) is compared where the backward pass of
+    the last one begins: ValueError on every rank, before a gradient of that pass is made.
 
     ``bitwise_micro_batches``: the number K of micro-batches in a step, a power of two that the replicas divide.  The
     gradient is the mean of all K, added as a binary tree, the same bits at every number of replicas; then a
@@ -100,6 +103,7 @@ def data_parallel(
     replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either
     _replicas[model] = weakref.ref(replica)
+    record_calls(replica, CallRecord(_NAME, group))
     return replica
 
 

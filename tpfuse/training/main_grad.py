@@ -33,6 +33,7 @@ from ..layers.shards import named_specs
 from ..models.model import staged_in
 from ..parallel import TensorParallel
 from ..pipeline.copies import copied, sum_copies
+from .calls import CallRecord, record_calls
 from .foreign.guard import install
 from .totals import Buffer, GradSlot, Holder, ReduceState
 
@@ -89,6 +90,9 @@ class MainGrad:
         for _, spec, tp, p in trained:
             PLACES[p].module = modules.setdefault(tp, _Weights(tp))
             PLACES[p].module.hold(spec, PLACES[p].main)
+        self._record = CallRecord("MainGrad", self._ranks.group)
+        if self._ranks.size > 1:
+            record_calls(model, self._record)
         _watch_optimizers()
         install()
 
@@ -116,12 +120,14 @@ class MainGrad:
 
         It is called once a step, after the last backward, without data parallelism too.  The mean (of pipeline stages
         the sum, that of copies first) is taken in fp32 (fp64 for fp64) in rank order, so that the bits are the same on
-        every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it was called already,
-        ValueError if parameters of the model were replaced, moved or made trainable since.
+        every rank and in every run.  All ranks of a pipeline call it.  RuntimeError if it was called already.
+        ValueError on every data-parallel rank, before a gradient changes, if parameters of the model were replaced,
+        moved or made trainable since, or if replicas differ in what decided the calls since :meth:`zero`: how many,
+        modes, autocast, seed and step, dropout, dtypes.
         """
         if self._state.reduced:
             raise RuntimeError("MainGrad: reduce() was called already in this step; call zero() before the next")
-        staged = staged_in(self._check_model())
+        staged = staged_in(self._record.compare(self._check_model))
         if staged is not None:
             group, places = staged.groups.pp("MainGrad.reduce"), main_grads(copied(staged))
             assert group is not None  # of stages
@@ -139,6 +145,7 @@ class MainGrad:
             for place in buffer.places:
                 place.main.grad, place.clean = None, True
         self._state.reduced = False
+        self._record.clear()
 
     def _check_model(self) -> nn.Module:
         """Returns the model.  ValueError if its parameters are others than they were."""

@@ -10,6 +10,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import listed
 from ..models.model import Model
 from ..pipeline.trees import EMBEDDING, HEAD, GradientTrees, take_head_gradients
+from .calls import CallRecord
 
 
 class MicroBatchReplica(nn.Module):
@@ -24,6 +25,7 @@ class MicroBatchReplica(nn.Module):
         super().__init__()
         self.module, self.micro_batches, self._group = module, micro_batches, group
         self._trees = GradientTrees(module, micro_batches // (1 if group is None else group.size()), group)
+        self._record = CallRecord("data_parallel", group)
         self._done, self._called, self._in_backward = 0, False, False
         for p in self._trees.trained.values():
             p.register_post_accumulate_grad_hook(self._accumulated)
@@ -46,7 +48,9 @@ class MicroBatchReplica(nn.Module):
         backward pass or ``zero_grad()`` is missing."""
         if self.training and torch.is_grad_enabled():
             self._check_call(kwargs)
+            call = self._record.describe(self.module, kwargs)
             output = self.module(*args, **kwargs)
+            self._record.add(call)
             self._called = True
             return output
         return self.module(*args, **kwargs)
@@ -55,6 +59,7 @@ class MicroBatchReplica(nn.Module):
         """Drops the gradients, and what was added up of a step that did not end."""
         super().zero_grad(set_to_none=True)
         self._trees.clear()
+        self._record.clear()
         self._done, self._called, self._in_backward = 0, False, False
 
     def _check_call(self, kwargs: dict[str, Any]) -> None:
@@ -98,6 +103,7 @@ class MicroBatchReplica(nn.Module):
         self._done, self._called, self._in_backward = self._done + 1, False, False
         if self._done % self.local_micro_batches == 0:
             self._called = True  # until zero_grad, if this raises
-            for p, total in self._trees.totals("data_parallel").items():
+            self._record.compare(lambda: self._trees.check("data_parallel"))
+            for p, total in self._trees.totals().items():
                 p.grad = total.div_(self.micro_batches)
             self._called = False

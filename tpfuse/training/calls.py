@@ -1,0 +1,150 @@
+"""Replicas compare what has decided the calls of a step, before they add up its gradients.
+
+A forward sends nothing to other replicas, and one may call what the others do not: an evaluation, a pass of
+torch.autograd.grad.  So a call counts where a backward pass begins that is to add to a gradient, and all that have
+counted are compared once a step, before anything of the reduction is sent: 24 bytes from each replica to each other,
+from host to host.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ..layers.hooks import onlooker
+from ..layers.module import mark_of, module_state
+from ..models.model import Model
+from ..parallel import resolve
+from ..ranks.agreement import Header, agree, described, digest, torch_modes
+from ..ranks.messages import attempt, channel, raise_together
+
+T = TypeVar("T")
+_COUNT = "the number of calls since gradients were last reduced"
+
+
+class _Call(NamedTuple):
+    """A call by what decides it: what may be another at each call, and the state of the module's parts, in words."""
+
+    numbers: dict[str, str]
+    parts: dict[str, str]
+    digest: int  # of both
+
+
+class CallRecord:
+    """The calls that have counted since the replicas last compared theirs; ``name`` begins an error."""
+
+    def __init__(self, name: str, replicas: dist.ProcessGroup | None):
+        self._header = Header(name, axis="data-parallel")
+        self._replicas = None if replicas is None else replicas.group_name
+        self._calls: list[_Call] = []
+        self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
+
+    def describe(self, module: nn.Module, kwargs: dict[str, Any]) -> _Call:
+        """Describes a call of ``module`` with ``kwargs``."""
+        mark = mark_of(module)
+        if mark != self._parts[0]:
+            parts = {key: str(value) for key, value in module_state(module).items()}
+            self._parts = mark, parts, digest(parts)
+        _, parts, number = self._parts
+        values = {"training": module.training} | torch_modes()
+        step = kwargs.get("step")
+        if step is not None and not (isinstance(step, Tensor) and not step.is_cpu):  # for a device one would wait
+            values["step"] = step
+        if isinstance(module, Model):
+            values |= module._seed_and_step()
+        numbers = {key: described(value).text for key, value in values.items()}
+        return _Call(numbers, parts, digest((numbers, number)))
+
+    def add(self, call: _Call) -> None:
+        """Counts a call."""
+        self._calls.append(call)
+
+    def clear(self) -> None:
+        """Forgets the calls of a step that did not end."""
+        self._calls.clear()
+
+    def compare(self, check: Callable[[], T]) -> T:
+        """Compares the calls, forgets them, and returns ``check()``.  Each replica calls it.
+
+        ValueError on every replica where they differ; where ``check()`` raises an error on one, it is one on each.
+        """
+        calls, self._calls = self._calls, []
+        result, error = attempt(check)
+        group = None if self._replicas is None else resolve(self._replicas)
+        links = channel(group)
+        name, number = f"{self._header.name}: the calls of a step", digest([call.digest for call in calls])
+        heads = torch.zeros(1, 2) if links is None else links.exchange(name, number, int(error is not None))
+        if error is not None or bool(heads[:, 1].any()):
+            raise_together(error, [group])
+        if bool((heads[:, 0] != heads[0, 0]).any()):
+            agree(group, self._header, {_COUNT: len(calls)})
+            agree(group, self._header, _in_words(calls))
+        return result[0]
+
+
+def _in_words(calls: list[_Call]) -> dict[str, str]:
+    name = lambda key, i: key if len(calls) == 1 else f"{key} of call {i + 1}"
+    return {name(key, i): text for i, call in enumerate(calls) for key, text in (call.numbers | call.parts).items()}
+
+
+# ---- by hooks ----
+
+_records: "weakref.WeakKeyDictionary[nn.Module, CallRecord]" = weakref.WeakKeyDictionary()
+
+
+def record_calls(module: nn.Module, record: CallRecord) -> None:
+    """Counts the calls of a module where backward begins.
+
+    Those of a DistributedDataParallel are compared there too, where the pass is to send gradients.
+    """
+    if module not in _records:
+        module.register_forward_hook(_after_call, with_kwargs=True)
+    _records[module] = record
+
+
+@onlooker
+def _after_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    if torch.compiler.is_compiling() or module not in _records:
+        return
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not tensors or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    record, replica = _records[module], module if isinstance(module, DistributedDataParallel) else None
+    inner = module if replica is None else replica.module
+    call, sends = record.describe(inner, kwargs), replica is not None and _sends(replica)
+
+    def begin(gradient: Tensor) -> None:
+        if _accumulates(inner):
+            record.add(call)
+            if replica is not None and sends:
+                _compare(replica, record)
+
+    register_multi_grad_hook(tensors, begin, mode="any")
+
+
+def _sends(replica: DistributedDataParallel) -> bool:
+    """Returns whether the backward pass of a call sends gradients, and that of every other replica does."""
+    return replica.require_backward_grad_sync and not replica._join_config.enable
+
+
+def _compare(replica: DistributedDataParallel, record: CallRecord) -> None:
+    try:
+        record.compare(lambda: None)
+    except Exception:
+        replica.reducer._reset_state()  # which would take the next micro-batch's gradients for those of this pass
+        raise
+
+
+def _accumulates(module: nn.Module) -> bool:
+    """Returns whether the backward pass that runs is to add to a gradient of the module."""
+    trained = (p for p in module.parameters() if p.requires_grad)
+    try:
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in trained)
+    except RuntimeError:  # torch.autograd.grad is to return one
+        return False
