@@ -57,12 +57,14 @@ def test_a_state_dictionary_is_right_or_refused(ranks):
 
 
 def _tokens(world):
-    return _model(world, sequence_parallel=False).generate(torch.arange(6).view(2, 3), max_new_tokens=6)
+    model = _model(world, sequence_parallel=False)
+    return model.generate(torch.arange(6).view(2, 3), max_new_tokens=6, return_log_probs=True)
 
 
 def test_generated_tokens(ranks):
+    """And their log-probabilities."""
     (one,) = ranks(1, _tokens)
-    assert all(torch.equal(one, tokens) for size in (2, 4) for tokens in ranks(size, _tokens))
+    assert all(all(map(torch.equal, one, other)) for size in (2, 4) for other in ranks(size, _tokens))
 
 
 def _norms(world, config):

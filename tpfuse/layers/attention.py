@@ -241,7 +241,12 @@ class ParallelAttention(ParallelModule):
         if rope is not None:  # the cache holds keys that are rotated already
             if rope.positions is None:
                 raise ValueError("ParallelAttention: with a cache, rope needs positions")
-            qkv, call = _rotated(qkv, rope, rope.positions), call._replace(rope=None)
+            qkv, call = rotated(qkv, rope, rope.positions), call._replace(rope=None)
+        return self.attend_with_cache(qkv, cache, call)
+
+    def attend_with_cache(self, qkv: Tensor, cache: KVCache, call: Call) -> Tensor:
+        """Stores the next positions, and attends from them: qkv [M, G/R, Q + 2, E], normed and rotated -> o [M,
+        H/R E]."""
         seq = len(qkv) // call.batch if call.seq is None else call.seq
         if cache.length > 0:
             seeing = Seeing(self.window, self.scale, self.softcap)
@@ -284,14 +289,14 @@ class ParallelAttention(ParallelModule):
         return reduce_bias_dropout_add_norm(self.parts(x, call=call), bias, leaves=self.tp.row_leaves)[0]
 
 
-def _rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+def rotated(qkv: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     """Rotates q and k by their positions, without a gradient; rows beyond the positions are padding."""
     rows = len(positions)
     heads = qkv[:rows, :, :-1]
-    rotated = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=positions, interleaved=rope.interleaved)
-    rotated_qkv = qkv.clone()
-    rotated_qkv[:rows, :, :-1] = rotated.view(heads.shape)
-    return rotated_qkv
+    turned = rotate(heads.flatten(1, 2), rope.cos, rope.sin, positions=positions, interleaved=rope.interleaved)
+    result = qkv.clone()
+    result[:rows, :, :-1] = turned.view(heads.shape)
+    return result
 
 
 def _kv_heads_error(heads: int, groups: int, tp: TensorParallel) -> str:

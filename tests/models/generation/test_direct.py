@@ -12,6 +12,7 @@ import tpfuse
 from tests.common import make_tp
 from tests.models.common import GPT_CONFIG
 from tests.models.families.test_llama_like import config_of
+from tpfuse import TensorParallel
 from tpfuse.kernels.gemm import prepared
 from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
@@ -67,8 +68,8 @@ def logits_of(forward, ids, mask):
     return torch.stack(found)
 
 
-def both(world, name, dtype, sp, mask):
-    model = perturbed(CONFIGS[name], make_tp(world, sp), dtype)
+def both(world, name, dtype, sp, mask, bitwise=None):
+    model = perturbed(CONFIGS[name], TensorParallel(world.group, sequence_parallel=sp, bitwise=bitwise), dtype)
     ids = torch.randint(97, mask.shape, generator=torch.Generator().manual_seed(1))
     seen, padded = torch.cat([mask, mask.new_ones(len(mask), NEW)], 1), not bool(mask.all())
     with torch.no_grad():
@@ -90,6 +91,13 @@ def test_the_logits_are_those_of_the_models_own_pass(ranks, name, mask):
     for R, sp in ((1, False), (2, True)):
         for got, want in ranks(R, both, name, torch.float64, sp, mask):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["longrope", "gemma 3", "olmo 2"])
+def test_by_leaves(ranks, name):
+    """To rounding, since rows are as many as they are; to the bit in tests/bitwise/test_generation.py."""
+    for got, want in ranks(2, both, name, torch.float64, False, PADDED, 4):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo 2"])

@@ -24,7 +24,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
 from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
-from ..runtime.tiles import check_alike, check_tiles_device, row_tiles
+from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import (
     bias_grad_cost,
@@ -236,13 +236,8 @@ bias_grad = op(bias_grad_ref, kind=ELEMENTWISE, launch=bias_grad_launch, replay=
 # ---- in tiles of rows ----
 
 
-def linear_fwd_tiles(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int, leaf: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns linear_fwd's y and z by tiles of so many rows; at once, with ``leaf``, where ``tile`` is 0."""
-    if tile == 0:
-        y, z = linear_fwd(x, w, b, activation, leaf=leaf)
-        return y, z
+def check_tiles(x: Tensor, w: Tensor, b: Tensor | None, activation: str, tile: int) -> None:
+    """Raises an error where linear_fwd in tiles of so many rows is not built for x, or does not treat rows alike."""
     check_tiles_device("linear", x)
 
     def alike(rows: Tensor, weight: Tensor) -> Tensor:
@@ -251,8 +246,15 @@ def linear_fwd_tiles(
         return y
 
     check_alike(f"linear with {activation}{' and a bias' * (b is not None)}", alike, tile, w)
-    ys, zs = zip(*(linear_fwd(rows, w, b, activation) for rows in row_tiles(x, tile)), strict=True)
-    return torch.cat(ys)[: len(x)], torch.cat(zs)[: len(x)]
+
+
+def linear_fwd_tiles(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: str, *, tile: int, leaf: int | None = None
+) -> tuple[Tensor, ...]:
+    """Returns linear_fwd's y and z by tiles of so many rows; at once, with ``leaf``, where ``tile`` is 0."""
+    if tile:
+        check_tiles(x, w, b, activation, tile=tile)
+    return in_tiles(lambda rows: linear_fwd(rows, w, b, activation, leaf=leaf), x, tile)
 
 
 # ---- autograd ----

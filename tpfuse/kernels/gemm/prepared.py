@@ -29,6 +29,10 @@ class Plain:
         """Returns x -> x W' + b."""
         return lambda x: F.linear(x, weight, bias)
 
+    def partial(self, weight: Tensor) -> Map:
+        """Returns x -> x W', of which a sum over ranks is made."""
+        return self.map(weight, None)
+
     def add(self, weight: Tensor, bias: Tensor | None) -> Join:
         """Returns (x, y) -> y + x W' + b."""
         multiply = self.map(weight, bias)

@@ -25,6 +25,14 @@ def row_tiles(x: Tensor, tile: int) -> list[Tensor]:
     return tiles
 
 
+def in_tiles(f: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, tile: int) -> tuple[Tensor, ...]:
+    """Returns f(x), whose results have rows as x [M, K] has or none, made of tiles of so many; of x at once for 0."""
+    if tile == 0:
+        return f(x)
+    results = zip(*map(f, row_tiles(x, tile)), strict=True)
+    return tuple((ys[0] if len(ys) == 1 else torch.cat(ys))[: len(x)] for ys in results)
+
+
 _SUMS = torch.float32, torch.float64
 _FUNCTIONS = {  # that forward passes take of tensors of any number of rows, and the dtypes in which they do
     torch.exp: _SUMS,

@@ -4,6 +4,7 @@ beams          beam search
 direct         generation's forward pass on a CPU
 generate       generation with a cache, token by token
 graph          a step as a CUDA graph
+leaves         the forward pass on a CPU with bitwise: the training forward's own calls
 listening      streamers, on_token and on_prompt, which hear tokens as they come
 model          the part of a model that generation uses
 options        transformers' arguments: which are read, which change no token, which are not built

@@ -3,7 +3,8 @@ needs, so that a token costs few calls of torch a layer.
 
 Every rank has all rows s * batch + b (a token is one row a prompt, too few to share), its own heads, its own columns of
 the MLP and its own slice of the vocabulary: one sum over the ranks for each GEMM pair.  Only the last position's rows
-go through what follows the last layer's keys and values.
+go through what follows the last layer's keys and values.  With ``TensorParallel(bitwise=V)`` what is summed is the
+training forward's (leaves.py).
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from ...kernels.norm import KINDS
 from ...kernels.runtime.op import acc_dtype
 from ...layers import KVCache, TransformerBlock
 from ...layers.cache import Seeing
-from ...layers.call import Ropes
+from ...layers.call import Call, Ropes
 from ...layers.hooks import hooked
 from ...layers.linear import RowParallelLinear
 from ...layers.module import local
 from ...layers.norm import LayerNorm, SplitNorm
 from ...layers.wiring import Branch, Join, Norm, norm_names, run
 from ..rows import BatchRows
+from . import leaves
 from .model import CausalModel
 from .shared_memory import Exchange, exchange
 
@@ -47,7 +49,6 @@ def applies(model: CausalModel, ids: Tensor) -> bool:
     parameters = list(model.parameters())
     return (
         ids.is_cpu
-        and model.tp.bitwise is None
         and all(p.is_cpu and not isinstance(p, DTensor) for p in parameters)
         and len({p.dtype for p in parameters}) == 1
         and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or is_in_torch_dispatch_mode())
@@ -75,14 +76,18 @@ class Direct:
 
     def __init__(self, model: CausalModel, visible: Tensor, *, padded: bool, prompt: int, new: int):
         assert model.head is not None  # checked
-        self.model, self.exchange = model, exchange(model.tp, visible.device)
+        tp = model.tp
+        self.model, self.exchange = model, exchange(tp, visible.device)
         dtype = next(model.embedding.parameters()).dtype
         self.caches = [KVCache(visible, padded=padded) for _ in model.blocks]
         self.turnings = [_Turning(model, visible.shape[1], i) for i in range(len(model.config.ropes))]
         self.norm = _norm(model.input_norm) if model.input_norm is not None else None
-        self.form = form_for(dtype, rows=len(visible), times=new)
+        self.form: Plain = form_for(dtype, rows=len(visible), times=new)
+        if tp.bitwise is not None:
+            self.form = leaves.LeafProducts(tp)
         tied, self.capped = model._tied(), model.head.capped
-        self.head = self.form.map(model.head.shard("weight") if tied is None else tied, model.head.shard("bias"))
+        form = self.form if tp.bitwise is None else leaves.LeafProducts(tp, model.head.columns)
+        self.head = form.map(model.head.shard("weight") if tied is None else tied, model.head.shard("bias"))
         # The prompt's rows are many, so that the form of a token's may not be the best for them.
         start = self.form if self.form.any_rows else form_for(dtype, rows=len(visible) * prompt, times=1)
         self.layers = [_DirectLayer(block, self.exchange, start) for block in model.blocks]
@@ -96,7 +101,7 @@ class Direct:
         rows = positions.t().reshape(-1)
         valid_ids = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(valid_ids, rows)
-        turns: list[_Turn | None] = [turning(positions) for turning in self.turnings] or [None]
+        turns: list[Turn | None] = [turning(positions) for turning in self.turnings] or [None]
         x = h if self.norm is None else self.norm(h)
         reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
         for layer, cache in zip(self._stack(reads), self.caches, strict=True):
@@ -129,6 +134,7 @@ class _DirectLayer:
 
     def __init__(self, block: Any, exchange: Exchange, form: Plain):
         a, m = block.attention, block.mlp
+        self.attention, self.by_leaves = a, a.tp.bitwise is not None
         self.slots, self.width, self.window = a.heads_per_group, a.head_width, a.window
         self.seeing = Seeing(a.window, a.scale, a.softcap)
         self.steps = block.steps
@@ -147,13 +153,17 @@ class _DirectLayer:
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
         self.qkv = form.map(weight, bias)
 
-    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: Turn | None) -> tuple[Tensor, Tensor]:
         return run(self.steps, _Positions(self, cache, turn), h, x)
 
-    def attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+    def attend(self, x: Tensor, cache: KVCache, turn: Turn | None) -> Tensor:
         """x [n B, D] -> o [n B, H/R E]"""
         qkv = self._heads(self.qkv(x), slice(self.slots), turn)
         batch = len(cache.mask)
+        if self.by_leaves:
+            mask = cache.mask[:, : len(x) // batch] if cache.padded else None
+            o: Tensor = self.attention.attend_with_cache(qkv, cache, Call(batch, key_mask=mask))
+            return o
         if len(x) == batch:
             cache.store(qkv[:, :, -2:].unsqueeze(3))
             return cache.see(qkv[:, :, :-2], self.seeing, decode=decode)
@@ -166,7 +176,7 @@ class _DirectLayer:
             return attention(qkv, batch=batch, causal=True, key_mask=mask, **self.seeing._asdict())
         return _causal(qkv, cache.kv[:, :, :, :n], self.seeing.scale)
 
-    def _heads(self, x: Tensor, slots: slice, turn: _Turn | None) -> Tensor:
+    def _heads(self, x: Tensor, slots: slice, turn: Turn | None) -> Tensor:
         """A projection's output -> the heads of these slots of each group [m, G/R, slots, E], normed and rotated."""
         start, end, _ = slots.indices(self.slots)
         heads = x.view(len(x), -1, end - start, self.width)
@@ -183,7 +193,7 @@ class _Positions(NamedTuple):
 
     layer: _DirectLayer
     cache: KVCache
-    turn: _Turn | None
+    turn: Turn | None
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
         return h, self.layer.norms[step.norm](h)
@@ -198,19 +208,28 @@ class _Positions(NamedTuple):
 
 
 class _LastLayer(_DirectLayer):
-    """The last layer over the prompt: of all rows the keys and values, of the last position's everything else."""
+    """The last layer over the prompt: of all rows the keys and values, of the last position's everything else.
+
+    With leaves attention, too, is of all rows: a GEMM of other columns may have other bits.
+    """
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
+        if self.by_leaves:
+            super()._project(weight, bias, form)
+            return
         w = weight.view(-1, self.slots, self.width, weight.shape[1])
         b = None if bias is None else bias.view(-1, self.slots, self.width)
         self.q = form.map(w[:, :-2].flatten(0, 2), None if b is None else b[:, :-2].flatten())
         self.kv = form.map(w[:, -2:].flatten(0, 2), None if b is None else b[:, -2:].flatten())
 
-    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: _Turn | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, h: Tensor, x: Tensor, cache: KVCache, turn: Turn | None) -> tuple[Tensor, Tensor]:
         return super().__call__(h[-len(cache.mask) :], x, cache, turn)
 
-    def attend(self, x: Tensor, cache: KVCache, turn: _Turn | None) -> Tensor:
+    def attend(self, x: Tensor, cache: KVCache, turn: Turn | None) -> Tensor:
         batch, queries = len(cache.mask), self.slots - 2
+        if self.by_leaves:
+            return super().attend(x, cache, turn)[-batch:]
+        assert turn is None or isinstance(turn, _Turn)
         cache.fill(self._heads(self.kv(x), slice(queries, None), turn), batch, len(x) // batch)
         q = self._heads(self.q(x[-batch:]), slice(queries), None if turn is None else turn.of_last(batch))
         return cache.see(q, self.seeing, decode=decode)
@@ -220,16 +239,18 @@ def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, norm: Map
     """Returns (x, h) -> h + norm(the sum over ranks of x W' + b)."""
     weight, bias = local(layer.weight), local(layer.bias)
     if norm is not None:
-        summed = form.map(weight, None)
+        summed = form.partial(weight)
 
         def add(x: Tensor, h: Tensor) -> Tensor:
             y = exchange.sum(summed(x))
             return h + norm(y if bias is None else y + bias)
 
         return add
+    if exchange.tp.bitwise is not None:
+        return leaves.joined(layer, exchange, form)
     if exchange.tp.size == 1:
         return form.add(weight, bias)
-    alone = form.map(weight, None)
+    alone = form.partial(weight)
 
     def run(x: Tensor, h: Tensor) -> Tensor:
         h = h + exchange.sum(alone(x))
@@ -240,6 +261,8 @@ def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, norm: Map
 
 def _norm(norm: LayerNorm, exchange: Exchange | None = None) -> Map:
     """Returns the map of a norm; ``exchange``: that of one whose width is split over the ranks."""
+    if norm.tp.bitwise is not None:
+        return leaves.norm_of(norm)
     weight, bias, eps, kind = local(norm.weight), local(norm.bias), norm.eps, KINDS[norm.kind]
     if kind.centred:
         return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -305,6 +328,9 @@ class _Turn(NamedTuple):
         return self._replace(cos=self.cos[-rows:], sin=self.sin[-rows:])
 
 
+Turn = _Turn | leaves.Turn
+
+
 class _Turning:
     """Looks the turns of rows up in tables of the model's, laid out for qkv."""
 
@@ -314,12 +340,14 @@ class _Turning:
         self.slots, self.width = start.attention.heads_per_group, model.config.head_size
         self.made_of: Tensor | None = None
 
-    def __call__(self, positions: Tensor) -> _Turn:
+    def __call__(self, positions: Tensor) -> Turn:
         """positions [B, n] -> the turns of rows [n B]"""
         rope = self.model._rope(BatchRows(positions.shape, self.model.tp), positions, positions.device, self.columns)
         assert rope is not None
         rope = rope[self.which] if isinstance(rope, Ropes) else rope
         assert rope.positions is not None
+        if self.model.tp.bitwise is not None:
+            return leaves.Turn(rope)
         if self.made_of is not rope.cos:
             self.made_of = rope.cos
             # The model's tables may be for thousands of positions more; but longrope's long ones come after the short.

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...collectives import all_gather, all_reduce
-from ...kernels.norm.core import reduce_parts
+from ...collectives import all_gather, all_reduce, summed
 from ...parallel import TensorParallel
 from ...ranks.gloo import limit
 from ...ranks.messages import Channel, channel, gather
@@ -50,13 +49,12 @@ class Exchange(NamedTuple):
         return parts
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in fp32 in rank order, rounded once."""
+        """The sum over ranks, as :func:`summed` takes it."""
         if self.memory is None or not self.memory.fits(x):
             return all_reduce(x, self.tp)
         parts = self.memory.gather(x)
         # Of two parts an addition is the sum in fp32, rounded: one call of torch in place of five.
-        total: Tensor = torch.add(*parts) if len(parts) == 2 else reduce_parts(parts)
-        return total
+        return torch.add(*parts) if len(parts) == 2 else summed(parts, self.tp)
 
 
 def exchange(tp: TensorParallel, device: torch.device) -> Exchange:

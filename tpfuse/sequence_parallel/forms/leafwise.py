@@ -23,15 +23,16 @@ from ...kernels.gemm.activation import width
 from ...kernels.gemm.op import (
     activation_bwd,
     activation_fwd,
+    check_tiles,
     linear_dgrad,
     linear_fwd,
-    linear_fwd_tiles,
     linear_wgrad,
     linear_wgrad_add,
 )
 from ...kernels.runtime.leaves import split_columns, tree_of_new
 from ...kernels.runtime.op import launched
 from ...kernels.runtime.shortcut import Shortcut, vectors
+from ...kernels.runtime.tiles import in_tiles
 from ...parallel import TensorParallel
 from ..crossings import gather_rows, scatter_rows
 from ..records import MLP, LinearWeights, MLPSaved, SavedInput, WantedGrads
@@ -57,15 +58,19 @@ def _linear_by_leaves(x: Tensor, w: Tensor, b: Tensor | None, leaf: int) -> Tens
 _COLUMN_FWD = Shortcut(_linear_by_leaves, _linear, _linear)
 
 
-def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, Tensor]:
+def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[Tensor, ...]:
     """x [M, K], w [N, K] -> y, z as linear_fwd, by leaves of so many of the N, and tiles of so many rows unless 0."""
     w, b, activation = linear
     if launched(x):
-        return linear_fwd(x, w, b, activation, leaf=0)
-    if tile:
-        leaves = zip(w.split(leaf), [None] * -(-len(w) // leaf) if b is None else b.split(leaf), strict=True)
-        y, z = zip(*(linear_fwd_tiles(x, w_v, b_v, activation, tile=tile) for w_v, b_v in leaves), strict=True)
-        return _side_by_side(y), z[0] if activation == "none" else _side_by_side(z)
+        y, z = linear_fwd(x, w, b, activation, leaf=0)
+        return y, z
+    for n in {leaf, len(w) % leaf or leaf} if tile else ():  # the last leaf may be narrower
+        check_tiles(x, w[:n], b, activation, tile=tile)
+    return in_tiles(lambda rows: _column_fwd(rows, linear, leaf), x, tile)
+
+
+def _column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, ...]:
+    w, b, activation = linear
     z = _COLUMN_FWD(x, w, b, leaf)
     if activation == "none":
         return z, z.new_empty(0)
@@ -89,10 +94,14 @@ def row_fwd(x: Tensor, w: Tensor, leaf: int, tile: int) -> Tensor:
     """x [M, K], w [N, K] -> this rank's node of the sum over K, [M, N], by tiles of so many rows unless 0."""
     if launched(x):
         return linear_fwd(x, w, None, "none", leaf=leaf)[0]
+    weights = w.split(leaf, 1)
     if tile:
-        pieces = zip(split_columns(x, leaf), split_columns(w, leaf), strict=True)
-        return tree_of_new(linear_fwd_tiles(x_v, w_v, None, "none", tile=tile)[0] for x_v, w_v in pieces)
-    return tree_of_new(_LEAF_FWD(x_v, w_v) for x_v, w_v in zip(x.split(leaf, 1), w.split(leaf, 1), strict=True))
+        check_tiles(x, weights[0], None, "none", tile=tile)
+
+    def node(rows: Tensor) -> tuple[Tensor]:
+        return (tree_of_new(_LEAF_FWD(x_v, w_v) for x_v, w_v in zip(rows.split(leaf, 1), weights, strict=True)),)
+
+    return in_tiles(node, x, tile)[0]
 
 
 def _leaf_dgrad(dy: Tensor, w: Tensor) -> Tensor:
@@ -220,7 +229,8 @@ class Leafwise(NamedTuple):
     leaf: int
 
     def gather_linear_fwd(self, n: Tensor, linear: LinearWeights, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-        return column_fwd(gather_rows(n, tp), linear, self.leaf, tp.row_tile)
+        y, z = column_fwd(gather_rows(n, tp), linear, self.leaf, tp.row_tile)
+        return y, z
 
     def gather_linear_bwd(
         self, dy: Tensor, w: Tensor, *, n: SavedInput, grads: WantedGrads, tp: TensorParallel
