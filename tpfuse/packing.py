@@ -1,4 +1,4 @@
-"""The public address of :mod:`tpfuse.training.packing`."""
+"""Packed documents: rows with little padding, shared out to replicas.  The code is ``tpfuse/training/packing.py``."""
 
 from .training.packing import Balance, PackedBatch, balance, document_cost, pack, packed_batch
 
