@@ -23,7 +23,7 @@ from ..layers.wiring import Normed
 from ..parallel import TensorParallel, versions
 from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
-from ..ranks.agreement import Agreement, Header, agree, digest, is_checking, next_number
+from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number
 from ..ranks.messages import together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
@@ -120,8 +120,7 @@ class Model(nn.Module):
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
         are known once there is a schedule."""
         name = type(self).__name__
-        self.tp.agree(name, values)
-        agree(self.groups.dp, Header(name, axis="data-parallel"), values)
+        agree_over([(self.tp.group, Header(name)), (self.groups.dp, Header(name, axis="data-parallel"))], values)
         self._shared |= values
 
     def _make_embedding(self, scale: float | None = None) -> None:

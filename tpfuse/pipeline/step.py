@@ -20,7 +20,7 @@ from ..kernels.runtime.main_grad import main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
 from ..layers.module import mark_of, module_state
-from ..ranks.agreement import Agreement, Header, agree, next_number
+from ..ranks.agreement import Agreement, Header, agree_over, next_number
 from ..ranks.messages import attempt, raise_together, together
 from . import failures
 from .action import KINDS
@@ -347,16 +347,11 @@ def _check_trees(model: Any, order: Order) -> None:
 
 
 def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
-    """Compares over every axis what a schedule is made of; over the stages, which know each other only now, the model
-    too."""
+    """Compares over every axis what a schedule is made of, and the model, which stages could not before."""
     stage: Stage = model.stages.place
     shared = model._shared | dict(stage=f"one of {stage.ranks} of {stage.schedule}")
-    for axis, ranks, values in (
-        ("tensor-parallel", model.tp.group, arguments),
-        ("data-parallel", model.groups.dp, arguments),
-        ("pipeline", group, shared | arguments),
-    ):
-        agree(ranks, Header("pipeline", axis=axis), values)
+    groups = {"tensor-parallel": model.tp.group, "data-parallel": model.groups.dp, "pipeline": group}
+    agree_over([(ranks, Header("pipeline", axis=axis)) for axis, ranks in groups.items()], shared | arguments)
 
 
 def _chunks(name: str, stage: Stage) -> int | None:

@@ -12,6 +12,7 @@ These messages are no part of what a ledger counts.
 
 import contextlib
 import contextvars
+import functools
 import hashlib
 import math
 import weakref
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.runtime.rules import listed
-from .messages import Channel, channel, gather
+from .messages import Channel, attempt, channel, gather, raise_together
 
 SAMPLE = 64  # elements of a float tensor that are compared
 CLOSE = 1e-2  # of the largest: what a kernel of another order of sums may differ by, and other data does not
@@ -90,6 +91,16 @@ def agree(group: dist.ProcessGroup | None, header: Header, values: Mapping[str, 
         links = channel(group)
         if links is not None:
             _compare(links, header, {key: described(value) for key, value in values.items()})
+
+
+def agree_over(axes: Sequence[tuple[dist.ProcessGroup | None, Header]], values: Mapping[str, Any]) -> None:
+    """Compares ``values`` over several groups, as :func:`agree` over each.  Each rank calls it.
+
+    Where they differ over one group, ValueError on every rank of all: another rank of the mesh would wait for one that
+    has left.
+    """
+    errors = [attempt(functools.partial(agree, group, header, values))[1] for group, header in axes]
+    raise_together(next((error for error in errors if error is not None), None), [group for group, _ in axes])
 
 
 def _compare(links: Channel, header: Header, values: Mapping[str, Described]) -> None:
