@@ -21,13 +21,13 @@ from tpfuse.models import model as model_file
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
-@functools.cache
 @pytest.mark.parametrize("seed", [1.5, "0", None, float("nan"), True, 1 << 64], ids=str)
 def test_a_seed_that_is_none_is_named(seed):
     with pytest.raises(ValueError, match="GPT: seed must (be an integer|lie in)"):
         GPT(GPT_CONFIG, seed=seed)
 
 
+@functools.cache
 def alone(name, dtype, pad="right", **options):
     """One process, no group."""
     cls, config, more = MODELS[name]

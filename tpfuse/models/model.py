@@ -24,7 +24,7 @@ from ..parallel import TensorParallel, versions
 from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
 from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number
-from ..ranks.messages import together
+from ..ranks.messages import channel, together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
 from .embed import EmbeddingDropout
@@ -201,15 +201,23 @@ class Model(nn.Module):
         self.stages.check_whole("a call")
 
     def _end(self, output: Output, step: int | Tensor | None) -> Output:
-        """Ends a call: counts it, and under ``checking()`` makes its backward pass compare whose it is."""
-        if self.tp.size > 1 and not torch.compiler.is_compiling() and is_checking():
+        """Ends a call: counts it, and makes its backward pass look whether another thread is in a call, and under
+        ``checking()`` compare whose it is."""
+        if self.tp.size > 1 and not torch.compiler.is_compiling():
             tensors = (x for x in (output.loss, output.logits, output.last_hidden_state) if x is not None)
             reference = next((x for x in tensors if x.requires_grad), None)
             if reference is not None:
-                whose = {f"the backward pass of {_WHICH}": self._number}
-                reference.register_hook(lambda gradient: self.tp.agree(type(self).__name__, whose))
+                compared = is_checking()
+                reference.register_hook(lambda gradient: self._begin_backward(compared=compared))
         self._count(step)
         return output
+
+    def _begin_backward(self, *, compared: bool) -> None:
+        links = channel(self.tp.group)
+        if links is not None:
+            links.threads.enter()
+        if compared:
+            self.tp.agree(type(self).__name__, {f"the backward pass of {_WHICH}": self._number})
 
     def _count(self, step: int | Tensor | None) -> None:
         """Counts a call: the last thing it does, so that one that fails has not been counted."""

@@ -188,7 +188,10 @@ class Agreement:
             return
         with _disable_current_modes():
             links = channel(group)
-            if links is not None and self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
+            if links is None:
+                return
+            links.threads.enter()
+            if self._is_new(links, arguments, modes := {**modes, **torch_modes()}, mark):
                 call = {**arguments, **modes, **state()}
                 _compare(links, self.header, {k: described(v, floats=self.floats) for k, v in call.items()})
                 self._digests[_kinds(arguments, modes)] = digest(_kinds(arguments, modes))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .failure import explained, note_failures, noted
 from .gloo import connect, limit, receive, send
+from .threads import Threads, outermost
 
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError)  # what bad input and bad files raise; else RuntimeError
@@ -84,11 +85,11 @@ class Connections:
         """Returns the error of a rank that does not answer; ``note`` says more of it."""
         return RankEnded(
             f"rank {self.world_rank(rank)} has ended, or has come to no such call within the group's limit of"
-            f" {self.seconds:g} s; this is rank {self.rank} of {self.size}, in {outermost()}{f' ({note})' * bool(note)}"
+            f" {self.seconds:g} s; this is rank {self.rank} of {self.size}, in {_caller()}{f' ({note})' * bool(note)}"
         )
 
     def _raise_calls(self) -> NoReturn:
-        name = outermost().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
+        name = _caller().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
         names = self._from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8))
         calls = [row.numpy().tobytes().decode(errors="replace").strip() for row in names]
         raise ValueError(
@@ -103,6 +104,12 @@ class Channel(Connections):
     def __init__(self, group: dist.ProcessGroup):
         note_failures()
         super().__init__(connect(group), dist.get_process_group_ranks(group).__getitem__, limit(group).total_seconds())
+        self.threads = Threads()
+
+    def exchange(self, call: str, *numbers: int) -> Tensor:
+        """Exchanges as :class:`Connections` do.  RuntimeError where another thread of this rank is in a call too."""
+        self.threads.enter()
+        return super().exchange(call, *numbers)
 
 
 @functools.cache
@@ -111,17 +118,8 @@ def _call_number(call: str, count: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def outermost() -> str:
-    """Returns the name of the function of this library that the caller's code is in, "GPT.forward" say."""
-    frame, outer = sys._getframe(), sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_code.co_name[0] != "<":
-            outer = frame
-    code, owner = outer.f_code, outer.f_locals.get("self", outer.f_locals.get("cls"))
-    if owner is None or "." not in code.co_qualname:
-        return code.co_qualname
-    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{code.co_name}"
+def _caller() -> str:
+    return outermost(sys._getframe()) or ""
 
 
 def channel(group: dist.ProcessGroup | None) -> Channel | None:
@@ -157,7 +155,7 @@ def gather(
             return _gather_by_torch(value, group, to_first)
         group = links or Connections(group, functools.partial(_world_rank, group), limit(group).total_seconds())
     message, gloo = pickle.dumps(value), group.gloo
-    lengths = group.exchange(f"gather {call or outermost()}", len(message))[:, 0].tolist()
+    lengths = group.exchange(f"gather {call or _caller()}", len(message))[:, 0].tolist()
     values, ended = _collect(value, lengths, gloo, to_first) if group.rank == 0 else _ask_first(message, gloo)
     if ended:
         raise group.ended(ended[0], noted())

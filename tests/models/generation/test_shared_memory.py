@@ -30,6 +30,10 @@ def parts(rank, i):
     return x.t() if x.dim() == 2 else x
 
 
+def left():
+    return glob.glob("/dev/shm/tpfuse-*")
+
+
 def gathered(world, calls):
     tp = TensorParallel(world.group)
     messages = exchange(tp, CPU)
@@ -41,7 +45,7 @@ def gathered(world, calls):
         assert torch.equal(messages.gather(x), torch.stack([parts(rank, i) for rank in range(world.size)]))
         if x.is_floating_point():
             assert torch.equal(messages.sum(x), all_reduce(x, tp))
-    return glob.glob("/dev/shm/tpfuse-*")
+    return left()
 
 
 def begun_in_inference_mode(world):
@@ -95,14 +99,14 @@ def unable(world, how):
     if how == "another set of processes" and world.rank == 1:
         memory._namespace = lambda: "pid:[1]"
     if how == "no room":
-        memory._new_file = lambda size: ""
+        memory._new_file = lambda size: None
     try:
         messages = exchange(tp, CPU)
     finally:
         memory._mapped, memory._namespace, memory._new_file = before
     assert messages.memory is None
     assert torch.equal(messages.sum(torch.ones(3)), torch.full((3,), 2.0))
-    return glob.glob("/dev/shm/tpfuse-*")
+    return left()
 
 
 @pytest.mark.parametrize("how", ["a rank cannot open it", "another set of processes", "no room"])
@@ -121,6 +125,20 @@ def alone(world):
 
 def test_only_for_cpus_of_one_machine(ranks):
     ranks(2, alone)
+
+
+def killed(world):
+    """-> what another process finds of one that ended where it has made the file, and no rank has opened it"""
+    child = os.fork()
+    if child == 0:
+        memory._new_file(1 << 20)
+        os._exit(9)
+    os.waitpid(child, 0)
+    return left()
+
+
+def test_nothing_is_left_of_a_killed_process(ranks):
+    assert ranks(1, killed) == [[]]
 
 
 def abandoned(world, how):

@@ -12,7 +12,6 @@ import mmap
 import os
 import platform
 import sys
-import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -75,35 +74,38 @@ def shared_memory(tp: TensorParallel) -> "SharedMemory | None":
 
 
 def _make(group: dist.ProcessGroup, peers: Channel) -> "SharedMemory | None":
-    """Each rank opens the first one's file, and says whether it can; the file has no name any more once all have."""
+    """Each rank opens the first one's file, and says whether it can.
+
+    The file is in memory and has no name: nothing is left of it, wherever a process is killed.
+    """
     able = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
-    path, size = "", SharedMemory.size_of(peers.size)
-    if peers.rank == 0 and able:
-        path = _new_file(size)
-    path, *_ = gather(path, peers)
+    size = SharedMemory.size_of(peers.size)
+    number = _new_file(size) if peers.rank == 0 and able else None
     try:
-        mapped = _mapped(path, size) if able and path else None
-        who = gather((mapped is not None, os.getpid(), _namespace()), peers)
+        namespace = _namespace()
+        processes = gather((number, os.getpid(), namespace), peers)
+        first, pid, _ = processes[0]
+        alike = len({namespace for *_, namespace in processes}) == 1  # else the path is another process's
+        mapped = _mapped(f"/proc/{pid}/fd/{first}", size) if able and alike and first is not None else None
+        mapped_by = gather(mapped is not None, peers)
     finally:
-        if peers.rank == 0 and path:
-            os.unlink(path)
-    if mapped is None or not all(ok for ok, *_ in who) or len({namespace for *_, namespace in who}) > 1:
-        return None
-    return SharedMemory(mapped, group, [pid for _, pid, _ in who])
+        if number is not None:
+            os.close(number)
+    return SharedMemory(mapped, group, [pid for _, pid, _ in processes]) if mapped and all(mapped_by) else None
 
 
-def _new_file(size: int) -> str:
-    """Returns the path of a new file of zeros, in memory where the system has such a place; "" where it has no room."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def _new_file(size: int) -> int | None:
+    """Returns the descriptor of a new file of zeros in memory; None where there is no room."""
     try:
-        number, path = tempfile.mkstemp(prefix="tpfuse-", dir=folder)
+        number = os.memfd_create("tpfuse")
         try:
             os.posix_fallocate(number, 0, size)
-        finally:
+        except OSError:
             os.close(number)
-        return path
+            return None
+        return number
     except OSError:
-        return ""
+        return None
 
 
 def _mapped(path: str, size: int) -> mmap.mmap | None:
