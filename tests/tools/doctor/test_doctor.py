@@ -30,6 +30,7 @@ def examined(world, folder):
     return report.text, report.json(), {call.name for call in recorder.calls if call.ours}, left
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks, tmp_path):
     (text, values, ran, left), (other, _, also_ran, _) = ranks(2, examined, tmp_path)
     assert text == other and values["ok"], text
