@@ -9,7 +9,6 @@ sides, and kernels go through Triton's launcher to a CUDA driver that starts not
 in one process; a figure is the least processor time of a call in microseconds, and ratios are of those.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench import idle
+from bench._parser import parser_of
 from bench.measured import host
 from tpfuse.kernels import attention, layer_norm, linear, reduce_bias_dropout_add_norm, replay, rms_norm
 from tpfuse.kernels.runtime import launch, op
@@ -181,9 +181,7 @@ def kernels(task: Task) -> Counter[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.host", __doc__)
     parser.add_argument("--rounds", type=int, default=25, help="turns of each call (default 25)")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the results there")
     args = parser.parse_args(argv)

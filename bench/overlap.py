@@ -30,6 +30,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from bench._link import End, namespaces, shape, unshaped
+from bench._parser import parser_of
 from bench.models.peers import MLP, Attention, Block, Stack, dtensor_block, dtensor_norm
 from bench.models.train_step import DTYPES, OurStack, full_weights
 from bench.port import free_port
@@ -45,9 +46,7 @@ COLUMNS = "off", "on", "auto", "DTensor", "compute", "communication"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.overlap", __doc__)
     parser.add_argument(
         "--rate", type=float, action="append", help="Gbit/s, 0 is unshaped; default 0.3, 1, 3, 10 and 0"
     )

@@ -9,7 +9,6 @@ work in the bubbles instead (Osawa et al. 2022, arXiv:2211.14133), by the second
 measured to take.  The same pieces run before the same steps must give the same losses, bit for bit.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
+from bench._parser import parser_of
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.pipeline import Filling, Pipeline, Work, demand, fill, schedule
 from tpfuse.ranks.messages import gather
@@ -204,9 +204,7 @@ def text(options: Options, result: dict[str, Any]) -> str:
 
 
 def arguments() -> Options:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.pipeline_fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.pipeline_fill", __doc__)
     for option in fields(Options):
         flag, kind, text = f"--{option.name.replace('_', '-')}", type(option.default), option.metadata["help"]
         metavar = "NAME" if kind is str else "N"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench._parser import parser_of
 from bench.port import free_port
 from tpfuse import TensorParallel
 from tpfuse.collectives import all_gather
@@ -25,11 +26,7 @@ CALLS = 200
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.shared_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.shared_memory", __doc__)
     parser.add_argument("--tp", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
     parser.add_argument("--kilobytes", type=int, action="append", help="of a rank's part (default: 2, 32 and 512)")

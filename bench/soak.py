@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from bench._parser import parser_of
 from tests.examples.launch import EXAMPLES, children, running, started
 from tpfuse.tools.ledger.text import Progress, table
 
@@ -415,9 +416,7 @@ def summary(outcomes: list[Outcome]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.soak", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=10, help="start new runs for so long (default 10)")
     add("--harms", type=int, metavar="N", help="start new runs until so many harms were done, instead")

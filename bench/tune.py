@@ -10,7 +10,6 @@ dropout, whose masks are tpfuse's own, as near to what was given before it was t
 the best so far by more than the spread of both, all of them taking turns.  What did not compile or fit is passed over.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -24,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from bench._parser import parser_of
 from tpfuse.kernels import replay
 from tpfuse.kernels.runtime import tuning as _tuning
 from tpfuse.kernels.runtime.launch import target
@@ -245,9 +245,7 @@ def with_and_without_dropout(bench: Bench) -> list[Bench]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.tune", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="default: all")
     parser.add_argument(
         "--shape",

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpfuse import TensorParallel
-from tpfuse.kernels.runtime.op import NAMESPACE
+from tpfuse.kernels.runtime.op import NAMESPACE, OPS
+
+
+def own_ops() -> set[str]:
+    """Returns the names of tpfuse's ops, without those that tests of this process have made."""
+    return {name for name, op in OPS.items() if op.reference.__module__.startswith("tpfuse.")}
 
 
 def make_tp(world, sequence_parallel: bool = True) -> TensorParallel:

@@ -36,7 +36,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 # Folders whose tests of several cases are spread over the phases: see spread.py.
-SPREAD = "bitwise", "kernels", "layers", "models", "sequence_parallel", "training", "interop", "pipeline", "tools"
+SPREAD = "attack bitwise kernels layers models sequence_parallel training interop pipeline tools".split()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

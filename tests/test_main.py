@@ -86,13 +86,13 @@ def test_topology(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("dryrun", "--model", "gpt-3m", "--seq", "64", "--dp", "2"),
+        pytest.param(("dryrun", "--model", "gpt-3m", "--seq", "64", "--dp", "2"), marks=pytest.mark.slow),
         ("dryrun", "--model", "gpt-3m", "--seq", "64", "--sweep", "--tps", "1,2", "--ranks", "2,4"),
-        ("memory", "--model", "gpt-3m", "--seq", "64"),
-        ("layouts", "--model", "gpt-22b", "--mesh", "8"),
-        ("topology", "--accelerators", "16"),
+        pytest.param(("memory", "--model", "gpt-3m", "--seq", "64"), marks=pytest.mark.slow),
+        pytest.param(("layouts", "--model", "gpt-22b", "--mesh", "8"), marks=pytest.mark.slow),
+        pytest.param(("topology", "--accelerators", "16"), marks=pytest.mark.slow),
         ("pipeline", "--stages", "2"),
-        ("collectives",),
+        pytest.param(("collectives",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

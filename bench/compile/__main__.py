@@ -7,10 +7,10 @@ python -m bench.compile --default --json       one call of each op, as JSON line
 Of sm_90 it also prints how long each pipe is busy with the main loop, and what share of the roofline that leaves.
 """
 
-import argparse
 import json
 import os
 
+from bench._parser import parser_of
 from bench.compile._pool import ARCHS, HERE, OPS, compile_all
 
 CELLS = "op", "call", "arch", "kernel", "registers", "spill_bytes", "shared_bytes", "instructions"
@@ -61,9 +61,7 @@ def accounts(rows: list[dict]) -> str:
 
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # before any kernel is defined, here and in the workers
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.compile", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"any of {', '.join(OPS)} (default: all)")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="may be given more than once (default: all)")
     parser.add_argument("--default", action="store_true", help="only the first call of each op")

@@ -20,15 +20,15 @@ ratio to buckets of 25 MiB in the same round.  No step can be shorter than forwa
 import argparse
 import pathlib
 
+from bench._parser import parser_of
+
 BUCKETS = {"0 MiB": 2**-20, "1 MiB": 1, "5 MiB": 5, "10 MiB": 10, "25 MiB": None, "50 MiB": 50}
 MICRO_BATCHES = {f"{count} micro-batches": count for count in (2, 4, 8)}
 USUAL = "25 MiB"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.ddp", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="replicas, even numbers (default 2 4)")
     parser.add_argument(
         "--rate", type=float, nargs="+", default=[1.0, 10.0, 0.0], help="Gbit/s, 0 is unshaped (default all)"

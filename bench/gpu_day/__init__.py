@@ -17,11 +17,11 @@ reached.  The exit status is 0 where every part that was reached is done, 1 wher
 import argparse
 import pathlib
 
+from bench._parser import parser_of
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.gpu_day", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=9.0, help="for all of it, by the clock on the wall (default 9)")
     add("--out", type=pathlib.Path, metavar="DIR", help="where the results and the compiled kernels go")

@@ -5,7 +5,6 @@ python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; m
                                        and quartiles of the ratio of neighbouring runs
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bench._parser import parser_of
 from tpfuse.kernels.attn.op import attention_bwd, attention_fwd
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.gemm.op import activation_bwd, activation_fwd
@@ -54,9 +54,7 @@ def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.kernels.cpu", __doc__)
     parser.add_argument("--rounds", type=int, default=30, help="runs of each (default 30)")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ Each runs forward and backward in a process of its own, of which the kernel's hi
 read.  Before that a small call has loaded the libraries; the gradients' bytes are taken off at the end.  Linux only.
 """
 
-import argparse
 import multiprocessing
 import pathlib
 import time
@@ -15,6 +14,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from bench._parser import parser_of
 from tpfuse.kernels import linear_cross_entropy
 
 
@@ -54,11 +54,7 @@ def measure(name: str, rows: int, vocab: int, width: int, dtype: str) -> tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.linear_cross_entropy_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.kernels.linear_cross_entropy_memory", __doc__)
     parser.add_argument("--rows", type=int, default=4096, help="M (default 4096)")
     parser.add_argument("--vocab", type=int, default=131072, help="V (default 131072)")
     parser.add_argument("--width", type=int, default=768, help="D (default 768)")

@@ -7,13 +7,13 @@ gives the same entries, and the host waits for it; topk gives them by size, with
 tpfuse's kernels declare.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from bench._parser import parser_of
 from tpfuse.kernels import select_large
 from tpfuse.kernels.runtime.op import OPS
 from tpfuse.tools.bench.measure import interleaved, sets_needed
@@ -25,11 +25,7 @@ def by_nonzero(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels.select_large",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.kernels.select_large", __doc__)
     parser.add_argument("--entries", type=int, default=6_553_600, help="n (default 6553600)")
     parser.add_argument("--density", type=float, default=0.01, help="of entries that are chosen (default 0.01)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of measurement (default 5)")

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench._parser import parser_of
 from bench.measured import generate
 from bench.port import free_port
 from tpfuse import TensorParallel
@@ -65,11 +66,7 @@ LARGEST = 8 * 256  # rows of a prompt: more take minutes and say nothing else
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.models.generate", __doc__)
     several = dict(action="append", metavar="NAME")
     parser.add_argument("--model", choices=MODELS, help="default: all", **several)
     parser.add_argument("--dtype", choices=DTYPES, help="default: both", **several)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench._parser import parser_of
 from bench.models.peers import Block, Stack, dtensor_block, dtensor_norm, megatron_block
 from bench.port import free_port
 from tpfuse import TensorParallel
@@ -39,11 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.models.train_step", __doc__)
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--attention-dropout", type=float, action="append", help="default: 0 and 0.1")
     parser.add_argument("--rounds", type=int, default=20, help="steps of each provider (default 20)")

@@ -17,11 +17,11 @@ what an action and a message were measured to take beside.
 import argparse
 import pathlib
 
+from bench._parser import parser_of
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.pipeline", __doc__)
     parser.add_argument("--rounds", type=int, default=12, help="training steps of each (default 12; 0: none)")
     parser.add_argument("--sleep", type=float, default=0.06, help="seconds of a rank's F, I and W each (default 0.06)")
     parser.add_argument("--sleep-rounds", type=int, default=7, help="sleeping steps of each schedule (default 7)")

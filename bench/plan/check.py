@@ -13,7 +13,6 @@ GPU's speed.
 A row says how many plans, the errors' median and the largest, and Spearman's rank correlation.
 """
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from bench._parser import parser_of
 from bench.pipeline import sleeping
 from tpfuse.pipeline import simulate
 from tpfuse.pipeline.schedules import Order
@@ -143,9 +143,7 @@ def sleeping_stages(job: Job, *, fastest: float, rounds: int) -> PlanErrors:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plan.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.plan.check", __doc__)
     parser.add_argument("--machine", type=Path, default=DEFAULT, help=f"what calibrate wrote (default {DEFAULT})")
     parser.add_argument("--steps", type=int, default=5, help="training steps of each plan (default 5)")
     parser.add_argument("--fastest", type=float, default=0.3, help="seconds of the fastest step asleep (default 0.3)")

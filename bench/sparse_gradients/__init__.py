@@ -13,15 +13,13 @@ time to the dense one's in the same round.
 import argparse
 from pathlib import Path
 
+from bench._parser import parser_of
+
 UNTIMED = 3  # first steps: DDP rebuilds its buckets after one, PowerSGD begins in the third
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sparse_gradients",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.sparse_gradients", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="replicas (default 2 4)")
     parser.add_argument(
         "--rate", type=float, nargs="+", default=[0.1, 0.3, 1.0, 10.0, 0.0], help="Gbit/s, 0 is unshaped (default all)"

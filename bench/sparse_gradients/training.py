@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench._parser import parser_of
 from bench.sparse_gradients import page
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -30,11 +31,7 @@ SETTINGS = {  # density, and the share of the steps over which it falls to that
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sparse_gradients.training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.sparse_gradients.training", __doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default %(default)s)")
     parser.add_argument("--rate", type=float, default=RATE, help="highest learning rate (default %(default)s)")
     parser.add_argument("--every", type=int, default=400, help="steps between validations (default %(default)s)")

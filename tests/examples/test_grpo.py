@@ -27,6 +27,7 @@ SPLITS = [  # processes, tensor-parallel size of sampling, of training
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("procs, sample_tp, tp", SPLITS)
 def test_all_ratios_are_one_at_every_split(procs, sample_tp, tp):
     said = ok("grpo.py", *SMALL, "--steps", 2, "--sample-tp", sample_tp, "--tp", tp, procs=procs)

@@ -1,7 +1,7 @@
 """Every kernel as its launcher would launch it compiles for GPUs that are not here: no spills, and shared memory that
 they have.
 
-Every day: the first call of each op for sm_90.  Slow: the first for sm_80 and gfx942; rare: all calls for sm_90.  The
+Every day: the first call of each op for sm_90.  Slow: the first for sm_80 or gfx942; rare: all calls for sm_90.  The
 table of what came out is checked in, with a digest of what was compiled: of every other call it says that the table's
 row, which bench.compile wrote, is of the kernel as it is now.
 """

@@ -440,8 +440,7 @@ def test_compiled_in_one_graph(ranks, R, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["pre-norm", "stack, smallest"])
-@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("R, case", [(1, "pre-norm"), (2, "stack, smallest")])
 def test_compiled_by_inductor(ranks, R, case):
     for eager, compiled in ranks(R, _again, CASES[case], torch.float32, "inductor", timeout=300):
         assert_close(compiled, eager, torch.float32)

@@ -147,7 +147,8 @@ def measured(world, name):
     return timeline
 
 
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_step_is_measured_alike_on_every_rank(ranks, name):
     first, *others = ranks(4, measured, name)
     assert all(other == first for other in others)

@@ -144,6 +144,7 @@ def mixed(world, name):
     return errors(model, first), errors(whole, first)
 
 
+@pytest.mark.slow
 def test_mixed_precision(ranks):
     for error, own in ranks(4, mixed, "zbv"):
         assert error < 2 * own

@@ -79,6 +79,7 @@ def test_every_kind_of_model(ranks, kind, name):
         pytest.param(dict(overlap="pairwise"), id="overlap"),
     ],
 )
+@pytest.mark.slow
 def test_beside_other_features(ranks, options):
     check_curve(ranks, staged, (2, 1, 2), "zbv", MODELS["llama"], steps=1, **options)
 

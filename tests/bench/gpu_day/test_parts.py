@@ -49,6 +49,7 @@ def test_every_op_is_seen_first(tmp_path):
     assert (gpt.width, gpt.heads, gpt.S) == (2560, 32, 2048) and bert.flops == pytest.approx(335.007e9, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_said_at_once(monkeypatch, tmp_path):
 
     assert {"torch", "numpy", "einops", "safetensors", "triton"} <= set(setup.imported())

@@ -96,7 +96,8 @@ def _own(world, sequence_parallel, bitwise):
     return check_parity(Own, dict(x=x), tp, bitwise=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sp", "no sp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no sp"])
 def test_a_users_modules(ranks, sequence_parallel):
     for parity in ranks(4, _own, sequence_parallel, 8):
         assert parity.same and not parity.skipped and str(parity).endswith("the same bits"), str(parity)

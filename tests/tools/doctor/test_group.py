@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.planted import Mistaken, planted, scaled
-from tpfuse import TensorParallel
 from tpfuse.tools.doctor import group, run
 from tpfuse.tools.doctor.links import pairs
 from tpfuse.tools.doctor.report import FAULT, NOTE, OK
@@ -123,7 +122,7 @@ def with_a_wrong_op(world):
     """-> for every op that a split names: the findings when it is wrong by a part in a thousand."""
     results = {}
     for split in block.SPLIT:
-        tp = TensorParallel(world.group, **split.group)
+        tp = split.split(world.group)
         for name in split.ops:
             with planted(name, functools.partial(scaled, 1.001)):
                 results[split.name, name] = block.compared(split, tp, CPU)

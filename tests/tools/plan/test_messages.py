@@ -90,6 +90,7 @@ def predicted(split, stage):
     return by_op, parameters * JOB.dtype.itemsize * (split.dp > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", PLANS, ids=lambda split: f"dp{split.dp}-tp{split.tp}-pp{split.pp}")
 def test_ranks_send_what_the_plan_says(ranks, split):
     split = split._replace(layers=(4 // split.pp,) * split.pp)

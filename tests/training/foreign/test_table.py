@@ -21,6 +21,7 @@ SNAPSHOT = pathlib.Path(__file__).with_name("snapshot.py")
 PAGE = pathlib.Path(__file__).parents[3] / "docs/faults.md"
 
 
+@pytest.mark.slow
 def test_torch_before_and_after(tmp_path):
     """In a process of its own: the script compares all of torch's functions and methods."""
     command = [sys.executable, str(SNAPSHOT), str(tmp_path / "layer")]

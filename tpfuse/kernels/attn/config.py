@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import next_power_of_2
-from ..runtime.tuning import tuned
+from ..runtime.tuning import LaunchConfig, tuned
 from . import torch_forward
 from .options import Options
 
@@ -50,7 +50,7 @@ def tuning_name(kernel: str, qkv: Tensor, options: Options) -> str:
     return " ".join([kernel, *(name for name, there in features.items() if there)])
 
 
-def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
+def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> LaunchConfig:
     """Returns the launch parameters of ``kernel``, which is "fwd", "dkdv" or "dq", where none were measured.
 
     Registers are short where masks of columns, the rotation of keys or a bias need some of their own.
@@ -64,7 +64,7 @@ def default_config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dic
     return choice[kernel] | dict(zip(_SHAPE, default, strict=True))
 
 
-def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> dict[str, Any]:
+def config(kernel: str, arch: str, qkv: Tensor, options: Options) -> LaunchConfig:
     """Returns the launch parameters of ``kernel``: ``default_config``, or what was measured to be faster.
 
     With leaves they are the plain form's of tpfuse's kernels: torch's may split keys by how many heads there are, and

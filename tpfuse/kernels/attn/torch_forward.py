@@ -5,12 +5,11 @@ Backward is tpfuse's either way, from the o and lse that come from here: torch's
 torch.use_deterministic_algorithms is on.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..runtime.launch import target
+from ..runtime.tuning import LaunchConfig
 from .options import TENSORS, Options
 
 HALF = torch.float16, torch.bfloat16
@@ -35,7 +34,7 @@ def has_flash(device: torch.device) -> bool:
     return there and torch.backends.cuda.is_flash_attention_available()
 
 
-def default_path(qkv: Tensor, options: Options) -> dict[str, Any]:
+def default_path(qkv: Tensor, options: Options) -> LaunchConfig:
     """Returns the path that forward takes where none was measured, as a launch parameter; none where there is no
     choice."""
     if not able(qkv, options):
@@ -52,9 +51,10 @@ def launch(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     B, S, (M, G, slots, E) = options.batch, options.seq, qkv.shape
     Q, rows = slots - 2, S * B
     q, k, v = qkv[:rows].view(S, B * G, slots, E).transpose(0, 1).split((Q, 1, 1), 2)
-    lengths = dict(cum_seq_q=None, cum_seq_k=None, max_q=S, max_k=S)
-    settings = dict(dropout_p=0.0, is_causal=options.causal, return_debug_mask=False, scale=options.scale)
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, **lengths, **settings)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cum_seq_q=None, cum_seq_k=None, max_q=S, max_k=S,
+        dropout_p=0.0, is_causal=options.causal, return_debug_mask=False, scale=options.scale,
+    )  # fmt: skip
     o = o.transpose(0, 1).reshape(rows, G * Q * E)
     if M > rows:
         o = torch.cat([o, o.new_zeros(M - rows, G * Q * E)])

@@ -18,6 +18,7 @@ from ..runtime.launch import has_tma, launch, target
 from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.triton import tl, triton
+from ..runtime.tuning import LaunchConfig
 from .config import config, default_config
 from .options import TENSORS, Options, check_width, scores
 from .triton_forward import prepare, rotated_bytes
@@ -263,7 +264,7 @@ def transposable(static: Static, options: Options) -> bool:
     return plain and options.cu_seqlens is None and static.E == static.BLOCK_E
 
 
-def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options) -> dict[str, Any]:
+def _dkdv_parameters(qkv: Tensor, qk: Tensor, do: Tensor, static: Static, options: Options) -> LaunchConfig:
     """Returns the launch parameters of dk and dv, descriptors included; the plain form's where the other form was
     measured to be faster, but descriptors cannot hold q, k and do or it has no registers for this call.
 
@@ -305,7 +306,7 @@ def bwd_launch(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options
     numbers |= dict(steps=steps_of(qkv, batch, static))
     numbers |= dict(qk_strides=strides_of(qk, batch), v_strides=strides_of(qkv, batch))
     dkdv = _dkdv_parameters(qkv, qk, do, static=static, options=options)
-    dq = dict(STATIC=static) | config("dq", target(qkv.device).arch, qkv, options)
+    dq: LaunchConfig = dict(STATIC=static) | config("dq", target(qkv.device).arch, qkv, options)
     launch(_dkdv_kernel, (-(-seq // dkdv["BLOCK_N"]) * batch * G,), qkv.device, *arrays, **numbers, **dkdv)
     launch(_dq_kernel, (-(-seq // dq["BLOCK_M"]) * batch * G * (slots - 2),), qkv.device, *arrays, **numbers, **dq)
     return dqkv

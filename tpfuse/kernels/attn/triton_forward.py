@@ -18,6 +18,7 @@ from ..runtime.leaves import placed
 from ..runtime.op import Cost, moved
 from ..runtime.philox import scale
 from ..runtime.triton import tl, triton
+from ..runtime.tuning import LaunchConfig
 from . import torch_forward
 from .config import config, default_config
 from .options import TENSORS, Options, check_width, scores
@@ -257,9 +258,9 @@ def prepare(
     grid = (-(-S // block) * B * G * (slots - 2),)
     rotation = tensors_of(Options(cos=options.cos, sin=options.sin, positions=options.positions))
     arrays = do, o, qkv, rotation, delta, rotated
-    numbers: dict[str, Any] = dict(B=B, S=S, G=G, Q=slots - 2, kept_share=1 / scale(options.p))
-    numbers |= dict(strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
-    launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, STATIC=static, BLOCK_M=block, num_warps=4)
+    numbers = dict(B=B, S=S, G=G, Q=slots - 2, strides=strides_of(qkv, B), steps=steps_of(qkv, B, static))
+    constants = dict(STATIC=static, BLOCK_M=block, num_warps=4)
+    launch(_prepare_kernel, grid, qkv.device, *arrays, **numbers, kept_share=1 / scale(options.p), **constants)
     return qkv if rotated is None else rotated
 
 
@@ -289,9 +290,7 @@ def runs_ahead(E: int, options: Options) -> bool:
     return sum(split(E)) == E <= 128 and all(option is None for option in others)
 
 
-def _form(
-    shape: dict[str, Any], qkv: Tensor, static: Static, options: Options
-) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def _form(shape: LaunchConfig, qkv: Tensor, static: Static, options: Options) -> tuple[tuple[Any, Any], LaunchConfig]:
     """Returns descriptors of qkv where ``shape`` is of the form AHEAD, and the kernel's constants and launch
     parameters; the plain form's where a call cannot take that form, whose tiles are others.
 

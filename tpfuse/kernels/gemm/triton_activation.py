@@ -16,10 +16,11 @@ from ..runtime.launch import launch, multiprocessors
 from ..runtime.op import Cost, least, new_vector
 from ..runtime.partials import reduce_partials
 from ..runtime.triton import tl, triton
+from ..runtime.tuning import LaunchConfig
 from .activation import ACTIVATIONS, GATED, identity_tile, width
 
 
-def constants(activation: str) -> dict[str, Any]:
+def constants(activation: str) -> LaunchConfig:
     """Returns the constexprs by which a kernel knows an activation."""
     name = GATED.get(activation, activation)
     return dict(ACT=identity_tile if name == "none" else ACTIVATIONS[name].tile, GATED=activation in GATED)

@@ -303,11 +303,11 @@ class Product(NamedTuple):
         return max(1, -(-K // self.leaf)) if self.leaf else 1
 
 
-def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **others: Any) -> None:
+def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], arguments: LaunchConfig) -> None:
     """Starts ``kernel``.
 
     ``tiles``: the contiguous tensors that the epilogue reads and writes tile by tile, by argument name, with the same
-    number of rows as C; ``others``: its other arguments.
+    number of rows as C; ``arguments``: the kernel's others.
     """
     layout, a, b, config, leaf = product
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
@@ -318,7 +318,7 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **other
     present = {name: t for name, t in tiles.items() if t is not None}
     blocks |= {name: (BM, BN // 2 * t.shape[1] // max(N, 1)) for name, t in present.items()}
     present |= dict(a=a, b=b)
-    tensors: dict[str, Any] = dict(a=a, b=b, **tiles)
+    tensors: dict[str, Tensor | TensorDescriptor | None] = {**tiles, "a": a, "b": b}
     arch, multiprocessors = target(a.device)
     tma = (
         has_tma(arch) and all(describable(t) for t in present.values()) and not (leaf or 0) % BK
@@ -329,7 +329,7 @@ def _run(kernel: Any, product: Product, tiles: dict[str, Tensor | None], **other
         BN = min(BN, 128)
     grid = (min(-(-M // BM) * -(-N // BN), multiprocessors),)
     sizes = dict(M=M, N=N, K=K, stride_a=a.stride(0), stride_b=b.stride(0))
-    launch(kernel, grid, a.device, **tensors, **sizes, **others, **config | dict(BN=BN), TMA=tma)
+    launch(kernel, grid, a.device, **tensors, **sizes, **arguments, **config | dict(BN=BN), TMA=tma)
 
 
 def gemm(
@@ -339,9 +339,8 @@ def gemm(
     bias = None if bias is None else bias.contiguous()
     count = product.leaves
     check(count in (1, 2, 4, 8, 16, 32), f"linear: the leaves of a GEMM must be a power of two up to 32, got {count}")
-    leaves = dict(leaf=product.leaf if count > 1 else None, LEAVES=count)
-    constant = dict(LAYOUT=product.layout, **constants(activation))
-    _run(_linear_kernel, product, dict(z=z, c=c), bias_ptr=bias, **leaves, **constant)
+    leaves = dict(leaf=product.leaf if count > 1 else None, LEAVES=count, LAYOUT=product.layout)
+    _run(_linear_kernel, product, dict(z=z, c=c), dict(bias_ptr=bias) | leaves | constants(activation))
     return c
 
 
@@ -389,8 +388,7 @@ def linear_dgrad_act_launch(
         _dgrad_act_kernel,
         Product("NN", dy, w, config),
         dict(z=z, dz=dz, y=y),
-        partial_ptr=partial,
-        **constants(activation),
+        dict(partial_ptr=partial) | constants(activation),
     )
     return (
         dz,

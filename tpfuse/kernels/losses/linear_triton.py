@@ -18,8 +18,8 @@ Tiles of 128 x 128 leave room for two programs on a multiprocessor: one's expone
 instructions.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -336,14 +336,12 @@ def _contract(
 
 def _multiply(a: Tensor, b: Tensor, *, out: Tensor, adding: bool) -> None:
     """out = a b, or out += a b, by torch, in fp32 inside; ``out`` may be fp32 where a and b have 16 bits."""
-    wider: dict[str, Any] = {}
+    wider: dict[str, torch.dtype] = {}
     if a.device.type == "cpu":  # under the interpreter
         # Only CUDA has GEMMs with outputs of another dtype, and oneDNN's on AMX multiplies what a strided row is padded
         # with by zero: uninitialised memory may hold NaN.
         a, b = a.to(out.dtype).contiguous(), b.to(out.dtype)
     elif out.dtype != a.dtype:
         wider = dict(out_dtype=out.dtype)
-    if adding:
-        torch.addmm(out, a, b, out=out, **wider)
-    else:
-        torch.mm(a, b, out=out, **wider)
+    product = functools.partial(torch.addmm, out) if adding else torch.mm
+    product(a, b, out=out, **wider)

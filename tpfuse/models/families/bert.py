@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805)."""
 
 from ..files.source import Source
-from .bert_like import PLAIN, SHARED, body, head
-from .family import SEQUENCE, TOKEN, Family
+from .bert_like import PLAIN, bert_like, body, head
+from .family import SEQUENCE, TOKEN
 from .names import NamingConfig, flat, linear, norm
 
 
@@ -19,7 +19,7 @@ def bert_sources(config: NamingConfig) -> dict[str, Source]:
     return flat(modules)
 
 
-BERT = Family(
+BERT = bert_like(
     architecture="BertForMaskedLM",
     base_prefix="bert.",
     head_prefixes=("cls.",),
@@ -30,5 +30,4 @@ BERT = Family(
         r"cls\.predictions\.bias", r"cls\.predictions\.decoder\.(weight|bias)",
     ),
     classifiers={SEQUENCE: "classifier", TOKEN: "classifier"},
-    **SHARED,
 )  # fmt: skip

@@ -1,9 +1,10 @@
 """The common part of BERT and its relatives: names of parameters, keys of config.json."""
 
+from functools import partial
 from typing import Any
 
 from ..files.source import Source
-from .family import KEYS
+from .family import KEYS, Family
 from .names import Modules, NamingConfig, linear, norm, qkv, table
 
 
@@ -45,7 +46,8 @@ PLAIN: dict[str, Any] = dict(
     pooling="cls", rope=None, local_rope=None, window=None, layer_types=None, positions_skip_padding=False,
     head_activation=None,
 )  # fmt: skip
-SHARED: dict[str, Any] = dict(
+bert_like = partial(
+    Family,
     output="MaskedLMOutput",
     hf_keys=KEYS
     | dict(

@@ -3,11 +3,11 @@
 Positions count the tokens that are not padding; the head of a sequence has a linear layer of its own.
 """
 
-from typing import Any
+from functools import partial
 
 from ..files.source import Source
-from .bert_like import PLAIN, SHARED, body, head
-from .family import SEQUENCE, TOKEN, Family, HeadLayers
+from .bert_like import PLAIN, bert_like, body, head
+from .family import SEQUENCE, TOKEN, HeadLayers
 from .names import NamingConfig, flat, linear, norm
 
 
@@ -17,7 +17,8 @@ def roberta_sources(config: NamingConfig) -> dict[str, Source]:
     return flat(body(config) | head(config, "lm_head") | transform)
 
 
-SAME: dict[str, Any] = SHARED | dict(
+roberta = partial(
+    bert_like,
     base_prefix="roberta.",
     head_prefixes=("lm_head.",),
     sources=roberta_sources,
@@ -26,6 +27,6 @@ SAME: dict[str, Any] = SHARED | dict(
     classifiers={SEQUENCE: "classifier.out_proj", TOKEN: "classifier"},
     heads={SEQUENCE: HeadLayers("classifier.dense", dropped=True)},
 )
-ROBERTA = Family(architecture="RobertaForMaskedLM", **SAME)
-XLM_ROBERTA = Family(architecture="XLMRobertaForMaskedLM", **SAME)
-CAMEMBERT = Family(architecture="CamembertForMaskedLM", **SAME)
+ROBERTA = roberta(architecture="RobertaForMaskedLM")
+XLM_ROBERTA = roberta(architecture="XLMRobertaForMaskedLM")
+CAMEMBERT = roberta(architecture="CamembertForMaskedLM")

@@ -63,9 +63,8 @@ class LayoutBits(NamedTuple):
 
     def json(self) -> dict[str, Any]:
         """Returns plain values; ``first`` has the fields of a BitsRow."""
-        first = self.first_difference
-        numbers = dict(self.layout._asdict(), **self.counts())
-        return numbers | dict(first=None if first is None else first._asdict(), skipped=self.skipped)
+        first = None if self.first_difference is None else self.first_difference._asdict()
+        return self.layout._asdict() | self.counts() | dict(first=first, skipped=self.skipped)
 
 
 class Bits(list[LayoutBits]):

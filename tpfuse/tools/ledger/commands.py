@@ -200,7 +200,7 @@ def _run_memory(args: Namespace) -> None:
     present(
         args,
         f"{head}\n{saved}\n\n{state}",
-        dict(activations=values, **numbers),
+        dict(activations=values) | numbers,
         lambda path: plots.bars(
             bars, path, title=f"{args.model}: {head}", axis="bytes / sbh (sequence x micro-batch x width)"
         ),
@@ -276,7 +276,7 @@ def _run_rank(args: Namespace, config: ModelConfig) -> None:
     states = {"DDP": r.held.state, "data_parallel": r.held.viewed, "FSDP": r.held.sharded}
     bars = {name: state._asdict() | {"activations": r.work.peak} for name, state in states.items()}
     formulas = {name: dict(counted=n, formula=formula) for name, n, formula, _ in dryrun.against_formulas(r)}
-    values = dict(config=asdict(config), **dryrun.as_json(r.plan, r.held, r.work), formulas=formulas)
+    values = dict(config=asdict(config)) | dryrun.as_json(r.plan, r.held, r.work) | dict(formulas=formulas)
     title = f"{args.model}, tp {r.plan.tp} x dp {r.plan.dp}: memory of a rank"
     draw = lambda path: plots.bars(bars, path, title=title, axis="at the peak", unit="B")
     present(args, dryrun.report(r), values, draw)

@@ -184,8 +184,10 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
 
 def layer_bytes(config: ModelConfig, plan: Plan) -> float:
     """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
-    size = dict(seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize)
-    return activation_bytes(config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full, **size)
+    return activation_bytes(
+        config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full,
+        seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize,
+    )  # fmt: skip
 
 
 def measured_layer(config: ModelConfig, plan: Plan) -> int:

@@ -49,8 +49,10 @@ def legend(ax: Any, *, corner: str = "lower left", columns: int = 8, handles: An
     """Draws a legend above the axes, at their "lower left" or "lower right", so that it hides no data."""
     handles = ax.get_legend_handles_labels()[0] if handles is None else handles
     anchor = (0 if corner == "lower left" else 1, 1)
-    style = dict(fontsize=7, frameon=False, columnspacing=1.0, borderaxespad=0.2)
-    ax.legend(handles=handles, loc=corner, bbox_to_anchor=anchor, ncols=columns, **style)
+    ax.legend(
+        handles=handles, loc=corner, bbox_to_anchor=anchor, ncols=columns,
+        fontsize=7, frameon=False, columnspacing=1.0, borderaxespad=0.2,
+    )  # fmt: skip
 
 
 # ---- the map of a layer ----
@@ -127,10 +129,9 @@ def _draw_map(ax: Any, entries: list[Entry], widest: int) -> None:
             b = _margin(a, start in forward)
         else:
             continue
-        style: dict[str, Any] = dict(
-            lw=max(0.3, _MAX_WIDTH * size / widest), color="#7f7f7f", alpha=0.45, shrinkA=0, shrinkB=0
-        )
-        ax.annotate("", b, a, arrowprops=dict(arrowstyle="-", connectionstyle=f"arc3,rad={bend}", **style))
+        style = dict(arrowstyle="-", connectionstyle=f"arc3,rad={bend}", color="#7f7f7f", alpha=0.45)
+        width = max(0.3, _MAX_WIDTH * size / widest)
+        ax.annotate("", b, a, arrowprops=style | dict(lw=width, shrinkA=0, shrinkB=0))
     for i, e in enumerate(entries):
         name = e.op.replace("reduce_bias_dropout_add_norm", "reduce bias dropout\nadd norm")
         box = dict(boxstyle="round,pad=0.25", fc=COLOURS[e.kind], ec="none")
@@ -173,18 +174,18 @@ def growth(points: Sequence[Point], path: Path) -> None:
         "flops": lambda p: p.work.flops,
     }
 
-    def side(ax: Any, chosen: list[Any], x: Callable[[Any], int], labels: dict[str, str]) -> None:
+    def side(ax: Any, chosen: list[Any], x: Callable[[Any], int], *, title: str, xlabel: str) -> None:
         for name, cost in costs.items():
             values = [(x(p), cost(p)) for p in sorted(chosen, key=x) if cost(p)]
             if values:
                 ax.plot(*zip(*values), marker="o", label=name)
-        ax.set(xscale="log", yscale="log", ylabel="of one rank", **labels)
+        ax.set(xscale="log", yscale="log", ylabel="of one rank", title=title, xlabel=xlabel)
         ax.set_xscale("log", base=2)
 
     def draw(fig: Any, axes: Any) -> None:
         over_tp, over_ranks = [p for p in counted if p.ranks == most], [p for p in counted if p.plan.tp == tp]
-        side(axes[0], over_tp, lambda p: p.plan.tp, dict(xlabel="tensor-parallel size", title=f"{most} ranks"))
-        side(axes[1], over_ranks, lambda p: p.ranks, dict(xlabel="ranks", title=f"tp = {tp}"))
+        side(axes[0], over_tp, lambda p: p.plan.tp, title=f"{most} ranks", xlabel="tensor-parallel size")
+        side(axes[1], over_ranks, lambda p: p.ranks, title=f"tp = {tp}", xlabel="ranks")
         axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
     figure(path, (13, 5), draw, title="costs of one rank as the split grows", columns=2)

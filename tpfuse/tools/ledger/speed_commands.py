@@ -71,7 +71,7 @@ def _run_mfu(args: Namespace) -> None:
         ("MFU", f"{u.mfu:.1f} %"),
         ("HFU", f"{u.hfu:.1f} %"),
     ]
-    print_result(args, table(("", "value"), facts), dict(model_flops=flops, **u._asdict()))
+    print_result(args, table(("", "value"), facts), dict(model_flops=flops) | u._asdict())
 
 
 def _show_published(args: Namespace) -> None:

@@ -142,8 +142,8 @@ def _collect(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extr
     check_json("extra", extra)
     check_json("the optimizer's groups", groups)
     check_numbers("the optimizer", groups)
-    rng = dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
-    meta = dict(version=VERSION, step=step, extra=extra, **rng, optimizer=type(optimizer).__qualname__)
+    meta = dict(version=VERSION, step=step, extra=extra, optimizer=type(optimizer).__qualname__)
+    meta |= dict(seed=int(getattr(model, "seed", 0)), model_step=int(getattr(model, "step", 0)))
     meta |= {"config": config_of(model), "conditions": conditions(model), _GROUPS: groups}
     return pieces_of(entries, optimizer), json.loads(
         json.dumps(meta)

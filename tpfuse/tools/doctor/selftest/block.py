@@ -1,6 +1,8 @@
 """A transformer block with dropout, on one rank or split over a group, against the same block by definition on one."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,10 @@ class BlockSplit(NamedTuple):
     """A way to split a block; together they run every op that sends messages."""
 
     name: str
-    group: dict[str, Any]  # how TensorParallel splits it
-    block: dict[str, Any]
+    split: Callable[..., TensorParallel] = TensorParallel  # of a group
+    block: Callable[..., TransformerBlock] = TransformerBlock
     ops: tuple[str, ...] = ()  # that send messages
+    kernels: bool = True  # False: there are none, and it runs on a CPU alone
 
 
 def both(*names: str) -> tuple[str, ...]:
@@ -38,31 +41,29 @@ def both(*names: str) -> tuple[str, ...]:
 
 
 ALONE = (
-    BlockSplit("block on one rank", {}, {}),
-    BlockSplit("block that recomputes", {}, dict(saving="smallest")),
-    BlockSplit("block by leaves", dict(bitwise=1), {}),  # on a CPU: kernels are not built
+    BlockSplit("block on one rank"),
+    BlockSplit("block that recomputes", block=partial(TransformerBlock, saving="smallest")),
+    BlockSplit("block by leaves", partial(TensorParallel, bitwise=1), kernels=False),
 )
+_OVERLAPPED = partial(TensorParallel, sequence_parallel=True, overlap="pairwise")
 SPLIT = (
     BlockSplit(
         "block, sequence parallel",
-        dict(sequence_parallel=True, overlap="off"),
-        dict(saving="smallest", num_kv_heads=1),
+        partial(TensorParallel, sequence_parallel=True, overlap="off"),
+        partial(TransformerBlock, saving="smallest", num_kv_heads=1),
         ("all_gather", "all_to_all", "all_gather_copies", "reduce_parts"),
     ),
-    BlockSplit(
-        "block, overlapped",
-        dict(sequence_parallel=True, overlap="pairwise"),
-        {},
-        both("gather_attention_exchange", "gather_mlp_exchange"),
-    ),
+    BlockSplit("block, overlapped", _OVERLAPPED, ops=both("gather_attention_exchange", "gather_mlp_exchange")),
     BlockSplit(
         "block, normalised q and k",
-        dict(sequence_parallel=True, overlap="pairwise"),
-        dict(qk_norm=True),
+        _OVERLAPPED,
+        partial(TransformerBlock, qk_norm=True),
         both("gather_linear", "linear_exchange", "gather_mlp_exchange"),
     ),
     BlockSplit(
-        "block, replicated rows", dict(overlap="pairwise"), {}, ("linear_reduce_bwd", "all_gather", "reduce_parts")
+        "block, replicated rows",
+        partial(TensorParallel, overlap="pairwise"),
+        ops=("linear_reduce_bwd", "all_gather", "reduce_parts"),
     ),
 )
 
@@ -71,10 +72,10 @@ def alone(device: torch.device) -> list[Finding]:
     """Returns the lines of the blocks on one rank."""
     lines = []
     for split in ALONE:
-        if split.group and device.type != "cpu":
+        if not split.kernels and device.type != "cpu":
             continue
         try:
-            lines += compared(split, TensorParallel(**split.group), device)
+            lines += compared(split, split.split(), device)
         except Exception as error:
             lines.append(Finding(split.name, f"{type(error).__name__}: {error}", FAULT, ADVICE))
     return lines
@@ -89,7 +90,7 @@ def over(group: dist.ProcessGroup | None) -> list[Finding]:
         return [Finding("blocks", f"not run on more than {MOST} ranks", NOTE, advice)]
     with connections(group) as connected:
         device = device_of(group)
-        return [f for split in SPLIT for f in compared(split, TensorParallel(connected, **split.group), device)]
+        return [f for split in SPLIT for f in compared(split, split.split(connected), device)]
 
 
 def compared(split: BlockSplit, tp: TensorParallel, device: torch.device) -> list[Finding]:
@@ -113,8 +114,9 @@ def make(
 ) -> TransformerBlock:
     """Returns the block of a group of so many ``ranks``, those of ``tp`` unless given."""
     heads = 2 * (ranks or tp.size)
-    shared: dict[str, Any] = dict(head_width=HEAD, dropout=0.1, attention_dropout=0.1, dtype=dtype, device=device)
-    return TransformerBlock(WIDTH, heads, 3 * heads, tp=tp, **shared, **split.block)
+    return split.block(
+        WIDTH, heads, 3 * heads, tp=tp, head_width=HEAD, dropout=0.1, attention_dropout=0.1, dtype=dtype, device=device
+    )
 
 
 @torch.no_grad()
