@@ -49,7 +49,7 @@ def perturb(model):
             p.data += 0.3 * torch.randn(spec.shape, generator=generator)[spec.local(tp)].to(p.dtype)
 
 
-def sample(group, kind, dtype, *, tile, new, prompts=PROMPTS, saving="fastest", sequence_parallel=False):
+def sample(group, kind, dtype, *, tile, new, prompts=PROMPTS, saving="fastest", sequence_parallel=False, guesses=0):
     tp = TensorParallel(group, sequence_parallel=sequence_parallel, bitwise=8, batch_invariant=tile)
     config = CONFIGS[kind]
     model = GPT(config, tp=tp, seed=3, saving=saving).to(dtype).train()
@@ -58,9 +58,11 @@ def sample(group, kind, dtype, *, tile, new, prompts=PROMPTS, saving="fastest", 
     ids = torch.randint(1, config.vocab_size, (len(prompts), longest), generator=torch.Generator().manual_seed(2))
     mask = torch.tensor([[i >= longest - n for i in range(longest)] for n in prompts])
     assert direct.applies(model, ids)
+    assisted = dict(assistant_model=model, num_assistant_tokens=guesses, assistant_confidence_threshold=0.0)
     sequences, generated = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, do_sample=True, seed=1, return_log_probs=True
-    )
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=True, seed=1, return_log_probs=True,
+        **assisted if guesses else {},
+    )  # fmt: skip
     assert model.training and generated.shape == (len(prompts), new)
     mask = torch.cat([mask, mask.new_ones(len(prompts), new)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -102,6 +104,15 @@ def test_generation_is_training(kind, dtype, tile, ranks):
     for result in results:
         assert torch.equal(result.sequences, one.sequences)
         assert [differing(one.generated, x) for x in result[1:]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_guessed_tokens_have_the_same_bits(ranks, R):
+    """Several columns of a cache in one pass; the assistant is the model itself, so that all guesses are right."""
+    for result in ranks(R, _sample, "windows", torch.bfloat16, dict(tile=12, new=20, guesses=5)):
+        plain = sample(None, "windows", torch.bfloat16, tile=12, new=20)
+        assert torch.equal(result.sequences, plain.sequences)
+        assert [differing(plain.generated, x) for x in result[1:]] == [0, 0, 0]
 
 
 def test_a_loss_without_logits_is_the_same():

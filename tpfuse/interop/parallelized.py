@@ -93,7 +93,7 @@ _CURES = {
 }
 _CHECKPOINT_IGNORED = "use_reentrant", "preserve_rng_state"  # nothing depends on them
 _OBJECTS: tuple[str, ...] = "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "streamer"
-_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph"  # of generate, beside a generation config
+_OBJECTS += "seed", "on_token", "on_prompt", "cuda_graph", "assistant_model"  # of generate, beside a generation config
 _SAVE_IGNORED = "safe_serialization", "save_function", "token", "save_peft_format", "save_original_format"
 
 

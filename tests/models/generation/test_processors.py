@@ -129,16 +129,6 @@ def test_ranks_give_the_same(ranks):
             assert_same(got, want)
 
 
-@pytest.mark.parametrize("option", [dict(prompt_lookup_num_tokens=3), "assistant_model"])
-def test_guessing_changes_no_token(option):
-    theirs = make("llama", torch.float32)
-    option = dict(assistant_model=make("llama", torch.float32, seed=2)) if isinstance(option, str) else option
-    call = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in call_of({}).items()}
-    want = theirs.generate(**call, **option)
-    with pytest.warns(UserWarning, match=f"generate: {next(iter(option))} changes no token"):
-        assert torch.equal(parallelize(theirs).generate(**call, **option), want)
-
-
 def test_gpt_takes_the_same_by_itself(tmp_path):
     theirs = make("llama", torch.float32)
     theirs.save_pretrained(tmp_path)

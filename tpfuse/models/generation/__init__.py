@@ -4,6 +4,7 @@ beams          beam search
 direct         generation's forward pass on a CPU
 generate       generation with a cache, token by token
 graph          a step as a CUDA graph
+guessing       guesses tokens by prompt lookup or an assistant, which one pass of the model confirms
 leaves         the forward pass on a CPU with bitwise: the training forward's own calls
 listening      streamers, on_token and on_prompt, which hear tokens as they come
 model          the part of a model that generation uses

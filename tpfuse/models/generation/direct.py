@@ -69,12 +69,12 @@ def _plain(block: nn.Module) -> bool:
 
 class Direct:
     """A model with a KV cache for ``seen`` [B, L], a prompt that is read ``prompt`` columns at a time, and ``new``
-    tokens: a collective.
+    tokens, each with so many ``guesses`` behind it: a collective.
 
     ``seen`` says what may be seen of the cache's positions; ``padded``, whether it hides any.
     """
 
-    def __init__(self, model: CausalModel, visible: Tensor, *, padded: bool, prompt: int, new: int):
+    def __init__(self, model: CausalModel, visible: Tensor, *, padded: bool, prompt: int, new: int, guesses: int = 0):
         assert model.head is not None  # checked
         tp = model.tp
         self.model, self.exchange = model, exchange(tp, visible.device)
@@ -82,7 +82,7 @@ class Direct:
         self.caches = [KVCache(visible, padded=padded) for _ in model.blocks]
         self.turnings = [_Turning(model, visible.shape[1], i) for i in range(len(model.config.ropes))]
         self.norm = _norm(model.input_norm) if model.input_norm is not None else None
-        self.form: Plain = form_for(dtype, rows=len(visible), times=new)
+        self.form: Plain = form_for(dtype, rows=len(visible) * (1 + guesses), times=new)
         if tp.bitwise is not None:
             self.form = leaves.LeafProducts(tp)
         tied, self.capped = model._tied(), model.head.capped
@@ -95,18 +95,19 @@ class Direct:
         if start is not self.form:
             self.layers = []
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, *, verifies: bool = False) -> Tensor:
         """ids and their positions [B, n], which go on where the last call ended -> this rank's logits [B, V/R] of the
-        last ones."""
+        last ones; of all, [B, n, V/R], where it ``verifies`` guesses."""
         rows = positions.t().reshape(-1)
         valid_ids = ids.t().reshape(-1).clamp(0, self.model.config.vocab_size - 1)  # a pad token may be any number
         h = self._embedded(valid_ids, rows)
         turns: list[Turn | None] = [turning(positions) for turning in self.turnings] or [None]
         x = h if self.norm is None else self.norm(h)
-        reads = ids.shape[1] > 1 or self.caches[0].length == 0  # a prompt, or a piece of it
+        reads = not verifies and (ids.shape[1] > 1 or self.caches[0].length == 0)  # a prompt, or a piece of it
         for layer, cache in zip(self._stack(reads), self.caches, strict=True):
             h, x = layer(h, x, cache, turns[0 if layer.window is None else -1])
-        return self.capped(self.head(x))
+        logits = self.capped(self.head(x))
+        return logits.unflatten(0, ids.t().shape).transpose(0, 1) if verifies else logits
 
     def _stack(self, reads: bool) -> list[_DirectLayer]:
         if reads:

@@ -17,6 +17,7 @@ from ...kernels.runtime.rules import described
 from ...layers.module import check_gathered
 from .beams import Beams, Search, search
 from .graph import GraphStep, may_capture
+from .guessing import Guesser, Guessing, GuessingStep
 from .listening import Listener
 from .model import CausalModel
 from .options import GenerationOptions, settled
@@ -43,6 +44,7 @@ def generate(
     logits_processor: Sequence[Processor] | Processor | None = None,
     seed: int = 0,
     tokenizer: Any = None,
+    assistant_model: Any = None,
     stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
     streamer: Any = None,
     on_token: Callable[[Tensor], bool | None] | None = None,
@@ -62,7 +64,7 @@ def generate(
     all tokens unless it is given.  What a call leaves out comes from ``generation_config``, transformers' or a mapping,
     if that is given.  Those that the library does not read itself (``min_new_tokens``, ``no_repeat_ngram_size``,
     ``bad_words_ids``, ``typical_p`` and others) become transformers' own processors of scores, in its order, and need
-    transformers; assistants and ``prompt_lookup_num_tokens`` change no token, and are ignored with a warning.
+    transformers.
 
     A token is the most likely one, after ``repetition_penalty``, which divides the logit of a token that was there
     before, or multiplies a negative one (Keskar et al. 2019, arXiv:1909.05858), and after each ``logits_processor``.
@@ -93,6 +95,12 @@ def generate(
     ``on_prompt(columns, of)`` is called behind each, on the ranks that have it.  An error of one rank's streamer or
     callable is an error on every rank.
 
+    ``prompt_lookup_num_tokens`` guesses so many next tokens at a time, those behind the first place where the last
+    ``max_matching_ngram_size`` tokens or fewer stood before; ``assistant_model``, a GPT or a parallelized module with
+    the same vocabulary, guesses ``num_assistant_tokens``, and fewer where it is less sure than
+    ``assistant_confidence_threshold``.  One pass checks all guesses, so that fewer passes give the same tokens: each is
+    chosen by its own logits as without guesses, greedily or by the same noise.  Beams guess nothing.
+
     With ``return_log_probs``, of greedy or sampled tokens, a :class:`Generation` comes back: the sequences, and the
     log-probability of each new token, fp32 (fp64 of a model in fp64).  It is the model's, log softmax(logits), before
     penalty, processors, temperature and filters; the end token has its own, and what follows the end of a sequence 0.
@@ -104,7 +112,7 @@ def generate(
     model in fp64), and of beams their sums and the rows that they went on from.
 
     With ``cuda_graph``, on a GPU, the step of a token becomes a CUDA graph after the second one, unless hooks,
-    processors, autocast or beams stand against it.
+    processors, autocast, guesses or beams stand against it.
 
     ValueError for arguments that break these rules; NotImplementedError, which names it, for one that is not built;
     ImportError for one that needs transformers where that is not installed.  RuntimeError where a logit is NaN: on a
@@ -121,7 +129,7 @@ def generate(
         input_ids=input_ids, attention_mask=attention_mask, on_token=on_token, tokenizer=type(tokenizer), seed=seed
     )
     shared |= dict(stopping_criteria=stopping_criteria, logits_processor=logits_processor)
-    shared |= dict(cuda_graph=cuda_graph, return_log_probs=return_log_probs)
+    shared |= dict(cuda_graph=cuda_graph, return_log_probs=return_log_probs, assistant_model=type(assistant_model))
     model._compare("generate", shared)
     sampling, beams, length = (_part(record, shared) for record in (Sampling, Beams, Length))
     beams.check()
@@ -131,6 +139,7 @@ def generate(
         record is None or not return_log_probs, "generate: give return_dict_in_generate or return_log_probs, both came"
     )
     request = checked(model, (input_ids, attention_mask), sampling, num_beams, length=length)
+    guessing = _part(Guessing, shared | dict(assistant_model=assistant_model)).checked(model, request, num_beams)
     processors = callables("logits_processor", logits_processor)
     if needs_transformers(values):
         rows = num_beams if num_beams > 1 else request.sequences
@@ -153,15 +162,19 @@ def generate(
         f"generate: with num_beams={num_beams}, stop_strings and stopping_criteria need pad_token_id or eos_token_id",
     )
 
-    training = [module for module in model.modules() if module.training]  # of a model that is frozen in part, some
-    model.eval()
+    models = [m for m in (model, guessing.assistant_model) if m is not None]
+    training = [module for m in models for module in m.modules() if module.training]  # of one frozen in part, some
+    for m in models:
+        m.eval()
     try:
         if num_beams > 1:
             return _searched(model, request, beams, (processors, record), stopping=stopping)
         listener.prompt(request.ids.repeat_interleave(request.sequences, 0))
-        step = _begun(model, request, processors, on_prompt=listener.read)
+        guess = guessing.guesser(model.tp, request, sampling)
+        step = _begun(model, request, processors, on_prompt=listener.read, guess=guess)
         step.choose.record = record
-        run = GraphStep(step) if cuda_graph and record is None and may_capture(model, step, request.new) else step
+        replays = cuda_graph and record is None and guess is None and may_capture(model, step, request.new)
+        run = GraphStep(step) if replays else step
         return _continued(step, run, request, listeners=(stopping, listener))
     finally:
         for module in training:
@@ -173,16 +186,20 @@ def _begun(
     request: GenerationRequest,
     processors: tuple[Processor, ...],
     on_prompt: Callable[[int, int], None] = lambda *_: None,
+    guess: Guesser | None = None,
 ) -> TokenStep:
     """Returns the step that goes on from the prompts, which have been read; its first logits are there."""
     choose = Chooser(model, request.ids, request.mask, request.sampling, processors=processors)
-    forward = pass_of(model, request)
+    forward = pass_of(model, request, 0 if guess is None else guess.most)
     logits, n = forward.read(request, on_prompt), request.sequences
     if n > 1:
         forward.repeat(n)
         choose.repeat(n)
+    logits = logits.repeat_interleave(n, 0)
+    if guess is not None:
+        return GuessingStep(request, forward, choose, logits, guess=guess)
     forward.fix()
-    return TokenStep(request, forward, choose, logits.repeat_interleave(n, 0))
+    return TokenStep(request, forward, choose, logits)
 
 
 def _continued(

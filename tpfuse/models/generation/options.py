@@ -42,21 +42,23 @@ class GenerationOptions(TypedDict, total=False):
     return_dict_in_generate: bool | None
     output_scores: bool | None
     output_logits: bool | None
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
+    num_assistant_tokens: int | None
+    num_assistant_tokens_schedule: str | None
+    assistant_confidence_threshold: float | None
 
 
 BUILT = {*GenerationOptions.__annotations__, *BORROWED}
-# How transformers guesses tokens, which its model then confirms: the tokens are the same without.
-GUESSED = {"prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit"}
-GUESSED |= {"assistant_tokenizer", "use_mtp"}
+# Other ways in which transformers guesses tokens, which its model then confirms: the tokens are the same without.
+GUESSED = {"assistant_early_exit", "assistant_tokenizer", "use_mtp"}
 # Outputs beside the tokens, which transformers' record alone has.
 REPORTED = {"output_attentions", "output_hidden_states"}
-# Where a text begins, caches and compilation, and how an assistant guesses.
+# Where a text begins, caches and compilation, and how an assistant with other tokens guesses.
 SILENT = set(
     "bos_token_id decoder_start_token_id use_cache cache_implementation cache_config max_cache_len prefill_chunk_size"
-    " low_memory compile_config disable_compile continuous_batching_config is_assistant num_assistant_tokens"
-    " num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind"
-    " assistant_ensemble_weight speculation_type max_matching_ngram_size diversity_penalty"
-    " _from_model_config transformers_version".split()
+    " low_memory compile_config disable_compile continuous_batching_config is_assistant assistant_lookbehind"
+    " target_lookbehind diversity_penalty _from_model_config transformers_version".split()
 )
 
 
@@ -84,7 +86,7 @@ def settled(options: Mapping[str, Any], *configs: Any) -> dict[str, Any]:
     if unbuilt:
         raise NotImplementedError(f"generate: {', '.join(unbuilt)} is not built")
     if guessed := [key for key in values if key in GUESSED]:
-        warnings.warn(f"generate: {', '.join(guessed)} changes no token, and nothing is guessed here", stacklevel=3)
+        warnings.warn(f"generate: {', '.join(guessed)} changes no token, and is not built", stacklevel=3)
     if values.get("top_k") == 0:  # all of them
         del values["top_k"]
     return {key: value for key, value in values.items() if key in BUILT and value is not None}

@@ -4,6 +4,7 @@ a cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Pass:
 
     alike = True
 
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
+    def __init__(self, run: Callable[..., Tensor], caches: list[KVCache], *, pieces: int, direct: bool):
         self.run, self.caches, self.pieces, self.direct = run, caches, pieces, direct
         self.place: CachePosition | None = None
 
@@ -38,6 +39,15 @@ class Pass:
         if self.place is not None:
             self.place.advance()
         return self.run(ids, positions)
+
+    def verify(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids and their positions [B, n], behind the prompts -> logits [B, n, V/R] of all of them."""
+        return self.run(ids, positions, verifies=True)
+
+    def back(self, columns: int) -> None:
+        """Forgets what was read behind the first ``columns``; only where the host knows the length of the cache."""
+        for cache in self.caches:
+            cache.length = columns
 
     def read(self, request: GenerationRequest, on_prompt: Callable[[int, int], None]) -> Tensor:
         """Returns the prompts' logits [B, V/R]; calls ``on_prompt(columns read, columns)`` behind each piece."""
@@ -106,21 +116,21 @@ class _Switching(Pass):
         self.ids, self.positions = self.ids[rows], self.positions[rows]
 
 
-def pass_of(model: CausalModel, request: GenerationRequest) -> Pass:
-    """Returns the forward pass of a model for prompts and the tokens that follow: a collective."""
+def pass_of(model: CausalModel, request: GenerationRequest, guesses: int = 0) -> Pass:
+    """Returns the forward pass of a model for prompts and the tokens that follow, each with so many ``guesses`` behind
+    it: a collective."""
     direct = not any_rank(model.tp.group, not applies(model, request.ids))  # a hook on one rank is one on all
     pieces, switch = pieces_of(model, request), model.config.switches_at
 
     def make(visible: Tensor, ids: Tensor) -> Pass:
         if direct:
             prompt, new = -(-ids.shape[1] // pieces), visible.shape[1] - ids.shape[1]
-            run = Direct(model, visible, padded=request.padded, prompt=prompt, new=new)
+            run = Direct(model, visible, padded=request.padded, prompt=prompt, new=new, guesses=guesses)
             return Pass(run, run.caches, pieces=pieces, direct=True)
         caches = [KVCache(visible, padded=request.padded) for _ in model.blocks]
-        by_blocks = lambda ids, positions: by_layers(model, caches, ids, positions)
-        return Pass(by_blocks, caches, pieces=pieces, direct=False)
+        return Pass(partial(by_layers, model, caches), caches, pieces=pieces, direct=False)
 
-    if switch is None or request.visible.shape[1] <= switch:
+    if switch is None or request.visible.shape[1] <= switch or int(request.positions.max()) >= switch:
         return make(request.visible, request.ids)
     return _Switching(make, request, switch)
 
@@ -133,7 +143,9 @@ def pieces_of(model: CausalModel, request: GenerationRequest) -> int:
     return 1 if changing else min(-(-ids.numel() // PIECE), ids.shape[1])
 
 
-def by_layers(model: CausalModel, caches: list[KVCache], ids: Tensor, positions: Tensor) -> Tensor:
+def by_layers(
+    model: CausalModel, caches: list[KVCache], ids: Tensor, positions: Tensor, *, verifies: bool = False
+) -> Tensor:
     """One pass on the path of training, over every feature that a model's layers have."""
     rows, cache = BatchRows(ids.shape, model.tp), caches[0]
     valid = ids.clamp(0, model.config.vocab_size - 1)  # a pad token may be any number
@@ -144,4 +156,5 @@ def by_layers(model: CausalModel, caches: list[KVCache], ids: Tensor, positions:
     for block, cache in zip(model.blocks, caches, strict=True):
         h, normed = block(h, normed, call=call._replace(cache=cache))
     assert model.head is not None  # checked
-    return rows.back(model.head.logits(normed, model._tied()))[:, -1]
+    logits = rows.back(model.head.logits(normed, model._tied()))
+    return logits if verifies else logits[:, -1]

@@ -69,6 +69,11 @@ class GenerationRequest(NamedTuple):
         return (self.mask.cumsum(1) - 1).clamp(min=0)
 
     @property
+    def padding(self) -> Tensor:
+        """[B]: the columns before a prompt."""
+        return self.mask.int().argmax(1)
+
+    @property
     def visible(self) -> Tensor:
         """[B, S + new]: the columns that may be seen."""
         return torch.cat([self.mask, self.mask.new_ones(len(self.mask), self.new)], 1)
