@@ -91,6 +91,26 @@ def test_a_split_model_trains_as_one_process_does(ranks, tmp_path, layout):
         same(got, want)
 
 
+def by_leaves(world, layout, folder):
+    torch.set_num_threads(1)
+    got = trained(world, layout, folder, DROPOUT | dict(bitwise=4), {})
+    return torch.tensor([*got["logged"], (got["loss"], 0)], dtype=torch.float64), got["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one, others", [((1, 1), [(1, 2), (1, 4)]), ((2, 1), [(2, 2)])])
+def test_by_leaves_bits_do_not_depend_on_the_tensor_parallel_size(ranks, tmp_path, one, others):
+    """Norms before clipping and weights after five steps; losses of one replica, which transformers averages over all
+    processes."""
+    (numbers, weights), *same_layout = ranks(one[0] * one[1], by_leaves, one, str(tmp_path))
+    results = [result for dp, tp in others for result in ranks(dp * tp, by_leaves, (dp, tp), str(tmp_path))]
+    first = 0 if one[0] == 1 else 1
+    assert numbers[0, 1] > 0.5
+    for other_numbers, other_weights in (*same_layout, *results):
+        assert torch.equal(numbers[:, first:], other_numbers[:, first:])
+        assert [name for name, weight in weights.items() if not torch.equal(weight, other_weights[name])] == []
+
+
 CHECKPOINTS = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
 BEST = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)
 

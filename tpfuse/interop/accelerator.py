@@ -182,9 +182,10 @@ class AcceleratorMixin:
         return _apply(lambda x: x / self._tp if x.is_floating_point() else x // self._tp, total)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips by the norm over all shards; ValueError if ``parameters`` are not those of a prepared model."""
+        """Clips by the norm over all shards, or by that of all leaves; ValueError if ``parameters`` are not those of a
+        prepared model."""
         plain: Any = super()
-        if self._tp == 1:
+        if self._tp == 1 and not any(m.tp.bitwise for m in map(model_of, self._models) if m is not None):
             return plain.clip_grad_norm_(parameters, max_norm, norm_type)
         identities = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         covered = (m for m in self._models if {id(p) for p in m.parameters() if p.grad is not None} <= identities)
