@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import unserializable_hook
 
 from ..kernels.losses.options import IGNORE
 from ..kernels.runtime.errors import check
@@ -208,7 +209,8 @@ class Model(nn.Module):
             reference = next((x for x in tensors if x.requires_grad), None)
             if reference is not None:
                 compared = is_checking()
-                reference.register_hook(lambda gradient: self._begin_backward(compared=compared))
+                begin = unserializable_hook(lambda gradient: self._begin_backward(compared=compared))
+                reference.register_hook(begin)  # which a pickled output has not
         self._count(step)
         return output
 
