@@ -10,7 +10,7 @@ from tpfuse.kernels.attn.op import attend, attention_fwd
 from tpfuse.kernels.attn.options import Options
 from tpfuse.kernels.attn.reference import attention_fwd_ref
 
-S, E = 75, 6
+S, E = 75, 8  # of width 6 products have rows of unequal bits on some processors, which is refused
 MASK = torch.arange(S)[None] >= torch.tensor([[3], [0]])
 RNG = torch.tensor([5, 2, 0])
 FEATURES = {
