@@ -78,7 +78,15 @@ def parallelize(
     return base
 
 
-def _parallel(module: nn.Module, tp: TensorParallel, *, recompute: str | None, **options: Any) -> Model:
+def _parallel(
+    module: nn.Module,
+    tp: TensorParallel,
+    *,
+    dp: dist.ProcessGroup | DeviceMesh | None,
+    seed: int,
+    saving: str | None,
+    recompute: str | None,
+) -> Model:
     """Returns the model of tpfuse with a module's weights; the module, whose layers PEFT may have wrapped, stays."""
     parameters = before_peft(dict(module.named_parameters(remove_duplicate=False)))
     kinds = list(dict.fromkeys((p.dtype, p.device) for p in parameters.values()))
@@ -96,7 +104,7 @@ def _parallel(module: nn.Module, tp: TensorParallel, *, recompute: str | None, *
     constructor, hf_config, config, recompute = together(examine, (tp.group,))
     dtype, device = kinds[0]
     with torch.device("meta"):
-        model = constructor(config, tp=tp, recompute=recompute, **options)
+        model = constructor(config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute)
     tp.agree("parallelize", {"dtype": dtype})
     if device.type == "meta":
         model.to(dtype)

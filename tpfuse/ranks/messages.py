@@ -36,6 +36,10 @@ class RankEnded(RuntimeError):
     """A rank has ended, or did not answer within the group's limit of time."""
 
 
+class CallsDiffer(ValueError):
+    """The ranks of a group are in different calls; none of them waits for another message of this one."""
+
+
 # ---- connections beside a group's own ----
 
 
@@ -92,7 +96,7 @@ class Connections:
         name = _caller().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
         names = self._from_all(torch.frombuffer(bytearray(name), dtype=torch.uint8))
         calls = [row.numpy().tobytes().decode(errors="replace").strip() for row in names]
-        raise ValueError(
+        raise CallsDiffer(
             "the ranks are in different calls, and each must make the same ones in the same order: "
             + ", ".join(f"rank {rank} is in {call}" for rank, call in enumerate(calls))
         )
@@ -257,9 +261,11 @@ def gather_results(action: Callable[[], T], group: dist.ProcessGroup | None) -> 
 
 
 def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """Returns [what ``action()`` returned], or [] and its error."""
+    """Returns [what ``action()`` returned], or [] and its error; raises CallsDiffer."""
     try:
         return [action()], None
+    except CallsDiffer:
+        raise
     except Exception as error:
         return [], error
 

@@ -7,7 +7,7 @@ from host to host.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class CallRecord:
         self._calls: list[_Call] = []
         self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
 
-    def describe(self, module: nn.Module, kwargs: dict[str, Any]) -> _Call:
+    def describe(self, module: nn.Module, kwargs: Mapping[str, Any]) -> _Call:
         """Describes a call of ``module`` with ``kwargs``."""
         mark = mark_of(module)
         if mark != self._parts[0]:
@@ -109,7 +109,7 @@ def record_calls(module: nn.Module, record: CallRecord) -> None:
 
 
 @onlooker
-def _after_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _after_call(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     if torch.compiler.is_compiling() or module not in _records:
         return
     tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
