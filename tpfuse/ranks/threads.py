@@ -36,8 +36,9 @@ class Threads:
         foreign = in_backward and user not in self._users  # autograd's own thread, for one that waits in backward()
         if not foreign:
             self._users.add(user)
-        frames = sys._current_frames()
-        self._users &= frames.keys()  # those that live
+        # This thread's frame would hold itself in a cycle, and with it all that its callers hold.
+        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != user}
+        self._users &= {user, *frames}  # those that live
         calls = {thread: call_in(frames[thread]) for thread in self._users - {user}}
         busy = {thread: call for thread, call in calls.items() if call is not None}
         if foreign:
