@@ -15,6 +15,7 @@ median and quartiles of the ratio of neighbouring steps, in processor time of ra
 import argparse
 import pathlib
 
+from bench._parser import parser_of
 from bench.bits.kinds import ALL_KINDS
 from tpfuse.layers.block import SAVING
 from tpfuse.tools.options import DTYPES
@@ -24,9 +25,7 @@ WIDTHS = 512, 1024
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench.bits", __doc__)
     dtypes = [name for name in DTYPES if name != "fp16"]
     for name, choices in (("kind", list(ALL_KINDS)), ("dtype", dtypes), ("saving", SAVING)):
         parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
