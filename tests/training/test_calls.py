@@ -4,11 +4,13 @@ rank, nothing changed, and no message for calls that add to no gradient."""
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import Linear
 
 from tests.models.common import STEP_CONFIG, batch
 from tpfuse import MainGrad, TensorParallel, data_parallel
 from tpfuse.models import GPT
 from tpfuse.ranks.messages import channel
+from tpfuse.training.calls import CallRecord
 
 CALL = batch(STEP_CONFIG, size=2)
 
@@ -31,9 +33,6 @@ class Run:
         self.zero()
         for micro in range(self.micro_batches):
             given = dict(step=5, first_sample=self.rank) | wrong(self, micro)
-            for _ in range(given.pop("again", 0)):  # each adds to a gradient
-                self.called.require_backward_grad_sync = False
-                self.called(**CALL, **given).loss.backward()
             self.called.require_backward_grad_sync = micro == self.micro_batches - 1
             with torch.autocast("cpu", torch.bfloat16, enabled=given.pop("autocast", False)):
                 loss = self.called(**CALL, **given).loss
@@ -71,13 +70,12 @@ def dropped(run, micro):
 
 
 MISTAKES = {  # of rank 1, and what the error says beside "must be the same on every data-parallel rank"
-    seeded: "model.seed of call 2",
-    counted: "model.step of call 1",
-    evaluated: "parts in another mode of call 2",
-    dropped: "parts with dropout=0.25 of call 1",
-    (lambda run, micro: {"step": 5 + micro}): "step of call 2",
-    (lambda run, micro: {"autocast": micro == 1}): "autocast of call 2",
-    (lambda run, micro: {"again": micro == 0}): "the number of calls since gradients were last reduced",
+    seeded: "model.seed must",
+    counted: "model.step after a call must",
+    evaluated: "parts in another mode must",
+    dropped: "parts with dropout=0.25 must",
+    (lambda run, micro: {"step": 5 + micro}): "step must",
+    (lambda run, micro: {"autocast": micro == 1}): "autocast must",
 }
 
 
@@ -86,8 +84,6 @@ def compared(world, wrapper):
     run, said = Run(world, wrapper), []
     right, parts = run.step(), {name: m.dropout for name, m in run.model.named_modules() if hasattr(m, "dropout")}
     for mistake in MISTAKES:
-        if wrapper == "trees" and MISTAKES[mistake].startswith("the number"):
-            continue  # it knows how many there are
         before = int(run.model.step)
         with pytest.raises(ValueError) as caught:
             run.step(mistake if world.rank else lambda run, micro: {})
@@ -108,6 +104,29 @@ def test_replicas_that_differ(ranks, wrapper):
     for what, text, _ in first[0]:
         assert text.startswith(f"{name}: "), text
         assert what in text and " must be the same on every data-parallel rank, got" in text, text
+
+
+def unequal(world, wrapper):
+    """-> that gradients of one and of two micro-batches are added up; the error where each call counts as a step"""
+    run = Run(world, wrapper, micro_batches=1 + world.rank)
+    right, model = run.step(), GPT(STEP_CONFIG, tp=TensorParallel())
+    for _ in range(run.micro_batches):
+        model(**CALL, step=5, first_sample=world.rank).loss.backward()
+    for gradient, p in zip(right, model.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(gradient, p.grad / world.size)
+    with pytest.raises(ValueError) as caught:
+        run.step(lambda run, micro: {"step": None})
+    run.model.step.zero_()
+    return all(map(torch.equal, run.step(), right)), str(caught.value)
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "MainGrad"])
+def test_replicas_with_different_numbers_of_micro_batches(ranks, wrapper):
+    first, second = ranks(2, unequal, wrapper)
+    assert first == second and first[0]
+    assert "got rank 0: 1; rank 1: 1, 2; a call with dropout and without step= counts as a step;" in first[1]
+    assert "model.step after a call must be the same on every data-parallel rank" in first[1]
 
 
 def alone(world, wrapper):
@@ -139,3 +158,20 @@ def alone(world, wrapper):
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "trees", "MainGrad"])
 def test_passes_of_one_replica_alone_and_bytes(ranks, wrapper):
     assert ranks(2, alone, wrapper) == [(True, [24])] * 2
+
+
+def paired_otherwise(world):
+    """Each value occurs on both ranks, in another call"""
+    record = CallRecord("MainGrad", world.mesh(2, 1)["dp"].get_group())
+    layer = Linear(2, 2)
+    for training, step in ((True, 5), (world.rank == 0, 6), (False, 6)):
+        layer.train(training)
+        record.add(record.describe(layer, {"step": step}))
+    with pytest.raises(ValueError, match="what goes together in a call must .*rank 0.*training=True step=6") as caught:
+        record.compare(lambda: None)
+    assert record.compare(lambda: 7) == 7
+    return str(caught.value)
+
+
+def test_values_that_go_together_otherwise(ranks):
+    assert len(set(ranks(2, paired_otherwise))) == 1

@@ -127,7 +127,12 @@ def _alike(a: Described, b: Described) -> bool:
 
 
 def described(value: Any, *, floats: bool = True) -> Described:
-    """Describes any value: of a tensor its dtype, shape, device and elements, those of float tensors if ``floats``."""
+    """Describes any value: of a tensor its dtype, shape, device and elements, those of float tensors if ``floats``.
+
+    What is described already is returned as it is.
+    """
+    if isinstance(value, Described):
+        return value
     if not isinstance(value, Tensor):
         return Described(_text(value))
     text = f"{value.dtype} {tuple(value.shape)} on {value.device.type}" + ", requires grad" * value.requires_grad

@@ -3,7 +3,8 @@
 A forward sends nothing to other replicas, and one may call what the others do not: an evaluation, a pass of
 torch.autograd.grad.  So a call counts where a backward pass begins that is to add to a gradient, and all that have
 counted are compared once a step, before anything of the reduction is sent: 24 bytes from each replica to each other,
-from host to host.
+from host to host.  Calls that the same values decide count as one, because replicas may share a step's documents out
+in different numbers of micro-batches.
 """
 
 import weakref
@@ -21,11 +22,12 @@ from ..layers.hooks import onlooker
 from ..layers.module import mark_of, module_state
 from ..models.model import Model
 from ..parallel import resolve
-from ..ranks.agreement import Header, agree, described, digest, torch_modes
+from ..ranks.agreement import Described, Header, agree, described, digest, torch_modes
 from ..ranks.messages import attempt, channel, raise_together
 
 T = TypeVar("T")
-_COUNT = "the number of calls since gradients were last reduced"
+_STEP = "model.step after a call"
+_CAUSE = "a call with dropout and without step= counts as a step; unequal numbers of micro-batches need step="
 
 
 class _Call(NamedTuple):
@@ -40,7 +42,7 @@ class CallRecord:
     """The calls that have counted since the replicas last compared theirs; ``name`` begins an error."""
 
     def __init__(self, name: str, replicas: dist.ProcessGroup | None):
-        self._header = Header(name, axis="data-parallel")
+        self._header = Header(name, axis="data-parallel", causes=((_STEP, _CAUSE),))
         self._replicas = None if replicas is None else replicas.group_name
         self._calls: list[_Call] = []
         self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
@@ -58,6 +60,7 @@ class CallRecord:
             values["step"] = step
         if isinstance(module, Model):
             values |= module._seed_and_step()
+            values[_STEP] = values.pop("model.step")
         numbers = {key: described(value).text for key, value in values.items()}
         return _Call(numbers, parts, digest((numbers, number)))
 
@@ -70,11 +73,12 @@ class CallRecord:
         self._calls.clear()
 
     def compare(self, check: Callable[[], T]) -> T:
-        """Compares the calls, forgets them, and returns ``check()``.  Each replica calls it.
+        """Compares the different calls in order, forgets them, and returns ``check()``.  Each replica calls it.
 
         ValueError on every replica where they differ; where ``check()`` raises an error on one, it is one on each.
         """
-        calls, self._calls = self._calls, []
+        calls = list({call.digest: call for call in self._calls}.values())
+        self._calls = []
         result, error = attempt(check)
         group = None if self._replicas is None else resolve(self._replicas)
         links = channel(group)
@@ -83,14 +87,21 @@ class CallRecord:
         if error is not None or bool(heads[:, 1].any()):
             raise_together(error, [group])
         if bool((heads[:, 0] != heads[0, 0]).any()):
-            agree(group, self._header, {_COUNT: len(calls)})
-            agree(group, self._header, _in_words(calls))
+            values = _values(calls)
+            agree(group, self._header, {key: Described(", ".join(texts)) for key, texts in values.items()})
+            several = [key for key, texts in values.items() if len(texts) > 1]
+            texts = [" ".join(f"{key}={(call.numbers | call.parts).get(key)}" for key in several) for call in calls]
+            agree(group, self._header, {"what goes together in a call": Described(", ".join(texts))})
         return result[0]
 
 
-def _in_words(calls: list[_Call]) -> dict[str, str]:
-    name = lambda key, i: key if len(calls) == 1 else f"{key} of call {i + 1}"
-    return {name(key, i): text for i, call in enumerate(calls) for key, text in (call.numbers | call.parts).items()}
+def _values(calls: list[_Call]) -> dict[str, list[str]]:
+    """Returns the different values that each key has in some call, in their order."""
+    values: dict[str, dict[str, None]] = {}
+    for call in calls:
+        for key, text in (call.numbers | call.parts).items():
+            values.setdefault(key, {})[text] = None
+    return {key: list(texts) for key, texts in values.items()}
 
 
 # ---- by hooks ----
