@@ -1,5 +1,5 @@
-"""The two CPU implementations that are not plain references, against ATen's: attention and gelu(tanh), forward and
-backward.
+"""The CPU implementations that are not plain references, against ATen's: attention, gelu(tanh) and swiglu, forward and
+backward.  ATen's swiglu has gate and up in tensors of their own.
 
 python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median
                                        and quartiles of the ratio of neighbouring runs
@@ -53,6 +53,28 @@ def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     return ours, aten_call
 
 
+def swiglu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
+    z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
+    gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
+
+    def ours():
+        dz, _, y = activation_bwd(dy, z, "swiglu", rebuild=True, bias=None)
+        return activation_fwd(z, "swiglu"), *dz.view(-1, FFN, 2).unbind(2), y
+
+    def aten_call():
+        value, again = F.silu(gate) * up, F.silu(gate)
+        return value, aten.silu_backward(dy * up, gate), dy * again, again * up
+
+    return ours, aten_call
+
+
+PAIRS = {
+    "attention, causal": attention_pair,
+    "gelu(tanh), value computed again in backward": gelu_pair,
+    "swiglu, value computed again in backward": swiglu_pair,
+}
+
+
 def main() -> None:
     parser = parser_of("bench.kernels.cpu", __doc__)
     parser.add_argument("--rounds", type=int, default=30, help="runs of each (default 30)")
@@ -60,7 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"| op, forward + backward | dtype | tpfuse ms | ATen ms | ATen / tpfuse (quartiles) |\n{'|---' * 5}|")
-    for name, pair in (("attention, causal", attention_pair), ("gelu(tanh), value made again in backward", gelu_pair)):
+    for name, pair in PAIRS.items():
         for dtype in (torch.bfloat16, torch.float32):
             calls = pair(dtype)
             for a, b in zip(calls[0](), calls[1](), strict=True):

@@ -190,6 +190,12 @@ def test_a_plain_call_passes_the_dispatcher_by(direct):
     assert direct(PLAIN) and direct(PLAIN, torch.ones(3)) and direct(torch.nn.Parameter(PLAIN))
 
 
+@torch.no_grad()
+def test_a_call_on_a_cpu_is_not_read_for_a_tape(direct, monkeypatch):
+    monkeypatch.setattr(_op, "read", None)
+    assert direct(PLAIN) and direct(PLAIN, torch.ones(3))
+
+
 @pytest.mark.parametrize("watcher", WATCHERS)
 @torch.no_grad()
 def test_what_watches_ops_sees_them(direct, watcher):

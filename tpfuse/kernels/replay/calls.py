@@ -114,6 +114,19 @@ def read(args: Iterable[Any]) -> Arguments | None:
     )
 
 
+def on_cpu(args: Iterable[Any]) -> bool:
+    """Returns whether a call's tensors are all plain ones on a CPU, so that it has no tape; False where the dispatcher
+    has to resolve an argument by its type."""
+    for arg in args:
+        kind = type(arg)
+        if kind in TENSORS:
+            if not arg.is_cpu or arg.is_neg():
+                return False
+        elif kind not in CONSTANTS and not (isinstance(arg, tuple) and on_cpu(arg)):
+            return False
+    return True
+
+
 def stream_of(device: torch.device) -> int | None:
     """Returns the stream to start on; None for what a launcher takes care of: another device is current, the stream is
     being captured (whose kernels have counters of their own), or hooks of Triton's look at starts."""

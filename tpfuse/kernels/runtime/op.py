@@ -20,7 +20,7 @@ import torch
 from torch import _C, Tensor
 
 from ..._version import __version__
-from ..replay import UNKNOWN, Replayed, active_recorder, eager, read
+from ..replay import UNKNOWN, Replayed, active_recorder, eager, on_cpu, read
 from ..replay.calls import LAUNCHED
 from .leaves import tree
 from .main_grad import cast
@@ -193,8 +193,12 @@ class Op:
         the host the spelling out, the dispatch and the packing."""
         if named:
             args = self._in_order(args, named)
-        launch, direct = self.launch, eager()
-        call = read(args) if direct or active_recorder() is not None else None
+        launch, direct, recorded = self.launch, eager(), active_recorder() is not None
+        if direct and not recorded and "cpu" not in LAUNCHED and on_cpu(args):
+            if self.check is not None:
+                self.check(*args)
+            return self.cpu(*args)
+        call = read(args) if direct or recorded else None
         if call is not None and type(launch) is Replayed and (result := launch.replay_known(call)) is not UNKNOWN:
             return result
         if self.check is not None:
