@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpfuse.kernels.runtime.shortcut import Shortcut, telling, vectors
+from tpfuse.kernels.runtime.shortcut import Shortcut, telling
 
 CALLS: list[str] = []
 
@@ -118,26 +118,3 @@ def test_a_ledger_does_not_count_the_trial():
     with FlopCounterMode(display=False) as counter:
         Shortcut(definition, quick, quick)(X, W, 1.0)
     assert counter.get_total_flops() == 2 * 3 * 4 * 5
-
-
-@pytest.mark.parametrize("kind", ["gelu", "tanh gelu", "sigmoid", "exp2", "addcmul"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_vectors_are_rounded_alike(kind, dtype):
-    """A row of whole vectors has the same bits alone and among others."""
-    run = {
-        "gelu": torch.nn.functional.gelu,
-        "tanh gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "sigmoid": torch.sigmoid,
-        "exp2": torch.exp2,
-        "addcmul": lambda x: torch.addcmul(x, x, x, value=0.3),
-    }[kind]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert vectors(128) and not vectors(96)
-        x = torch.randn(33, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
-        assert torch.equal(run(x), torch.cat([run(row) for row in x.split(1)]))
-        torch.set_num_threads(2)
-        assert not vectors(128)
-    finally:
-        torch.set_num_threads(threads)

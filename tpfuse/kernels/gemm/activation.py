@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.op import acc_dtype
 from ..runtime.triton import tl, triton
 
 aten = torch.ops.aten
 
 
-class Rows(NamedTuple):
-    """A CPU implementation faster than the reference, called on blocks of rows that stay in a core's cache."""
+class Runs(NamedTuple):
+    """A CPU implementation, called on runs of elements that stay in a core's cache (elements.py)."""
 
-    forward: Callable[[Tensor], Tensor]  # z -> act(z) in fp32
-    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # dy, z -> dy act'(z) and act(z), in fp32
+    forward: Callable[[Tensor], Tensor]  # z [n] -> act(z); fp32, or fp64
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # dy, z [n] -> dy act'(z) and act(z)
 
 
 class Activation(NamedTuple):
@@ -34,7 +33,7 @@ class Activation(NamedTuple):
     tile: Any  # Triton device function: z in fp32 -> act(z), act'(z); the compiler drops the one that is not used
     gated: str | None = None  # the name of act(gate) up
     huggingface: tuple[str, ...] = ()  # its names in a config.json; the first one is written
-    rows: Rows | None = None
+    runs: Runs | None = None  # None: those of ``forward`` and ``backward``, in the gated form alone
 
 
 # ---- device functions: tanh(u) = 2 sigmoid(2u) - 1, and erf by a polynomial, need no library call ----
@@ -87,35 +86,24 @@ def _gelu_tanh_tile(z):
     return z * s, s + 2.0 * z * s * (1.0 - s) * du
 
 
-# ---- CPU: silu and gelu(tanh), one exp for the value and the derivative; bench/kernels/cpu.py times the latter ----
-# torch's sigmoid rounds the last elements of a tensor in another way than the others, torch's exp does not
+# ---- CPU ----
+# gelu(tanh): one exp for the value and the derivative, where torch takes tanh twice; bench/kernels/cpu.py times them
 
 
-def _silu_rows(z: Tensor) -> Tensor:
-    z = z.to(acc_dtype(z))
-    e = torch.neg(z).exp_().add_(1)  # 1 / sigmoid(z)
-    return z / e
-
-
-def _silu_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    z = z.to(acc_dtype(z))
-    e = torch.neg(z).exp_().add_(1)
-    y, s = z / e, e.reciprocal_()  # y bitwise as forward's
-    return torch.addcmul(s, y, s, value=-1).add_(y).mul_(dy), y
+def _silu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return aten.silu_backward(dy, z), F.silu(z)
 
 
 _K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
 
 
-def _gelu_tanh_rows(z: Tensor) -> Tensor:
-    z = z.to(acc_dtype(z))
+def _gelu_tanh(z: Tensor) -> Tensor:
     k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
     e = torch.addcmul(k, z, z, value=-_C * _K).mul_(z).exp_().add_(1)  # 1 / sigmoid(2u)
     return z / e
 
 
-def _gelu_tanh_rows_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    z = z.to(acc_dtype(z))
+def _gelu_tanh_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
     slope = torch.addcmul(k, z, z, value=-_C * _K)  # -2u / z; -3 slope - 2k is d(2u)/dz
     e = (slope * z).exp_().add_(1)
@@ -132,7 +120,7 @@ ACTIVATIONS = {
         _silu_tile,
         gated="swiglu",
         huggingface=("silu", "swish"),
-        rows=Rows(_silu_rows, _silu_rows_backward),
+        runs=Runs(F.silu, _silu_backward),
     ),
     "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
     "gelu_tanh": Activation(
@@ -141,7 +129,7 @@ ACTIVATIONS = {
         _gelu_tanh_tile,
         gated="geglu_tanh",
         huggingface=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        rows=Rows(_gelu_tanh_rows, _gelu_tanh_rows_backward),
+        runs=Runs(_gelu_tanh, _gelu_tanh_backward),
     ),
     "relu": Activation(F.relu, lambda dy, z: dy * (z > 0), _relu_tile, huggingface=("relu",)),
     # Primer, So et al. 2021, arXiv:2109.08668

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..runtime.function import Function, once_differentiable
 from ..runtime.leaves import tree
 from ..runtime.main_grad import mains, wanted
-from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op, row_blocks
+from ..runtime.op import ELEMENTWISE, GEMM, acc_dtype, as_rows, autocast, dtype_of, op
 from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
-from .activation import ACTIVATIONS, GATED, PLAIN, Rows, width
+from .activation import ACTIVATIONS, GATED, PLAIN, width
 from .cost import (
     bias_grad_cost,
     linear_dgrad_act_cost,
@@ -34,7 +34,7 @@ from .cost import (
     linear_wgrad_add_cost,
     linear_wgrad_cost,
 )
-from .pairs import apart, together
+from .runs import write_gradient, write_value
 from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch, bias_grad_launch
 from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 
@@ -137,29 +137,12 @@ def bias_grad_ref(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return column_sum(dy, dtype)
 
 
-# ---- CPU: gated activations, and those with ``rows`` of their own, in blocks of rows that stay in the cache ----
-
-
-def _rows(activation: str) -> Rows | None:
-    """Returns how blocks of rows are computed; None where the reference takes no more time on the whole."""
-    act = ACTIVATIONS[GATED.get(activation, activation)]
-    if act.rows is None and activation in GATED:
-        return Rows(act.forward, lambda dy, z: (act.backward(dy, z), act.forward(z)))
-    return act.rows
+# ---- CPU ----
 
 
 def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
-    rows = _rows(activation)
-    if rows is None:
-        result = activation_fwd_ref(z, activation)
-        return result if y is None else y.copy_(result)
     y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
-    for i, j in row_blocks(*z.shape):
-        if activation in GATED:
-            gate, up = apart(z[i:j])
-            y[i:j] = rows.forward(gate).mul_(up)
-        else:
-            y[i:j] = rows.forward(z[i:j])
+    write_value(z, activation, y)
     return y
 
 
@@ -172,22 +155,9 @@ def _activation_bwd_cpu(
     dz: Tensor | None = None,
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _rows(activation)
-    if rows is None:
-        result, db, rebuilt = activation_bwd_ref(dy, z, activation, rebuild=rebuild, bias=bias)
-        return result if dz is None else dz.copy_(result), db, rebuilt if y is None else y.copy_(rebuilt)
-    dz = torch.empty_like(z) if dz is None else dz
-    y = (torch.empty_like(dy) if rebuild else z.new_empty(0)) if y is None else y
-    for i, j in row_blocks(*z.shape):
-        if activation in GATED:
-            gate, up = apart(z[i:j])
-            dgate, a = rows.backward(up * dy[i:j], gate)
-            dz[i:j] = together(dgate, a * dy[i:j])
-            rebuilt = a.mul_(up)
-        else:
-            dz[i:j], rebuilt = rows.backward(dy[i:j], z[i:j])
-        if rebuild:
-            y[i:j] = rebuilt
+    dz = z.new_empty(z.shape) if dz is None else dz
+    y = z.new_empty(dy.shape if rebuild else 0) if y is None else y
+    write_gradient(dy, z, activation, dz=dz, y=y if rebuild else None)
     return dz, column_sum(dz, bias), y
 
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .op import launched
 
-VECTOR = 64  # elements: no loop of torch takes more at a time (two registers of 512 bits in 16-bit numbers)
 _ALIGNED = 64  # bytes, of a cache line and of the widest vector
 _TRIED = 4096  # sets of shapes that are remembered
 _DRAWS = 2
@@ -73,12 +72,6 @@ class Shortcut:
     def _agree_on(self, layouts: tuple[Any, ...], seed: int) -> bool:
         args = _telling(layouts, torch.Generator().manual_seed(seed))
         return all(map(_equal, _results(self.definition(*args)), _results(self.quick(*args))))
-
-
-def vectors(columns: int) -> bool:
-    """Tells whether torch's elementwise loops over rows of so many columns, or over several such side by side, treat
-    every element alike; the last few of a tensor, or of a thread's share, they round in another way."""
-    return columns % VECTOR == 0 and torch.get_num_threads() == 1
 
 
 def _layout(arg: Any) -> Any:

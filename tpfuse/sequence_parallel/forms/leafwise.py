@@ -31,7 +31,7 @@ from ...kernels.gemm.op import (
 )
 from ...kernels.runtime.leaves import split_columns, tree_of_new
 from ...kernels.runtime.op import launched
-from ...kernels.runtime.shortcut import Shortcut, vectors
+from ...kernels.runtime.shortcut import Shortcut
 from ...kernels.runtime.tiles import in_tiles
 from ...parallel import TensorParallel
 from ..crossings import gather_rows, scatter_rows
@@ -72,11 +72,7 @@ def column_fwd(x: Tensor, linear: LinearWeights, leaf: int, tile: int) -> tuple[
 def _column_fwd(x: Tensor, linear: LinearWeights, leaf: int) -> tuple[Tensor, ...]:
     w, b, activation = linear
     z = _COLUMN_FWD(x, w, b, leaf)
-    if activation == "none":
-        return z, z.new_empty(0)
-    if vectors(leaf // width(activation)):
-        return activation_fwd(z, activation), z
-    return _side_by_side(activation_fwd(z_v, activation) for z_v in split_columns(z, leaf)), z
+    return (z, z.new_empty(0)) if activation == "none" else (activation_fwd(z, activation), z)
 
 
 def _leaf_fwd(x: Tensor, w: Tensor) -> Tensor:
@@ -132,17 +128,6 @@ def _row_dgrad_by_leaves(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
 
 # dy [M, N], w [N, K] -> [M, K], by leaves of K
 row_dgrad = Shortcut(_row_dgrad_by_leaves, _row_dgrad, _row_dgrad)
-
-
-def activation_dgrad(da: Tensor, z: Tensor, activation: str, leaf: int, *, rebuild: bool) -> tuple[Tensor, Tensor]:
-    """da [M, N], z [M, N] (gated [M, 2N]) -> dz like z, act(z) (empty unless ``rebuild``), by leaves of the N."""
-    if vectors(leaf) or launched(z):
-        dz, _, a = activation_bwd(da, z, activation, rebuild=rebuild, bias=None)
-        return dz, a
-    pieces = zip(split_columns(da, leaf), split_columns(z, leaf * width(activation)), strict=True)
-    results = [activation_bwd(da_v, z_v, activation, rebuild=rebuild, bias=None) for da_v, z_v in pieces]
-    dz, _, a = map(list, zip(*results, strict=True))
-    return _side_by_side(dz), _side_by_side(a) if rebuild else da.new_empty(0)
 
 
 def _column_sum(x: Tensor, dtype: torch.dtype, leaf: int) -> Tensor:
@@ -264,7 +249,8 @@ class Leafwise(NamedTuple):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         dy, leaf = gather_rows(dp, tp), self.leaf // width(mlp.activation)
         da = row_dgrad(dy, mlp.w2, leaf)
-        dz, rebuilt = activation_dgrad(da, saved.z, mlp.activation, leaf, rebuild=saved.a is None and grads.out_weight)
+        rebuild = saved.a is None and grads.out_weight
+        dz, _, rebuilt = activation_bwd(da, saved.z, mlp.activation, rebuild=rebuild, bias=None)
         a = rebuilt if saved.a is None else saved.a
         dn, dw1, dw2 = scatter_rows(column_dgrad(dz, mlp.w1, self.leaf), tp), None, None
         if grads.out_weight:
