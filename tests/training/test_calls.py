@@ -4,10 +4,11 @@ rank, nothing changed, and no message for calls that add to no gradient."""
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import Linear
 
 from tests.models.common import STEP_CONFIG, batch
-from tpfuse import MainGrad, TensorParallel, data_parallel
+from tpfuse import MainGrad, OkTopk, TensorParallel, data_parallel, ok_topk_hook
 from tpfuse.models import GPT
 from tpfuse.ranks.messages import channel
 from tpfuse.training.calls import CallRecord
@@ -104,6 +105,24 @@ def test_replicas_that_differ(ranks, wrapper):
     for what, text, _ in first[0]:
         assert text.startswith(f"{name}: "), text
         assert what in text and " must be the same on every data-parallel rank, got" in text, text
+
+
+def hooked(world, state):
+    """-> the error where rank 1 has a communication hook, whose messages are of another length; then a right step"""
+    run = Run(world, "DistributedDataParallel")
+    if world.rank:
+        run.called.register_comm_hook(OkTopk(0.5) if state else None, ok_topk_hook if state else fp16_compress_hook)
+    with pytest.raises(ValueError) as caught:
+        run.step()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("state, name", [(False, "fp16_compress_hook"), (True, "ok_topk_hook")])
+def test_a_communication_hook_on_one_replica(ranks, state, name):
+    first, second = ranks(2, hooked, state)
+    said = "data_parallel: communication hooks must be the same on every data-parallel rank, got rank 0: none; rank 1: "
+    assert first == second == said + name
 
 
 def unequal(world, wrapper):

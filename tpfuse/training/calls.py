@@ -47,14 +47,16 @@ class CallRecord:
         self._calls: list[Call] = []
         self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
 
-    def describe(self, module: nn.Module, kwargs: Mapping[str, Any]) -> Call:
-        """Describes a call of ``module`` with ``kwargs``."""
+    def describe(self, module: nn.Module, kwargs: Mapping[str, Any], hooks: str | None = None) -> Call:
+        """Describes a call of ``module`` with ``kwargs``; ``hooks``: what sends its gradients."""
         mark = mark_of(module)
         if mark != self._parts[0]:
             parts = {key: str(value) for key, value in module_state(module).items()}
             self._parts = mark, parts, digest(parts)
         _, parts, number = self._parts
         values = {"training": module.training} | torch_modes()
+        if hooks is not None:
+            values["communication hooks"] = Described(hooks)
         step = kwargs.get("step")
         if step is not None and not (isinstance(step, Tensor) and not step.is_cpu):  # for a device one would wait
             values["step"] = step
@@ -128,7 +130,8 @@ def _after_call(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output:
         return
     record, replica = _records[module], module if isinstance(module, DistributedDataParallel) else None
     inner = module if replica is None else replica.module
-    call, sends = record.describe(inner, kwargs), replica is not None and _sends(replica)
+    hooks = None if replica is None else _hooks_of(replica)
+    call, sends = record.describe(inner, kwargs, hooks), replica is not None and _sends(replica)
 
     def begin() -> None:
         record.add(call)
@@ -154,6 +157,11 @@ def at_backward(tensors: list[Tensor], module: nn.Module, begin: Callable[[], No
             begin()
 
     register_multi_grad_hook(tensors, hook, mode="any")
+
+
+def _hooks_of(replica: DistributedDataParallel) -> str:
+    hooks = [hook for hook, _ in replica._comm_hooks]
+    return ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in hooks) or "none"
 
 
 def _sends(replica: DistributedDataParallel) -> bool:
