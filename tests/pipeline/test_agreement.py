@@ -19,6 +19,7 @@ from tpfuse.layers import ParallelModule
 from tpfuse.models import GPT
 from tpfuse.pipeline import schedule
 from tpfuse.pipeline.step import Pipeline
+from tpfuse.ranks.messages import channel
 
 
 @contextlib.contextmanager
@@ -104,3 +105,25 @@ def test_a_step_that_is_taken_otherwise(ranks, layout, whole):
         assert steps == 1 + len(names)  # a step that is refused counts nothing
         for name in names:
             assert re.search(OTHERWISE[name][1], found[name]), (name, found[name])
+
+
+def messages(world, layout):
+    """-> the bytes that the second step's comparison sends to each other rank of each group; "more" for longer ones"""
+    mesh = world.stages(*layout)
+    model = made(GPT2, tp=TensorParallel(mesh["tp"]), **place(mesh, "1f1b"))
+    pipeline, ((ids, labels),), rows, sent = schedule(model, mesh["pp"], "1f1b", 2), batches(1), mine(mesh), {}
+    pipeline.step(ids[rows], labels=labels[rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tpfuse.ranks.messages.gather", lambda *args, **call: sent.setdefault("more", args))
+        for name in ("tp", "dp", "pp"):
+            links = channel(mesh[name].get_group())
+            if links is not None:
+                heads, lengths = links._from_all, sent.setdefault(name, [])
+                patch.setattr(links, "_from_all", lambda row, f=heads, n=lengths: n.append(row.nbytes) or f(row))
+        pipeline.step(ids[rows], labels=labels[rows])
+    return sent
+
+
+@pytest.mark.parametrize("layout, axes", [((2, 1, 2), ["tp", "pp"]), ((2, 2, 1), ["dp", "pp"])])
+def test_a_known_step_costs_48_bytes_an_axis(ranks, layout, axes):
+    assert ranks(4, messages, layout) == [dict.fromkeys(axes, [24, 24])] * 4
