@@ -125,6 +125,32 @@ def test_a_communication_hook_on_one_replica(ranks, state, name):
     assert first == second == said + name
 
 
+def refused_within(world):
+    """One tensor-parallel rank of one replica has another seed -> what its replica is told, which calls again, and the
+    gradients beside those of an undisturbed step"""
+    mesh, said = world.mesh(2, 2), ""
+    model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    replica = data_parallel(model, mesh["dp"])
+    found = []
+    for odd in (-1, 3):
+        replica.zero_grad()
+        model.seed = 7 if world.rank == odd else 0
+        if odd > 0 and mesh["dp"].get_local_rank() == 1:
+            with pytest.raises(ValueError) as caught:
+                replica(**CALL, step=0)
+            said, model.seed = str(caught.value), 0
+        replica(**CALL, step=0).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return said, all(map(torch.equal, *found))
+
+
+def test_a_call_that_one_replica_refuses_may_be_made_again(ranks):
+    first, _, *second = ranks(4, refused_within)
+    assert first == ("", True)
+    for said, same in second:
+        assert same and said.startswith("GPT: model.seed must be the same on every tensor-parallel rank")
+
+
 def unequal(world, wrapper):
     """-> that gradients of one and of two micro-batches are added up; the error where each call counts as a step"""
     run = Run(world, wrapper, micro_batches=1 + world.rank)
