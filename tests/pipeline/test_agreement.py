@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pipeline.common import GPT2, batches, made, mine, place
-from tpfuse import TensorParallel
+from tpfuse import TensorParallel, clip_grad_norm_
 from tpfuse.layers import ParallelModule
 from tpfuse.models import GPT
 from tpfuse.pipeline import schedule
@@ -127,3 +127,22 @@ def messages(world, layout):
 @pytest.mark.parametrize("layout, axes", [((2, 1, 2), ["tp", "pp"]), ((2, 2, 1), ["dp", "pp"])])
 def test_a_known_step_costs_48_bytes_an_axis(ranks, layout, axes):
     assert ranks(4, messages, layout) == [dict.fromkeys(axes, [24, 24])] * 4
+
+
+def clipped(world, layout):
+    """-> what each rank is told where the last one clips at another norm; then the norm that all find"""
+    mesh = world.stages(*layout)
+    model = made(GPT2, tp=TensorParallel(mesh["tp"]), **place(mesh, "1f1b"))
+    ((ids, labels),) = batches(1)
+    schedule(model, mesh["pp"], "1f1b", 2).step(ids, labels=labels)
+    with pytest.raises(ValueError) as caught:
+        clip_grad_norm_(model, 2.0 if world.rank == world.size - 1 else 1.0)
+    return str(caught.value), float(clip_grad_norm_(model, 1.0))
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 1, 2)])
+def test_clipping_that_differs_over_stages(ranks, layout):
+    every = ranks(layout[0] * layout[2], clipped, layout)
+    assert len({norm for _, norm in every}) == 1
+    for text, _ in every:
+        assert text.startswith("clip_grad_norm_: max_norm must be the same on every ")

@@ -20,8 +20,8 @@ from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
 from ..layers.module import mark_of, module_state
-from ..ranks.agreement import Agreement, Header, agree_over, any_rank, next_number
-from ..ranks.messages import attempt, raise_together, together
+from ..ranks.agreement import Agreement, Header, agree_over, next_number, raise_everywhere
+from ..ranks.messages import attempt, together
 from . import failures
 from .action import KINDS
 from .bubbles import Filler, Filling
@@ -151,7 +151,9 @@ class Pipeline:
             lambda: self._check(mains, backward=backward),
         )
         errors = [attempt(compare)[1] for compare in comparisons]
-        self._raise_everywhere(next((e for e in (*errors, error) if e is not None), None))
+        groups = [group for group in model.groups.all() if group.size() > 1]
+        found = next((e for e in (*errors, error) if e is not None), None)
+        raise_everywhere(found, groups, call="a pipeline's step")
         model._at_call()
         return stages.normalized(model, made[0])
 
@@ -169,14 +171,6 @@ class Pipeline:
             main.check_open()
         compiled = backward and self.splits and any(m._compiled_call_impl is not None for m in self.model.modules())
         check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
-
-    def _raise_everywhere(self, error: Exception | None) -> None:
-        """Raises an error that one rank of the mesh has on every rank of it."""
-        groups, found = [group for group in self.model.groups.all() if group.size() > 1], error is not None
-        for group in groups:
-            found = any_rank(group, found)
-        if found:
-            raise_together(error, groups, call="a pipeline's step")
 
     def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
