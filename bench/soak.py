@@ -93,7 +93,7 @@ class Outcome(NamedTuple):
     harm: Harm | None  # None: nothing, up to the end
     background: bool
     seconds: float | None  # until the job had ended
-    reached: int  # the last step in the log
+    reached: int  # the last step that the job has logged
     promised: bool  # it said that a checkpoint of its last step is written
     lost: int | None
     faults: list[str]
@@ -113,6 +113,17 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def reached(folder: Path) -> int:
     return max((record["step"] for record in read_log(folder)), default=0)
+
+
+def inode(folder: Path) -> int:
+    """Returns which file the log is: a job that goes on writes it anew."""
+    path = folder / "log.jsonl"
+    return path.stat().st_ino if path.exists() else 0
+
+
+def reached_since(folder: Path, before: int) -> int:
+    """Returns the last step in the log; 0 where it is still that of ``before``, an earlier job's."""
+    return reached(folder) if inode(folder) != before else 0
 
 
 def latest(folder: Path) -> Path | None:
@@ -205,7 +216,7 @@ class Job:
     def __init__(self, soak: "Soak", folder: Path, transcript: Path, background: bool):
         self.soak, self.folder, self.transcript, self.background = soak, folder, transcript, background
         self.first = latest(folder)
-        self.log = self._inode()
+        self.log = inode(folder)
         flags = f"--size soak --max-mb 0.03 --batch 4 --seq 32 --steps {STEPS} --checkpoint-every {EVERY} --resume"
         flags += f" --family gpt2 --dropout 0.1 --validate-every 20 --tp {soak.tp} --dp {soak.dp} --timeout 120 --out"
         target = ["background" if background else "foreground", str(EXAMPLES / "train_gpt.py"), *flags.split()]
@@ -235,10 +246,6 @@ class Job:
         resumed = re.search(r"resumed at step (\d+)|no checkpoint in", self.text())
         return resumed and int(resumed[1] or 0)
 
-    def _inode(self) -> int:
-        path = self.folder / "log.jsonl"
-        return path.stat().st_ino if path.exists() else 0
-
     def await_moment(self, harm: Harm, say: Callable[[], None]) -> bool:
         """Waits for the moment of a harm -> whether the job is still there."""
         alive = self.process.is_alive
@@ -247,7 +254,7 @@ class Job:
             say()
             base = self.resumed()
             return not alive() or (
-                base is not None and self._inode() != self.log and reached(self.folder) >= base + harm.steps
+                base is not None and inode(self.folder) != self.log and reached(self.folder) >= base + harm.steps
             )
 
         saving = lambda: not alive() or any((self.folder / "checkpoints").glob("step-*/saving.json"))
@@ -361,7 +368,7 @@ class Soak:
 
     def _outcome(self, job: Job, harm: Harm | None, seconds: float | None, faults: list[str]) -> Outcome:
         promised = "checkpoint written" in job.text()
-        state = dict(reached=reached(job.folder), promised=promised, faults=faults)
+        state = dict(reached=reached_since(job.folder, job.log), promised=promised, faults=faults)
         return Outcome(harm=harm, background=job.background, seconds=seconds, lost=None, **state)
 
     def _count_lost(self, open_ends: list[int], job: Job) -> None:

@@ -67,6 +67,17 @@ SPOILT = {
 }
 
 
+def test_a_job_answers_for_its_own_steps_alone(tmp_path):
+    """One that is stopped while it starts has lost none of those that its predecessor had logged."""
+    log(tmp_path, [dict(step=20)])
+    before = soak.inode(tmp_path)
+    assert before and soak.reached_since(tmp_path, before) == 0
+    new = tmp_path / "new.jsonl"
+    new.write_text(json.dumps(dict(step=12)) + "\n")
+    new.replace(tmp_path / "log.jsonl")
+    assert soak.reached_since(tmp_path, before) == 12
+
+
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_difference_is_seen(tmp_path, what):
     spoil, said = SPOILT[what]

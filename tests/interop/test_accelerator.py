@@ -69,6 +69,32 @@ def loop(world, layout, folder):
         return dict(norms=norms, losses=losses, lr=scheduler.get_last_lr(), counted=counted, weights=whole)
 
 
+def evaluated_on_one(world, dp, tp):
+    """-> what a step says where one replica has called ``eval()``, and the gradients' norm of a right one"""
+    with launched(world):
+        accelerator, model = Accelerator(cpu=True, parallelism_config=config(dp, tp)), split(world, dp, tp)
+        wrapped = accelerator.prepare(model)
+        batch = next(iter(loaders(dp)[0]))
+
+        def step(odd):
+            wrapped.train(not (odd and world.rank >= tp))
+            wrapped.zero_grad()
+            accelerator.backward(wrapped(**batch).loss)
+            return max(float(p.grad.abs().max()) for p in model.parameters())
+
+        step(odd=False)
+        with pytest.raises(ValueError) as caught:
+            step(odd=True)
+        return str(caught.value), step(odd=False) > 0
+
+
+@pytest.mark.parametrize("dp, tp", [(2, 2), (2, 1)])
+def test_replicas_that_differ(ranks, dp, tp):
+    for text, goes_on in ranks(dp * tp, evaluated_on_one, dp, tp):
+        assert goes_on
+        assert text.startswith("accelerate: training must be the same on every data-parallel rank, got rank 0: True")
+
+
 @torch.no_grad()
 def metrics(accelerator, model, loader):
     model.eval()

@@ -153,9 +153,9 @@ ROWS = {
         "pp": ALONE,
     },
     "a sparse all-reduce": {
-        "tp": "it is a sum over replicas; what ranks hold in common is compared at a save",
+        "tp": (ok_topk, "density"),
         "dp": (ok_topk, "density"),
-        "pp": "it is a sum over replicas",
+        "pp": "it is a hook of DistributedDataParallel, which takes no stages",
     },
     "a call's state": {axis: (lambda r: r.step(r.model(), seeded), "seed") for axis in AXES},
     "`with tpfuse.checking():`": {axis: (checked, "the same bits") for axis in AXES},

@@ -4,10 +4,11 @@ rank, nothing changed, and no message for calls that add to no gradient."""
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import Linear
 
 from tests.models.common import STEP_CONFIG, batch
-from tpfuse import MainGrad, TensorParallel, data_parallel
+from tpfuse import MainGrad, OkTopk, TensorParallel, data_parallel, ok_topk_hook
 from tpfuse.models import GPT
 from tpfuse.ranks.messages import channel
 from tpfuse.training.calls import CallRecord
@@ -104,6 +105,50 @@ def test_replicas_that_differ(ranks, wrapper):
     for what, text, _ in first[0]:
         assert text.startswith(f"{name}: "), text
         assert what in text and " must be the same on every data-parallel rank, got" in text, text
+
+
+def hooked(world, state):
+    """-> the error where rank 1 has a communication hook, whose messages are of another length; then a right step"""
+    run = Run(world, "DistributedDataParallel")
+    if world.rank:
+        run.called.register_comm_hook(OkTopk(0.5) if state else None, ok_topk_hook if state else fp16_compress_hook)
+    with pytest.raises(ValueError) as caught:
+        run.step()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("state, name", [(False, "fp16_compress_hook"), (True, "ok_topk_hook")])
+def test_a_communication_hook_on_one_replica(ranks, state, name):
+    first, second = ranks(2, hooked, state)
+    said = "data_parallel: communication hooks must be the same on every data-parallel rank, got rank 0: none; rank 1: "
+    assert first == second == said + name
+
+
+def refused_within(world):
+    """One tensor-parallel rank of one replica has another seed -> what its replica is told, which calls again, and the
+    gradients beside those of an undisturbed step"""
+    mesh, said = world.mesh(2, 2), ""
+    model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    replica = data_parallel(model, mesh["dp"])
+    found = []
+    for odd in (-1, 3):
+        replica.zero_grad()
+        model.seed = 7 if world.rank == odd else 0
+        if odd > 0 and mesh["dp"].get_local_rank() == 1:
+            with pytest.raises(ValueError) as caught:
+                replica(**CALL, step=0)
+            said, model.seed = str(caught.value), 0
+        replica(**CALL, step=0).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return said, all(map(torch.equal, *found))
+
+
+def test_a_call_that_one_replica_refuses_may_be_made_again(ranks):
+    first, _, *second = ranks(4, refused_within)
+    assert first == ("", True)
+    for said, same in second:
+        assert same and said.startswith("GPT: model.seed must be the same on every tensor-parallel rank")
 
 
 def unequal(world, wrapper):

@@ -1,5 +1,7 @@
 """data_parallel(bitwise_micro_batches=K): the bits of one process at every (dp, tp), its bytes, and every refusal."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,6 +178,54 @@ def test_a_call_outside_a_step_changes_nothing():
     for _ in range(2):
         replica(torch.ones(5)).backward()
     assert replica.module.w.grad.eq(1).all()
+
+
+def evaluating(world, one):
+    """Two steps, the second with ``eval()`` on rank 1 or, unless ``one``, on each -> what is said, and the gradient."""
+    replica, x = begin(world), torch.full((5,), 1.0 + world.rank)
+
+    def step():
+        replica.zero_grad()
+        for _ in range(replica.local_micro_batches):
+            replica(x).backward()
+
+    step()
+    replica.train(one and world.rank == 0)
+    try:
+        step()
+    except ValueError as error:
+        return str(error), None
+    return "", replica.module.w.grad
+
+
+def test_eval_on_one_replica_is_named_at_the_end_of_the_step(ranks):
+    for said, _ in ranks(2, evaluating, True):
+        assert said.startswith("data_parallel: training must be the same on every data-parallel rank, got rank 0: True")
+
+
+def test_gradients_of_calls_in_eval_are_averaged_too(ranks):
+    for said, gradient in ranks(2, evaluating, False):
+        assert said == "" and gradient.eq(1.5).all()
+
+
+def silent(world):
+    """Rank 1 leaves out a step: what rank 0 is told."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    replica = data_parallel(Line(), group, bitwise_micro_batches=2)
+    replica(torch.ones(5)).backward()
+    said = None
+    if world.rank == 0:
+        replica.zero_grad()
+        with pytest.raises(RuntimeError) as caught:
+            replica(torch.ones(5)).backward()
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_a_replica_without_a_step_is_named_at_the_groups_limit(ranks):
+    said, _ = ranks(2, silent)
+    assert said.startswith("rank 1 has ended, or has come to no such call within the group's limit of 1 s")
 
 
 @pytest.mark.parametrize("count, words", [(3, "must be a power of two, got 3"), (0, "must be at least 1")])

@@ -131,7 +131,10 @@ class AcceleratorMixin:
         sizes, config = sizes_of(split), self.parallelism_config
         configured = None if config is None else MeshSizes(config.tp_size, config.dp_shard_size)
         if split.tp.size == 1 and configured is None:
-            return plain.prepare_model(model, device_placement, evaluation_mode)
+            whole: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode)
+            if isinstance(whole, DistributedDataParallel):
+                record_calls(whole, CallRecord("accelerate", split.groups.dp))
+            return whole
         check(configured == sizes, f"accelerate: give parallelism_config=ParallelismConfig({sizes}), got {configured}")
         prepared: nn.Module = plain.prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or sizes.dp_shard_size == 1:

@@ -244,14 +244,21 @@ class Model(nn.Module):
 
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
+        compare = lambda: self._agree(call, arguments)
+        if self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
+            together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
+        else:
+            compare()
+        self._at_call()
+
+    def _agree(self, call: str, arguments: dict[str, Any]) -> None:
         if self.tp.size > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
-            compare = lambda: self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
-            if is_checking() and not torch.compiler.is_compiling():
-                together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
-            else:
-                compare()
+            self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+
+    def _at_call(self) -> None:
+        """Does what is to be done at each call, once all ranks agree on it."""
         for action in AT_CALLS:
             action(self)
 

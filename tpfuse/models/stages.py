@@ -5,7 +5,7 @@ that there is of block i.  A tied embedding is on the first stage and on the las
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,7 +56,8 @@ class StagedModel(Protocol):
     def _begin(self, inputs: Inputs) -> Batch: ...
     def _embedded(self, batch: Batch) -> tuple[Tensor, Normed]: ...
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Any: ...
-    def _compare(self, call: str, arguments: dict[str, Any]) -> None: ...
+    def _agree(self, call: str, arguments: dict[str, Any]) -> None: ...
+    def _at_call(self) -> None: ...
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]: ...
     def _count_labels(self, inputs: Inputs) -> Tensor: ...
     def _count(self, step: int | Tensor | None) -> None: ...
@@ -184,14 +185,17 @@ class ModelStages:
         )
         return h, Normed(n, recipe)
 
-    def micro_batches(self, model: StagedModel, count: int, arguments: dict[str, Any]) -> list[Batch]:
-        """Cuts the arguments of a call into ``count`` calls, whose losses sum to its own.
+    def agree(self, model: StagedModel, arguments: Mapping[str, Any], mode: Mapping[str, Any]) -> None:
+        """Compares a step over the tensor-parallel ranks: ValueError on each of them."""
+        model._agree("step", _flat({**arguments, **mode}))
+
+    def micro_batches(self, model: StagedModel, count: int, arguments: Mapping[str, Any]) -> list[Batch]:
+        """Cuts the arguments of a call into ``count`` calls, whose losses, once :meth:`normalized`, sum to its own.
 
         ValueError for arguments that are none, that a pipeline does not take, or that cannot be cut evenly: the same on
-        every stage, before anything is sent.
+        every stage.  Nothing is sent.
         """
         name = self.name
-        model._compare("step", _flat(arguments))
         unknown = [key for key in arguments if key not in Inputs._fields]
         check(not unknown, f"{name}: a step takes no {', '.join(unknown)}")
         packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
@@ -228,13 +232,19 @@ class ModelStages:
             longest = inputs.max_seqlen[m] if isinstance(inputs.max_seqlen, list | tuple) else inputs.max_seqlen
             part |= dict(cu_seqlens=None if packed is None else packed[m], max_seqlen=longest)
             part |= dict(step=step, first_sample=None if sample is None else sample + m * size)
-            micro.append(inputs._replace(**part))
-        if inputs.reduction == "mean" and inputs.loss_normalizer is None:
-            total = torch.stack([model._count_labels(part) for part in micro]).sum()
-            if (dp := model.groups.dp) is not None:
-                dist.all_reduce(total, group=dp)
-            micro = [part._replace(loss_normalizer=total.clamp(min=1)) for part in micro]
-        return [model._begin(part) for part in micro]
+            micro.append(model._begin(inputs._replace(**part)))
+        return micro
+
+    def normalized(self, model: StagedModel, micro_batches: list[Batch]) -> list[Batch]:
+        """Returns calls whose losses are parts of a mean over the labels of all of them, of every replica."""
+        first = micro_batches[0].inputs
+        if first.reduction != "mean" or first.loss_normalizer is not None:
+            return micro_batches
+        total = torch.stack([model._count_labels(batch.inputs) for batch in micro_batches]).sum()
+        if (dp := model.groups.dp) is not None:
+            dist.all_reduce(total, group=dp)
+        normalizer = total.clamp(min=1)
+        return [batch._replace(inputs=batch.inputs._replace(loss_normalizer=normalizer)) for batch in micro_batches]
 
     def end_step(self, model: StagedModel, arguments: dict[str, Any]) -> None:
         """Counts a step over the pipeline, as ``forward`` counts its own."""

@@ -3,7 +3,7 @@ one loss on every rank."""
 
 import contextlib
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from ..collectives import all_gather
 from ..kernels.runtime.deferred import WeightGradients
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
-from ..kernels.runtime.main_grad import main_grads
+from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
 from ..layers.module import mark_of, module_state
-from ..ranks.agreement import Agreement, Header, agree_over, next_number
-from ..ranks.messages import attempt, raise_together, together
+from ..ranks.agreement import Agreement, Header, agree_over, next_number, raise_everywhere
+from ..ranks.messages import attempt, together
 from . import failures
 from .action import KINDS
 from .bubbles import Filler, Filling
@@ -32,6 +32,8 @@ from .schedules import SCHEDULES, Order, order
 from .sharded import Shards, check_sharded, is_shard, local
 from .simulator import Timeline, simulate
 from .trees import HEAD, GradientTrees, take_head_gradients
+
+_WHICH = "which pipeline, in the order in which they were made"
 
 
 class Pipeline:
@@ -105,24 +107,8 @@ class Pipeline:
 
     def _run(self, arguments: Mapping[str, Any], *, backward: bool, passes: Passes | None = None) -> Tensor:
         model, name = self.model, f"pipeline {self.order.schedule}"
-        check(
-            not backward or torch.is_grad_enabled(),
-            f"{name}: step makes gradients, and they are disabled; call evaluate",
-        )
         mains = main_grads(model.parameters()) if backward else []
-        check(
-            not (mains and self.trees), f"{name}: MainGrad adds micro-batches one after another, bitwise a tree of them"
-        )
-        reduced = [main for main in mains if main.reduced]
-        mode = {"training": model.training, "backward": backward, "whether MainGrad has reduced": bool(reduced)}
-        mode["dtype"] = next(p.dtype for p in model.parameters())
-        self._compare(arguments, mode)
-        for main in reduced[:1]:
-            main.check_open()
-        calls = model.stages.micro_batches(model, self.order.micro_batches, arguments)
-        if backward:
-            compiled = self.splits and any(m._compiled_call_impl is not None for m in model.modules())
-            check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
+        calls = self._agreed(arguments, mains, backward=backward)
         sums = backward and not mains  # MainGrad sums gradients itself
         earlier = self._set_aside() if sums else {}
         filler = self._filler if backward and passes is None else None
@@ -146,18 +132,49 @@ class Pipeline:
         model.stages.end_step(model, arguments)
         return self._total(losses, calls[0].inputs.tokens.device)
 
-    def _compare(self, arguments: Mapping[str, Any], mode: Mapping[str, Hashable]) -> None:
-        """Compares a step over the stages, and over replicas, which have the same parts: ValueError on every rank."""
+    def _agreed(self, arguments: Mapping[str, Any], mains: list[GradientSlot], *, backward: bool) -> list[Any]:
+        """Compares a step over every axis, checks it, and returns its micro-batches.
+
+        One rank's error is an error on every rank of every stage and replica, before anything else is sent.
+        """
+        model, stages = self.model, self.model.stages
+        mode = {"training": model.training, "backward": backward, "dtype": next(p.dtype for p in model.parameters())}
+        mode["whether MainGrad has reduced"] = any(main.reduced for main in mains)
         numbers = lambda: tuple(self._state().values())
-        whole, marks = lambda: self._state() | module_state(self.model), lambda: (numbers(), mark_of(self.model))
-        _, error = attempt(lambda: self._agreement(self.group, arguments, mode, self._state, numbers))
-        _, of_replicas = attempt(lambda: self._of_replicas(self._dp, {}, mode, whole, marks))
-        raise_together(error or of_replicas, [group for group in self.model.groups.all() if group.size() > 1])
+        whole, marks = lambda: self._state() | module_state(model), lambda: (numbers(), mark_of(model))
+        made, error = attempt(lambda: stages.micro_batches(model, self.order.micro_batches, arguments))
+        comparisons = (
+            # Replicas have the same parts, stages have not.
+            lambda: self._agreement(self.group, arguments, mode, self._state, numbers),
+            lambda: self._of_replicas(self._dp, {}, mode, whole, marks),
+            lambda: stages.agree(model, arguments, mode | {_WHICH: self._number}),
+            lambda: self._check(mains, backward=backward),
+        )
+        errors = [attempt(compare)[1] for compare in comparisons]
+        groups = [group for group in model.groups.all() if group.size() > 1]
+        found = next((e for e in (*errors, error) if e is not None), None)
+        raise_everywhere(found, groups, call="a pipeline's step")
+        model._at_call()
+        return stages.normalized(model, made[0])
+
+    def _check(self, mains: list[GradientSlot], *, backward: bool) -> None:
+        """Raises an error where this rank cannot run a step."""
+        name = f"pipeline {self.order.schedule}"
+        check(
+            not backward or torch.is_grad_enabled(),
+            f"{name}: step makes gradients, and they are disabled; call evaluate",
+        )
+        check(
+            not (mains and self.trees), f"{name}: MainGrad adds micro-batches one after another, bitwise a tree of them"
+        )
+        for main in mains:
+            main.check_open()
+        compiled = backward and self.splits and any(m._compiled_call_impl is not None for m in self.model.modules())
+        check(not compiled, f"{name} splits the backward pass, which a compiled module does not: do not compile")
 
     def _state(self) -> dict[str, int]:
         """Returns what decides a step beside its arguments, the same on every stage and replica."""
-        which = {"which pipeline, in the order in which they were made": self._number}
-        return self.model._seed_and_step() | which
+        return self.model._seed_and_step() | {_WHICH: self._number}
 
     def _runtime(self, call: Any, backward: bool) -> Runtime:
         """Returns the runtime for calls of these shapes; messages have the same shape in all of them."""

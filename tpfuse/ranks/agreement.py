@@ -103,6 +103,18 @@ def agree_over(axes: Sequence[tuple[dist.ProcessGroup | None, Header]], values: 
     raise_together(next((error for error in errors if error is not None), None), [group for group, _ in axes])
 
 
+def raise_everywhere(error: Exception | None, groups: Sequence[dist.ProcessGroup], *, call: str) -> None:
+    """Raises an error that one rank of a mesh has on every rank of it, as :func:`raise_together`, in ``call``.
+
+    Each rank calls it with its groups in one order; where no rank has an error it costs 24 bytes to each other rank.
+    """
+    found = error is not None
+    for group in groups:
+        found = any_rank(group, found)
+    if found:
+        raise_together(error, groups, call=call)
+
+
 def _compare(links: Channel, header: Header, values: Mapping[str, Described]) -> None:
     tables: list[Mapping[str, Described]] = gather(dict(values), links, call=header.name)
     absent = Described("not given")
@@ -226,11 +238,11 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 _functions: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]" = weakref.WeakKeyDictionary()
 
 
-def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool) -> Agreement:
+def agreement_of(group: dist.ProcessGroup, name: str, *, each_call: bool, axis: str = "tensor-parallel") -> Agreement:
     """Returns the Agreement of a function's calls over a group."""
     agreements = _functions.setdefault(group, {})
     if name not in agreements:
-        agreements[name] = Agreement(Header(name), each_call=each_call, floats=False)
+        agreements[name] = Agreement(Header(name, axis=axis), each_call=each_call, floats=False)
     return agreements[name]
 
 

@@ -230,15 +230,17 @@ def _received(length: int, links: Any, source: int) -> bytes:
 # ---- errors ----
 
 
-def raise_together(error: Exception | None, groups: Iterable[dist.ProcessGroup | None]) -> None:
+def raise_together(
+    error: Exception | None, groups: Iterable[dist.ProcessGroup | None], *, call: str | None = None
+) -> None:
     """Raises ``error`` if there is one; if another rank of the groups has one, an error with the same message.
 
-    That is a ValueError or an OSError where the other rank's is one, and a RuntimeError otherwise.  RankEnded as by
-    :func:`gather`.  Each rank calls it.
+    That is a ValueError or an OSError where the other rank's is one, and a RuntimeError otherwise.  RankEnded, and
+    ``call``, as by :func:`gather`.  Each rank calls it.
     """
     message = _message(error)
     for group in groups:
-        message = next((text for text in gather(message, group) if text is not None), None)
+        message = next((text for text in gather(message, group, call=call) if text is not None), None)
     _raise(error, message)
 
 

@@ -30,7 +30,7 @@ _STEP = "model.step after a call"
 _CAUSE = "a call with dropout and without step= counts as a step; unequal numbers of micro-batches need step="
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call by what decides it: what may be another at each call, and the state of the module's parts, in words."""
 
     numbers: dict[str, str]
@@ -44,17 +44,19 @@ class CallRecord:
     def __init__(self, name: str, replicas: dist.ProcessGroup | None):
         self._header = Header(name, axis="data-parallel", causes=((_STEP, _CAUSE),))
         self._replicas = None if replicas is None else replicas.group_name
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._parts: tuple[list[Any], dict[str, str], int] = ([], {}, 0)  # their mark, in words, digest
 
-    def describe(self, module: nn.Module, kwargs: Mapping[str, Any]) -> _Call:
-        """Describes a call of ``module`` with ``kwargs``."""
+    def describe(self, module: nn.Module, kwargs: Mapping[str, Any], hooks: str | None = None) -> Call:
+        """Describes a call of ``module`` with ``kwargs``; ``hooks``: what sends its gradients."""
         mark = mark_of(module)
         if mark != self._parts[0]:
             parts = {key: str(value) for key, value in module_state(module).items()}
             self._parts = mark, parts, digest(parts)
         _, parts, number = self._parts
         values = {"training": module.training} | torch_modes()
+        if hooks is not None:
+            values["communication hooks"] = Described(hooks)
         step = kwargs.get("step")
         if step is not None and not (isinstance(step, Tensor) and not step.is_cpu):  # for a device one would wait
             values["step"] = step
@@ -62,9 +64,9 @@ class CallRecord:
             values |= module._seed_and_step()
             values[_STEP] = values.pop("model.step")
         numbers = {key: described(value).text for key, value in values.items()}
-        return _Call(numbers, parts, digest((numbers, number)))
+        return Call(numbers, parts, digest((numbers, number)))
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: Call) -> None:
         """Counts a call."""
         self._calls.append(call)
 
@@ -95,7 +97,7 @@ class CallRecord:
         return result[0]
 
 
-def _values(calls: list[_Call]) -> dict[str, list[str]]:
+def _values(calls: list[Call]) -> dict[str, list[str]]:
     """Returns the different values that each key has in some call, in their order."""
     values: dict[str, dict[str, None]] = {}
     for call in calls:
@@ -123,20 +125,43 @@ def record_calls(module: nn.Module, record: CallRecord) -> None:
 def _after_call(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
     if torch.compiler.is_compiling() or module not in _records:
         return
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    if not tensors or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    tensors = roots(output)
+    if not tensors:
         return
     record, replica = _records[module], module if isinstance(module, DistributedDataParallel) else None
     inner = module if replica is None else replica.module
-    call, sends = record.describe(inner, kwargs), replica is not None and _sends(replica)
+    hooks = None if replica is None else _hooks_of(replica)
+    call, sends = record.describe(inner, kwargs, hooks), replica is not None and _sends(replica)
 
-    def begin(gradient: Tensor) -> None:
-        if _accumulates(inner):
-            record.add(call)
-            if replica is not None and sends:
-                _compare(replica, record)
+    def begin() -> None:
+        record.add(call)
+        if replica is not None and sends:
+            _compare(replica, record)
 
-    register_multi_grad_hook(tensors, begin, mode="any")
+    at_backward(tensors, inner, begin)
+
+
+def roots(output: Any) -> list[Tensor]:
+    """Returns the tensors of a call's output that a backward pass may begin at; none in a CUDA graph's capture."""
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    capturing = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    return [] if capturing else tensors
+
+
+def at_backward(tensors: list[Tensor], module: nn.Module, begin: Callable[[], None]) -> None:
+    """Calls ``begin()`` where the first backward pass from ``tensors`` begins, if it is to add to a gradient of
+    ``module``."""
+
+    def hook(gradient: Tensor) -> None:
+        if _accumulates(module):
+            begin()
+
+    register_multi_grad_hook(tensors, hook, mode="any")
+
+
+def _hooks_of(replica: DistributedDataParallel) -> str:
+    hooks = [hook for hook, _ in replica._comm_hooks]
+    return ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in hooks) or "none"
 
 
 def _sends(replica: DistributedDataParallel) -> bool:

@@ -10,15 +10,15 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.rules import listed
 from ..models.model import Model
 from ..pipeline.trees import EMBEDDING, HEAD, GradientTrees, take_head_gradients
-from .calls import CallRecord
+from .calls import CallRecord, at_backward, roots
 
 
 class MicroBatchReplica(nn.Module):
     """A replica of a model whose gradients are those of K micro-batches, by :func:`tpfuse.data_parallel`.
 
-    It is called like the model, once a micro-batch, and each call is followed by its ``backward()``.  After the last
-    one of a step, and not before, ``.grad`` of every trainable parameter is there, the mean of all micro-batches of all
-    replicas.  ``zero_grad()`` begins a step anew, also one that an error has ended.
+    It is called like the model, once a micro-batch, and each call is followed by its ``backward()``, in ``eval()`` too.
+    After the last one of a step, and not before, ``.grad`` of every trainable parameter is there, the mean of all
+    micro-batches of all replicas.  ``zero_grad()`` begins a step anew, also one that an error has ended.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, micro_batches: int):
@@ -46,14 +46,26 @@ class MicroBatchReplica(nn.Module):
         """Calls the model.  A model that drops is told which masks: ``step``, and ``first_sample`` among all replicas'
         samples (``micro_batch`` times the samples of one).  ValueError where it is not, or where a micro-batch's
         backward pass or ``zero_grad()`` is missing."""
-        if self.training and torch.is_grad_enabled():
-            self._check_call(kwargs)
-            call = self._record.describe(self.module, kwargs)
-            output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        call = self._record.describe(self.module, kwargs)
+
+        def count() -> None:
             self._record.add(call)
             self._called = True
-            return output
-        return self.module(*args, **kwargs)
+
+        def begin() -> None:
+            self._check_call(kwargs)
+            count()
+
+        if self.training:
+            self._check_call(kwargs)
+        output = self.module(*args, **kwargs)
+        if self.training:
+            count()
+        elif tensors := roots(output):  # an evaluation, unless a backward pass follows
+            at_backward(tensors, self.module, begin)
+        return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and what was added up of a step that did not end."""

@@ -1,5 +1,6 @@
 """Help for optimizers of a split model: the parameters that decay, and the norm of the whole gradient."""
 
+import functools
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..layers.shards import named_specs
 from ..models.model import staged_in
-from ..ranks.agreement import agreement_of, names
-from ..ranks.messages import gather
+from ..ranks.agreement import agreement_of, names, raise_everywhere
+from ..ranks.messages import attempt, gather
 from .foreign.known import wholes_of
 from .foreign.norm import GradPart, over_groups, part_of, scale_, total_norm
 from .main_grad import gradient, stepped
@@ -52,7 +53,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 
     ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
-    negative, and for gradients that should be the same on every tensor-parallel rank and are not, with the cure.
+    negative or differs over tensor-parallel ranks or stages, and for gradients that should be the same on every
+    tensor-parallel rank and are not, with the cure.
     """
     check(
         isinstance(model, nn.Module),
@@ -60,11 +62,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         " parameters",
     )
     check_number("clip_grad_norm_: max_norm", max_norm, _MAX_NORM)
-    _compare(model, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
-    check_when_due(model, lambda: model, "clip_grad_norm_")
-    grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     pipeline = staged_in(model)
     stages = None if pipeline is None else pipeline.groups.pp("clip_grad_norm_")
+    _compare(model, stages, dict(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite))
+    check_when_due(model, lambda: model, "clip_grad_norm_")
+    grads = {name: grad for name, p in model.named_parameters() if (grad := gradient(p)) is not None}
     if not grads and pipeline is None:  # of a pipeline the other stages may have some
         return torch.zeros(())
     wholes = wholes_of(list(grads.values()), in_leaves=True)
@@ -80,13 +82,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     return total.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
-def _compare(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Compares a call over the tensor-parallel ranks: they sum over the same gradients, or wait for each other."""
-    group = next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
-    if group is not None:
-        absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
-        call = arguments | {"parameters without a gradient": absent}
-        agreement_of(group, "clip_grad_norm_", each_call=True)(group, call, {})
+def _compare(model: nn.Module, stages: dist.ProcessGroup | None, arguments: dict[str, Any]) -> None:
+    """Compares a call over the tensor-parallel ranks, which sum over the same gradients or wait for each other, and its
+    arguments over pipeline stages, which have gradients of their own."""
+    name, group = "clip_grad_norm_", next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
+    absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
+    calls = [(group, "tensor-parallel", arguments | {"parameters without a gradient": absent})]
+    calls += [(stages, "pipeline", arguments)]
+    axes = [(ranks, axis, call) for ranks, axis, call in calls if ranks is not None and ranks.size() > 1]
+    compare = lambda ranks, axis, call: agreement_of(ranks, name, each_call=True, axis=axis)(ranks, call, {})
+    errors = [attempt(functools.partial(compare, *axis))[1] for axis in axes]
+    error = next((e for e in errors if e is not None), None)
+    if stages is not None:
+        raise_everywhere(error, [ranks for ranks, *_ in axes], call=name)
+    elif error is not None:
+        raise error
 
 
 def _check_finite(total: Tensor, parts: dict[str, GradPart], stages: dist.ProcessGroup | None) -> None:

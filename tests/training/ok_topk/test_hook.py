@@ -287,6 +287,47 @@ def test_a_nan_of_one_slice_is_an_error_of_all_tensor_parallel_ranks(ranks):
     assert all(each and "on rank 0 of the replicas in a parameter of shape" in each for each in said), said
 
 
+CHANGES = {  # what a tensor-parallel rank has otherwise
+    "density": lambda state: setattr(state, "dials", state.dials._replace(density=0.1)),
+    "exact_every": lambda state: setattr(state, "dials", state.dials._replace(exact_every=3)),
+    "borders_every": lambda state: setattr(state, "dials", state.dials._replace(borders_every=2)),
+    "warmup_steps": lambda state: setattr(state, "warmup_steps", 5),
+    "step": lambda state: setattr(state, "step", 7),
+}
+
+
+def other_settings(world, whole):
+    """-> what each rank of (dp, tp) = (2, 2) says of each setting, which tensor-parallel rank 1 of one replica, or of
+    both, has otherwise from the second step on; and the number of steps"""
+    mesh, said = world.mesh(2, 2), {}
+    with default_dtype(torch.float64):
+        model = GPT(STEP_CONFIG, tp=TensorParallel(mesh["tp"]), dp=mesh["dp"])
+    ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    state = OkTopk(0.05, group=mesh["dp"].get_group())
+    ddp.register_comm_hook(state, ok_topk_hook)
+    step = lambda: ddp(**batch(STEP_CONFIG, seed=world.rank // 2)).loss.backward()
+    step()
+    for name, change in CHANGES.items():
+        before, kept = copy.copy(state), residuals(model, state).clone()
+        if world.rank == 3 or (whole and world.rank == 1):
+            change(state)
+        with pytest.raises(ValueError) as caught:
+            step()
+        said[name] = str(caught.value)
+        state.dials, state.warmup_steps, state.step = before.dials, before.warmup_steps, before.step
+        assert torch.equal(kept, residuals(model, state))
+    step()
+    return said, state.step
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["one rank", "a tensor-parallel rank of every replica"])
+def test_settings_that_differ_over_tensor_parallel_ranks(ranks, whole):
+    for said, steps in ranks(4, other_settings, whole):
+        assert steps == 2
+        for name, text in said.items():
+            assert name in text and text.startswith("ok_topk_hook: ") and " must be the same on every " in text
+
+
 def interrupted(world):
     """A backward pass that fails on all ranks between two buckets -> how many buckets the next one leaves behind"""
     model = net()

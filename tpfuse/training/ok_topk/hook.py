@@ -1,6 +1,6 @@
 """The communication hook: DistributedDataParallel's gradients by :func:`sparse_sum`, with what was not sent kept."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import check_numbers, integer, number
 from ...layers.shards import wholes
 from ...layers.state import is_split
-from ...ranks.agreement import Header, agree, digest
-from ...ranks.messages import together
+from ...ranks.agreement import Header, agree, agree_over, digest
+from ...ranks.messages import attempt, channel, raise_together
 from .algorithm import Dials, Summed, TopkState, sparse_sum
 from .messages import Replicas
 
@@ -138,7 +138,7 @@ class OkTopk:
         settings = torch.tensor([digest(self._settings())]).view(torch.uint8).to(kinds.device)
         gathered = replicas.gather(torch.cat([settings, kinds]))
         kinds = gathered[:, len(settings) :]
-        together(lambda: self._check(buckets, gathered[:, : len(settings)], kinds), self._split_over)
+        self._agree(lambda: self._check(buckets, gathered[:, : len(settings)], kinds), self._split_over)
         dials, warm = self.dials, self.step < self.warmup_steps
         if warm:
             dials = dials._replace(density=dials.density ** (self.step / self.warmup_steps))
@@ -151,8 +151,21 @@ class OkTopk:
         self.sent, self.sent_entries = replicas.sent, replicas.entries
 
     def _settings(self) -> dict[str, Any]:
-        """Returns what decides a step, and must be the same on every replica."""
+        """Returns what decides a step, and must be the same on every rank."""
         return dict(self.dials._asdict(), warmup_steps=self.warmup_steps, step=self.step)
+
+    def _agree(self, check: Callable[[], None], groups: Sequence[dist.ProcessGroup | None]) -> None:
+        """Makes an error of one tensor-parallel rank, and settings that are other ones on some, an error of all."""
+        _, error = attempt(check)
+        number, found = digest(self._settings()), error is not None
+        for group in groups:
+            links = channel(group)
+            if links is not None:
+                heads = links.exchange("ok_topk_hook", number, int(found))
+                found = bool(heads[:, 1].any()) or bool((heads[:, 0] != number).any())
+        if found:
+            raise_together(error, groups)
+            agree_over([(group, Header("ok_topk_hook")) for group in groups], self._settings())
 
     def _check(self, buckets: list[_Bucket], settings: Tensor, kinds: Tensor) -> None:
         """ValueError, the same on every replica, where their settings differ or a gradient is not finite."""
@@ -185,7 +198,7 @@ def ok_topk_hook(state: OkTopk, bucket: dist.GradBucket) -> torch.futures.Future
     The messages go when the last bucket is there: they do not overlap with the backward pass.
 
     The backward pass ends in a ValueError on every rank, which names the rank and the parameter, where a gradient is
-    not finite, or which names the setting that replicas differ in; no residual has changed then, and the step can be
+    not finite, or which names the setting that ranks differ in; no residual has changed then, and the step can be
     left out.
     """
     return state._take(bucket)
