@@ -82,7 +82,12 @@ def doubled(right: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def scaled(factor: float, right: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """A mistake once its factor is bound: ``functools.partial(scaled, 1.001)``."""
+    """A mistake once its factor is bound: ``functools.partial(scaled, 1.001)``.
+
+    An op that returns nothing fills its last argument, which is then too large.
+    """
     change = lambda t: t * factor if isinstance(t, torch.Tensor) and t.is_floating_point() else t
     result = right(*args, **named)
+    if result is None:
+        args[-1].mul_(factor)
     return tuple(map(change, result)) if isinstance(result, tuple) else change(result)

@@ -27,8 +27,9 @@ def far_apart(x: Tensor, stride: int) -> Tensor:
     return far.as_strided(x.shape, (stride + 8, *x[0].contiguous().stride())).copy_(x)
 
 
-def outputs(y: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (y,) if isinstance(y, Tensor) else tuple(y)
+def outputs(y: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """Returns the tensors of a result; none of an op that only fills an argument."""
+    return (y,) if isinstance(y, Tensor) else tuple(y or ())
 
 
 def assert_same(got, want) -> None:

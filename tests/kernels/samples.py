@@ -15,6 +15,7 @@ from torch import Tensor
 import tpfuse
 from tpfuse.kernels.attn import triton_forward as attention
 from tpfuse.kernels.attn.options import DecodeOptions, Options
+from tpfuse.kernels.experts.records import ExpertRows, Routing, Sides
 from tpfuse.kernels.gemm import triton_gemm as gemm
 from tpfuse.kernels.losses import linear_triton
 from tpfuse.kernels.losses.options import Linear, Loss, Rows
@@ -130,6 +131,28 @@ def linear_loss(rows: int, vocab: int, backward: bool) -> list[tuple[Any, ...]]:
     ]
 
 
+def experts(rows: int) -> ExpertRows:
+    """Rows of three experts, of which the second has none, in an order of their own."""
+    return ExpertRows(torch.randperm(rows), torch.tensor([0, rows // 3, rows // 3, rows]))
+
+
+def experts_wgrad(rows: int, columns: int) -> list[Sides]:
+    order = experts(rows)
+    return [
+        Sides(random(rows, columns), random(rows, 8), order.offsets, x_index=order.row_index),
+        Sides(random(rows, 8), random(rows, columns), order.offsets, order.row_index),
+    ]
+
+
+def router_backward(m: int, E: int) -> list[tuple[Any, ...]]:
+    made = []
+    for routing in (Routing(1), Routing(1, "sigmoid", scale=2.5), Routing(E, renormalize=False)):
+        d, weights, chosen = random(m, routing.k), torch.rand(m, routing.k), torch.rand(m, E).argsort(1)
+        chosen = chosen[:, : routing.k].int()
+        made.append((d, random(m, E), random(m, E), weights, chosen, random(E, 8), routing, random(m, 8)))
+    return made
+
+
 # name: (rows, columns) -> the op's arguments, one tuple or several
 SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]] = {
     **dict.fromkeys(("norm_fwd", "embed_finish_fwd", "reduce_bias_dropout_add_norm_fwd"), norm_forward),
@@ -167,6 +190,22 @@ SAMPLES: dict[str, Callable[[int, int], tuple[Any, ...] | list[tuple[Any, ...]]]
     "linear_cross_entropy_bwd_add": lambda m, V: [(*args, random(V, 6)) for args in linear_loss(m, V, backward=True)],
     "embedding_fwd": lambda m, D: (random(5, D), below(9, m), 2),
     "embedding_bwd": lambda m, D: (random(m, D), below(9, m), 2, 5, FP32),
+    "router_fwd": lambda m, E: [
+        (random(m, 8), random(E, 8), bias, Routing(min(E, 3), score))
+        for bias, score in ((None, "softmax"), (random(E), "sigmoid"))
+    ],
+    "router_bwd": router_backward,
+    "experts_up": lambda m, n: (random(m, 8), experts(m), random(3, 2 * n, 8), "swiglu"),
+    "experts_down": lambda m, n: (random(m, 8), experts(m), random(3, n, 8), torch.rand(m), m),
+    "experts_dact": lambda m, n: (
+        *(random(m, 8), experts(m), random(3, 8, n)),
+        *(random(m, 2 * n), torch.rand(m), "swiglu"),
+    ),
+    "experts_dx": lambda m, n: (random(m, 8), experts(m), random(3, 8, n), m, 0),
+    "experts_wgrad": lambda m, n: [(sides, FP32) for sides in experts_wgrad(m, n)],
+    "experts_wgrad_add": lambda m, n: [
+        (sides, random(3, sides.dy.shape[1], sides.x.shape[1])) for sides in experts_wgrad(m, n)
+    ],
     "select_large": lambda m, n: [(random(m * n), 1.0, m * n // 5), (random(m * n), 0.0, m * n + 3)],
 }
 

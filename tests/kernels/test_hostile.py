@@ -72,9 +72,15 @@ def written(name: str) -> list[int]:
     return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
+def ordering(name: str) -> list[int]:
+    """The flat arguments that are an order of rows, or a row's experts: an element repeated makes none."""
+    names = [a.name for a in OPS[name].overload._schema.arguments]
+    return [i for i, each in enumerate(names) if each.endswith(("index", "offsets")) or each == "chosen"]
+
+
 def in_form(name: str, args: tuple[Any, ...], form: Callable[[Tensor], Tensor], only: int | None = None) -> list[Any]:
     """Flat arguments with ``form`` on every tensor that is read, or on argument ``only`` alone."""
-    kept = written(name)
+    kept = written(name) + ([] if form in (strided, sliced, offset, transposed) else ordering(name))
     formed = lambda i, arg: isinstance(arg, Tensor) and only in (None, i) and i not in kept
     return [form(arg) if formed(i, arg) else arg for i, arg in enumerate(flatten(args))]
 

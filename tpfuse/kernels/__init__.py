@@ -1,6 +1,7 @@
 """Fused kernels: plain functions on tensors, with gradients, that know nothing of ranks.
 
 attn/      attention on the fused qkv
+experts/   mixtures of experts: the router, and GEMMs of experts
 gemm/      GEMMs with fused activations
 lookup/    lookup in a slice of a table
 losses/    losses over a vocabulary that may be split
@@ -12,6 +13,7 @@ selection  the large entries of a vector in a row
 """
 
 from .attn.op import attention
+from .experts import Routing, expert_mlps, route
 from .gemm.gated import swiglu
 from .gemm.op import linear
 from .lookup.op import embedding
@@ -23,11 +25,13 @@ from .rotary.table import rope_table
 from .selection import select_large
 
 __all__ = [
+    "Routing",
     "attention",
     "cross_entropy",
     "dropout",
     "embed_finish",
     "embedding",
+    "expert_mlps",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -35,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_table",
+    "route",
     "select_large",
     "swiglu",
 ]

@@ -226,9 +226,10 @@ class Op:
         implementation = self.cpu if places[0].is_cpu or double or self.launch is None else self.launch
         return implementation(*self._in_order(args, named), *places)
 
-    def cost(self, args: tuple[Any, ...], outputs: Tensor | tuple[Tensor, ...]) -> Cost:
-        """Returns the cost of the call that took ``args`` and gave ``outputs``; meta tensors will do."""
-        return self._cost(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
+    def cost(self, args: tuple[Any, ...], outputs: Tensor | tuple[Tensor, ...] | None) -> Cost:
+        """Returns the cost of the call that took ``args`` and gave ``outputs``, None where it fills an argument; meta
+        tensors will do."""
+        return self._cost(args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ()))
 
 
 def op(reference: Callable[..., Any], **options: Any) -> Op:

@@ -5,6 +5,7 @@ cross_entropy                 of logits
 dropout                       on its own
 embed_finish                  what follows the lookup in GPT
 embedding                     lookup and gradient
+experts                       gated MLPs of the experts that rows chose
 layer_norm                    LayerNorm
 linear                        a GEMM with a bias
 linear_cross_entropy          the loss without logits

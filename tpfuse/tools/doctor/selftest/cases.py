@@ -14,6 +14,8 @@ from torch import Tensor
 from .... import kernels
 from ....kernels.attn.op import attention_decode
 from ....kernels.attn.options import DecodeOptions
+from ....kernels.experts.grouped import experts_wgrad_add
+from ....kernels.experts.records import Sides
 from ....kernels.gemm.op import linear_wgrad_add
 from ....kernels.losses.linear import linear_cross_entropy_bwd_add
 from ....kernels.losses.options import Linear, Loss, Rows
@@ -60,6 +62,7 @@ def cases(seed: int = 0) -> list[SelfTest]:
             drop | dict(batch=3, positions=numbers(9, M)),
         ),
         *_attentions(random, drop),
+        *_experts(random),
         SelfTest("swiglu", kernels.swiglu, dict(gate_up=random(M, D, 2))),
         SelfTest("cross_entropy", kernels.cross_entropy, dict(logits=random(M, V)), dict(labels=labels)),
         SelfTest(
@@ -113,6 +116,34 @@ def _loss_added(x: Tensor, weight: Tensor, bias: Tensor, total: Tensor, labels: 
     rows = Rows(labels, logits.logsumexp(-1), logits.new_full((len(x),), 1 / len(x)))
     dx, db = linear_cross_entropy_bwd_add(Linear(x, weight, bias), rows, Loss(len(weight)), total)
     return dx, db, total
+
+
+def _experts(random: Callable[..., Tensor]) -> list[SelfTest]:
+    E, F, k = 5, 18, 2
+    chosen = torch.stack([torch.arange(M, device="cpu") % 3, 3 + torch.arange(M, device="cpu") % 2], 1)
+    fc = dict(fc1=random(E, F, 2, D) / D**0.5, fc2=random(E, D, F) / F**0.5)
+    routed = dict(x=random(M, D), weight=random(E, D) / D**0.5)
+    added = dict(dy=random(M, F), x=random(M, D), total=random(E, F, D))
+    offsets = torch.tensor([0, 3, 3, 10, 20, M], device="cpu")
+    routing = kernels.Routing(k, "sigmoid", scale=2.0)
+    return [
+        SelfTest("route", _weights_and_logits, routed, dict(routing=routing)),
+        SelfTest(
+            "expert_mlps", kernels.expert_mlps, dict(x=random(M, D), weights=random(M, k)) | fc, dict(chosen=chosen)
+        ),
+        SelfTest("expert_mlps, added", _experts_added, added, dict(offsets=offsets), backward=False),
+    ]
+
+
+def _weights_and_logits(x: Tensor, weight: Tensor, routing: kernels.Routing) -> tuple[Tensor, ...]:
+    return kernels.route(x, weight, routing=routing)[::2]
+
+
+def _experts_added(dy: Tensor, x: Tensor, total: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient of experts' weights added to a sum in fp32, as MainGrad has it."""
+    total = total.to(acc_dtype(total), copy=True)
+    experts_wgrad_add(Sides(dy, x, offsets), total)
+    return total
 
 
 def _attentions(random: Callable[..., Tensor], drop: dict[str, Any]) -> list[SelfTest]:

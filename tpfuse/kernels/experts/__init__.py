@@ -1,0 +1,15 @@
+"""A mixture of experts: the router, and the gated MLPs of several experts over the rows that it sends them.
+
+cost            what its kernels move and compute
+grouped         GEMMs of experts over rows sorted by expert: reference, autograd
+records         how experts are chosen; rows sorted by expert
+router          which experts a row goes to, and with which weights: reference, autograd
+triton_grouped  Triton: GEMMs of experts
+triton_router   Triton: the router, forward and backward
+"""
+
+from .grouped import expert_mlps
+from .records import Routing
+from .router import route
+
+__all__ = ["Routing", "expert_mlps", "route"]

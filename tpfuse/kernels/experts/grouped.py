@@ -1,0 +1,280 @@
+"""The gated MLPs of several experts, over rows that are sorted by expert.
+
+    z = x W1_e'        a = act(z)         part = g (a W2_e')                                g: the weight of a row
+    da = dpart W2_e    dg = sum(da a)     dz = g da act'(z)
+    dx = dz W1_e       dW1_e = dz' x      dW2_e = dpart' (g a)
+
+Shapes: x, dx, part, dpart rows [D], g a number, W1 [E, 2F, D] being [E, F, 2, D] seen flat, rows of gate and up in
+turns, W2 [E, D, F]; z [n, 2F], a [n, F] sorted.  Nothing is permuted in memory: up, dact and wgrad read rows by index,
+down and dx store each where it belongs (ScatterMoE, Tan et al. 2024, arXiv:2403.08245).  The parts of a row, k of them,
+are not summed here; the kernel that adds them to the residual stream does it.  Their values a W2_e' are never kept,
+since dg needs no more than da and a (SonicMoE, Guo et al. 2025, arXiv:2512.14080).
+
+GEMMs accumulate in fp32, and results are rounded once, but z, of which the activation is taken as rounded and stored.
+No expert drops a row, and one without rows has a gradient of 0.
+
+On a CPU every product has all rows of one expert, in memory of its own: its bits are the same on however many ranks
+the experts are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gemm.activation import ACTIVATIONS, GATED
+from ..gemm.op import activation_bwd, activation_fwd
+from ..norm.core import reduce_parts
+from ..runtime.errors import check
+from ..runtime.function import Function, once_differentiable
+from ..runtime.main_grad import Main, mains
+from ..runtime.op import GEMM, acc_dtype, autocast, op
+from ..runtime.rules import described
+from .cost import (
+    experts_dact_cost,
+    experts_down_cost,
+    experts_dx_cost,
+    experts_up_cost,
+    experts_wgrad_add_cost,
+    experts_wgrad_cost,
+)
+from .records import ExpertOrder, ExpertRows, Sides
+from .triton_grouped import (
+    experts_dact_launch,
+    experts_down_launch,
+    experts_dx_launch,
+    experts_up_launch,
+    experts_wgrad_add_launch,
+    experts_wgrad_launch,
+)
+
+_ALIGNED = 64  # bytes, at which torch starts its tensors
+
+# ---- reference ----
+
+
+def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields the experts that have rows, and their places."""
+    bounds = offsets.tolist()
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if begin < end:
+            yield expert, slice(begin, end)
+
+
+def _rows(x: Tensor, index: Tensor | None, places: slice) -> Tensor:
+    """Returns the rows at some places of the order, as a tensor of their own."""
+    return x[places].clone() if index is None else x.index_select(0, index[places])
+
+
+def _weight(w: Tensor, expert: int) -> Tensor:
+    """Returns an expert's weight, from an aligned address on: a library may add in another order from others."""
+    return w[expert] if w[expert].data_ptr() % _ALIGNED == 0 else w[expert].clone()
+
+
+def _destinations(rows: ExpertRows, places: slice) -> Tensor | slice:
+    return places if rows.row_index is None else rows.row_index[places]
+
+
+def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """x [.., D] by rows -> z [n, 2F], a [n, F]"""
+    n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
+    z, a = x.new_empty(n, N), x.new_empty(n, N // 2)
+    for e, places in _experts_with_rows(rows.offsets):
+        product = _rows(x, rows.row_index, places) @ _weight(w1, e).t()
+        z[places], a[places] = product, activation_fwd(product, activation)
+    return z, a
+
+
+def experts_down_ref(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int) -> Tensor:
+    """a [n, F], weights [n] -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0."""
+    y = a.new_zeros(count, w2.shape[1])
+    for e, places in _experts_with_rows(rows.offsets):
+        product = _rows(a, None, places) @ _weight(w2, e).t()
+        y[_destinations(rows, places)] = (product * weights[places, None]).to(y.dtype)
+    return y
+
+
+def experts_dact_ref(
+    dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy [.., D] by rows, z [n, 2F], weights [n] -> dz [n, 2F], g a [n, F], dg [n] in fp32"""
+    acc, n, F = acc_dtype(z), len(z), w2.shape[2]
+    dz, ga, dg = z.new_empty(z.shape), z.new_empty(n, F), z.new_empty(n, dtype=acc)
+    for e, places in _experts_with_rows(rows.offsets):
+        g, z_e = weights[places, None].to(acc), _rows(z, None, places)
+        da = (_rows(dy, rows.row_index, places) @ _weight(w2, e)).to(acc)
+        a = activation_fwd(z_e, activation).to(acc)
+        dg[places], ga[places] = (da * a).sum(-1), (a * g).to(z.dtype)
+        dz[places], _, _ = activation_bwd((da * g).to(z.dtype), z_e, activation, rebuild=False, bias=None)
+    return dz, ga, dg
+
+
+def experts_dx_ref(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
+    """dz [n, 2F] -> dx [count + room, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+
+    The ``room`` behind ``count`` is not written: it is for gradients of the same rows that come from elsewhere.
+    """
+    dx = dz.new_empty(count + room, w1.shape[2])
+    dx[:count] = 0
+    for e, places in _experts_with_rows(rows.offsets):
+        dx[_destinations(rows, places)] = _rows(dz, None, places) @ _weight(w1, e)
+    return dx
+
+
+def experts_wgrad_ref(sides: Sides, dtype: torch.dtype) -> Tensor:
+    """-> dW [E, N, K] in ``dtype``, dW_e = dy_e' x_e; 0 of an expert without rows"""
+    dy, x, offsets, dy_index, x_index = sides
+    dw = dy.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1], dtype=dtype)
+    for e, places in _experts_with_rows(offsets):
+        dw[e] = _rows(dy, dy_index, places).t() @ _rows(x, x_index, places)
+    return dw
+
+
+def experts_wgrad_add_ref(sides: Sides, total: Tensor) -> None:
+    """Adds dW of experts_wgrad to ``total`` [E, N, K] in its dtype, fp32 (fp64 for fp64), unrounded."""
+    dy, x, offsets, dy_index, x_index = sides
+    for e, places in _experts_with_rows(offsets):
+        dy_e, x_e = (_rows(t, index, places).to(total.dtype) for t, index in ((dy, dy_index), (x, x_index)))
+        total[e].addmm_(dy_e.t(), x_e)
+
+
+def _up_fake(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
+    return x.new_empty(n, N), x.new_empty(n, N // 2)
+
+
+def _dact_fake(
+    dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return z.new_empty(z.shape), z.new_empty(len(z), w2.shape[2]), z.new_empty(len(z), dtype=acc_dtype(z))
+
+
+experts_up = op(experts_up_ref, kind=GEMM, launch=experts_up_launch, fake=_up_fake, cost=experts_up_cost)
+experts_down = op(
+    experts_down_ref,
+    kind=GEMM,
+    launch=experts_down_launch,
+    fake=lambda a, rows, w2, weights, count: a.new_empty(count, w2.shape[1]),
+    cost=experts_down_cost,
+)
+experts_dact = op(experts_dact_ref, kind=GEMM, launch=experts_dact_launch, fake=_dact_fake, cost=experts_dact_cost)
+experts_dx = op(
+    experts_dx_ref,
+    kind=GEMM,
+    launch=experts_dx_launch,
+    fake=lambda dz, rows, w1, count, room: dz.new_empty(count + room, w1.shape[2]),
+    cost=experts_dx_cost,
+)
+experts_wgrad = op(
+    experts_wgrad_ref,
+    kind=GEMM,
+    launch=experts_wgrad_launch,
+    fake=lambda sides, dtype: sides.dy.new_empty(
+        len(sides.offsets) - 1, sides.dy.shape[1], sides.x.shape[1], dtype=dtype
+    ),
+    cost=experts_wgrad_cost,
+)
+experts_wgrad_add = op(
+    experts_wgrad_add_ref,
+    kind=GEMM,
+    launch=experts_wgrad_add_launch,
+    fake=lambda sides, total: None,
+    mutates=("total",),
+    cost=experts_wgrad_add_cost,
+)
+
+
+# ---- autograd ----
+
+
+def rows_of_gradient(dparts: Tensor, order: ExpertOrder) -> tuple[Tensor, ExpertRows]:
+    """Returns the gradient of parts [k, m, D] as a tensor [.., D], and where each place's row stands in it.
+
+    The gradient of their sum is the same for all k, which stride 0 tells: one of them is read.
+    """
+    k, m, _ = dparts.shape
+    if dparts.stride(0) == 0:
+        return dparts[0], order.rows(k)
+    return dparts.flatten(0, 1), order.places(k, m)
+
+
+class _ExpertMLPs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, activation: str
+    ) -> Tensor:
+        (m, k), (E, D, _) = chosen.shape, w2.shape
+        order = ExpertOrder.of(chosen, E)
+        g = weights.flatten().to(acc_dtype(x)).index_select(0, order.numbers)
+        z, a = experts_up(x, order.rows(k), w1, activation)
+        parts = experts_down(a, order.places(k, m), w2, g, count=k * m)
+        ctx.save_for_backward(x, w1, w2, g, z, *order)
+        ctx.activation, ctx.mains, ctx.dtype = activation, mains(w1, w2), weights.dtype
+        return parts.view(k, m, D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dparts: Tensor) -> tuple[Tensor | None, ...]:
+        x, w1, w2, g, z, *order = ctx.saved_tensors
+        order, (k, m, D) = ExpertOrder(*order), dparts.shape
+        dy, rows = rows_of_gradient(dparts, order)
+        dz, ga, dg = experts_dact(dy, rows, w2, z, weights=g, activation=ctx.activation)
+        dx = experts_dx(dz, order.places(k, m), w1, k * m, room=0).view(k, m, D)
+        dweights = torch.empty_like(dg).index_copy_(0, order.numbers, dg).view(m, k).to(ctx.dtype)
+        (_, _, _, need1, need2, _), (main1, main2) = ctx.needs_input_grad, ctx.mains or (None, None)
+        dw1 = _weight_grad(Sides(dz, x, order.offsets, x_index=order.rows(k).row_index), w1, need1, main1)
+        dw2 = _weight_grad(Sides(dy, ga, order.offsets, dy_index=rows.row_index), w2, need2, main2)
+        return reduce_parts(dx), dweights, None, dw1, dw2, None
+
+
+def _weight_grad(sides: Sides, w: Tensor, needed: bool, main: Main | None) -> Tensor | None:
+    """Returns the gradient of w, where it is to be returned; adds it where it has a sum in fp32."""
+    if main is not None and main.wanted:
+        main.add(lambda total: experts_wgrad_add(sides, total))
+    elif needed:
+        dw: Tensor = experts_wgrad(sides, w.dtype)
+        return dw
+    return None
+
+
+# ---- public ----
+
+
+def expert_mlps(
+    x: Tensor, weights: Tensor, chosen: Tensor, fc1: Tensor, fc2: Tensor, *, activation: str = "silu"
+) -> Tensor:
+    """Returns weights[i, j] fc2_e (act(gate) up), with (gate, up) = fc1_e x_i, of the expert e = chosen[i, j].
+
+    x [M, D], weights and chosen [M, k] as from :func:`route`, fc1 [E, F, 2, D] with gate and up side by side, fc2 [E,
+    D, F] -> parts [k, M, D] in x's dtype (or autocast's), one for each of the k experts of a row, to be summed: by
+    ``reduce_bias_dropout_add_norm``, or by ``sum(0)``.  ``activation`` is the gate's, as in swiglu.  Every number in
+    chosen must be one of an expert, 0 to E - 1, which is not checked.  ValueError for shapes or dtypes that do not
+    agree, and for an activation without a gated form.
+    """
+    check_experts("expert_mlps", x, weights, chosen, fc1=fc1, fc2=fc2, activation=activation)
+    x, fc1, fc2 = autocast(x, fc1, fc2)
+    gated = ACTIVATIONS[activation].gated
+    return _ExpertMLPs.apply(x.contiguous(), weights, chosen, fc1.flatten(1, 2), fc2, gated)
+
+
+def check_experts(
+    name: str, x: Tensor, weights: Tensor, chosen: Tensor, *, fc1: Tensor, fc2: Tensor, activation: str
+) -> None:
+    """Raises the ValueError of the public function ``name`` for arguments that experts cannot take."""
+    gates = GATED.values()
+    check(activation in gates, f"{name}: activation must be one of {', '.join(gates)}, got {activation!r}")
+    check(x.dim() == 2, f"{name}: x must be [M, D], got {described(x)}")
+    (M, D), shape = x.shape, tuple(fc1.shape)
+    check(len(shape) == 4 and shape[2:] == (2, D), f"{name}: fc1 must be [E, F, 2, {D}], got {described(fc1)}")
+    E, F = shape[:2]
+    check(fc2.shape == (E, D, F), f"{name}: fc2 must be [{E}, {D}, {F}], got {described(fc2)}")
+    for label, t in (("weights", weights), ("chosen", chosen)):
+        check(t.dim() == 2 and len(t) == M, f"{name}: {label} must be [{M}, k], got {described(t)}")
+    check(weights.shape == chosen.shape, f"{name}: weights and chosen must be alike, got {described(weights)}")
+    integral = chosen.dtype in (torch.int32, torch.int64)
+    check(integral, f"{name}: chosen must be int32 or int64, got {described(chosen)}")
+    alike = x.dtype == fc1.dtype == fc2.dtype or torch.is_autocast_enabled(x.device.type)
+    check(
+        alike, f"{name}: x, fc1 and fc2 must have one dtype outside autocast, got {x.dtype}, {fc1.dtype}, {fc2.dtype}"
+    )
