@@ -194,7 +194,7 @@ def _whole(tiles):
     """What a tile is attended in: ranges that join, and end with it."""
     made = []
     work = type("Work", (), {})()
-    work.options, work.sample = type("Options", (), dict(batch=B, seq=S)), lambda b: b
+    work.options, work.samples = type("Options", (), dict(batch=B, seq=S)), lambda: range(B)
     work.attend = lambda sample, first, last: made.append((sample, first, last))
     return module.Tiles(work, S * B // tiles), made
 

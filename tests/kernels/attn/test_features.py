@@ -10,6 +10,7 @@ from tests.kernels import common
 from tests.kernels.attn.test_op import bind, left_padding, probability_mask
 from tests.kernels.common import RNG, gradcheck, leaf
 from tpfuse.kernels import attention
+from tpfuse.kernels.attn import cpu
 from tpfuse.kernels.attn.op import attention_bwd, attention_decode, attention_fwd
 from tpfuse.kernels.attn.options import DecodeOptions, Options
 
@@ -147,6 +148,24 @@ def test_cpu_is_the_reference(name, seq):
     o[-padding:] = math.nan
     dqkv = attention_bwd.cpu(do, qkv, o, lse, options)
     torch.testing.assert_close(dqkv, attention_bwd.reference(do, qkv, o, lse, options), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_samples_computed_together(monkeypatch, together):
+    """Three samples, one by one, two and one, and all at once, of rows and masks of their own."""
+    seq, E = 7, 8
+    monkeypatch.setattr(cpu, "SCORES", together * 2 * seq * seq)  # of two heads
+    one = features(seq, 3, 2, E)["everything"] | dict(bias=torch.randn(2, seq, seq).double())
+    options = Options(**one, batch=3, seq=seq, scale=0.5)
+    qkv, do = torch.randn(seq * 3, 1, 4, E).double(), torch.randn(seq * 3, 2 * E).double()
+    counted = [len(samples.samples) for samples in cpu.Forward(qkv, options).samples()]
+    assert counted == {1: [1, 1, 1], 2: [2, 1], 5: [3]}[together]
+    (o, lse), exact = attention_fwd.cpu(qkv, options), attention_fwd.reference(qkv, options)
+    torch.testing.assert_close((o, lse), exact, rtol=1e-12, atol=1e-12)
+    gradients = [run(do, qkv, o, lse, options) for run in (attention_bwd.cpu, attention_bwd.reference)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    by_leaves = cpu.Forward(qkv, options._replace(leaves=2)).samples()
+    assert [len(samples.samples) for samples in by_leaves] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["packed, causal", "everything", "everything packed", "interleaved"])

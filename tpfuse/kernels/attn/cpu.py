@@ -1,6 +1,6 @@
-"""Attention on a CPU: sample by sample and document by document, blocks of query rows as batched GEMMs, so that the
-scores stay in the cache; no block of keys that a causal mask, a window or a document's end hides as a whole is
-computed.
+"""Attention on a CPU: a few samples at a time and document by document, blocks of query rows as batched GEMMs, so that
+the scores stay in the cache and short sequences take few calls; no block of keys that a causal mask, a window or a
+document's end hides as a whole is computed.
 
 Probabilities come from torch.softmax, which treats every row alike: torch's exp2, as its sigmoid, rounds the last
 elements of a tensor in another way than the others, so that a head's bits would depend on the heads beside it.
@@ -11,6 +11,7 @@ many heads each at every number of ranks, or by one call where that has their bi
 treats a head alike wherever it is.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from .reference import angles, attention_decode_ref, by_head, heads, keep_mask, 
 
 BLOCK = 128  # positions
 LONGEST = 8 * BLOCK
+SCORES = 1 << 18  # of a block of query rows of some samples
 
 
 def documents(options: Options) -> list[tuple[int, int]]:
@@ -81,30 +83,36 @@ def _bmm(a: Tensor, b: Tensor, leaves: int) -> Tensor:
     return (_BMM if tried else _by_leaves)(a, b, leaves)
 
 
-class _Sample:
-    """One sample's q [G, Q, S, E], k and v [G, S, E], q and k rotated, and its blocks of query rows."""
+class _Samples:
+    """The q [n G, Q, S, E], k and v [n G, S, E] of n samples, q and k rotated, and their blocks of query rows."""
 
-    def __init__(self, b: int, qkv: Tensor, options: Options, rotation: tuple[Tensor, Tensor] | None):
-        q, k, v = heads(qkv, options.batch, options.seq)
-        self.b, self.options, self.acc, self.rotation = b, options, acc_dtype(qkv), None
+    def __init__(self, samples: range, qkv: Tensor, options: Options, rotation: tuple[Tensor, Tensor] | None):
+        self.samples, self.options, self.acc, self.rotation = samples, options, acc_dtype(qkv), None
+        self.places = slice(samples.start, samples.stop)
+        q, k, v = (t[self.places] for t in heads(qkv, options.batch, options.seq))
         if rotation is not None:
-            self.rotation = tuple(t[b if len(t) > 1 else 0] for t in rotation)  # [1, 1, S, W / 2]
-        self.q, self.k = self.rotated(q[b]), self.rotated(k[b])[:, 0].contiguous()
-        self.v = v[b, :, 0].contiguous()
-        self.G, self.Q, self.S, self.E = self.q.shape
+            self.rotation = tuple(t[self.places] if len(t) > 1 else t for t in rotation)  # [n or 1, 1, 1, S, W / 2]
+        self.q = self.rotated(q).flatten(0, 1)
+        self.k = self.rotated(k).flatten(0, 2).contiguous()
+        self.v = v.flatten(0, 2).contiguous()
+        _, self.Q, self.S, self.E = self.q.shape
         self.kt = self.k.to(self.acc).transpose(1, 2)
-        self.key_mask = None if options.key_mask is None else options.key_mask[b]
+        self.key_mask = None if options.key_mask is None else options.key_mask[self.places, None]
         self.bias = None
         if options.bias is not None:
-            self.bias = options.bias.unflatten(0, (self.G, self.Q) if len(options.bias) > 1 else (1, 1))
+            self.bias = options.bias.unflatten(0, q.shape[1:3] if len(options.bias) > 1 else (1, 1))
         self.may_see_nothing = options.key_mask is not None or options.bias is not None
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Returns x [G, Q or 1, S, E] rotated, or with ``back`` rotated back."""
+        """Returns x [n, G, Q or 1, S, E] rotated, or with ``back`` rotated back."""
         if self.rotation is None:
             return x
         cos, sin = self.rotation
         return rotate(x, cos, -sin if back else sin, self.options.interleaved)
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """Returns x [n G, ...] as [n, G, ...], a view."""
+        return x.unflatten(0, (len(self.samples), -1))
 
     def blocks(self, spans: list[tuple[int, int]], start_row: int, end_row: int) -> Iterator[_QueryBlock]:
         """Yields the blocks of the positions ``start_row`` to ``end_row``, none over the end of a span."""
@@ -116,15 +124,15 @@ class _Sample:
                 yield _QueryBlock(a, e, max(start, a - span + 1), e if causal else min(end, e + span - 1))
 
     def rows(self, x: Tensor, block: _QueryBlock) -> Tensor:
-        """Returns the block's rows of x [G, Q, S, ...] as [G, Q rows, ...]."""
-        return x[:, :, block.start : block.end].reshape(self.G, self.Q * (block.end - block.start), *x.shape[3:])
+        """Returns the block's rows of x [.., Q, S, E] as [n G, Q rows, E]."""
+        return x[..., block.start : block.end, :].reshape(-1, self.Q * (block.end - block.start), self.E)
 
     def by_row(self, x: Tensor, block: _QueryBlock) -> Tensor:
-        """Returns x [G, Q rows, ...] as [G, Q, rows, ...], a view."""
-        return x.view(self.G, self.Q, block.end - block.start, *x.shape[2:])
+        """Returns x [n G, Q rows, ...] as [n, G, Q, rows, ...], a view."""
+        return self.by_sample(x).unflatten(2, (self.Q, block.end - block.start))
 
     def scores(self, q: Tensor, block: _QueryBlock) -> tuple[Tensor, Tensor | None]:
-        """Returns [G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
+        """Returns [n G, Q rows, keys], -inf where masked; and where scores are capped the tanh."""
         options, (a, e, lo, hi) = self.options, block
         window, softcap = options.window, options.softcap
         unit = options.scale if softcap is None else options.scale / softcap
@@ -142,15 +150,23 @@ class _Sample:
         if window is not None and not options.causal and hi > a + window:
             by_row += torch.full((e - a, hi - lo), -INF, dtype=s.dtype, device=s.device).triu_(a - lo + window)
         if self.key_mask is not None:
-            s.masked_fill_(~self.key_mask[lo:hi], -INF)
+            self.by_sample(s).flatten(1, 2).masked_fill_(~self.key_mask[..., lo:hi], -INF)
         return s, tanh
 
     def keep_mask(self, block: _QueryBlock) -> Tensor:
-        """Returns the 0/1 dropout mask [G, Q rows, keys]."""
+        """Returns the 0/1 dropout mask [n G, Q rows, keys]."""
         rows = torch.arange(block.start, block.end, device=self.q.device)
-        sample, keys = torch.tensor([self.b], device=self.q.device), range(block.first_key, block.last_key)
-        mask = keep_mask(self.options, rows, sample, heads=self.G * self.Q, keys=keys, dtype=self.acc)
-        return mask.view(self.G, -1, len(keys))
+        samples = torch.arange(self.samples.start, self.samples.stop, device=self.q.device)
+        keys, count = range(block.first_key, block.last_key), len(self.q) // len(self.samples) * self.Q
+        mask = keep_mask(self.options, rows, samples, heads=count, keys=keys, dtype=self.acc)
+        return mask.view(len(self.q), -1, len(keys))
+
+
+def _together(options: Options, heads: int) -> list[range]:
+    """Returns the samples of a call in ranges that are computed together: by leaves one by one, so that a sample's bits
+    do not depend on those beside it."""
+    count = 1 if options.leaves else max(1, SCORES // max(heads * min(options.seq, BLOCK) * options.seq, 1))
+    return [range(b, min(b + count, options.batch)) for b in range(0, options.batch, count)]
 
 
 def _has_gaps(qkv: Tensor, options: Options) -> bool:
@@ -159,8 +175,8 @@ def _has_gaps(qkv: Tensor, options: Options) -> bool:
 
 
 class Forward:
-    """Fills o [M, G Q E] and lse [B, H, S] position by position: ``attend`` to every sample and every range, in any
-    order."""
+    """Fills o [M, G Q E] and lse [B, H, S] position by position: ``attend`` to all of :meth:`samples` and every range,
+    in any order."""
 
     def __init__(self, qkv: Tensor, options: Options):
         batch, seq, (M, G, slots, E) = options.batch, options.seq, qkv.shape
@@ -171,41 +187,42 @@ class Forward:
         self._o = by_head(self.o, batch, seq, (G, slots - 2))
         self._lse = self.lse.unflatten(1, (G, slots - 2))
 
-    def sample(self, b: int) -> _Sample:
-        return _Sample(b, self.qkv, self.options, self.rotation)
+    def samples(self) -> Iterator[_Samples]:
+        for together in _together(self.options, heads=self.lse.shape[1]):
+            yield _Samples(together, self.qkv, self.options, self.rotation)
 
-    def attend(self, sample: _Sample, start_row: int, end_row: int) -> None:
+    def attend(self, samples: _Samples, start_row: int, end_row: int) -> None:
         """Computes o and lse of the queries at positions ``start_row`` to ``end_row``."""
-        for block in sample.blocks(self.spans, start_row, end_row):
-            s, _ = sample.scores(sample.rows(sample.q, block), block)
+        for block in samples.blocks(self.spans, start_row, end_row):
+            s, _ = samples.scores(samples.rows(samples.q, block), block)
             top, probs = s.amax(-1, keepdim=True), torch.softmax(s, -1)
             lse = top - probs.amax(-1, keepdim=True).log()
-            if sample.may_see_nothing:
+            if samples.may_see_nothing:
                 hidden = top == -INF
                 lse.masked_fill_(hidden, INF)
                 probs.masked_fill_(hidden, 0)
             if self.options.rng is not None:
-                probs *= sample.keep_mask(block).mul_(scale(self.options.p))
-            values = sample.v[:, block.first_key : block.last_key]
+                probs *= samples.keep_mask(block).mul_(scale(self.options.p))
+            values = samples.v[:, block.first_key : block.last_key]
             o = _bmm(probs.to(self.o.dtype), values, self.options.leaves)
             rows = slice(block.start, block.end)
-            self._o[sample.b, :, :, rows] = sample.by_row(o, block)
-            self._lse[sample.b, :, :, rows] = sample.by_row(lse, block)[..., 0]
+            self._o[samples.places, :, :, rows] = samples.by_row(o, block)
+            self._lse[samples.places, :, :, rows] = samples.by_row(lse, block)[..., 0]
 
 
 class _Gradients(NamedTuple):
-    """One sample in backward: the gradients of its rotated q and k, and of v, as they are added up."""
+    """Some samples in backward: the gradients of their rotated q and k, and of v, as they are added up."""
 
-    sample: _Sample
-    vt: Tensor  # v' [G, E, S]
-    dq: Tensor  # [G, Q, S, E]
-    dk: Tensor  # [G, S, E]
+    samples: _Samples
+    vt: Tensor  # v' [n G, E, S]
+    dq: Tensor  # [n, G, Q, S, E]
+    dk: Tensor  # [n G, S, E]
     dv: Tensor
 
 
 class Backward:
-    """Fills dqkv [M, G, Q + 2, E]: ``attend`` to every sample and every range, whose rows of do must be there, then
-    ``finish`` every sample.
+    """Fills dqkv [M, G, Q + 2, E]: ``attend`` to all of :meth:`samples` and every range, whose rows of do must be
+    there, then ``finish`` all of them.
 
     Gradients of keys and values are added in the order of the ranges.
     """
@@ -218,56 +235,59 @@ class Backward:
         self.dqkv = (qkv.new_zeros if _has_gaps(qkv, options) else qkv.new_empty)(qkv.shape)
         self._dq, self._dk, self._dv = heads(self.dqkv, batch, seq)
 
-    def sample(self, b: int) -> _Gradients:
-        sample = _Sample(b, self.qkv, self.options, self.rotation)
-        zeros = lambda t: torch.zeros_like(t, dtype=sample.acc)
-        dq = self._dq[b] if self.rotation is None else zeros(sample.q)
-        return _Gradients(sample, sample.v.to(sample.acc).transpose(1, 2), dq, dk=zeros(sample.k), dv=zeros(sample.k))
+    def samples(self) -> Iterator[_Gradients]:
+        G, Q = self._dq.shape[1:3]
+        for together in _together(self.options, heads=G * Q):
+            samples = _Samples(together, self.qkv, self.options, self.rotation)
+            zeros = functools.partial(torch.zeros_like, dtype=samples.acc)
+            dq = self._dq[samples.places] if self.rotation is None else samples.by_sample(zeros(samples.q))
+            vt = samples.v.to(samples.acc).transpose(1, 2)
+            yield _Gradients(samples, vt, dq, dk=zeros(samples.k), dv=zeros(samples.k))
 
     def attend(self, gradients: _Gradients, start_row: int, end_row: int) -> None:
         """Adds the gradients that come from the queries at positions ``start_row`` to ``end_row``."""
-        (sample, vt, dq, dk, dv), options, dtype = gradients, self.options, self.qkv.dtype
-        for block in sample.blocks(self.spans, start_row, end_row):
+        (samples, vt, dq, dk, dv), options, dtype = gradients, self.options, self.qkv.dtype
+        for block in samples.blocks(self.spans, start_row, end_row):
             keys = slice(block.first_key, block.last_key)
-            q, do, o = (sample.rows(t, block) for t in (sample.q, self.do[sample.b], self.o[sample.b]))
-            s, tanh = sample.scores(q, block)
+            q, do, o = (samples.rows(t, block) for t in (samples.q, self.do[samples.places], self.o[samples.places]))
+            s, tanh = samples.scores(q, block)
             probs = torch.softmax(s, -1)
-            if sample.may_see_nothing:
+            if samples.may_see_nothing:
                 probs.masked_fill_(s.amax(-1, keepdim=True) == -INF, 0)
-            dp = _bmm(do.to(sample.acc), vt[:, :, keys], options.leaves)
+            dp = _bmm(do.to(samples.acc), vt[:, :, keys], options.leaves)
             dropped = probs
             if options.rng is not None:
-                mask = sample.keep_mask(block).mul_(scale(options.p))
+                mask = samples.keep_mask(block).mul_(scale(options.p))
                 dp *= mask
                 dropped = mask.mul_(probs)
             dv[:, keys] += _bmm(dropped.to(dtype).transpose(1, 2), do, options.leaves)
-            ds = dp.sub_((do.to(sample.acc) * o).sum(-1, keepdim=True)).mul_(probs)
+            ds = dp.sub_((do.to(samples.acc) * o).sum(-1, keepdim=True)).mul_(probs)
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1))
             ds = ds.to(dtype)
-            block_dq = _bmm(ds, sample.k[:, keys], options.leaves).mul_(options.scale)
-            dq[:, :, block.start : block.end] = sample.by_row(block_dq, block)
+            block_dq = _bmm(ds, samples.k[:, keys], options.leaves).mul_(options.scale)
+            dq[..., block.start : block.end, :] = samples.by_row(block_dq, block)
             dk[:, keys] += _bmm(ds.transpose(1, 2), q, options.leaves)
 
     def finish(self, gradients: _Gradients) -> None:
-        sample = gradients.sample
+        samples = gradients.samples
         if self.rotation is not None:
-            self._dq[sample.b] = sample.rotated(gradients.dq, back=True)
-        self._dk[sample.b] = sample.rotated(gradients.dk.mul_(self.options.scale)[:, None], back=True)
-        self._dv[sample.b, :, 0] = gradients.dv
+            self._dq[samples.places] = samples.rotated(gradients.dq, back=True)
+        dk, dv = (samples.by_sample(t)[:, :, None] for t in (gradients.dk.mul_(self.options.scale), gradients.dv))
+        self._dk[samples.places] = samples.rotated(dk, back=True)
+        self._dv[samples.places] = dv
 
 
 def fwd_cpu(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     forward = Forward(qkv, options)
-    for b in range(options.batch):
-        forward.attend(forward.sample(b), 0, options.seq)
+    for samples in forward.samples():
+        forward.attend(samples, 0, options.seq)
     return forward.o, forward.lse
 
 
 def bwd_cpu(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, options: Options) -> Tensor:
     backward = Backward(do, qkv, o, options)
-    for b in range(options.batch):
-        gradients = backward.sample(b)
+    for gradients in backward.samples():
         backward.attend(gradients, 0, options.seq)
         backward.finish(gradients)
     return backward.dqkv

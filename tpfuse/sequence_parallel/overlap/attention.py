@@ -51,7 +51,7 @@ class Tiles:
 
     def __init__(self, work: Any, m: int):
         self.work, self.m, self.batch, self.seq = work, m, work.options.batch, work.options.seq
-        self.samples = [work.sample(b) for b in range(self.batch)]
+        self.samples = list(work.samples())
         self._next: dict[int, int] = {}
 
     def attend(self, tile: int, row: int, ahead: bool) -> None:
@@ -62,8 +62,8 @@ class Tiles:
         blocks = -(-position // BLOCK) if ahead else position // BLOCK
         begin, stop = self._next.get(tile, start), end if row == self.m else min(start + blocks * BLOCK, end)
         if stop > begin:
-            for sample in self.samples:
-                self.work.attend(sample, begin, stop)
+            for samples in self.samples:
+                self.work.attend(samples, begin, stop)
             self._next[tile] = stop
 
 
@@ -132,8 +132,8 @@ def gather_attention_exchange_bwd_by(
     if work is None or tiles is None:
         dqkv = attention_bwd(do.flatten(0, 1), qkv, o, lse, options=options)
     else:
-        for sample in tiles.samples:
-            work.finish(sample)
+        for samples in tiles.samples:
+            work.finish(samples)
         dqkv = work.dqkv
     dqkv = dqkv.flatten(1)
     leaving = multiply_and_send(outgoing(f"{label} (dn)", R * m, w.t(), R, group_name=group_name), dqkv, w.t())
