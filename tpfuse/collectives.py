@@ -39,7 +39,7 @@ from .ranks import gloo
 from .ranks.agreement import agreement_of, comparable, gather_number
 from .ranks.failure import explained
 
-# ---- the two messages everything is made of: opaque ops, so that compiled graphs keep their order ----
+# ---- the messages everything is made of: opaque ops, so that compiled graphs keep their order ----
 
 
 # torch 2.13 deprecates the older name
@@ -90,6 +90,14 @@ def all_gather_copies_ref(x: Tensor, copies: int, size: int, group_name: str) ->
     return result
 
 
+def exchange_rows_ref(x: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
+    """x [sum of sent, ...] -> [sum of received, ...]: so many rows to each rank, in order of ranks, and from each."""
+    result, group = x.new_empty(sum(received), *x.shape[1:]), resolve(group_name)
+    with named("exchange_rows", group):
+        dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
+
+
 @contextlib.contextmanager
 def named(label: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Raises the error of a peer that died or timed out as one that starts with ``label`` and this rank, and ends with
@@ -104,6 +112,11 @@ all_gather = op(all_gather_ref, kind=COMMUNICATION, fake=lambda x, size, group_n
 all_to_all = op(all_to_all_ref, kind=COMMUNICATION, fake=lambda x, group_name: x.new_empty(x.shape))
 all_gather_copies = op(
     all_gather_copies_ref, kind=COMMUNICATION, fake=lambda x, copies, size, group_name: x.new_empty(copies, *x.shape)
+)
+exchange_rows = op(
+    exchange_rows_ref,
+    kind=COMMUNICATION,
+    fake=lambda x, sent, received, group_name: x.new_empty(sum(received), *x.shape[1:]),
 )
 
 

@@ -13,6 +13,7 @@ lora               low-rank adapters
 loss               losses over a split vocabulary, and a head for one
 mlp                ParallelMLP
 module             ParallelModule: shards as parameters, initial weights
+moe                ParallelMoE
 norm               LayerNorm, RMSNorm
 one_node           a block on one rank as one autograd node
 partial            partial gradients are found and named
@@ -39,8 +40,9 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import VocabParallelHead, cross_entropy, linear_cross_entropy, log_probs
 from .mlp import ParallelMLP
 from .module import ParallelModule
+from .moe import ParallelMoE
 from .norm import LayerNorm, RMSNorm
-from .shapes import AttentionShape, Init, MLPShape, NormShape
+from .shapes import AttentionShape, Init, MLPShape, MoEShape, NormShape
 from .wiring import Normed
 
 __all__ = [
@@ -52,10 +54,12 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "MLPShape",
+    "MoEShape",
     "NormShape",
     "Normed",
     "ParallelAttention",
     "ParallelMLP",
+    "ParallelMoE",
     "ParallelModule",
     "RMSNorm",
     "Rope",

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.experts.records import Routing
+
 
 class AttentionShape(NamedTuple):
     """Heads of self-attention, and what happens to queries, keys and scores; see :class:`ParallelAttention`."""
@@ -33,6 +35,16 @@ class MLPShape(NamedTuple):
     activation: str = "gelu_tanh"
     gated: bool = False
     bias: bool = True
+
+
+class MoEShape(NamedTuple):
+    """Widths of experts, their number, and how rows choose them; see :class:`ParallelMoE`."""
+
+    hidden_size: int
+    ffn_size: int
+    num_experts: int
+    routing: Routing
+    activation: str = "silu"
 
 
 class NormShape(NamedTuple):

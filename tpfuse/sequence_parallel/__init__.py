@@ -4,6 +4,7 @@ attention      both projections with attention between them
 choice         which form an op takes, by sizes and what was measured
 column_linear  column-parallel linear
 crossings      gather_rows, scatter_rows, exchange: between row shards and GEMMs
+experts        rows to the experts of all ranks and back
 flight         row tiles on their way between ranks while GEMMs run
 forms/         the same functions in three forms
 loss           the loss from row shards, without logits
@@ -16,6 +17,7 @@ row_linear     row-parallel linear without its sum
 from .attention import gather_attention_exchange
 from .column_linear import gather_linear
 from .crossings import exchange, leave_parts
+from .experts import routed_experts
 from .loss import gather_linear_cross_entropy
 from .mlp import gather_mlp_exchange
 from .row_linear import linear_exchange
@@ -28,4 +30,5 @@ __all__ = [
     "gather_mlp_exchange",
     "leave_parts",
     "linear_exchange",
+    "routed_experts",
 ]

@@ -49,18 +49,18 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class _Expand(Function):
-    """[m, D] -> [R, m, D] with stride 0.  Adds the R gradients as :func:`..collectives.summed` does, and autograd does
-    not."""
+    """[m, D] -> [copies, m, D] with stride 0.  Adds the gradients as :func:`..collectives.summed` does, and autograd
+    does not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, copies: int) -> Tensor:
         ctx.tp = tp
-        return x.expand(tp.row_shards, -1, -1)
+        return x.expand(copies, -1, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return summed(dy, ctx.tp), None
+        return summed(dy, ctx.tp), None, None
 
 
 class _ScatterRows(Function):
@@ -87,13 +87,17 @@ class _Exchange(Function):
         return exchange_parts(dy, ctx.tp), None
 
 
-def expanded(name: str, x: Tensor, tp: TensorParallel) -> Tensor:
-    """Returns x [m, D] or [R, m, D] as [R, m, D].  ValueError, in the name of the op ``name``, for another shape."""
+def expanded(name: str, x: Tensor, tp: TensorParallel, copies: int | None = None) -> Tensor:
+    """Returns x [m, D] or [copies, m, D] as [copies, m, D], by default one for each shard of the rows.
+
+    ValueError, in the name of the op ``name``, for another shape.
+    """
+    copies = tp.row_shards if copies is None else copies
     if x.dim() == 2:
-        return _Expand.apply(x.contiguous(), tp)
+        return _Expand.apply(x.contiguous(), tp, copies)
     check(
-        x.dim() == 3 and x.shape[0] == tp.row_shards,
-        f"{name}: x must be [m, D] or [{tp.row_shards}, m, D], got {tuple(x.shape)}",
+        x.dim() == 3 and x.shape[0] == copies,
+        f"{name}: x must be [m, D] or [{copies}, m, D], got {tuple(x.shape)}",
     )
     return x
 

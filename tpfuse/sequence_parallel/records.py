@@ -1,10 +1,11 @@
 """Records of the arguments and results of an op's forms.
 
 A weight's gradient is a unit of work with its inputs: ``WeightGrad``, or ``GatheredWeightGrad`` if the rows of its
-input have yet to be gathered.  A form passes it to ``grads.run`` with the weight's name among the fields of
-``WantedGrads``, which runs it at once.  ``adding`` makes the ``run`` of weights whose gradients are added in fp32
-(:class:`tpfuse.MainGrad`): the unit adds to the total and returns no gradient.  If backward defers the gradients of
-weights (kernels/runtime/deferred.py) ``run`` leaves the unit in a store and returns (None, None).
+input have yet to be gathered, or ``ExpertWeightGrad`` of experts, each of which has rows of its own.  A form passes it
+to ``grads.run`` with the weight's name among the fields of ``WantedGrads``, which runs it at once.  ``adding`` makes
+the ``run`` of weights whose gradients are added in fp32 (:class:`tpfuse.MainGrad`): the unit adds to the total and
+returns no gradient.  If backward defers the gradients of weights (kernels/runtime/deferred.py) ``run`` leaves the unit
+in a store and returns (None, None).
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.attn.options import Options
+from ..kernels.experts.grouped import experts_wgrad, experts_wgrad_add
+from ..kernels.experts.records import Sides
 from ..kernels.gemm.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.deferred import Later
@@ -65,10 +68,13 @@ class SavedInput(NamedTuple):
     def of(n: Tensor, recompute: Recompute | None, tp: TensorParallel) -> "SavedInput":
         return SavedInput(n[:1] if recompute is None else recompute, tp)
 
+    def shard(self) -> Tensor:
+        """Returns n [m, D]."""
+        return norm_apply(self.n) if isinstance(self.n, Recompute) else self.n[0]
+
     def expanded(self) -> Tensor:
         """Returns n [R, m, D] with stride 0."""
-        n = norm_apply(self.n)[None] if isinstance(self.n, Recompute) else self.n
-        return n.expand(self.tp.row_shards, -1, -1)
+        return self.shard().expand(self.tp.row_shards, -1, -1)
 
     def rows(self) -> Tensor:
         """Returns all rows of n, [M, D]."""
@@ -149,6 +155,21 @@ class GatheredWeightGrad(NamedTuple):
 
     def _gathered(self) -> WeightGrad:
         return WeightGrad(self.dy, self.n.rows(), self.dtype, self.bias)
+
+
+class ExpertWeightGrad(NamedTuple):
+    """dW_e = dy_e' x_e of every expert here, in ``dtype``; 0 of one without rows."""
+
+    sides: Sides
+    dtype: torch.dtype
+
+    def run(self) -> tuple[Tensor, None]:
+        """Returns dW [E / R, N, K]."""
+        return experts_wgrad(self.sides, self.dtype), None
+
+    def add_to(self, total: Tensor) -> None:
+        """Adds dW to ``total`` [E / R, N, K], in its dtype."""
+        experts_wgrad_add(self.sides, total)
 
 
 class WeightWork(Protocol):

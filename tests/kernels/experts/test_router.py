@@ -103,16 +103,18 @@ def one_by_one(run, x, w, routing):
     return tuple(map(torch.cat, zip(*(run(row, w, None, routing) for row in x.split(1)))))
 
 
+@pytest.mark.parametrize("D, experts", [(1024, 64), (37, 8), (255, 11)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_row_is_routed_alike_whatever_is_beside_it(dtype):
-    """One row alone, at a width where a GEMM of another number of rows adds in another order."""
-    x, w = torch.randn(70, 1024).to(dtype), torch.randn(64, 1024).to(dtype) / 32
-    routing = Routing(4)
+def test_a_row_is_routed_alike_whatever_is_beside_it(dtype, D, experts):
+    """One row alone, at a width where a GEMM of another number of rows adds in another order, and at odd ones, where it
+    takes rows at some places of a tile otherwise than at others."""
+    x, w = torch.randn(70, D).to(dtype), torch.randn(experts, D).to(dtype) / 32
+    routing = Routing(4, "sigmoid")
     together = router_fwd(x, w, None, routing)
     assert all(map(torch.equal, together, one_by_one(router_fwd.cpu, x, w, routing)))
     d = [torch.randn_like(together[0]), torch.randn_like(together[2])]
     rows = lambda i: [t[i] for t in (*d, together[2], together[0], together[1])]
-    everything, single = torch.empty(2, 70, 1024).to(dtype)
+    everything, single = torch.empty(2, 70, D).to(dtype)
     router_bwd(*rows(slice(None)), w, routing, everything)
     for i in range(70):
         router_bwd(*rows(slice(i, i + 1)), w, routing, single[i : i + 1])

@@ -20,6 +20,7 @@ alike however many rows they have.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.op import linear_wgrad
@@ -32,14 +33,22 @@ from .cost import router_bwd_cost, router_fwd_cost
 from .records import Routing, check_routing
 from .triton_router import router_bwd_launch, router_fwd_launch
 
-ROWS = 64  # of a product on a CPU
+ROWS = 48  # of a product on a CPU, whose kernels take 4, 6 or 12 rows at a time, and those left over in another order
+COLUMNS = 16  # the multiple that sums are filled up to with 0: rows then start where vectors do, and are treated alike
 TINY = 1e-20  # added to the sum of sigmoids, which may all be 0
 
 # ---- reference ----
 
 
+def _sigmoid(logits: Tensor) -> Tensor:
+    """The same for an element wherever it stands: torch's own rounds the last ones of a tensor in another way."""
+    return torch.neg(logits).exp_().add_(1).reciprocal_()
+
+
 def _scores(logits: Tensor, score: str) -> Tensor:
-    return {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid, "chosen": lambda: logits}[score]()
+    if score == "sigmoid":
+        return _sigmoid(logits)
+    return logits.softmax(-1) if score == "softmax" else logits
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
@@ -94,7 +103,7 @@ def _dlogits(
     if routing.normalized == "chosen":
         d = normal * (d - (d * normal).sum(-1, keepdim=True))
     else:
-        s = logits.gather(1, places).sigmoid()
+        s = _sigmoid(logits.gather(1, places))
         if routing.normalized == "sigmoid sum":
             d = (d - (d * normal).sum(-1, keepdim=True)) / (s.sum(-1, keepdim=True) + TINY)
         d = d * s * (1 - s)
@@ -124,13 +133,15 @@ def router_bwd_ref(
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """x [m, K], w [K, N] -> [m, N] in w's dtype"""
-    (y,) = in_tiles(lambda rows: (rows.to(w.dtype) @ w,), x, ROWS)
+    """x [m, K], w [N, K] -> x W' [m, N] in w's dtype, a row the same wherever it stands."""
+    pad = 0, -x.shape[1] % COLUMNS
+    transposed = F.pad(w, pad).contiguous().t()
+    (y,) = in_tiles(lambda rows: (F.pad(rows.to(w.dtype), pad) @ transposed,), x, ROWS)
     return y
 
 
 def _router_fwd_cpu(x: Tensor, w: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    return _weigh(_product(x, w.to(acc_dtype(x)).t()), bias, routing)
+    return _weigh(_product(x, w.to(acc_dtype(x))), bias, routing)
 
 
 def _router_bwd_cpu(
@@ -144,7 +155,7 @@ def _router_bwd_cpu(
     dx: Tensor,
 ) -> Tensor:
     total = _dlogits(dweights, dlogits, logits, weights, chosen=chosen, routing=routing)
-    dx.copy_(_product(total, w.to(total.dtype)))
+    dx.copy_(_product(total, w.to(total.dtype).t()))
     return total
 
 

@@ -1,0 +1,270 @@
+"""A mixture of experts at 1, 2 and 4 ranks: the same bits, however few rows a rank has, and transformers' values."""
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+from tests.common import error
+from tests.planted import Mistaken
+from tpfuse import MainGrad, TensorParallel
+from tpfuse.kernels import Routing
+from tpfuse.kernels.norm import norm_in, reduce_bias_dropout_add_norm
+from tpfuse.kernels.runtime.deferred import WeightGradients
+from tpfuse.layers import Call, ParallelMoE
+from tpfuse.layers.shards import named_specs
+
+FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+
+
+class Case(NamedTuple):
+    """M rows of width D, E experts of width F; ``M`` rows are valid, ``pad`` more are not."""
+
+    M: int
+    D: int
+    F: int
+    E: int
+    routing: Routing
+    pad: int = 0
+    only: int | None = None  # experts from here on get no row
+
+
+CASES = {
+    "one row a rank": Case(4, 1024, 24, 64, Routing(4)),  # where a GEMM's sums depend on the number of its rows
+    "many rows": Case(48, 64, 40, 8, Routing(3, "sigmoid", True, 2.5, 4, 2)),
+    "starved ranks": Case(24, 37, 11, 8, Routing(2), only=2),  # the flooded one has every row
+    "padded": Case(5, 48, 24, 8, Routing(2), pad=3),
+    "one row": Case(1, 48, 24, 4, Routing(1, renormalize=False), pad=3),  # ranks without any
+    "all experts": Case(8, 32, 16, 4, Routing(4, "chosen")),
+}
+
+
+def make(case: Case, tp: TensorParallel | None, dtype: torch.dtype) -> ParallelMoE:
+    torch.manual_seed(3)
+    layer = ParallelMoE(case.D, case.F, case.E, case.routing, tp=tp, init_std=0.3, dtype=dtype)
+    if case.only is not None:  # of rows without negative numbers
+        with torch.no_grad():
+            layer.router[case.only :] = 0
+            layer.router[: case.only] = layer.router[: case.only].abs() + 0.1
+    return layer
+
+
+def data(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x and dy of all rows; padding holds garbage, which has no gradient."""
+    random = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(case.M + case.pad, case.D, generator=random).to(dtype) for _ in range(2))
+    x[case.M :], dy[case.M :] = 1e4, 0
+    return [x if case.only is None else x.abs(), dy]
+
+
+def step(layer: ParallelMoE, case: Case, x, dy, keep: bool = True) -> dict[str, torch.Tensor]:
+    tp = layer.tp
+    x, dy = (t.chunk(tp.row_shards)[tp.row_rank].clone() for t in (x, dy))
+    x.requires_grad_()
+    y = layer(x, call=Call(batch=1, seq=case.M, keep=keep))
+    y.backward(dy)
+    return dict(y=y.detach(), x=x.grad, **{name: p.grad for name, p in layer.named_parameters()})
+
+
+def run(world, name: str, sp: bool, dtype: torch.dtype):
+    case, tp = CASES[name], TensorParallel(world.group, sequence_parallel=sp)
+    layer = make(case, tp, dtype)
+    results = [step(layer, case, *data(case, dtype))]
+    for p in layer.parameters():
+        p.grad = None
+    results.append(step(layer, case, *data(case, dtype), keep=False))  # rows are sent again in backward
+    return tp, results, {n: spec.local(t) for n, spec, t in named_specs(layer)}
+
+
+def differing(name: str, every, dtype: torch.dtype) -> set[str]:
+    """The names of what has other bits than on one rank; the router's gradient is held to rounding."""
+    case, names = CASES[name], set()
+    one = step(make(case, None, dtype), case, *data(case, dtype))
+    for tp, results, slices in every:
+        for result in results:
+            assert result.keys() == one.keys()
+            for key, value in result.items():
+                whole = one[key]
+                if key in ("x", "y"):
+                    mine = whole.chunk(tp.row_shards)[tp.row_rank]
+                elif key == "router":
+                    assert error(value, whole) < {FP32: 1e-5, BF16: 1e-2, FP64: 1e-12}[dtype]
+                    continue
+                else:
+                    mine = whole[slices[key]]
+                if not torch.equal(value, mine):
+                    names.add(key)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sp", [True, False], ids=["sequence parallel", "replicated rows"])
+@pytest.mark.parametrize("R", [4, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_at_every_size(ranks, name, R, sp, dtype):
+    assert differing(name, ranks(R, run, name, sp, dtype), dtype) == set()
+
+
+def one_product(right, x, w):
+    """All rows that a rank has, at once."""
+    return x.to(w.dtype) @ w.t()
+
+
+def in_order_of_arrival(right, chosen, experts):
+    """An expert's rows by row of their rank, their ranks in reverse."""
+    order = right(chosen, experts)
+    if chosen.dim() == 1:
+        numbers = [n.flip(0) for n in order.numbers.tensor_split(order.offsets[1:-1])]
+        order = order._replace(numbers=torch.cat(numbers))
+    return order
+
+
+@pytest.mark.parametrize("name, target, mistake, wrong", [
+    ("one row a rank", "router._product", one_product, {"y", "x", "fc1", "fc2"}),
+    ("many rows", "records.ExpertOrder.of", in_order_of_arrival, {"fc1", "fc2"}),
+])  # fmt: skip
+def test_a_mistake_is_seen(ranks, name, target, mistake, wrong):
+    spoilt = Mistaken(run, f"tpfuse.kernels.experts.{target}", mistake)
+    names = differing(name, ranks(4, spoilt, name, True, FP32), FP32)
+    assert names and names <= wrong
+
+
+# ---- within a block's kernels ----
+
+
+def between_norms(world, keep: bool):
+    """The layer behind a norm that hands n to all its readers, before the kernel that adds the parts."""
+    case = CASES["many rows"]
+    tp = TensorParallel(world.group, sequence_parallel=True) if world else TensorParallel()
+    layer = make(case, tp, FP32)
+    x, dy = (t.chunk(tp.row_shards)[tp.row_rank].clone().requires_grad_() for t in data(case, FP32))
+    gamma = torch.linspace(0.5, 1.5, case.D)
+    h, n, recipe = norm_in(x, gamma, None, eps=1e-6, norm="rms", ranks=layer.copies, recompute=not keep)
+    parts = layer.parts(n, recipe, Call(keep=keep))
+    h, n, _ = reduce_bias_dropout_add_norm(parts, None, h, gamma, norm="rms")
+    torch.autograd.backward([h, n], [dy, dy[None]])
+    return parts.detach(), h.detach(), x.grad, layer.fc1.grad
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_parts_between_norms(ranks, keep):
+    one = between_norms(None, True)
+    for rank, (parts, h, dx, dw) in enumerate(ranks(2, between_norms, keep)):
+        assert torch.equal(parts, one[0].chunk(2, 1)[rank]) and torch.equal(dw, one[3].chunk(2)[rank])
+        assert torch.equal(h, one[1].chunk(2)[rank]) and torch.equal(dx, one[2].chunk(2)[rank])
+
+
+def later(world):
+    """Gradients of weights handed over as work, and added in fp32, beside those of a bare backward."""
+    case, tp = CASES["many rows"], TensorParallel(world.group, sequence_parallel=True)
+    x, dy = (t.chunk(2)[tp.rank].clone() for t in data(case, BF16))
+    x.requires_grad_()
+    bare, deferred, main = (make(case, tp, BF16) for _ in range(3))
+    bare(x).backward(dy)
+    store = WeightGradients()
+    with store.deferring():
+        y = deferred(x)
+    y.backward(dy)
+    before = deferred.fc1.grad, deferred.fc2.grad
+    store.take()()
+    MainGrad(main)
+    for _ in range(2):
+        main(x).backward(dy)
+    return before, [[p.grad for p in layer.parameters()] for layer in (bare, deferred)], [
+        p.main_grad for p in main.parameters()
+    ]  # fmt: skip
+
+
+def test_gradients_made_later_and_in_fp32(ranks):
+    for before, (bare, deferred), main in ranks(2, later):
+        assert before == (None, None) and all(map(torch.equal, bare, deferred))
+        for total, gradient in zip(main, bare, strict=True):
+            assert total.dtype == FP32 and error(total, 2 * gradient.float()) < 2e-2
+
+
+# ---- transformers ----
+
+
+@contextlib.contextmanager
+def wide():
+    """Their router computes its softmax in fp64."""
+    softmax, widened = F.softmax, lambda x, *args, **_: softmax(x.double(), -1)
+    with mock.patch.object(F, "softmax", widened), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def test_mixtral_of_transformers():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(hidden_size=48, intermediate_size=40, num_local_experts=8, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    theirs = mixtral.MixtralSparseMoeBlock(config).double()
+    ours = ParallelMoE(48, 40, 8, Routing(2), dtype=FP64)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(0, 0.3)
+        ours.router.copy_(theirs.gate.weight)
+        ours.fc1.copy_(rearrange(theirs.experts.gate_up_proj, "e (t f) d -> e f t d", t=2))
+        ours.fc2.copy_(theirs.experts.down_proj)
+    x, dy = torch.randn(2, 2, 30, 48, dtype=FP64)
+    a, b = (x.clone().requires_grad_() for _ in range(2))
+    with wide():
+        y = theirs(a)
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(dy)
+    z = ours(b)
+    z.backward(dy)
+    fc1 = rearrange(theirs.experts.gate_up_proj.grad, "e (t f) d -> e f t d", t=2)
+    pairs = (z, y), (b.grad, a.grad), (ours.router.grad, theirs.gate.weight.grad), (ours.fc1.grad, fc1)
+    for ours_, theirs_ in (*pairs, (ours.fc2.grad, theirs.experts.down_proj.grad)):
+        assert error(ours_, theirs_) < 1e-13
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(num_experts=0), "num_experts must be a positive integer, got 0"),
+    (dict(routing=Routing(5)), "k must be 1 to num_experts=4, got 5"),
+    (dict(activation="relu"), "activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
+    (dict(tp=TensorParallel(bitwise=4)), "bitwise must be None, .* got 4"),
+])  # fmt: skip
+def test_what_is_refused(change, message):
+    arguments = dict(hidden_size=8, ffn_size=6, num_experts=4, routing=Routing(2))
+    with pytest.raises(ValueError, match=f"ParallelMoE: {message}"):
+        ParallelMoE(**arguments | change)
+
+
+def refused(world):
+    messages = []
+    tp = TensorParallel(world.group, sequence_parallel=True)
+    with pytest.raises(ValueError) as found:
+        ParallelMoE(8, 6, 7, Routing(2), tp=tp)
+    messages.append(str(found.value))
+    layer = ParallelMoE(8, 6, 4, Routing(2), tp=tp)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True), pytest.raises(ValueError) as found:
+        layer.parts(torch.zeros(2, 8))
+    messages.append(str(found.value))
+    with pytest.raises(ValueError) as found:
+        ParallelMoE(8, 6, 4, Routing(1 + tp.rank), tp=tp)
+    messages.append(str(found.value))
+    return messages
+
+
+def test_what_is_refused_on_several_ranks(ranks):
+    for divided, compiled, different in ranks(2, refused):
+        assert different.startswith("ParallelMoE: routing must be the same on every tensor-parallel rank")
+        assert divided == "ParallelMoE: num_experts=7 is not divisible by tensor-parallel size 2; use 1 or 7"
+        assert compiled.startswith("ParallelMoE: torch.compile is built for one rank") and "size 2" in compiled
+
+
+def test_compile_on_one_rank():
+    case = CASES["many rows"]
+    x, dy = data(case, FP32)
+    eager, layer = step(make(case, None, FP32), case, x, dy), make(case, None, FP32)
+    layer.compile(fullgraph=True, backend="aot_eager")
+    compiled = step(layer, case, x, dy)
+    assert all(torch.equal(compiled[key], value) for key, value in eager.items())

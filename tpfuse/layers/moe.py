@@ -1,0 +1,143 @@
+"""A mixture of experts, its experts divided among the ranks.
+
+x [m, D] -> router: k experts and weights a row -> rows to their ranks -> gated MLPs -> parts [k, m, D] -> sum [m, D]
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..collectives import collect, copy, split
+from ..kernels.experts.records import Routing, check_routing
+from ..kernels.gemm.activation import GATED
+from ..kernels.norm import Recompute, reduce_bias_dropout_add_norm
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.op import acc_dtype
+from ..kernels.runtime.rules import check_rules, integer
+from ..parallel import TensorParallel
+from ..sequence_parallel import routed_experts
+from .call import CALL, Call
+from .module import ParallelModule, check_width, local
+from .shapes import INIT, Init, MoEShape
+
+_SIZES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer())
+
+
+class ParallelMoE(ParallelModule):
+    """Sums w_j expert_j(x) over the k experts that a router chooses for a row; no row is dropped.
+
+    An expert is fc2 (act(gate) up) with (gate, up) = fc1 x: ``fc1`` [E, F, 2, D], gate and up side by side, and ``fc2``
+    [E, D, F] hold all E = ``num_experts``, of which each rank has E / R; ``router`` [E, D] is on every rank.
+    ``routing``: a :class:`tpfuse.kernels.Routing`.  ``activation``: the gate's, one that has a gated form.
+
+    Outputs and gradients of x and of the experts have the same bits at every R, with sequence parallelism and without;
+    the router's gradient, a sum over ranks in fp32, agrees to rounding.  (On CPUs with the same number of threads; on a
+    GPU by tiles of one size.)  Without sequence parallelism a rank takes its share of the rows and the results are
+    collected, rounded once more than with it.
+
+    ValueError for sizes that cannot be divided, a routing or activation that cannot be used, and a ``tp`` with
+    ``bitwise``.
+    """
+
+    repr_fields = "num_experts", "routing", "activation"
+    in_one = False  # the block takes its steps one by one
+    out_bias = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        tp: TensorParallel | None = None,
+        activation: str = "silu",
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(tp)
+        shape = MoEShape(hidden_size, ffn_size, num_experts, routing, activation=activation)
+        self._build(shape, Init(init_std, out_init_std, dtype, device))
+        self.tp.agree("ParallelMoE", {name: str(value) for name, value in shape._asdict().items()})
+        self.initialize_alone()
+
+    @classmethod
+    def of(cls, shape: MoEShape, *, tp: TensorParallel | None = None, init: Init = INIT) -> "ParallelMoE":
+        """Returns the layer of a shape, for a block that compares its calls itself."""
+        layer = cls.__new__(cls)
+        ParallelModule.__init__(layer, tp)
+        layer._build(shape, init)
+        return layer
+
+    def _build(self, shape: MoEShape, init: Init) -> None:
+        name, (D, width, E, routing, activation) = "ParallelMoE", shape
+        check_rules(name, shape._asdict(), _SIZES)
+        check_routing(name, routing, E)
+        gates = GATED.values()
+        check(activation in gates, f"{name}: activation must be one of {', '.join(gates)}, got {activation!r}")
+        check(
+            self.tp.bitwise is None,
+            f"{name}: bitwise must be None, since the router's gradient is no tree of leaves, got {self.tp.bitwise};"
+            " the bits of all else are the same at every size without it",
+        )
+        self.tp.divide(E, f"{name}: num_experts")
+        self.width, self.num_experts, self.routing, self.activation = D, E, routing, activation
+        dtype, device = init.dtype, init.device
+        self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
+        self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
+        self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
+
+    @property
+    def copies(self) -> int:
+        """The number of gradients of n that come back unsummed: of k experts and the router."""
+        return 1 if self._rows_are_whole else self.routing.k + 1
+
+    @property
+    def _rows_are_whole(self) -> bool:
+        """True if every rank of several has all rows."""
+        return self.tp.size > self.tp.row_shards
+
+    def parts(self, n: Tensor, recompute: Recompute | None = None, call: Call = CALL) -> Tensor:
+        """n [m, D] or expanded [copies, m, D] -> parts [k, m, D], to be summed over k (without sequence parallelism to
+        their sum, [1, M, D]).
+
+        ``recompute``: n is recomputed in backward, and rows are sent again unless ``call.keep``.  Rows beyond
+        ``call.seq * call.batch`` are padding, which no expert sees.
+        """
+        check(
+            self.tp.size == 1 or not torch.compiler.is_compiling(),
+            f"ParallelMoE: torch.compile is built for one rank, since rows that arrive have to be counted, got"
+            f" tensor-parallel size {self.tp.size}; call it outside of the compiled region",
+        )
+        if not self._rows_are_whole:
+            return self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
+        x = n[0] if n.dim() == 3 else n
+        M, R = len(x), self.tp.size
+        m = -(-M // R)
+        mine = split(F.pad(x, (0, 0, 0, m * R - M)), self.tp)
+        y = reduce_bias_dropout_add_norm(self._routed(mine, M, None, call))[0]
+        return collect(y, self.tp)[None, :M]
+
+    def _routed(self, n: Tensor, rows: int, recompute: Recompute | None, call: Call) -> Tensor:
+        """Returns the parts of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
+        padding."""
+        m, tp = n.shape[-2], self.tp
+        valid = rows if call.seq is None else min(rows, call.seq * call.batch)
+        router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
+        parts: Tensor = routed_experts(
+            n, local(self.shard("fc1")), local(self.shard("fc2")), router,
+            routing=self.routing, activation=self.activation, tp=tp, valid=max(0, min(m, valid - tp.rank * m)),
+            recompute=recompute, keep=call.keep,
+        )  # fmt: skip
+        return parts
+
+    def forward(self, x: Tensor, *, call: Call = CALL) -> Tensor:
+        """x [..., D], all dimensions but the last rows (this rank's; without sequence parallelism all) -> [..., D].
+
+        ``call`` is a block's, which calls all branches alike.  ValueError for another width.
+        """
+        check_width("ParallelMoE", x, self.width)
+        y: Tensor = reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, self.width), call=call))[0]
+        return y.view(x.shape)
