@@ -18,8 +18,8 @@ from torch import Tensor
 from ..runtime.op import acc_dtype
 from .activation import ACTIVATIONS, GATED, Activation
 
-RUN = 3 << 15  # elements of z; most functions of torch give at most three threads a share of so many
-VECTORS = 3 * 64  # elements: whole vectors of all instructions in each share of one, two or three threads
+RUN = 1 << 16  # elements of act(z); most functions of torch give at most two threads a share of so many
+VECTORS = 2 * 32  # elements: whole vectors of all instructions in each share of one thread or two
 _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower half
 
 
@@ -78,7 +78,7 @@ def _runs(inputs: list[Tensor], outputs: list[Tensor], count: int) -> Iterator[t
         return
     flat = [(x.reshape(-1), x.numel() // count) for x in inputs], [(x.view(-1), x.numel() // count) for x in outputs]
     vectors = VECTORS * torch.get_num_threads()  # gelu gives all threads a share
-    step = max(RUN // max(n for _, n in flat[0]) // vectors, 1) * vectors
+    step = max(RUN // vectors, 1) * vectors
     for start in range(0, count, step):
         stop = min(start + step, count)
         read, written = ([x[n * start : n * stop] for x, n in tensors] for tensors in flat)
