@@ -15,7 +15,8 @@ from tpfuse import MainGrad, TensorParallel
 from tpfuse.kernels import Routing
 from tpfuse.kernels.norm import norm_in, reduce_bias_dropout_add_norm
 from tpfuse.kernels.runtime.deferred import WeightGradients
-from tpfuse.layers import Call, ParallelMoE
+from tpfuse.kernels.runtime.philox import make_rng
+from tpfuse.layers import Call, ParallelMoE, TransformerBlock
 from tpfuse.layers.shards import named_specs
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -184,6 +185,75 @@ def test_gradients_made_later_and_in_fp32(ranks):
         assert before == (None, None) and all(map(torch.equal, bare, deferred))
         for total, gradient in zip(main, bare, strict=True):
             assert total.dtype == FP32 and error(total, 2 * gradient.float()) < 2e-2
+
+
+# ---- in a block ----
+
+BLOCKS = {
+    "pre": dict(wiring="pre"),
+    "parallel": dict(wiring="parallel"),
+    "sandwich": dict(wiring="sandwich"),
+    "branch": dict(wiring="branch"),
+    "smallest": dict(saving="smallest"),
+}
+
+
+def block(name: str, tp: TensorParallel | None) -> TransformerBlock:
+    torch.manual_seed(5)
+    arguments = dict(num_experts=8, routing=Routing(2), gated=True, activation="silu", bias=False, norm="rms")
+    options = arguments | dict(dropout=0.2, init_std=0.2, dtype=FP64) | BLOCKS[name]
+    return TransformerBlock(48, 4, 20, tp=tp, **options)
+
+
+def block_step(layer: TransformerBlock) -> dict[str, torch.Tensor]:
+    """7 positions of 2 samples, and 2 rows of padding."""
+    random, tp = torch.Generator().manual_seed(2), layer.tp
+    x, dy = torch.randn(2, 16, 48, generator=random, dtype=FP64)
+    dy[14:] = 0
+    x, dy = (t.chunk(tp.row_shards)[tp.row_rank].clone() for t in (x, dy))
+    y = layer(x.requires_grad_(), batch=2, seq=7, rng=make_rng(7, 3))
+    y.backward(dy)
+    valid = max(0, min(len(x), 14 - tp.row_rank * len(x)))
+    return dict(y=y.detach()[:valid], x=x.grad[:valid], **{name: p.grad for name, p in layer.named_parameters()})
+
+
+def block_on_ranks(world, name: str, sp: bool):
+    layer = block(name, TensorParallel(world.group, sequence_parallel=sp))
+    return layer.tp, block_step(layer), {n: spec.local(t) for n, spec, t in named_specs(layer)}
+
+
+@pytest.mark.parametrize("R, sp", [(2, True), (4, True), (2, False)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(ranks, name, R, sp):
+    one = block_step(block(name, None))
+    for tp, results, slices in ranks(R, block_on_ranks, name, sp):
+        for key, value in results.items():
+            whole = one[key]
+            if key in ("x", "y"):
+                step = 16 // tp.row_shards
+                whole = whole[tp.row_rank * step : (tp.row_rank + 1) * step]
+            assert error(value, whole if key in ("x", "y") else whole[slices[key]]) < 1e-10, key
+
+
+def test_a_block_is_its_parts():
+    """The pre-norm block against its modules one by one."""
+    layer = block("pre", None).eval()
+    x = torch.randn(14, 48, dtype=FP64)
+    h = x + layer.attention(layer.input_norm(x), batch=2)
+    h = h + layer.mlp(layer.attention_norm(h))
+    assert error(layer(x, batch=2), h) < 1e-12
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(routing=None), "num_experts=8 needs a routing, got None"),
+    (dict(gated=False), "experts must be gated, got gated=False"),
+    (dict(bias=True), "experts have no bias, got mlp_bias=True"),
+    (dict(num_experts=None), "routing=.* needs num_experts, got None"),
+])  # fmt: skip
+def test_blocks_that_are_refused(change, message):
+    arguments = dict(num_experts=8, routing=Routing(2), gated=True, activation="silu", bias=False)
+    with pytest.raises(ValueError, match=f"TransformerBlock: {message}"):
+        TransformerBlock(16, 2, **arguments | change)
 
 
 # ---- transformers ----

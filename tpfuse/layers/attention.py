@@ -193,6 +193,11 @@ class ParallelAttention(ParallelModule):
         self.out = RowParallelLinear(H * E, D, out_bias, tp=tp, init_std=init.out, dtype=dtype, device=device)
 
     @property
+    def copies(self) -> int:
+        """The number of gradients of n that come back unsummed."""
+        return self.tp.row_shards
+
+    @property
     def in_one(self) -> bool:
         """True if nothing but rotary positions stands between the projections and attention."""
         return self.q_norm is None and self.qkv.adapter is None and self.out.adapter is None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attn.options import as_key_mask
+from ..kernels.experts.records import Routing
 from ..kernels.norm import check_kind
 from ..kernels.runtime.deferred import deferring
 from ..kernels.runtime.errors import check
@@ -37,9 +38,10 @@ from .hooks import hooked
 from .linear import ColumnParallelLinear
 from .mlp import ParallelMLP
 from .module import ParallelModule, check_rows
+from .moe import ParallelMoE
 from .norm import LayerNorm, norm_layer
 from .one_node import Constants, Layer, one_node, parameters_of
-from .shapes import INIT, AttentionShape, Init, MLPShape, NormShape
+from .shapes import INIT, AttentionShape, Init, MLPShape, MoEShape, NormShape, mlp_or_experts
 from .sites import sites
 from .wiring import (
     ALONE,
@@ -72,9 +74,10 @@ class TransformerBlock(ParallelModule):
 
     ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
-    MLP, ``attention_dropout`` on the probabilities.  ``norm_bias``: whether LayerNorms have a bias.  The others are
-    arguments of :class:`ParallelAttention` and :class:`ParallelMLP`.  ValueError for an unknown wiring, place, norm or
-    activation, and for sizes that cannot be split over the ranks.
+    MLP, ``attention_dropout`` on the probabilities.  ``norm_bias``: whether LayerNorms have a bias.  With
+    ``num_experts`` the MLP is a :class:`ParallelMoE` of so many gated MLPs without biases, chosen by ``routing``.  The
+    others are arguments of :class:`ParallelAttention` and :class:`ParallelMLP`.  ValueError for an unknown wiring,
+    place, norm or activation, and for sizes that cannot be split over the ranks.
     """
 
     repr_fields = "dropout", "wiring", "place", "saving"
@@ -108,6 +111,8 @@ class TransformerBlock(ParallelModule):
         norm_bias: bool = True,
         wiring: str = "pre",
         place: str = ALONE,
+        num_experts: int | None = None,
+        routing: Routing | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         qk_norm_kind: str = "rms",
@@ -126,7 +131,10 @@ class TransformerBlock(ParallelModule):
             out_bias=bias if out_bias is None else out_bias,
         )  # fmt: skip
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
-        mlp = MLPShape(hidden_size, ffn_size, activation, gated, bias=bias if mlp_bias is None else mlp_bias)
+        mlp_bias = bias if mlp_bias is None else mlp_bias
+        mlp = mlp_or_experts(
+            "TransformerBlock", MLPShape(hidden_size, ffn_size, activation, gated, mlp_bias), num_experts, routing
+        )
         self.place, self.wiring, self.dropout, self.saving = place, wiring, dropout, saving
         init = Init(init_std, out_init_std, dtype, device)
         self._build(attention, mlp, NormShape(norm, eps, norm_bias), layer=layer, init=init)
@@ -136,7 +144,7 @@ class TransformerBlock(ParallelModule):
     def of(
         cls,
         attention: AttentionShape,
-        mlp: MLPShape,
+        mlp: MLPShape | MoEShape,
         norm: NormShape,
         *,
         wiring: str = "pre",
@@ -154,7 +162,9 @@ class TransformerBlock(ParallelModule):
         block._build(attention, mlp, norm, layer=layer, init=init)
         return block
 
-    def _build(self, attention: AttentionShape, mlp: MLPShape, norm: NormShape, *, layer: int, init: Init) -> None:
+    def _build(
+        self, attention: AttentionShape, mlp: MLPShape | MoEShape, norm: NormShape, *, layer: int, init: Init
+    ) -> None:
         for name, value, choices in (
             ("saving", self.saving, SAVING), ("wiring", self.wiring, WIRINGS), ("place", self.place, PLACES),
         ):  # fmt: skip
@@ -164,7 +174,11 @@ class TransformerBlock(ParallelModule):
         self.width, self.sites = attention.hidden_size, sites(layer)
         self.norm_after = True
         self.attention = ParallelAttention.of(attention, tp=self.tp, layer=layer, init=init)
-        self.mlp = ParallelMLP.of(mlp, tp=self.tp, init=init)
+        self.mlp: ParallelMLP | ParallelMoE = (
+            ParallelMoE.of(mlp, tp=self.tp, init=init)
+            if isinstance(mlp, MoEShape)
+            else ParallelMLP.of(mlp, tp=self.tp, init=init)
+        )
         for name in (*NORMS, *sorted({*self.norms} - {*NORMS})):
             make = lambda: norm_layer(norm, self.width, tp=self.tp, dtype=init.dtype, device=init.device)
             setattr(self, name, make() if name in self.norms else None)

@@ -73,6 +73,11 @@ class ParallelMLP(ParallelModule):
         self.fc2 = RowParallelLinear(F, D, bias, tp=self.tp, init_std=init.out, dtype=dtype, device=device)
 
     @property
+    def copies(self) -> int:
+        """The number of gradients of n that come back unsummed."""
+        return self.tp.row_shards
+
+    @property
     def in_one(self) -> bool:
         """True if nothing stands between the two GEMMs but the activation."""
         return self.fc1.adapter is None and self.fc2.adapter is None

@@ -60,8 +60,6 @@ class ParallelMoE(ParallelModule):
         super().__init__(tp)
         shape = MoEShape(hidden_size, ffn_size, num_experts, routing, activation=activation)
         self._build(shape, Init(init_std, out_init_std, dtype, device))
-        self.tp.agree("ParallelMoE", {name: str(value) for name, value in shape._asdict().items()})
-        self.initialize_alone()
 
     @classmethod
     def of(cls, shape: MoEShape, *, tp: TensorParallel | None = None, init: Init = INIT) -> "ParallelMoE":
@@ -88,6 +86,9 @@ class ParallelMoE(ParallelModule):
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
         self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
+        if not self.fc2.is_meta:  # a model compares its config
+            self.tp.agree(name, {field: str(value) for field, value in shape._asdict().items()})
+        self.initialize_alone()
 
     @property
     def copies(self) -> int:

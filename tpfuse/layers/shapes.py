@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.experts.records import Routing
+from ..kernels.experts.records import Routing, check_routing
+from ..kernels.runtime.errors import check
 
 
 class AttentionShape(NamedTuple):
@@ -45,6 +46,22 @@ class MoEShape(NamedTuple):
     num_experts: int
     routing: Routing
     activation: str = "silu"
+
+
+def mlp_or_experts(caller: str, mlp: MLPShape, num_experts: int | None, routing: Routing | None) -> MLPShape | MoEShape:
+    """Returns ``mlp``, or with ``num_experts`` the shape of so many experts like it.
+
+    ValueError of ``caller`` for experts that are not built.
+    """
+    if num_experts is None:
+        check(routing is None, f"{caller}: routing={routing} needs num_experts, got None")
+        return mlp
+    if routing is None:
+        raise ValueError(f"{caller}: num_experts={num_experts} needs a routing, got None")
+    check(mlp.gated, f"{caller}: experts must be gated, got gated={mlp.gated} with num_experts={num_experts}")
+    check(not mlp.bias, f"{caller}: experts have no bias, got mlp_bias={mlp.bias} with num_experts={num_experts}")
+    check_routing(caller, routing, num_experts)
+    return MoEShape(mlp.hidden_size, mlp.ffn_size, num_experts, routing, activation=mlp.activation)
 
 
 class NormShape(NamedTuple):

@@ -224,10 +224,17 @@ class Fused:
         weight, bias, eps, kind = self.norms[step.norm]
         assert weight is not None
         h, n, recompute = norm_in(
-            h, weight, bias, eps=eps, norm=kind, ranks=self.tp.row_shards, recompute=not self.call.keep,
+            h, weight, bias, eps=eps, norm=kind, ranks=self._copies(step.to), recompute=not self.call.keep,
             leaves=self.tp.row_leaves,
         )  # fmt: skip
         return h, Normed(n, recompute)
+
+    def _copies(self, reader: str | None) -> int:
+        """Returns how many gradients of n come back from the branch that reads it, unsummed.
+
+        The first branch of the next block has one a shard of the rows.
+        """
+        return self.tp.row_shards if reader in (None, NEXT) else getattr(self.block, reader).copies
 
     def branch(self, step: Branch, n: Normed) -> Tensor:
         parts: Tensor = getattr(self.block, step.name).parts(n.n, None if self.call.keep else n.recompute, self.call)
@@ -246,7 +253,7 @@ class Fused:
         h, n, recompute = reduce_bias_dropout_add_norm(
             parts, bias, h, weight, norm_bias=norm_bias, eps=eps, norm=kind, post_norm=step.stream,
             p=self.p, rng=self.call.rng, site=self.block.sites.after[step.branch], first_row=self.first_row,
-            batch=self.call.batch, ranks=self.tp.row_shards, recompute=not self.call.keep, leaves=self.tp.row_leaves,
+            batch=self.call.batch, ranks=self._copies(step.to), recompute=not self.call.keep, leaves=self.tp.row_leaves,
         )  # fmt: skip
         return h, Normed(n, recompute)
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...kernels.experts.records import Routing
+from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import Rule, quoted
-from ...layers.shapes import AttentionShape
+from ...layers.shapes import AttentionShape, MLPShape, MoEShape, mlp_or_experts
 from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SLIDING, WINDOWED_LAYERS
 from .fields import GPT_FIELDS
 from .model import ModelConfig
@@ -35,6 +37,8 @@ class GPTConfig(ModelConfig):
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
+    num_experts: int | None = None  # gated MLPs in place of each one; None: there is one
+    experts_per_token: int | None = None
     qk_norm: bool = False  # an RMSNorm over the width of every query and key head
     parallel_residual: bool = False  # attention and MLP read the same rows
     pre_norm: bool = True  # a norm before attention and before the MLP
@@ -51,6 +55,12 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(
+            (self.num_experts is None) == (self.experts_per_token is None),
+            f"GPTConfig: num_experts and experts_per_token go together, got {self.num_experts} and"
+            f" {self.experts_per_token}",
+        )
+        _ = self.mlp_shape  # ValueError for experts that are not built
         if self.num_heads % self.kv_heads:
             raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
@@ -74,6 +84,13 @@ class GPTConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads if self.head_width is None else self.head_width
+
+    @property
+    def mlp_shape(self) -> MLPShape | MoEShape:
+        """The MLP of every block, or its experts, whose weights are a softmax over those that a token has."""
+        mlp = MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
+        routing = None if self.experts_per_token is None else Routing(self.experts_per_token)
+        return mlp_or_experts("GPTConfig", mlp, self.num_experts, routing)
 
     @property
     def wiring(self) -> str:

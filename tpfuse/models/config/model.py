@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ...kernels.gemm.activation import ACTIVATIONS
 from ...kernels.runtime.rules import Rule, check_rules, one_of, quoted
-from ...layers.shapes import AttentionShape, MLPShape, NormShape
+from ...layers.shapes import AttentionShape, MLPShape, MoEShape, NormShape
 from ..families import FAMILIES, FULL, SLIDING, Family
 from .fields import MAX_WEIGHT, MODEL_FIELDS
 from .reader import NAMED, Reader
@@ -130,7 +130,7 @@ class ModelConfig:
         return NormShape(self.norm, self.eps, self.norm_bias)
 
     @property
-    def mlp_shape(self) -> MLPShape:
+    def mlp_shape(self) -> MLPShape | MoEShape:
         """The MLP of every block."""
         return MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
 

@@ -12,6 +12,7 @@ gpt_neox       GPT-NeoX and Pythia
 llama          Llama
 llama_like     the common part of Llama and its relatives
 mistral        Mistral
+mixtral        Mixtral
 modernbert     ModernBERT
 names          building blocks for the names of parameters in a file
 olmo           OLMo 2
@@ -43,6 +44,7 @@ from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
 from .olmo import OLMO2
 from .phi3 import PHI3
@@ -60,6 +62,7 @@ _ENTRIES = {
     "llama": LLAMA,
     "gpt_neox": GPT_NEOX,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "phi3": PHI3,
     "starcoder2": STARCODER2,
     "gemma2": GEMMA2,

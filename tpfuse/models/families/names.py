@@ -4,9 +4,10 @@ A family's ``sources`` returns, for every parameter of the whole model, the tens
 of the base model, without its prefix.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
-from ..files.source import RowBlocks, Source
+from ..files.source import RowBlocks, Source, Stacked
 
 Modules = dict[str, dict[str, Source]]  # module -> parameter -> source
 
@@ -20,6 +21,8 @@ class NamingConfig(Protocol):
     def num_heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
+    @property
+    def num_experts(self) -> int | None: ...
     @property
     def tie_embeddings(self) -> bool: ...
 
@@ -72,6 +75,17 @@ def gate_up(gate: str, up: str) -> dict[str, Source]:
     return {
         "weight": Source.several((f"{gate}.weight", f"{up}.weight"), "f d -> f 1 d"),
         "bias": Source.several((f"{gate}.bias", f"{up}.bias"), "f -> f 1"),
+    }
+
+
+def experts(router: str, each: Callable[[int], str], count: int, names: tuple[str, str, str]) -> dict[str, Source]:
+    """A mixture of ``count`` experts, an expert a module, named by ``each``; ``names``: of its gate, up and down."""
+    modules = [each(expert) for expert in range(count)]
+    gate, up, down = names
+    return {
+        "router": Source.one(f"{router}.weight", "e d -> e d"),
+        "fc1": Stacked.of(tuple(gate_up(f"{m}.{gate}", f"{m}.{up}")["weight"] for m in modules)),
+        "fc2": Stacked.of(tuple(linear(f"{m}.{down}")["weight"] for m in modules)),
     }
 
 

@@ -132,6 +132,33 @@ class Source:
                 yield self.also, place, stored.clone()
 
 
+@dataclass(frozen=True)
+class Stacked(Source):
+    """The tensors of a parameter of which each index of dimension 0 is made of tensors of its own: ``each`` says which.
+
+    Where dimension 0 is split, a rank opens those of its own indices.
+    """
+
+    each: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, each: tuple[Source, ...]) -> "Stacked":
+        """Returns the source of the parameter that these are the indices of."""
+        names = tuple(name for source in each for name in source.names)
+        return cls(names, each[0].pattern, each[0].widths, each=each)
+
+    def file_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [stored for source in self.each for stored in source.file_shapes(shape[1:])]
+
+    def read(self, stored: Callable[[str], Any], spec: Spec, tp: TensorParallel) -> Tensor:
+        one = replace(spec, shape=spec.shape[1:], dim=None)
+        return torch.stack([source.read(stored, one, tp) for source in self.each[spec.local(tp)[0]]])
+
+    def pieces(self, full: Tensor) -> Iterator[tuple[str, RowBlocks, Tensor]]:
+        for source, part in zip(self.each, full, strict=True):
+            yield from source.pieces(part)
+
+
 def written(parameters: Iterable[tuple[Source, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Takes parameters, as (source, full tensor) -> yields the file's tensors, by name, each as soon as it is whole.
 

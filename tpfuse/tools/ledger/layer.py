@@ -38,7 +38,7 @@ from .operators import (
 )
 from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
-from .shapes import Shape
+from .shapes import Shape, check_dense
 from .text import quantity, table
 
 
@@ -66,8 +66,9 @@ def build(
 ) -> Model:
     """Returns the real model, with its language-model head; ``full``: recompute="full".
 
-    ValueError for sizes that cannot be split.
+    ValueError for sizes that cannot be split, and for experts.
     """
+    check_dense(config)
     with default_dtype(dtype), torch.device(device):
         return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 

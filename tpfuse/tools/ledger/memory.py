@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...kernels.norm import KINDS
 from ...layers.wiring import INNER, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
-from .shapes import Shape
+from .shapes import Shape, check_dense
 
 RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
 
@@ -43,7 +43,8 @@ class Wired(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Wired":
-        """Returns the counts of a model's blocks."""
+        """Returns the counts of a model's blocks.  ValueError for experts."""
+        check_dense(config)
         steps = steps_at(config.wiring, INNER)
         joins = [step for step in steps if isinstance(step, Join)]
         branch_norms = sum(join.branch_norm is not None for join in joins)

@@ -2,7 +2,17 @@
 
 from typing import NamedTuple
 
+from ...layers.shapes import MoEShape
 from ...models.config.model import ModelConfig
+
+
+def check_dense(config: ModelConfig) -> None:
+    """Raises ValueError for a model with experts, whose calls depend on where its rows go."""
+    mlp = config.mlp_shape
+    if isinstance(mlp, MoEShape):
+        raise ValueError(
+            f"the ledger and the planner are built for models with one MLP a layer, got num_experts={mlp.num_experts}"
+        )
 
 
 class Shape(NamedTuple):
@@ -24,7 +34,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, c: ModelConfig) -> "Shape":
-        """Returns the sizes of any model's config; rotary positions are not learned."""
+        """Returns the sizes of a model's config; rotary positions are not learned.  ValueError for experts."""
+        check_dense(c)
         return cls(
             D=c.hidden_size,
             L=c.num_layers,

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....collectives import all_gather
+from ....kernels.experts.records import Routing
 from ....kernels.runtime.philox import make_rng
 from ....layers.block import TransformerBlock
 from ....layers.shards import named_specs
@@ -40,6 +41,12 @@ def both(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}_{phase}" for name in names for phase in ("fwd", "bwd"))
 
 
+def with_experts(width: int, heads: int, ffn: int, **options: Any) -> TransformerBlock:
+    """Returns a block with as many experts as heads, of which a row has two."""
+    experts = partial(TransformerBlock, num_experts=heads, routing=Routing(2), gated=True, activation="silu")
+    return experts(width, heads, ffn, bias=False, norm="rms", **options)
+
+
 ALONE = (
     BlockSplit("block on one rank"),
     BlockSplit("block that recomputes", block=partial(TransformerBlock, saving="smallest")),
@@ -64,6 +71,12 @@ SPLIT = (
         "block, replicated rows",
         partial(TensorParallel, overlap="pairwise"),
         ops=("linear_reduce_bwd", "all_gather", "reduce_parts"),
+    ),
+    BlockSplit(
+        "block with experts",
+        partial(TensorParallel, sequence_parallel=True, overlap="off"),
+        with_experts,
+        ("all_gather", "all_to_all", "exchange_rows"),
     ),
 )
 

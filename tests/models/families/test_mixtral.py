@@ -1,0 +1,250 @@
+"""Mixtral against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files both ways, tokens."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+import tpfuse
+from tests.common import assert_close, error, make_tp
+from tests.models.common import batch, of_files, of_transformers, run, whole_logits
+from tests.models.families.test_llama_like import ROPE, SIZES, oracle
+from tpfuse.models import GPT, GPTConfig
+from tpfuse.models.files.write import whole_tensors
+from tpfuse.tools.ledger import activation_bytes, model_flops
+from tpfuse.training.checkpoint import load_checkpoint, save_checkpoint
+
+transformers.utils.logging.disable_progress_bar()
+F64 = torch.float64
+OPTIONS = dict(num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, rope_parameters=ROPE)
+OPTIONS |= dict(sliding_window=4, router_jitter_noise=0.0, attn_implementation="sdpa", experts_implementation="eager")
+
+
+def wide_router(router: nn.Module, x: torch.Tensor):
+    """Their router, whose softmax is not fp32."""
+    logits = F.linear(x.reshape(-1, router.hidden_dim), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def theirs() -> nn.Module:
+    model = oracle(MixtralConfig(**SIZES, **OPTIONS))
+    for part in model.modules():
+        if type(part).__name__ == "MixtralTopKRouter":
+            part.forward = functools.partial(wide_router, part)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model of transformers, and its directory."""
+    model, path = theirs(), tmp_path_factory.mktemp("mixtral")
+    model.save_pretrained(path)
+    return model, path
+
+
+def an_expert_a_tensor(results):
+    """Their gradients, of merged tensors, by the names in a file."""
+    found = {}
+    for name, value in results.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem, _, leaf = name.rpartition(".")
+        pieces = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(leaf)
+        if pieces is None:
+            found[name] = value
+            continue
+        for expert, merged in enumerate(value):
+            for piece, part in zip(pieces, merged.chunk(len(pieces))):
+                found[f"{stem}.{expert}.{piece}.weight"] = part
+    return found
+
+
+@pytest.mark.parametrize("R, sp, pad", [(1, False, None), (2, True, "left"), (4, True, "right"), (4, False, None)])
+def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, sp, pad):
+    model, path = saved
+    call = batch(model.config, pad=pad)
+    exact = an_expert_a_tensor(of_transformers(model, call))
+    for ours in ranks(R, of_files, str(path), GPT, call, sp):
+        seen = call["attention_mask"].bool() if pad else ...
+        both = [dict(found, logits=found["logits"][seen]) for found in (ours, exact)]
+        assert_close(*both, F64)
+
+
+def saved_again(world, path, out):
+    GPT.from_pretrained(path, tp=make_tp(world), dtype=F64).save_pretrained(out)
+
+
+def tensors(path):
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def test_files_both_ways(ranks, saved, tmp_path):
+    """What two ranks write are the tensors that transformers wrote, which it opens to the same model."""
+    model, path = saved
+    ranks(2, saved_again, str(path), tmp_path)
+    before, after = tensors(path), tensors(tmp_path)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in after
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F64)
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    for key in ("num_local_experts", "num_experts_per_tok", "sliding_window", "intermediate_size"):
+        assert getattr(again.config, key) == getattr(model.config, key)
+
+
+def generated(world, path, ids):
+    return GPT.from_pretrained(path, tp=make_tp(world, False), dtype=F64).generate(ids, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("R", [1, 2, 4])
+def test_tokens_are_those_of_transformers(ranks, saved, R):
+    model, path = saved
+    ids = batch(model.config)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for tokens in ranks(R, generated, str(path), ids):
+        assert torch.equal(tokens[:, -6:], expected[:, -6:])
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(router_jitter_noise=0.1), "router_jitter_noise"),
+    (dict(output_router_logits=True), "output_router_logits"),
+    (dict(num_experts_per_tok=5), "k must be 1 to num_experts=4, got 5"),
+])  # fmt: skip
+def test_configs_that_are_refused(change, message):
+    config = MixtralConfig(**SIZES, **OPTIONS).to_dict() | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPTConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(num_experts=4), "num_experts and experts_per_token go together, got 4 and None"),
+    (dict(num_experts=4, experts_per_token=2), "experts must be gated, got gated=False with num_experts=4"),
+    (dict(num_experts=4, experts_per_token=2, gated=True), "experts have no bias, got mlp_bias=True"),
+])  # fmt: skip
+def test_fields_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(f"GPTConfig: {message}")):
+        GPTConfig(vocab_size=9, max_positions=8, hidden_size=8, num_layers=1, num_heads=2, **change)
+
+
+def test_missing_and_extra_experts_are_named(saved, tmp_path):
+    from safetensors.torch import save_file
+
+    _, path = saved
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    stored, expert = tensors(path), "model.layers.0.block_sparse_moe.experts.{}.w1.weight".format
+    save_file({name: t for name, t in stored.items() if name != expert(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape("lacks layers.0.block_sparse_moe.experts.2.w1.weight")):
+        GPT.from_pretrained(tmp_path)
+    save_file(stored | {expert(4): torch.zeros(28, 48)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(expert(4))):
+        GPT.from_pretrained(tmp_path)
+
+
+COMPOSED = {
+    "recompute": dict(recompute="full"),
+    "smallest": dict(saving="smallest"),
+}
+
+
+@pytest.mark.parametrize("options", COMPOSED.values(), ids=COMPOSED)
+def test_composed_on_two_ranks(ranks, options):
+    """As on one rank without: values and gradients of a model with dropout."""
+    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS, attention_dropout=0.1).to_dict())
+    call = dict(batch(config), step=3, first_sample=0)
+    one = run(None, GPT, config, call)
+    for found in ranks(2, run, GPT, config, call, True, F64, options):
+        assert_close(found, one, F64)
+
+
+def test_autocast(ranks):
+    """A rounding may send a token to another expert: the loss is near."""
+    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict())
+    one = run(None, GPT, config, batch(config), dtype=torch.float32)
+    for found in ranks(2, run, GPT, config, batch(config), True, torch.float32, dict(autocast=True)):
+        assert error(found["loss"], one["loss"]) < 2e-2
+        assert {found[name].dtype for name in found if name.startswith("d ")} == {torch.float32}
+
+
+def packed(world, path, call):
+    model = GPT.from_pretrained(path, tp=make_tp(world), dtype=F64)
+    out = model(**call, return_logits=True)
+    return whole_logits(out.logits, 97, model.tp)
+
+
+def test_packed_documents(ranks, saved):
+    """Two documents of 5 and 2 tokens in one row, each as alone."""
+    model, path = saved
+    ids = batch(model.config, size=1)["input_ids"]
+    call = dict(input_ids=ids, cu_seqlens=torch.tensor([0, 5, 7], dtype=torch.int32), max_seqlen=5)
+    with torch.no_grad():
+        alone = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
+    for logits in ranks(2, packed, str(path), call):
+        assert error(logits, alone) < 1e-12
+
+
+def resharded(world, path, folder, fresh):
+    """A checkpoint read, or made of a first step; then a step, whose loss and weights depend on the optimizer's state;
+    saved before it."""
+    model = GPT.from_pretrained(path, tp=make_tp(world), dtype=F64)
+    optimizer, call = torch.optim.AdamW(model.parameters(), lr=1e-2), batch(model.config)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(**call).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    if fresh:
+        step()
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        load_checkpoint(folder, model, optimizer)
+    save_checkpoint(folder, model, optimizer, step=1 if fresh else 2 + world.size)
+    weights = {name: t.clone() for name, t in whole_tensors(model.files)}
+    return weights, step(), dict(whole_tensors(model.files))
+
+
+@pytest.mark.slow
+def test_checkpoints_at_other_sizes(ranks, saved, tmp_path):
+    """1 -> 2 -> 4 -> 1: the weights' bits, and the next step's values."""
+    _, path = saved
+    ((weights, loss, after),) = ranks(1, resharded, str(path), tmp_path, True)
+    for R in (2, 4, 1):
+        for found, again, later in ranks(R, resharded, str(path), tmp_path, False):
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
+            assert abs(again - loss) < 1e-12 and max(error(later[name], after[name]) for name in after) < 1e-9
+
+
+def test_the_ledger_and_the_planner_refuse_it():
+    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict())
+    for call in (
+        lambda: model_flops(config, 8, 1),
+        lambda: activation_bytes(config, batch=1, seq=8),
+    ):
+        with pytest.raises(ValueError, match="one MLP a layer, got num_experts=4"):
+            call()
+
+
+def test_adapters_of_experts_are_refused(saved):
+    """They are for linear layers; a name of an expert's is an error that lists those that there are."""
+    model = GPT.from_pretrained(saved[1], dtype=F64)
+    for targets in (("w1",), ("q_proj", "experts.0.w2"), ("fc1",)):
+        with pytest.raises(ValueError, match="add_lora: no layer is called"):
+            tpfuse.add_lora(model, rank=2, alpha=2.0, targets=targets)
+
+
+def test_parallelize_refuses_it(saved):
+    with pytest.raises(ValueError, match="parallelize: module must be .* got .*MixtralForCausalLM"):
+        tpfuse.parallelize(saved[0], None)
