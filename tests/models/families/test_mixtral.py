@@ -2,6 +2,8 @@
 
 import functools
 import re
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import tpfuse
 from tests.common import assert_close, error, make_tp
+from tests.models import common
 from tests.models.common import batch, of_files, of_transformers, run, whole_logits
 from tests.models.families.test_llama_like import ROPE, SIZES, oracle
 from tpfuse.models import GPT, GPTConfig
@@ -172,6 +175,20 @@ def test_autocast(ranks):
     for found in ranks(2, run, GPT, config, batch(config), True, torch.float32, dict(autocast=True)):
         assert error(found["loss"], one["loss"]) < 2e-2
         assert {found[name].dtype for name in found if name.startswith("d ")} == {torch.float32}
+
+
+def trained(world, dp, kind, micro):
+    """(loss, gradient's norm) of two steps over replicas."""
+    config = replace(GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict()), num_layers=1)
+    with mock.patch.object(common, "STEP_CONFIG", config):
+        return common.Training(world, dp, kind=kind).steps(0, 2, micro)
+
+
+@pytest.mark.parametrize("R, dp, kind, micro", [(4, 2, "ddp", 1), (2, 1, "ddp", 3), (4, 2, "fsdp", 1)])
+def test_training_over_replicas(ranks, R, dp, kind, micro):
+    (one,) = ranks(1, trained, 1, "ddp", 1)
+    for found in ranks(R, trained, dp, kind, micro):
+        torch.testing.assert_close(torch.tensor(found, dtype=F64), torch.tensor(one, dtype=F64), rtol=1e-9, atol=0)
 
 
 def packed(world, path, call):
