@@ -1,6 +1,7 @@
 """Help for optimizers of a split model: the parameters that decay, and the norm of the whole gradient."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,13 +83,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     return total.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
-def _compare(model: nn.Module, stages: dist.ProcessGroup | None, arguments: dict[str, Any]) -> None:
+def _compare(model: nn.Module, stages: dist.ProcessGroup | None, arguments: Mapping[str, float | bool]) -> None:
     """Compares a call over the tensor-parallel ranks, which sum over the same gradients or wait for each other, and its
     arguments over pipeline stages, which have gradients of their own."""
     name, group = "clip_grad_norm_", next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
     absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
-    calls = [(group, "tensor-parallel", arguments | {"parameters without a gradient": absent})]
-    calls += [(stages, "pipeline", arguments)]
+    calls = [(group, "tensor-parallel", {**arguments, "parameters without a gradient": absent})]
+    calls += [(stages, "pipeline", {**arguments})]
     axes = [(ranks, axis, call) for ranks, axis, call in calls if ranks is not None and ranks.size() > 1]
     compare = lambda ranks, axis, call: agreement_of(ranks, name, each_call=True, axis=axis)(ranks, call, {})
     errors = [attempt(functools.partial(compare, *axis))[1] for axis in axes]
