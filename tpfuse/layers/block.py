@@ -133,10 +133,7 @@ class TransformerBlock(ParallelModule):
         ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
         mlp_bias = bias if mlp_bias is None else mlp_bias
         mlp = mlp_or_experts(
-            "TransformerBlock",
-            MLPShape(hidden_size, ffn_size, activation, gated, bias=mlp_bias),
-            num_experts,
-            routing,
+            "TransformerBlock", MLPShape(hidden_size, ffn_size, activation, gated, bias=mlp_bias), num_experts, routing
         )
         self.place, self.wiring, self.dropout, self.saving = place, wiring, dropout, saving
         init = Init(init_std, out_init_std, dtype, device)

@@ -74,7 +74,7 @@ class ParallelMoE(ParallelModule):
         check_rules(name, shape._asdict(), _SIZES)
         check_routing(name, routing, E)
         gates = GATED.values()
-        check(activation in gates, f"{name}: activation must be one of {', '.join(gates)}, got {activation!r}")
+        check(activation in gates, f"{name}: a gated activation must be one of {', '.join(gates)}, got {activation!r}")
         check(
             self.tp.bitwise is None,
             f"{name}: bitwise must be None, since the router's gradient is no tree of leaves, got {self.tp.bitwise};"

@@ -180,7 +180,7 @@ def their_model(text: str) -> Any:
     keys = json.loads(text)
     family = FAMILIES[keys["model_type"]]
     config = CONFIG_MAPPING[keys["model_type"]].from_dict(copy.deepcopy(keys))
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     auto = transformers.AutoModelForCausalLM if family.causal else transformers.AutoModelForMaskedLM
     model: Any = auto.from_config(config).double().eval()
@@ -216,7 +216,10 @@ def of_ours(keys: Keys) -> torch.Tensor:
     tied = model.config.tie_word_embeddings
     weights = {k: v.clone() for k, v in model.state_dict().items() if not (tied and k.endswith(HEADS))}
     with tempfile.TemporaryDirectory() as folder:
-        save_file(weights, pathlib.Path(folder, "model.safetensors"), {"format": "pt"})
+        if "num_experts" in FAMILIES[keys["model_type"]].hf_keys:  # one tensor in memory, many in a file
+            model.save_pretrained(folder)
+        else:
+            save_file(weights, pathlib.Path(folder, "model.safetensors"), {"format": "pt"})
         pathlib.Path(folder, "config.json").write_text(json.dumps(keys))
         cls: Any = GPT if FAMILIES[keys["model_type"]].causal else Bert
         with torch.no_grad():
@@ -276,6 +279,7 @@ REFUSED = {
     "use_bidirectional_attention|attn_logit_softcapping=": "Gemma's both directions, Gemma 3's soft caps of scores",
     "(attention|mlp)_dropout=.* is not built|decoder_bias|sparse_prediction": "ModernBERT's dropout and heads",
     "rope_parameters must have full_attention": "one rotation for two kinds of layers, which transformers ignores",
+    "output_router_logits|router_jitter_noise": "Mixtral's loss of balance, and noise of its router",
     "per_layer_config": "layers of unlike sizes",
     "got (null|None)$": "a null that no layer reads",
     "(has|have) \\d+ rotary columns|0 rotary columns": "heads too narrow to rotate",

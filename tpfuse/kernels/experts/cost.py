@@ -39,9 +39,9 @@ def experts_dact_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def experts_dx_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    """The ``room`` behind is not written."""
+    """The ``room`` behind is filled with 0, as are all rows first where no place names some."""
     (dz, _, w1, count, _), (dx,) = args, outputs
-    rows = len(dz) + (count if count != len(dz) else 0)
+    rows = len(dx) + (len(dz) if count != len(dz) else 0)
     return Cost(least(args, ()).read, rows * moved(dx[:1]), flops=2 * dz.numel() * w1.shape[2])
 
 

@@ -113,10 +113,9 @@ def experts_dact_ref(
 def experts_dx_ref(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     """dz [n, 2F] -> dx [count + room, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
 
-    The ``room`` behind ``count`` is not written: it is for gradients of the same rows that come from elsewhere.
+    So is the ``room`` behind ``count``, which is for gradients of the same rows that come from elsewhere.
     """
-    dx = dz.new_empty(count + room, w1.shape[2])
-    dx[:count] = 0
+    dx = dz.new_zeros(count + room, w1.shape[2])
     for e, places in _experts_with_rows(rows.offsets):
         dx[_destinations(rows, places)] = _rows(dz, None, places) @ _weight(w1, e)
     return dx

@@ -307,8 +307,7 @@ def experts_down_launch(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor
 def experts_dx_launch(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     n, D = len(dz), w1.shape[2]
     dx = dz.new_empty(count + room, D)
-    if n != count:
-        dx[:count].zero_()
+    dx[count if n == count else 0 :].zero_()
     return _down(dz, rows, w1, None, y=dx, nt=False)
 
 

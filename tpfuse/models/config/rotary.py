@@ -10,7 +10,6 @@ from ..families.family import FULL, SLIDING, RotaryKeys
 Rope = Mapping[str, Any]
 Object = dict[str, Any]  # of a config.json
 THETA, SHARE, TRAINED = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
-_USUAL_THETA = 10000.0
 _OF_A_LENGTH = "llama3", "yarn", "longrope"  # the types that know the length that the model was trained for first
 
 
@@ -51,7 +50,7 @@ class RopeReader:
     def one(self) -> Object:
         """Returns the rotary positions of all layers."""
         key = "rope_scaling" if self.config.get("rope_scaling") else "rope_parameters"
-        return self._completed(self._object(key), (self.keys.theta, _USUAL_THETA))
+        return self._completed(self._object(key), (self.keys.theta, self.keys.usual_theta))
 
     def by_kind(self) -> tuple[Object, Object]:
         """Returns those of layers without a window, and with one."""

@@ -42,6 +42,7 @@ class RotaryKeys(NamedTuple):
     partial: bool = False  # whether a part of each head may be left as it is
     aliases: dict[str, str] = {}  # other spellings of a rope_type
     theta: str = "rope_theta"  # the key of older files for rope_theta
+    usual_theta: float = 10000.0  # what transformers takes where none says it
     share: str = "partial_rotary_factor"  # and for partial_rotary_factor
     usual_share: float | None = None  # what transformers takes where neither says it
     trained_outside: bool = False  # original_max_position_embeddings stands beside rope_parameters

@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with eight MLPs in place of each, of which a token has two."""
 
 from ..files.source import Source
-from .family import ONE_WINDOW
+from .family import ONE_WINDOW, RotaryKeys
 from .llama_like import llama_like, llama_sources
 from .names import NamingConfig, experts, flat
 
@@ -23,6 +23,7 @@ MIXTRAL = llama_like(
     ),
     sources=_sources,
     windows=ONE_WINDOW,
+    rotary_keys=RotaryKeys(usual_theta=1e6),
     qkv_bias=False,
     out_bias=False,
     mlp_bias=False,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,24 @@ def both(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}_{phase}" for name in names for phase in ("fwd", "bwd"))
 
 
-def with_experts(width: int, heads: int, ffn: int, **options: Any) -> TransformerBlock:
+def with_experts(
+    width: int,
+    heads: int,
+    ffn: int,
+    *,
+    tp: TensorParallel,
+    head_width: int,
+    dropout: float,
+    attention_dropout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TransformerBlock:
     """Returns a block with as many experts as heads, of which a row has two."""
-    experts = partial(TransformerBlock, num_experts=heads, routing=Routing(2), gated=True, activation="silu")
-    return experts(width, heads, ffn, bias=False, norm="rms", **options)
+    return TransformerBlock(
+        width, heads, ffn, tp=tp, head_width=head_width, dropout=dropout, attention_dropout=attention_dropout,
+        num_experts=heads, routing=Routing(2), gated=True, activation="silu", bias=False, norm="rms",
+        dtype=dtype, device=device,
+    )  # fmt: skip
 
 
 ALONE = (

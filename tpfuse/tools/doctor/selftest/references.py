@@ -32,7 +32,8 @@ class References(TorchDispatchMode):
         packed = op.pack(args)
         with self:  # a reference calls ops too
             outputs = op.reference(*packed, **(kwargs or {}))
-        self.calls.append(OpCall(op.name, packed, list(tensors((outputs,)))))
+        kept = [t.clone() for t in tensors((outputs,))]  # what an op has left room for, another one fills
+        self.calls.append(OpCall(op.name, packed, kept))
         return outputs
 
 
