@@ -6,6 +6,7 @@ A slow test holds each row to the sweep.
 """
 
 from bench import documents
+from bench._parser import parser_of
 from tests.models.config import sweep
 from tpfuse.models.families import FAMILIES
 
@@ -14,6 +15,7 @@ HEADS = "model_type", "tried", *sweep.VERDICTS
 
 
 def main() -> None:
+    parser_of("bench.configurations", __doc__).parse_args()
     sweep.quiet()
     documents.write(PAGE, COMMAND, {PART: documents.table(HEADS, map(sweep.row, FAMILIES))})
 
