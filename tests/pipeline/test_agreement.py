@@ -76,6 +76,7 @@ OTHERWISE = {  # what is done, and words of the error
     "labels": (lambda here, ids, labels: call(here, ids, labels[:-2]), "labels"),
     "an unknown argument": (functools.partial(call, typo=1), "typo"),
     "a sample": (functools.partial(call, first_sample=9), "first_sample"),
+    "a step": (functools.partial(call, step=9), "step"),
 }
 OWN = "a sample", "recompute"  # what a replica may have of its own
 

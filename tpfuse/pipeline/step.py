@@ -20,7 +20,7 @@ from ..kernels.runtime.main_grad import GradientSlot, main_grads
 from ..kernels.runtime.op import autocast
 from ..kernels.runtime.rules import check_number, integer
 from ..layers.module import mark_of, module_state
-from ..ranks.agreement import Agreement, Header, agree_over, next_number, raise_everywhere
+from ..ranks.agreement import Agreement, Header, agree_over, described, next_number, raise_everywhere
 from ..ranks.messages import attempt, together
 from . import failures
 from .action import KINDS
@@ -140,8 +140,11 @@ class Pipeline:
         model, stages = self.model, self.model.stages
         mode = {"training": model.training, "backward": backward, "dtype": next(p.dtype for p in model.parameters())}
         mode["whether MainGrad has reduced"] = any(main.reduced for main in mains)
-        numbers = lambda: tuple(self._state().values())
-        whole, marks = lambda: self._state() | module_state(model), lambda: (numbers(), mark_of(model))
+        numbers, step = lambda: tuple(self._state().values()), arguments.get("step")
+        waits = isinstance(step, Tensor) and not step.is_cpu  # its value is not read
+        of_call = {"step": None if waits else described(step)}
+        whole = lambda: self._state() | of_call | module_state(model)
+        marks = lambda: (numbers(), *of_call.values(), mark_of(model))
         made, error = attempt(lambda: stages.micro_batches(model, self.order.micro_batches, arguments))
         comparisons = (
             # Replicas have the same parts, stages have not.

@@ -79,7 +79,8 @@ def _weigh(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
         weights = scores.gather(1, chosen)
     if routing.normalized == "sigmoid sum":
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return weights * routing.scale, chosen.to(torch.int32), logits
+    weights = (weights * routing.scale).flatten().view(len(logits), routing.k)  # strides of no rows too
+    return weights, chosen.to(torch.int32), logits
 
 
 def router_fwd_ref(x: Tensor, w: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
