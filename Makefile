@@ -13,7 +13,8 @@ JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/python -m pytest --durations=10 --durations-min=2
+# Without bytecode on disk each test process, and each that a test starts, would compile every file anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 --durations-min=2
 SUITE := $(PYTEST) -n $(JOBS) --dist worksteal
 TORCHRUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node
 QUESTIONS := "What is a language model? Answer in one sentence." "Explain gravity to a child in two sentences." \

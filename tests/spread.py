@@ -1,8 +1,8 @@
 """When each case of a test runs: every day, in the slow phase, or in ``make test-every`` alone.
 
-Every day: a quarter of the cases that are not marked slow.  The slow phase adds what a mistake of one value, or of two
-that meet, shows in.  Of a test with three parameters or more: each pair of values, and at least a third of the cases.
-With two: each value, and at least half.  With one: a quarter of the cases more, and all that are marked slow.  The rest
+Every day: a sixth of the cases that are not marked slow.  The slow phase adds what a mistake of one value, or of two
+that meet, shows in.  Of a test with three parameters or more: each pair of values, and at least a quarter of the cases.
+With two: each value, and at least a third.  With one: up to half of the cases, and all that are marked slow.  The rest
 is rare.
 """
 
@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-DAILY, LATE = 1 / 4, 1 / 2  # of the cases that are not marked, those that run every day, and those that do so or later
-LEAST = {2: 1 / 2, 3: 1 / 3}  # of all cases of a test with so many parameters (or more), those that are not rare
+DAILY, LATE = 1 / 6, 1 / 2  # of the cases that are not marked, those that run every day, and those that do so or later
+LEAST = {2: 1 / 3, 3: 1 / 4}  # of all cases of a test with so many parameters (or more), those that are not rare
 MANY = 4  # cases: with no more, none is rare
 
 

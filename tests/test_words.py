@@ -5,6 +5,7 @@ Spans: every source of tpfuse/, bench/ and examples/: a rule of words holds for 
 
 import ast
 import collections
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -86,14 +87,13 @@ def room_of(path):
     return "/".join(parts[: 2 if parts[0] in DEEP and len(parts) > 2 else 1])
 
 
-def by_room():
-    rooms = collections.defaultdict(dict)
-    for path in SOURCES:
-        rooms[room_of(path)][path.relative_to(ROOT)] = path.read_text()
-    return {room: words(sources) for room, sources in rooms.items()}
+ROOMS = list(dict.fromkeys(map(room_of, SOURCES)))
 
 
-ROOMS = by_room()
+@functools.cache
+def counted(room):
+    """The words of a room."""
+    return words({path.relative_to(ROOT): path.read_text() for path in SOURCES if room_of(path) == room})
 
 
 def twice(classes):
@@ -104,19 +104,19 @@ def twice(classes):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_names_say_what_they_name(room):
-    count, late = ROOMS[room], LATE.get(room, (0, 0, 0))
+    count, late = counted(room), LATE.get(room, (0, 0, 0))
     assert len(count.vague) <= max(MOST_VAGUE * count.bindings, late[0]), count.vague
     assert len(count.definitions) <= late[2], count.definitions
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_docstrings_open_with_a_verb_or_a_noun(room):
-    count, late = ROOMS[room], LATE.get(room, (0, 0, 0))
+    count, late = counted(room), LATE.get(room, (0, 0, 0))
     assert len(count.openers) <= max(MOST_OPENERS * count.docstrings, late[1]), count.openers
 
 
 def test_a_class_name_stands_once_in_the_library():
-    classes = [each for room in ROOMS.values() for each in room.classes if each[1].startswith("tpfuse")]
+    classes = [each for room in ROOMS for each in counted(room).classes if each[1].startswith("tpfuse")]
     assert twice(classes) <= TWICE, sorted(each for each in classes if each[0] in twice(classes) - TWICE)
 
 

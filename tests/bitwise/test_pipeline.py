@@ -109,16 +109,17 @@ def check(ranks, kind, dtype, layout, name):
 EVERYDAY = [("gpt2 odd", torch.float32, (2, 1, 2), "1f1b")]
 SLOW = [
     ("gpt2 odd", dtype, layout, name)
-    for dtype in (torch.float32, torch.bfloat16)
-    for layout, name in (
-        ((1, 1, 1), "gpipe"), ((2, 1, 1), "gpipe"), ((4, 1, 1), "1f1b"), ((2, 1, 1), "zero-bubble"),
-        ((2, 1, 2), "zbv"), ((2, 2, 1), "zbv"), ((2, 2, 1), "interleaved"), ((2, 2, 2), "1f1b"),
+    for dtype, layout, name in (
+        (torch.float32, (1, 1, 1), "gpipe"), (torch.bfloat16, (2, 1, 1), "gpipe"),
+        (torch.float32, (4, 1, 1), "1f1b"), (torch.bfloat16, (2, 1, 1), "zero-bubble"),
+        (torch.float32, (2, 1, 2), "zbv"), (torch.bfloat16, (2, 2, 1), "zbv"),
+        (torch.float32, (2, 2, 1), "interleaved"), (torch.bfloat16, (2, 2, 2), "1f1b"),
     )
 ]  # fmt: skip
 SLOW += [("llama", torch.float32, (4, 1, 1), "gpipe"), ("llama, tied", torch.bfloat16, (2, 1, 2), "zero-bubble")]
 SLOW += [("qwen3 odd, untied", torch.float32, (2, 1, 2), "zbv"), ("qwen3 odd", torch.bfloat16, (4, 1, 1), "1f1b")]
 SLOW += [("neox odd", torch.bfloat16, (2, 1, 2), "1f1b"), ("gemma odd", torch.bfloat16, (2, 1, 2), "zbv")]
-SLOW += [("bert odd", dtype, (2, 1, 2), "zero-bubble") for dtype in (torch.float32, torch.bfloat16)]
+SLOW += [("bert odd", torch.float32, (2, 1, 2), "zero-bubble")]
 CASES = [pytest.param(*case, id="-".join(map(str, case))) for case in EVERYDAY]
 CASES += [pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in SLOW]
 

@@ -10,14 +10,17 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.examples.launch import children, example, interrupted, ok, run
+from tests.examples.launch import children, example, interrupted, ok, run, running
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.tools.ledger import parameter_count
 
@@ -63,6 +66,13 @@ def undisturbed(tmp_path_factory):
         return runs[tp, dp]
 
     return get
+
+
+def back(out: Path, of: Path, to: int = 6) -> Path:
+    """Copies a run, and points it back to an earlier checkpoint."""
+    shutil.copytree(of, out)
+    (out / "checkpoints" / "latest").write_text(f"step-{to:08d}\n")
+    return out
 
 
 def same_run(out: Path, reference: Path) -> None:
@@ -157,17 +167,32 @@ def test_killed_and_resumed_at_another_split(tmp_path):
     assert "--bitwise is 2 and was 4 in" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed", [(4, 1), (2, 1, "--pp", 2)], ids=["tp 4", "tp 2, pp 2"])
-def test_killed_and_resumed_with_other_replicas(tmp_path, resumed):
-    """The bits of one process with two micro-batches, from two replicas of two ranks to one of four, or two stages."""
-    one, out, micro = tmp_path / "one", tmp_path / "killed", ("--micro-batches", 2)
-    ok(SCRIPT, *arguments(one, 1, 1, *BITWISE, *micro))
+MICRO = "--micro-batches", 2
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory):
+    """The directories of a bitwise run on one process, with two micro-batches, and of one on two replicas of two ranks
+    that was killed."""
+    one, out = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("killed")
+    ok(SCRIPT, *arguments(one, 1, 1, *BITWISE, *MICRO))
     done = run(SCRIPT, *arguments(out, 2, 2, *BITWISE[:2]), procs=4, killed=("step", 6))
     assert done.returncode != 0 and "SIGKILL" in done.stderr and latest(out) == "step-00000003"
-    done = run(SCRIPT, *arguments(out, *resumed, *BITWISE, "--resume"), procs=4)
+    return one, out
+
+
+@pytest.mark.slow
+def test_another_number_of_micro_batches_is_refused(two_replicas):
+    done = run(SCRIPT, *arguments(two_replicas[1], 2, 1, *BITWISE, "--resume"), procs=2)
     assert "--dp x --micro-batches is 1 and was 2 in" in done.stderr
-    done = run(SCRIPT, *arguments(out, *resumed, *BITWISE, *micro, "--resume"), procs=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [(4, 1), (2, 1, "--pp", 2)], ids=["tp 4", "tp 2, pp 2"])
+def test_killed_and_resumed_with_other_replicas(tmp_path, two_replicas, resumed):
+    """The bits of one process with two micro-batches, from two replicas of two ranks to one of four, or two stages."""
+    one, out = two_replicas[0], back(tmp_path / "out", two_replicas[1], 3)
+    done = run(SCRIPT, *arguments(out, *resumed, *BITWISE, *MICRO, "--resume"), procs=4)
     assert (
         done.returncode == 0 and ", bit for bit" in done.stdout and "not bit for bit" not in done.stdout + done.stderr
     )
@@ -222,13 +247,22 @@ def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(tmp_path, un
     same_run(tmp_path, undisturbed(2, 1)[0])
 
 
+def let_go(other, stopped):
+    """Lets a stopped process hear the launcher, which would wait for half a minute, once the other has ended."""
+    while running(other):
+        time.sleep(0.1)
+    os.kill(stopped, signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_the_run(tmp_path):
     """In --timeout seconds, with an error of the other; what was saved is there."""
     flags = *arguments(tmp_path, 2, 1), "--timeout", 4, "--steps", 1000, "--checkpoint-every", 1
 
     def stop(launcher):
-        os.kill(children(launcher)[1], signal.SIGSTOP)
+        other, stopped = children(launcher)
+        os.kill(stopped, signal.SIGSTOP)
+        threading.Thread(target=let_go, args=(other, stopped), daemon=True).start()
 
     code, said = interrupted(SCRIPT, *flags, procs=2, when=begun(tmp_path), send=stop)
     assert code != 0 and ("RuntimeError" in said or "RankEnded" in said)  # in a step, or in a save
@@ -239,11 +273,11 @@ def test_a_process_that_hangs_ends_the_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, dp, more", [(1, 1, []), (2, 2, ["--micro-batches", 3])])
 def test_a_checkpoint_resumes_at_another_split(tmp_path, undisturbed, tp, dp, more):
-    """From (tp, dp) = (2, 1); equal to rounding, which Adam and five steps enlarge."""
-    run(SCRIPT, *arguments(tmp_path, 2, 1), procs=2, killed=("step", 5))
-    said = ok(SCRIPT, *arguments(tmp_path, tp, dp, "--resume", *more), procs=tp * dp)
-    assert f"resumed at step 3 of {STEPS}" in said
-    close(tmp_path, undisturbed(2, 1)[0])
+    """From (tp, dp) = (2, 1); equal to rounding, which Adam enlarges."""
+    out = back(tmp_path / "out", undisturbed(2, 1)[0])
+    said = ok(SCRIPT, *arguments(out, tp, dp, "--resume", *more), procs=tp * dp)
+    assert f"resumed at step 6 of {STEPS}" in said
+    close(out, undisturbed(2, 1)[0])
 
 
 @pytest.mark.slow
@@ -331,15 +365,15 @@ def test_a_run_of_before_families_is_a_gpt2(monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_blocks_learn_the_same(tmp_path):
-    """To rounding.  Killed after a better model was written and before its checkpoint, a compiled run goes on bit for
-    bit and has the same best model; with another shape it does not."""
-    plain, reference, out = (tmp_path / name for name in ("plain", "compiled", "killed"))
+    """To rounding.  From a checkpoint before a better model, a compiled run goes on bit for bit and has the same best
+    model; with another shape it does not."""
+    plain, reference, out = (tmp_path / name for name in ("plain", "compiled", "resumed"))
     llama = "--family", "llama", "--layers", 1, "--compile"
     ok(SCRIPT, *arguments(plain, 2, 1, *llama[:-1]), procs=2)
     ok(SCRIPT, *arguments(reference, 2, 1, *llama), procs=2)
     close(reference, plain)
-    run(SCRIPT, *arguments(out, 2, 1, *llama), procs=2, killed=("step", 6))
-    assert latest(out) == "step-00000003" and [p.name for p in (out / "best").iterdir()] == ["step-00000004"]
+    back(out, reference)
+    assert [p.name for p in (out / "best").iterdir()] == [f"step-{STEPS:08d}"]
     ok(SCRIPT, *arguments(out, 2, 1, *llama, "--resume"), procs=2)
     same_run(out, reference)
     assert sorted(p.name for p in (out / "best").iterdir()) == sorted(p.name for p in (reference / "best").iterdir())

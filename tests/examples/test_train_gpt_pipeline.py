@@ -9,7 +9,6 @@ Spans: examples/train_gpt.py with --pp, its _batches.py and the schedules of tpf
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from tests.examples.launch import example, interrupted, ok, run
 from tests.examples.test_train_gpt import (
     STEPS,
+    back,
     begun,
     close,
     latest,
@@ -55,13 +55,6 @@ def alone(tmp_path_factory):
 def staged(tmp_path_factory):
     """The same of a run over two ranks with two stages each."""
     return once(tmp_path_factory, "staged", 2, DROPPING, ZBV)
-
-
-def back(out: Path, of: Path) -> Path:
-    """Copies a finished run, and points it back to its checkpoint before the last."""
-    shutil.copytree(of, out)
-    (out / "checkpoints" / "latest").write_text("step-00000006\n")
-    return out
 
 
 def held_out(out: Path) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.common import MAX_NORM, Training, whole
 
-STEPS = 8
+STEPS = 4
 F64 = torch.float64
 # ranks, dp, sequence parallel, saving, kind, micro-batches.  With DDP and micro-batches: no_sync, but for the last
 LAYOUTS = [

@@ -63,8 +63,7 @@ def test_every_split_has_the_bits_of_one_process(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gpt2 odd", "llama"])
+@pytest.mark.parametrize("kind, dtype", [("gpt2 odd", torch.bfloat16), ("llama", torch.float32)])
 def test_all_splits(kind, dtype, ranks):
     compare(ranks, kind, dtype, LAYOUTS[1:])
 

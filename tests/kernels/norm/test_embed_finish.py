@@ -314,7 +314,7 @@ def test_widths(shape, post):
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.usefixtures("poisoned")
 def test_more_widths(D, post):
-    assert_both(forward_arguments(2, 2, D, post))
+    assert_both(forward_arguments(2, 1, D, post))
 
 
 @pytest.mark.usefixtures("poisoned")

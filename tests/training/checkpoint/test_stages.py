@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from tests.common import assert_equal
 from tests.models.common import default_dtype
-from tests.pipeline.test_step import GPT2, MODELS, ROWS, batches, made
+from tests.pipeline.common import GPT2, MODELS, ROWS, batches, made, micro_batches
 from tests.planted import planted
 from tests.training.checkpoint.common import names
 from tpfuse import TensorParallel, add_lora, clip_grad_norm_, load_checkpoint, param_groups, save_checkpoint
@@ -41,7 +41,7 @@ class Staged:
                 add_lora(self.model, rank=2, alpha=4)
             self.optimizer = torch.optim.AdamW(param_groups(self.model, weight_decay=0.1), lr=1e-3)
         if name is not None:
-            self.pipeline = schedule(self.model, pp, name, ROWS // self.dp.size())
+            self.pipeline = schedule(self.model, pp, name, micro_batches(self.mesh))
 
     def steps(self, first, last):
         """-> (loss, norm of the gradient) of each"""
