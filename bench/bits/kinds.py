@@ -60,7 +60,8 @@ def small(family: str) -> Any:
     return config.from_hf(dict(model_type=family) | keys)
 
 
-SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
+DENSE = [family for family, entry in FAMILIES.items() if "num_experts" not in entry.hf_keys]  # experts have no leaves
+SMALL_KINDS = {f"small {family}": small(family) for family in DENSE}
 ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
 HOOKED_KINDS = {f"{kind} hooked": KINDS[kind] for kind in ("gemma odd", "neox odd", "bert odd")}
 TRAINED_KINDS = KINDS | ADAPTED_KINDS | HOOKED_KINDS
