@@ -3,7 +3,7 @@
 import torch
 
 from bench.compile._compile import Call, meta
-from tpfuse.kernels.experts.records import ExpertRows, Routing, Sides
+from tpfuse.kernels.experts.records import ExpertRows, Routed, Routing, Sides
 from tpfuse.kernels.experts.triton_grouped import (
     experts_dact_launch,
     experts_down_launch,
@@ -39,7 +39,7 @@ def router(experts: int, routing: Routing, dtype: torch.dtype = torch.bfloat16, 
     x, w = meta(M, D, dtype=dtype), meta(experts, D, dtype=torch.float32)
     b = meta(experts, dtype=torch.float32) if bias else None
     weights, chosen, logits = router_fwd_launch(x, w, b, routing)
-    router_bwd_launch(weights, logits, logits, weights, chosen, w, routing, x)
+    router_bwd_launch(weights, logits, Routed(logits, weights, chosen), w, routing, x)
 
 
 CALLS = {

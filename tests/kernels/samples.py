@@ -15,7 +15,7 @@ from torch import Tensor
 import tpfuse
 from tpfuse.kernels.attn import triton_forward as attention
 from tpfuse.kernels.attn.options import DecodeOptions, Options
-from tpfuse.kernels.experts.records import ExpertRows, Routing, Sides
+from tpfuse.kernels.experts.records import ExpertRows, Routed, Routing, Sides
 from tpfuse.kernels.gemm import triton_gemm as gemm
 from tpfuse.kernels.losses import linear_triton
 from tpfuse.kernels.losses.options import Linear, Loss, Rows
@@ -149,7 +149,7 @@ def router_backward(m: int, E: int) -> list[tuple[Any, ...]]:
     for routing in (Routing(1), Routing(1, "sigmoid", scale=2.5), Routing(E, renormalize=False)):
         d, weights, chosen = random(m, routing.k), torch.rand(m, routing.k), torch.rand(m, E).argsort(1)
         chosen = chosen[:, : routing.k].int()
-        made.append((d, random(m, E), random(m, E), weights, chosen, random(E, 8), routing, random(m, 8)))
+        made.append((d, random(m, E), Routed(random(m, E), weights, chosen), random(E, 8), routing, random(m, 8)))
     return made
 
 

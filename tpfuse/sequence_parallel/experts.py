@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..collectives import all_gather, exchange_rows
 from ..kernels.experts.grouped import experts_dact, experts_down, experts_dx, experts_up, rows_of_gradient
-from ..kernels.experts.records import ExpertOrder, ExpertRows, Routing, Sides
+from ..kernels.experts.records import ExpertOrder, ExpertRows, Routed, Routing, Sides
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute
@@ -203,7 +203,7 @@ class RoutedExperts(Function):
         if valid < m:
             dn[routing.k, valid:] = 0
         dweights, dx = routes.numbers_back(dg), dn[routing.k, :valid]
-        dlogits = router_bwd(dweights, None, logits, weights, chosen=chosen, w=wr, routing=routing, dx=dx)
+        dlogits = router_bwd(dweights, None, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
         if ctx.needs_input_grad[3]:
             dwr = router_wgrad(dlogits, rows).to(wr.dtype)
         return dn, dw1, dw2, dwr, None, None, None, None

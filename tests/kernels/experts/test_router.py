@@ -8,7 +8,7 @@ import torch
 from tests.kernels import common
 from tests.kernels.common import gradcheck, leaf
 from tpfuse.kernels import route
-from tpfuse.kernels.experts.records import Routing
+from tpfuse.kernels.experts.records import Routed, Routing
 from tpfuse.kernels.experts.router import router_bwd, router_fwd
 
 ROUTINGS = {
@@ -25,10 +25,11 @@ ROUTING = pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 E = 8
 X, W, BIAS = torch.randn(5, 6), torch.randn(E, 6), torch.randn(E)
 WEIGHTS, CHOSEN, LOGITS = router_fwd.reference(X, W, None, Routing(2))
+ROUTED = Routed(LOGITS, WEIGHTS, CHOSEN)
 SAMPLES = [
     *((router_fwd, (X, W, BIAS, routing)) for routing in ROUTINGS.values()),
-    (router_bwd, (torch.randn(5, 2), torch.randn(5, E), LOGITS, WEIGHTS, CHOSEN, W, Routing(2), torch.empty(5, 6))),
-    (router_bwd, (None, torch.randn(5, E), LOGITS, WEIGHTS, CHOSEN, W, Routing(2), torch.empty(5, 6).bfloat16())),
+    (router_bwd, (torch.randn(5, 2), torch.randn(5, E), ROUTED, W, Routing(2), torch.empty(5, 6))),
+    (router_bwd, (None, torch.randn(5, E), ROUTED, W, Routing(2), torch.empty(5, 6).bfloat16())),
 ]
 test_opcheck = common.opcheck(SAMPLES)
 
@@ -113,7 +114,7 @@ def test_a_row_is_routed_alike_whatever_is_beside_it(dtype, D, experts):
     together = router_fwd(x, w, None, routing)
     assert all(map(torch.equal, together, one_by_one(router_fwd.cpu, x, w, routing)))
     d = [torch.randn_like(together[0]), torch.randn_like(together[2])]
-    rows = lambda i: [t[i] for t in (*d, together[2], together[0], together[1])]
+    rows = lambda i: (*(t[i] for t in d), Routed(*(together[j][i] for j in (2, 0, 1))))
     everything, single = torch.empty(2, 70, D).to(dtype)
     router_bwd(*rows(slice(None)), w, routing, everything)
     for i in range(70):

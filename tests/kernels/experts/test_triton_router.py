@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.interpreter_bytes import assert_declared
 from tests.kernels.kernel_rules import DEVICE, assert_same
-from tpfuse.kernels.experts.records import Routing
+from tpfuse.kernels.experts.records import Routed, Routing
 from tpfuse.kernels.experts.router import router_bwd, router_fwd
 from tpfuse.kernels.experts.triton_router import Tile
 
@@ -43,7 +43,7 @@ def test_kernels(case, dtype):
             (random(m, routing.k), random(m, E)),
             (None, random(m, E)),
         ):
-            d, dx, truth = (dweights, dlogits, logits, weights, chosen, w), *random(2, m, D, dtype=dtype)
+            d, dx, truth = (dweights, dlogits, Routed(logits, weights, chosen), w), *random(2, m, D, dtype=dtype)
             assert_same(router_bwd.launch(*d, routing, dx), router_bwd.reference(*d, routing, truth))
             rounding = dict(rtol=2**-7, atol=1e-5) if dtype == torch.bfloat16 else dict(rtol=2e-5, atol=2e-5)
             torch.testing.assert_close(dx, truth, **rounding)
@@ -53,11 +53,12 @@ def test_a_row_is_routed_alike_whatever_is_beside_it():
     x, w, routing = random(37, 40), random(12, 40), Routing(3)
     weights, chosen, logits = together = router_fwd.launch(x, w, None, routing)
     dweights, dx, one = random(37, 3), *random(2, 37, 40)
-    router_bwd.launch(dweights, None, logits, weights, chosen, w, routing, dx)
+    router_bwd.launch(dweights, None, Routed(logits, weights, chosen), w, routing, dx)
     for i in range(0, 37, 5):
         row = slice(i, i + 1)
         assert all(torch.equal(a, b[row]) for a, b in zip(router_fwd.launch(x[row], w, None, routing), together))
-        router_bwd.launch(dweights[row], None, logits[row], weights[row], chosen[row], w, routing, one[row])
+        routed = Routed(logits[row], weights[row], chosen[row])
+        router_bwd.launch(dweights[row], None, routed, w, routing, one[row])
         assert torch.equal(one[row], dx[row])
 
 
@@ -69,7 +70,9 @@ def test_declared_bytes(name):
     assert_declared(router_fwd, (x, w, bias, routing))
     weights, chosen, logits = router_fwd.reference(x, w, bias, routing)
     for dweights, dlogits in ((random(m, routing.k), None), (random(m, routing.k), random(m, E)), (None, random(m, E))):
-        assert_declared(router_bwd, (dweights, dlogits, logits, weights, chosen, w, routing, torch.empty_like(x)))
+        assert_declared(
+            router_bwd, (dweights, dlogits, Routed(logits, weights, chosen), w, routing, torch.empty_like(x))
+        )
 
 
 def test_tiles():

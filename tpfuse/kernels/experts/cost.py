@@ -14,7 +14,7 @@ def router_fwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 def router_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """``dx``, an argument, is written; what leads to the weights is read where these have a gradient."""
-    dweights, dlogits, logits, weights, chosen, w, _, dx = args
+    dweights, dlogits, (logits, weights, chosen), w, _, dx = args
     weighed = () if dweights is None else (dweights, weights, chosen)
     return Cost(moved(dlogits, logits, w, *weighed), moved(dx, *outputs), flops=2 * logits.numel() * w.shape[1])
 

@@ -57,6 +57,14 @@ def check_routing(caller: str, routing: Routing, experts: int) -> None:
     check(k <= allowed, f"{caller}: k must be at most {allowed}, the experts of best_groups={best} groups, got {k}")
 
 
+class Routed(NamedTuple):
+    """The router's results for m rows."""
+
+    logits: Tensor  # [m, E]
+    weights: Tensor  # [m, k]
+    chosen: Tensor  # int32 [m, k]
+
+
 class ExpertRows(NamedTuple):
     """Rows sorted by expert, of which expert e has the places ``offsets[e]`` to ``offsets[e + 1]``: at place i stands
     row ``row_index[i]`` of a tensor.  Without it the tensor itself is sorted."""

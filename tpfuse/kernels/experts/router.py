@@ -30,7 +30,7 @@ from ..runtime.op import GEMM, acc_dtype, as_rows, autocast, op
 from ..runtime.rules import described
 from ..runtime.tiles import in_tiles
 from .cost import router_bwd_cost, router_fwd_cost
-from .records import Routing, check_routing
+from .records import Routed, Routing, check_routing
 from .triton_router import router_bwd_launch, router_fwd_launch
 
 ROWS = 48  # of a product on a CPU, whose kernels take 4, 6 or 12 rows at a time, and those left over in another order
@@ -89,9 +89,8 @@ def router_fwd_ref(x: Tensor, w: Tensor, bias: Tensor | None, routing: Routing) 
     return _weigh(x.to(acc) @ w.to(acc).t(), bias, routing)
 
 
-def _dlogits(
-    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, weights: Tensor, chosen: Tensor, routing: Routing
-) -> Tensor:
+def _dlogits(dweights: Tensor | None, dlogits: Tensor | None, routed: Routed, routing: Routing) -> Tensor:
+    logits, weights, chosen = routed
     total = torch.zeros_like(logits) if dlogits is None else dlogits.to(logits.dtype, copy=True)
     if dweights is None:
         return total
@@ -112,20 +111,13 @@ def _dlogits(
 
 
 def router_bwd_ref(
-    dweights: Tensor | None,
-    dlogits: Tensor | None,
-    logits: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    w: Tensor,
-    routing: Routing,
-    dx: Tensor,
+    dweights: Tensor | None, dlogits: Tensor | None, routed: Routed, w: Tensor, routing: Routing, dx: Tensor
 ) -> Tensor:
     """-> the whole gradient of the logits [m, E], fp32; that of the rows fills ``dx`` [m, D], in its dtype.
 
     Of dweights [m, k] and dlogits [m, E] either may be None.
     """
-    total = _dlogits(dweights, dlogits, logits, weights, chosen=chosen, routing=routing)
+    total = _dlogits(dweights, dlogits, routed, routing)
     dx.copy_(total @ w.to(total.dtype))
     return total
 
@@ -146,16 +138,9 @@ def _router_fwd_cpu(x: Tensor, w: Tensor, bias: Tensor | None, routing: Routing)
 
 
 def _router_bwd_cpu(
-    dweights: Tensor | None,
-    dlogits: Tensor | None,
-    logits: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    w: Tensor,
-    routing: Routing,
-    dx: Tensor,
+    dweights: Tensor | None, dlogits: Tensor | None, routed: Routed, w: Tensor, routing: Routing, dx: Tensor
 ) -> Tensor:
-    total = _dlogits(dweights, dlogits, logits, weights, chosen=chosen, routing=routing)
+    total = _dlogits(dweights, dlogits, routed, routing)
     dx.copy_(_product(total, w.to(total.dtype).t()))
     return total
 
@@ -166,7 +151,7 @@ router_bwd = op(
     kind=GEMM,
     launch=router_bwd_launch,
     cpu=_router_bwd_cpu,
-    fake=lambda dweights, dlogits, logits, *_: torch.empty_like(logits),
+    fake=lambda dweights, dlogits, routed, w, routing, dx: torch.empty_like(routed.logits),
     mutates=("dx",),
     cost=router_bwd_cost,
 )
@@ -198,7 +183,7 @@ class _Route(Function):
         if dweights is None and dlogits is None:
             return None, None, None, None
         dx = x.new_empty(x.shape)
-        total = router_bwd(dweights, dlogits, logits, weights, chosen=chosen, w=w, routing=ctx.routing, dx=dx)
+        total = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), w, routing=ctx.routing, dx=dx)
         return dx, router_wgrad(total, x).to(w.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch, next_power_of_2, target
 from ..runtime.triton import tl, triton
-from .records import Routing
+from .records import Routed, Routing
 
 # ---- device functions ----
 
@@ -227,16 +227,10 @@ def router_fwd_launch(x: Tensor, w: Tensor, bias: Tensor | None, routing: Routin
 
 
 def router_bwd_launch(
-    dweights: Tensor | None,
-    dlogits: Tensor | None,
-    logits: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    w: Tensor,
-    routing: Routing,
-    dx: Tensor,
+    dweights: Tensor | None, dlogits: Tensor | None, routed: Routed, w: Tensor, routing: Routing, dx: Tensor
 ) -> Tensor:
-    dense: list[Any] = [None if t is None else t.contiguous() for t in (dweights, dlogits, logits, weights, chosen, w)]
+    dense: list[Any] = [None if t is None else t.contiguous() for t in (dweights, dlogits, *routed, w)]
+    logits = routed.logits
     (m, E), D, k = logits.shape, w.shape[1], routing.k
     width = Tile.of(E).width
     tiles = config(width, target(logits.device).arch)
