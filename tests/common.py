@@ -121,3 +121,14 @@ def saved_bytes(*apart: Tensor) -> Iterator[Callable[[], int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield lambda: sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in skip)
+
+
+@contextlib.contextmanager
+def changed(owner, name, value):
+    """``owner`` has another value of an attribute inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.common import assert_equal
+from tests.common import assert_equal, changed
 from tests.pipeline.common import DROP, GPT2, place
-from tests.pipeline.test_agreement import changed, part
+from tests.pipeline.test_agreement import part
 from tpfuse import MainGrad, OkTopk, TensorParallel, data_parallel, ok_topk_hook
 from tpfuse.models import GPT
 from tpfuse.pipeline import schedule

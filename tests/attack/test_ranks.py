@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.common import assert_equal, make_tp
+from tests.common import assert_equal, changed, make_tp
 from tests.models.common import GPT_CONFIG, batch
 from tests.ranks.test_calls import CALLS
 from tpfuse import TensorParallel
@@ -51,16 +51,6 @@ ALTERED = {  # name: (for which calls, what the arguments become)
     "an end": ("generate", lambda c: c | dict(eos_token_id=3)),
 }
 MODES = "mode", "grad mode", "autocast"
-
-
-@contextlib.contextmanager
-def changed(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 STATE = {  # name: what is no argument and decides a call

@@ -4,7 +4,6 @@ and replica, before anything of the step is sent, and the next step goes on.
 Spans: tpfuse/pipeline/step.py and tpfuse/models/stages.py, the two sides of a step, over tpfuse/ranks.
 """
 
-import contextlib
 import functools
 import re
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.common import changed
 from tests.pipeline.common import GPT2, batches, made, mine, place
 from tpfuse import TensorParallel, clip_grad_norm_
 from tpfuse.layers import ParallelModule
@@ -20,16 +20,6 @@ from tpfuse.models import GPT
 from tpfuse.pipeline import schedule
 from tpfuse.pipeline.step import Pipeline
 from tpfuse.ranks.messages import channel
-
-
-@contextlib.contextmanager
-def changed(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def part(model):
