@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     tile: Any  # Triton device function: z in fp32 -> act(z), act'(z); the compiler drops the one that is not used
     gated: str | None = None  # the name of act(gate) up
     huggingface: tuple[str, ...] = ()  # its names in a config.json; the first one is written
-    runs: Runs | None = None  # None: those of ``forward`` and ``backward``, in the gated form alone
+    runs: Runs | None = None  # None: ``forward`` and ``backward`` are used
 
 
 # ---- device functions: tanh(u) = 2 sigmoid(2u) - 1, and erf by a polynomial, need no library call ----
@@ -90,10 +90,6 @@ def _gelu_tanh_tile(z):
 # gelu(tanh): one exp for the value and the derivative, where torch takes tanh twice; bench/kernels/cpu.py times them
 
 
-def _silu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    return aten.silu_backward(dy, z), F.silu(z)
-
-
 _K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
 
 
@@ -120,7 +116,6 @@ ACTIVATIONS = {
         _silu_tile,
         gated="swiglu",
         huggingface=("silu", "swish"),
-        runs=Runs(F.silu, _silu_backward),
     ),
     "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_tile, gated="geglu", huggingface=("gelu",)),
     "gelu_tanh": Activation(

@@ -34,7 +34,7 @@ from .cost import (
     linear_wgrad_add_cost,
     linear_wgrad_cost,
 )
-from .runs import write_gradient, write_value
+from .runs import gradient_of, value_of
 from .triton_activation import activation_bwd_cost, activation_bwd_launch, activation_fwd_launch, bias_grad_launch
 from .triton_gemm import linear_dgrad_act_launch, linear_dgrad_launch, linear_fwd_launch, linear_wgrad_launch
 
@@ -140,12 +140,6 @@ def bias_grad_ref(dy: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- CPU ----
 
 
-def _activation_fwd_cpu(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
-    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
-    write_value(z, activation, y)
-    return y
-
-
 def _activation_bwd_cpu(
     dy: Tensor,
     z: Tensor,
@@ -155,9 +149,7 @@ def _activation_bwd_cpu(
     dz: Tensor | None = None,
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dz = z.new_empty(z.shape) if dz is None else dz
-    y = z.new_empty(dy.shape if rebuild else 0) if y is None else y
-    write_gradient(dy, z, activation, dz=dz, y=y if rebuild else None)
+    dz, y = gradient_of(dy, z, activation, rebuild=rebuild, dz=dz, y=y)
     return dz, column_sum(dz, bias), y
 
 
@@ -179,9 +171,7 @@ def _check_fwd(x: Tensor, w: Tensor, b: Tensor | None, activation: str, leaf: in
     check_linear("linear", x, w, b, activation=activation)
 
 
-activation_fwd = op(
-    activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=_activation_fwd_cpu, replay=True
-)
+activation_fwd = op(activation_fwd_ref, kind=ELEMENTWISE, launch=activation_fwd_launch, cpu=value_of, replay=True)
 activation_bwd = op(
     activation_bwd_ref,
     kind=ELEMENTWISE,

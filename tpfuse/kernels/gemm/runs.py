@@ -8,6 +8,7 @@ loops are vectorised on words, and not on every second element.  A bf16 number i
 it widens to, and a pair of fp32 numbers is a complex one.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 
@@ -16,16 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.op import acc_dtype
-from .activation import ACTIVATIONS, GATED, Activation
+from .activation import ACTIVATIONS, GATED, Activation, width
 
+SHARE = 1 << 15  # elements: torch starts no thread for fewer
 RUN = 1 << 16  # elements of act(z); most functions of torch give at most two threads a share of so many
 VECTORS = 2 * 32  # elements: whole vectors of all instructions in each share of one thread or two
 _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower half
 
 
-def write_value(z: Tensor, activation: str, y: Tensor) -> None:
-    """z [M, N] (gated [M, 2N]) -> act(z) in y [M, N], which is contiguous."""
+def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
+    """z [M, N] (gated [M, 2N]) -> act(z) [M, N], in ``y`` where that is given, which is contiguous."""
     act = _entry(activation)
+    if activation not in GATED and act.runs is None:
+        return _in_place_of(y, _cut(act.forward(_whole_vectors(z)), z))
+    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
     for (z_run,), (y_run,) in _runs([z], [y], y.numel()):
         if activation in GATED:
             gate, up = apart(z_run)
@@ -33,24 +38,34 @@ def write_value(z: Tensor, activation: str, y: Tensor) -> None:
         else:
             value = _value(act, _widened(z_run))
         y_run.copy_(value[: len(y_run)])
+    return y
 
 
-def write_gradient(dy: Tensor, z: Tensor, activation: str, *, dz: Tensor, y: Tensor | None) -> None:
-    """dy [M, N], z [M, N] (gated [M, 2N]) -> dy act'(z) in dz, which is like z, and act(z) with forward's bits in y
-    unless that is None; both are contiguous."""
+def gradient_of(
+    dy: Tensor, z: Tensor, activation: str, *, rebuild: bool, dz: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dy [M, N], z [M, N] (gated [M, 2N]) -> dy act'(z) like z, and act(z) with forward's bits (empty unless
+    ``rebuild``), in ``dz`` and ``y`` where these are given, which are contiguous."""
     act = _entry(activation)
-    for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz] if y is None else [dz, y], dy.numel()):
+    y = z.new_empty(dy.shape if rebuild else 0) if y is None else y
+    if activation not in GATED and act.runs is None:
+        flat = _whole_vectors(z)
+        dz = _in_place_of(dz, _cut(act.backward(_whole_vectors(dy), flat), z))
+        return dz, y.copy_(_cut(act.forward(flat), z)) if rebuild else y
+    dz = z.new_empty(z.shape) if dz is None else dz
+    for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz, y] if rebuild else [dz], dy.numel()):
         dy_run = _widened(dy_run)
         if activation in GATED:
             gate, up = apart(z_run)
-            dgate, value = _gradient(act, dy_run * up, gate, keep=True)
+            dgate, value = _gradient(act, dy_run * up, gate)
             gradient = together(dgate, value * dy_run)
-            value.mul_(up)
+            value = value.mul_(up) if rebuild else value
         else:
-            gradient, value = _gradient(act, dy_run, _widened(z_run), keep=y is not None)
+            gradient, value = _gradient(act, dy_run, _widened(z_run))
         dz_run.copy_(gradient[: len(dz_run)])
         for place in y_run:
             place.copy_(value[: len(place)])
+    return dz, y
 
 
 def _entry(activation: str) -> Activation:
@@ -61,11 +76,33 @@ def _value(act: Activation, z: Tensor) -> Tensor:
     return act.forward(z) if act.runs is None else act.runs.forward(z)
 
 
-def _gradient(act: Activation, dy: Tensor, z: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """-> dy act'(z), act(z) (empty unless ``keep``)."""
-    if act.runs is not None:
-        return act.runs.backward(dy, z)
-    return act.backward(dy, z), act.forward(z) if keep else z.new_empty(0)
+def _gradient(act: Activation, dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """-> dy act'(z), act(z)"""
+    return (act.backward(dy, z), act.forward(z)) if act.runs is None else act.runs.backward(dy, z)
+
+
+# ---- at once: one pass of torch's, in the tensor's own dtype ----
+
+
+def _whole_vectors(x: Tensor) -> Tensor:
+    """Returns x as [n], with zeros behind it where a thread's share would not be whole vectors."""
+    threads, flat = torch.get_num_threads(), x.reshape(-1)
+    shares = min(threads, -(-len(flat) // SHARE))  # or, with zeros, one more; of gelu all threads
+    vectors = VECTORS * math.lcm(threads, max(shares, 1), min(shares + 1, threads))
+    missing = -len(flat) % vectors
+    return F.pad(flat, (0, missing)) if missing else flat
+
+
+def _cut(flat: Tensor, like: Tensor) -> Tensor:
+    """Returns the first elements of ``flat`` in the shape of ``like``, with no room behind them."""
+    return flat.view(like.shape) if flat.numel() == like.numel() else flat[: like.numel()].clone().view(like.shape)
+
+
+def _in_place_of(place: Tensor | None, x: Tensor) -> Tensor:
+    return x if place is None else place.copy_(x)
+
+
+# ---- run by run, in fp32 ----
 
 
 def _widened(x: Tensor) -> Tensor:
