@@ -20,20 +20,12 @@ from ..runtime.triton import tl, triton
 aten = torch.ops.aten
 
 
-class Runs(NamedTuple):
-    """A CPU implementation, called on runs of elements that stay in a core's cache (elements.py)."""
-
-    forward: Callable[[Tensor], Tensor]  # z [n] -> act(z); fp32, or fp64
-    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # dy, z [n] -> dy act'(z) and act(z)
-
-
 class Activation(NamedTuple):
     forward: Callable[[Tensor], Tensor]  # z -> act(z)
     backward: Callable[[Tensor, Tensor], Tensor]  # dy, z -> dy act'(z)
     tile: Any  # Triton device function: z in fp32 -> act(z), act'(z); the compiler drops the one that is not used
     gated: str | None = None  # the name of act(gate) up
     huggingface: tuple[str, ...] = ()  # its names in a config.json; the first one is written
-    runs: Runs | None = None  # None: ``forward`` and ``backward`` are used
 
 
 # ---- device functions: tanh(u) = 2 sigmoid(2u) - 1, and erf by a polynomial, need no library call ----
@@ -86,27 +78,6 @@ def _gelu_tanh_tile(z):
     return z * s, s + 2.0 * z * s * (1.0 - s) * du
 
 
-# ---- CPU ----
-# gelu(tanh): one exp for the value and the derivative, where torch takes tanh twice; bench/kernels/cpu.py times them
-
-
-_K, _C = 2 * (2 / torch.pi) ** 0.5, 0.044715
-
-
-def _gelu_tanh(z: Tensor) -> Tensor:
-    k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
-    e = torch.addcmul(k, z, z, value=-_C * _K).mul_(z).exp_().add_(1)  # 1 / sigmoid(2u)
-    return z / e
-
-
-def _gelu_tanh_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    k = torch.tensor(-_K, dtype=z.dtype, device=z.device)
-    slope = torch.addcmul(k, z, z, value=-_C * _K)  # -2u / z; -3 slope - 2k is d(2u)/dz
-    e = (slope * z).exp_().add_(1)
-    y, s = z / e, e.reciprocal_()  # y bitwise as forward's
-    return torch.addcmul(s, torch.addcmul(y, y, s, value=-1), slope.mul_(-3).sub_(2 * _K)).mul_(dy), y
-
-
 # ---- the table ----
 
 ACTIVATIONS = {
@@ -124,7 +95,6 @@ ACTIVATIONS = {
         _gelu_tanh_tile,
         gated="geglu_tanh",
         huggingface=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        runs=Runs(_gelu_tanh, _gelu_tanh_backward),
     ),
     "relu": Activation(F.relu, lambda dy, z: dy * (z > 0), _relu_tile, huggingface=("relu",)),
     # Primer, So et al. 2021, arXiv:2109.08668

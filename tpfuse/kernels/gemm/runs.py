@@ -1,7 +1,8 @@
-"""Activations on a CPU: in runs of elements that stay in a core's cache, with no element rounded in a way of its own.
+"""Activations on a CPU: plain ones in one pass of torch's, gated ones in runs of elements that stay in a core's cache;
+no element is rounded in a way of its own.
 
 torch's vectorised loops leave the last elements of a tensor to scalar functions, which round otherwise (sigmoid, erf).
-Which elements are the last depends on how many ranks share a tensor, so a run is padded to whole vectors.
+Which elements are the last depends on how many ranks share a tensor, so each thread's share is padded to whole vectors.
 
 Columns of gate and up (gate, up, gate, up, ..) are taken apart, and put together, as words of two numbers: torch's
 loops are vectorised on words, and not on every second element.  A bf16 number is the upper half of the fp32 number that
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.op import acc_dtype
-from .activation import ACTIVATIONS, GATED, Activation, width
+from .activation import ACTIVATIONS, GATED
 
 SHARE = 1 << 15  # elements: torch starts no thread for fewer
 RUN = 1 << 16  # elements of act(z); most functions of torch give at most two threads a share of so many
@@ -27,17 +28,13 @@ _LITTLE = sys.byteorder == "little"  # a pair's first number is its word's lower
 
 def value_of(z: Tensor, activation: str, y: Tensor | None = None) -> Tensor:
     """z [M, N] (gated [M, 2N]) -> act(z) [M, N], in ``y`` where that is given, which is contiguous."""
-    act = _entry(activation)
-    if activation not in GATED and act.runs is None:
-        return _in_place_of(y, _cut(act.forward(_whole_vectors(z)), z))
-    y = z.new_empty(len(z), z.shape[1] // width(activation)) if y is None else y
+    if activation not in GATED:
+        return _in_place_of(y, _cut(ACTIVATIONS[activation].forward(_whole_vectors(z)), z))
+    act = ACTIVATIONS[GATED[activation]]
+    y = z.new_empty(len(z), z.shape[1] // 2) if y is None else y
     for (z_run,), (y_run,) in _runs([z], [y], y.numel()):
-        if activation in GATED:
-            gate, up = apart(z_run)
-            value = _value(act, gate).mul_(up)
-        else:
-            value = _value(act, _widened(z_run))
-        y_run.copy_(value[: len(y_run)])
+        gate, up = apart(z_run)
+        y_run.copy_(act.forward(gate).mul_(up)[: len(y_run)])
     return y
 
 
@@ -46,42 +43,23 @@ def gradient_of(
 ) -> tuple[Tensor, Tensor]:
     """dy [M, N], z [M, N] (gated [M, 2N]) -> dy act'(z) like z, and act(z) with forward's bits (empty unless
     ``rebuild``), in ``dz`` and ``y`` where these are given, which are contiguous."""
-    act = _entry(activation)
     y = z.new_empty(dy.shape if rebuild else 0) if y is None else y
-    if activation not in GATED and act.runs is None:
-        flat = _whole_vectors(z)
-        dz = _in_place_of(dz, _cut(act.backward(_whole_vectors(dy), flat), z))
-        return dz, y.copy_(_cut(act.forward(flat), z)) if rebuild else y
+    if activation not in GATED:
+        flat, plain = _whole_vectors(z), ACTIVATIONS[activation]
+        dz = _in_place_of(dz, _cut(plain.backward(_whole_vectors(dy), flat), z))
+        return dz, y.copy_(_cut(plain.forward(flat), z)) if rebuild else y
+    act = ACTIVATIONS[GATED[activation]]
     dz = z.new_empty(z.shape) if dz is None else dz
     for (dy_run, z_run), (dz_run, *y_run) in _runs([dy, z], [dz, y] if rebuild else [dz], dy.numel()):
-        dy_run = _widened(dy_run)
-        if activation in GATED:
-            gate, up = apart(z_run)
-            dgate, value = _gradient(act, dy_run * up, gate)
-            gradient = together(dgate, value * dy_run)
-            value = value.mul_(up) if rebuild else value
-        else:
-            gradient, value = _gradient(act, dy_run, _widened(z_run))
-        dz_run.copy_(gradient[: len(dz_run)])
+        (gate, up), dy_run = apart(z_run), _widened(dy_run)
+        a = act.forward(gate)
+        dz_run.copy_(together(act.backward(dy_run * up, gate), a * dy_run)[: len(dz_run)])
         for place in y_run:
-            place.copy_(value[: len(place)])
+            place.copy_(a.mul_(up)[: len(place)])
     return dz, y
 
 
-def _entry(activation: str) -> Activation:
-    return ACTIVATIONS[GATED.get(activation, activation)]
-
-
-def _value(act: Activation, z: Tensor) -> Tensor:
-    return act.forward(z) if act.runs is None else act.runs.forward(z)
-
-
-def _gradient(act: Activation, dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """-> dy act'(z), act(z)"""
-    return (act.backward(dy, z), act.forward(z)) if act.runs is None else act.runs.backward(dy, z)
-
-
-# ---- at once: one pass of torch's, in the tensor's own dtype ----
+# ---- plain, at once: one pass of torch's, in the tensor's own dtype ----
 
 
 def _whole_vectors(x: Tensor) -> Tensor:
@@ -102,7 +80,7 @@ def _in_place_of(place: Tensor | None, x: Tensor) -> Tensor:
     return x if place is None else place.copy_(x)
 
 
-# ---- run by run, in fp32 ----
+# ---- gated, run by run, in fp32 ----
 
 
 def _widened(x: Tensor) -> Tensor:
