@@ -1,5 +1,5 @@
-"""The CPU implementations that are not plain references, against ATen's: attention, gelu(tanh) and swiglu, forward and
-backward.  ATen's swiglu has gate and up in tensors of their own.
+"""The CPU implementations that are not plain references, against ATen's: attention and swiglu, forward and backward.
+ATen's swiglu has gate and up in tensors of their own.
 
 python -m bench.kernels.cpu            one thread, bf16 and fp32, interleaved; median
                                        and quartiles of the ratio of neighbouring runs
@@ -40,19 +40,6 @@ def attention_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     return ours, aten_call
 
 
-def gelu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
-    z, dy = torch.randn(2, S * B, FFN).to(dtype)
-
-    def ours():
-        return activation_fwd(z, "gelu_tanh"), *activation_bwd(dy, z, "gelu_tanh", rebuild=True, bias=torch.float32)
-
-    def aten_call():
-        dz = aten.gelu_backward(dy, z, approximate="tanh")
-        return F.gelu(z, approximate="tanh"), dz, dz.sum(0, dtype=torch.float32), F.gelu(z, approximate="tanh")
-
-    return ours, aten_call
-
-
 def swiglu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
     z, dy = torch.randn(S * B, 2 * FFN).to(dtype), torch.randn(S * B, FFN).to(dtype)
     gate, up = (x.contiguous() for x in z.view(-1, FFN, 2).unbind(2))
@@ -70,7 +57,6 @@ def swiglu_pair(dtype: torch.dtype) -> tuple[Callable, Callable]:
 
 PAIRS = {
     "attention, causal": attention_pair,
-    "gelu(tanh), value computed again in backward": gelu_pair,
     "swiglu, value computed again in backward": swiglu_pair,
 }
 
