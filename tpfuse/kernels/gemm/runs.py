@@ -71,9 +71,9 @@ def _whole_vectors(x: Tensor) -> Tensor:
     return F.pad(flat, (0, missing)) if missing else flat
 
 
-def _cut(flat: Tensor, like: Tensor) -> Tensor:
-    """Returns the first elements of ``flat`` in the shape of ``like``, with no room behind them."""
-    return flat.view(like.shape) if flat.numel() == like.numel() else flat[: like.numel()].clone().view(like.shape)
+def _cut(flat: Tensor, z: Tensor) -> Tensor:
+    """Returns the first elements of ``flat`` in the shape of z, with no room behind them."""
+    return flat.view(z.shape) if flat.numel() == z.numel() else flat[: z.numel()].clone().view(z.shape)
 
 
 def _in_place_of(place: Tensor | None, x: Tensor) -> Tensor:
@@ -104,11 +104,11 @@ def _runs(inputs: list[Tensor], outputs: list[Tensor], count: int) -> Iterator[t
 
 def apart(z: Tensor) -> tuple[Tensor, Tensor]:
     """z [2n] -> gate, up [n], new, contiguous and widened to fp32 (fp64 of fp64)."""
-    words = _LITTLE and z.storage_offset() % 2 == 0
-    if words and z.dtype == torch.bfloat16:
+    by_word = _LITTLE and z.storage_offset() % 2 == 0
+    if by_word and z.dtype == torch.bfloat16:
         pairs = z.view(torch.int32)
         return (pairs << 16).view(torch.float32), (pairs & -(1 << 16)).view(torch.float32)
-    if words and z.dtype == torch.float32:
+    if by_word and z.dtype == torch.float32:
         pairs = z.view(torch.int64)
         return pairs.to(torch.int32).view(torch.float32), (pairs >> 32).to(torch.int32).view(torch.float32)
     gate, up = _widened(z).view(-1, 2).unbind(1)
