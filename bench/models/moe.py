@@ -28,7 +28,7 @@ from tpfuse.kernels import Routing
 from tpfuse.layers import ParallelMoE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PEERS = "eager", "grouped_mm", "batched_mm"
+PEERS = "grouped_mm", "eager", "batched_mm"
 MOST_COPIED = 1 << 28  # bytes of the weights that batched_mm copies for its rows: beyond it a run takes minutes
 
 
