@@ -32,7 +32,7 @@ def test_several_steps_of_one_reduction(ranks, layout, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
 def test_every_kind_of_model(ranks, kind):
     check_curve(ranks, staged, (2, 1, 1), "zbv", MODELS[kind])
 

@@ -128,6 +128,34 @@ def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
     assert count == parameter_count(model, ranks)
 
 
+@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize(
+    "ranks, sequence_parallel, imbalance", [(1, True, 1), (4, True, 1), (4, True, 2.5), (4, False, 1)]
+)
+@pytest.mark.parametrize("form", ["alone", "beside", "in place"])
+def test_experts(form, ranks, sequence_parallel, imbalance, saving):
+    """Saved bytes in a block, and parameters."""
+    wired = {"alone": {}, "beside": dict(parallel_residual=True), "in place": BRANCHES["in place"]}[form]
+    plain = dict(qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, ffn_size=512)
+    model = config(norm="rms", gated=True, activation="silu", num_experts=8, experts_per_token=2, **plain, **wired)
+    plan = Plan(ranks, 1, 512, BATCH, sequence_parallel, saving, imbalance=imbalance)
+    expected, measured = compared(model, plan)
+    vectors = 6 * WIDTH * 4  # of norms, in fp32
+    assert 0 <= measured - expected <= vectors
+    expected, measured = compared(model, plan._replace(full=True))
+    assert 0 <= measured - expected <= vectors
+    with fake_world(ranks) as mesh:
+        count = sum(p.numel() for p in planned_model(model, plan, mesh).parameters())
+    assert count == parameter_count(model, ranks)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_plain_layer_has_experts(recompute):
+    model = config(gated=True, activation="silu", mlp_bias=False, num_experts=8, experts_per_token=2)
+    with pytest.raises(ValueError, match=f"recompute='{recompute}' is of a plain layer, which has one MLP"):
+        activation_bytes(model, recompute=recompute, seq=8, batch=1)
+
+
 def _measured(world, saving):
     model = GPT(
         GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4),
