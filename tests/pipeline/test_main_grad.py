@@ -37,6 +37,11 @@ def test_every_kind_of_model(ranks, kind):
     check_curve(ranks, staged, (2, 1, 1), "zbv", MODELS[kind])
 
 
+@pytest.mark.slow
+def test_experts_over_replicas_and_ranks(ranks):
+    check_curve(ranks, staged, (2, 2, 2), "zbv", MODELS["mixtral"], steps=1)
+
+
 def rounded(world, name, autocast):
     """16-bit weights or activations: of how many weights of the last stage, which no border rounds, the gradients have
     the bits of one process with the same micro-batches: with a MainGrad, and without; and of how many there are."""
