@@ -43,6 +43,10 @@ KINDS: dict[str, Any] = {
         qk_norm_all=True, pre_norm=False, branch_norm=True, tie_embeddings=False, **BARE, **DROPOUT,
     ),
     "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
+    "mixtral odd": GPTConfig(
+        family="mixtral", **ODD, num_kv_heads=4, norm="rms", activation="silu", rope=ROPE, num_experts=8,
+        experts_per_token=3, tie_embeddings=False, **BARE, **DROPOUT,
+    ),
     "bert odd": BertConfig(**ODD, **DROPOUT),
 }  # fmt: skip
 
@@ -60,8 +64,7 @@ def small(family: str) -> Any:
     return config.from_hf(dict(model_type=family) | keys)
 
 
-DENSE = [family for family, entry in FAMILIES.items() if "num_experts" not in entry.hf_keys]  # experts have no leaves
-SMALL_KINDS = {f"small {family}": small(family) for family in DENSE}
+SMALL_KINDS = {f"small {family}": small(family) for family in FAMILIES}
 ADAPTED_KINDS = {f"{kind} lora": KINDS[kind] for kind in ("gpt2 odd", "qwen2 odd")}
 HOOKED_KINDS = {f"{kind} hooked": KINDS[kind] for kind in ("gemma odd", "neox odd", "bert odd")}
 TRAINED_KINDS = KINDS | ADAPTED_KINDS | HOOKED_KINDS

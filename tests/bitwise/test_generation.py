@@ -57,7 +57,7 @@ def sample(group, kind, dtype, *, tile, new, prompts=PROMPTS, saving="fastest", 
     longest = max(prompts)
     ids = torch.randint(1, config.vocab_size, (len(prompts), longest), generator=torch.Generator().manual_seed(2))
     mask = torch.tensor([[i >= longest - n for i in range(longest)] for n in prompts])
-    assert direct.applies(model, ids)
+    assert direct.applies(model, ids) == (config.num_experts is None)
     assisted = dict(assistant_model=model, num_assistant_tokens=guesses, assistant_confidence_threshold=0.0)
     sequences, generated = model.generate(
         ids, attention_mask=mask, max_new_tokens=new, do_sample=True, seed=1, return_log_probs=True,

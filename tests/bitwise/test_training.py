@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.bitwise.training import LAYOUTS, TRAINED_KINDS, Layout, differences, train
+from tpfuse.kernels.experts.router import router_wgrad
 from tpfuse.kernels.norm import core
 from tpfuse.kernels.runtime import op
 from tpfuse.layers import linear, lora, module
 from tpfuse.layers import norm as split_norm
 from tpfuse.models import head
+from tpfuse.sequence_parallel import experts
 from tpfuse.sequence_parallel.forms import leafwise
 from tpfuse.training.foreign import norm
 
@@ -90,6 +92,7 @@ CURES = {  # the kind that needs it, and where it is
     "gradients of these": ("olmo2 odd", split_norm, "per_leaf", lambda x, leaves: [x] * leaves),
     "adapters of row-parallel layers": ("gpt2 odd lora", linear, "tree", in_order),
     "gradients of adapters": ("gpt2 odd lora", lora, "per_leaf", lambda x, leaves: [x] * leaves),
+    "gradients of routers": ("mixtral odd", experts, "_router_gradient", lambda dz, x, m, tp: router_wgrad(dz, x)),
     "tables and heads": ("bert odd hooked", head, "per_leaf", lambda x, leaves: [x] * leaves),
     "copies of kv heads": ("qwen2 odd", module, "per_leaf", lambda x, leaves: [x] * leaves),
 }

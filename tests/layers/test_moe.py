@@ -300,7 +300,6 @@ def test_mixtral_of_transformers():
     (dict(num_experts=0), "num_experts must be a positive integer, got 0"),
     (dict(routing=Routing(5)), "k must be 1 to num_experts=4, got 5"),
     (dict(activation="relu"), "a gated activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
-    (dict(tp=TensorParallel(bitwise=4)), "bitwise must be None, .* got 4"),
 ])  # fmt: skip
 def test_what_is_refused(change, message):
     arguments = dict(hidden_size=8, ffn_size=6, num_experts=4, routing=Routing(2))

@@ -20,7 +20,7 @@ def passes(tp: TensorParallel, keep: bool, favourite: int | None):
     fc1, fc2 = torch.randn(E // tp.size, FFN, 2, D), torch.randn(E // tp.size, D, FFN)
     weights = [w.requires_grad_() for w in (fc1, fc2, router)]
     with Recorder() as recorder:
-        parts = routed_experts(x, *weights, routing=Routing(K), activation="silu", tp=tp, keep=keep)
+        parts, *_ = routed_experts(x, *weights, routing=Routing(K), activation="silu", tp=tp, keep=keep)
         parts.backward(torch.randn(M, D).expand(K, M, D))
     assert all(t.grad.isfinite().all() for t in (x, *weights))
     chosen = (x @ router.t()).topk(K).indices.flatten()

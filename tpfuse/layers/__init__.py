@@ -1,6 +1,7 @@
 """Parallel layers: nn.Modules that hold this rank's shards and choose kernels and collectives.
 
 attention          ParallelAttention
+balance            ExpertBalance, balance_loss: experts are kept equally busy
 block              TransformerBlock
 cache              keys and values during generation
 call               the arguments of one call, as a record that is handed on whole
@@ -32,6 +33,7 @@ from ..collectives import copy as copy  # not in __all__: a star import would hi
 from ..collectives import reduce as reduce
 from ..collectives import split as split
 from .attention import ParallelAttention
+from .balance import ExpertBalance, balance_loss
 from .block import TransformerBlock
 from .cache import KVCache
 from .call import Call, Rope
@@ -48,6 +50,7 @@ from .wiring import Normed
 
 __all__ = [
     "AttentionShape",
+    "ExpertBalance",
     "Call",
     "ColumnParallelLinear",
     "CrossAttention",
@@ -68,6 +71,7 @@ __all__ = [
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "balance_loss",
     "collect",
     "cross_entropy",
     "gather",

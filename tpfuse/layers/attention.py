@@ -100,6 +100,7 @@ class ParallelAttention(ParallelModule):
     """
 
     repr_fields = "head_width", "causal", "window", "scale", "softcap", "dropout"
+    has_router = False
     qkv: ColumnProjection
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None

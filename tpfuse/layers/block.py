@@ -213,37 +213,46 @@ class TransformerBlock(ParallelModule):
         max_seqlen: int | None = None,
         rope: Rope | Ropes | None = None,
         cache: KVCache | None = None,
+        router_sums: bool = False,
         call: Call | None = None,
-    ) -> Tensor | tuple[Tensor, Normed]:
+    ) -> Tensor | tuple[Tensor, Any]:
         """h [m, D], rows s * batch + b (without sequence parallelism [M, D]) -> [m, D]; with ``normed`` -> (h, normed).
 
         ``attention_mask`` [batch, seq], nonzero where a key may be seen.  ``seq``: rows beyond seq * batch are padding.
         ``cu_seqlens`` int32 [N + 1], the bounds of packed documents (batch 1), of which the longest has ``max_seqlen``
         positions.  ``rope``: rotary positions; of two, those of the block's kind.  ``rng`` int64 [3] = (seed, step,
-        first_sample), needed where dropout is on.  ``call`` holds all of these instead.  ValueError for an h of other
-        dimensions, or rows that do not fit ``batch``.
+        first_sample), needed where dropout is on.  ``router_sums``: a block alone with experts gives (h, sums), whose
+        sums :func:`tpfuse.layers.balance_loss` takes.  ``call`` holds all of these instead.  ValueError for an h of
+        other dimensions, rows that do not fit ``batch``, and sums of a block without experts that stands alone.
         """
         if call is None:
             mask = as_key_mask("TransformerBlock: attention_mask", attention_mask)
             call = Call(
                 required("TransformerBlock", batch), seq, rng, mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-                rope=rope, cache=cache,
+                rope=rope, cache=cache, router_sums=router_sums,
             )  # fmt: skip
         check_rows("TransformerBlock", h, self.width, tp=self.tp, batch=call.batch, seq=call.seq)
         alone = normed is None
         if alone != (self.place == ALONE):
             expected = "h" if self.place == ALONE else "(h, normed)"
             raise ValueError(f"TransformerBlock: with place={self.place!r} it takes {expected}")
+        check(
+            not (alone and call.router_sums) or self.mlp.has_router,
+            "TransformerBlock: router_sums=True needs experts, got num_experts=None",
+        )
         if call.keep != (self.saving == "fastest"):
             call = call._replace(keep=not call.keep)
         n = Normed(h) if normed is None else normed
-        if hooked(self):
-            h, n = run(self.steps, ByParts(self, h, call), h, n)
-        elif self._is_one_node(h, n, call):
+        sums = n.sums
+        if not hooked(self) and self._is_one_node(h, n, call):
             h, n = self._one_node(h, normed, call)
         else:
-            h, n = run(self.steps, Fused(self, self.steps, h, call), h, n)
-        return h if alone else (h, n)
+            runner = ByParts(self, h, call) if hooked(self) else Fused(self, self.steps, h, call)
+            h, n = run(self.steps, runner, h, n)
+            sums += runner.sums
+        if not alone:
+            return h, n._replace(sums=sums)
+        return (h, sums[-1]) if call.router_sums else h
 
     def _is_one_node(self, h: Tensor, normed: Normed, call: Call) -> bool:
         """True if the block runs as one node: on one rank, where nothing stands between its ops or is recomputed, and

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     ``key_mask`` bool [batch, seq], true where a key may be seen.  ``cu_seqlens`` int32 [N + 1], the bounds of packed
     documents (batch 1), of which the longest has ``max_seqlen`` positions.  ``rng`` int64 [3] = (seed, step,
     first_sample), needed where dropout is on.  ``keep``: save what backward reads; if false n and activations are
-    recomputed in backward.
+    recomputed in backward.  ``router_sums``: layers with experts give what losses of balance are made of (balance.py).
     """
 
     batch: int = 1
@@ -45,6 +45,7 @@ class Call(NamedTuple):
     rope: Rope | Ropes | None = None
     cache: KVCache | None = None
     keep: bool = True
+    router_sums: bool = False
 
     def rotation(self, window: int | None) -> Rope | None:
         """Returns the rotary positions of a layer with this window."""

@@ -153,7 +153,7 @@ class VocabParallelHead(ParallelModule):
 
     def forward(self, x: Tensor | Normed, weight: Tensor | None = None) -> Tensor:
         """x [m, D] (without sequence parallelism [M, D]), or a block's n -> logits [M, V/R]"""
-        n, recompute = x if isinstance(x, Normed) else Normed(self._rows(x))
+        n, recompute, _ = x if isinstance(x, Normed) else Normed(self._rows(x))
         return gather_linear(
             n, self._weight(weight), local(self.shard("bias")), tp=self.tp, recompute=recompute, columns=self.columns
         )

@@ -26,6 +26,7 @@ class ParallelMLP(ParallelModule):
     """
 
     repr_fields = ("activation",)
+    has_router = False
 
     def __init__(
         self,

@@ -16,6 +16,8 @@ from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.rules import check_rules, integer
 from ..parallel import TensorParallel
 from ..sequence_parallel import routed_experts
+from ..sequence_parallel.experts import RoutedParts
+from .balance import router_sums
 from .call import CALL, Call
 from .module import ParallelModule, check_width, local
 from .shapes import INIT, Init, MoEShape
@@ -23,10 +25,12 @@ from .shapes import INIT, Init, MoEShape
 _SIZES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer())
 
 
-def _behind_a_graph(layer: "ParallelMoE", n: Tensor, recompute: Recompute | None, call: Call) -> Tensor:
-    """Returns the layer's parts outside of a graph of torch.compile, which ends here, and another begins: on several
+def _behind_a_graph(
+    layer: "ParallelMoE", n: Tensor, recompute: Recompute | None, call: Call
+) -> tuple[Tensor, RoutedParts, int]:
+    """Returns the layer's results outside of a graph of torch.compile, which ends here, and another begins: on several
     ranks the host counts the rows that arrive."""
-    return layer._parts(n, recompute, call)
+    return layer._run_at_once(n, recompute, call)
 
 
 def _prepare_graphs() -> None:
@@ -44,16 +48,16 @@ class ParallelMoE(ParallelModule):
     ``routing``: a :class:`tpfuse.kernels.Routing`.  ``activation``: the gate's, one that has a gated form.
 
     Outputs and gradients of x and of the experts have the same bits at every R, with sequence parallelism and without;
-    the router's gradient, a sum over ranks in fp32, agrees to rounding.  (On CPUs with the same number of threads; on a
-    GPU by tiles of one size.)  Without sequence parallelism a rank takes its share of the rows and the results are
-    collected, rounded once more than with it.
+    the router's gradient, a sum over ranks in fp32, agrees to rounding, and with ``tp.bitwise`` has the same bits too.
+    (On CPUs with the same number of threads; on a GPU by tiles of one size.)  Without sequence parallelism a rank takes
+    its share of the rows and the results are collected, rounded once more than with it (with ``tp.bitwise`` alike).
 
-    ValueError for sizes that cannot be divided, a routing or activation that cannot be used, and a ``tp`` with
-    ``bitwise``.
+    ValueError for sizes that cannot be divided, and a routing or activation that cannot be used.
     """
 
     repr_fields = "num_experts", "routing", "activation"
     in_one = False  # the block takes its steps one by one
+    has_router = True
     out_bias = None
 
     def __init__(
@@ -88,11 +92,6 @@ class ParallelMoE(ParallelModule):
         check_routing(name, routing, E)
         gates = GATED.values()
         check(activation in gates, f"{name}: a gated activation must be one of {', '.join(gates)}, got {activation!r}")
-        check(
-            self.tp.bitwise is None,
-            f"{name}: bitwise must be None, since the router's gradient is no tree of leaves, got {self.tp.bitwise};"
-            " the bits of all else are the same at every size without it",
-        )
         self.tp.divide(E, f"{name}: num_experts")
         self.width, self.num_experts, self.routing, self.activation = D, E, routing, activation
         dtype, device = init.dtype, init.device
@@ -122,38 +121,56 @@ class ParallelMoE(ParallelModule):
         ``recompute``: n is recomputed in backward, and rows are sent again unless ``call.keep``.  Rows beyond
         ``call.seq * call.batch`` are padding, which no expert sees.
         """
+        return self._run(n, recompute, call)[0]
+
+    def parts_and_sums(self, n: Tensor, recompute: Recompute | None = None, call: Call = CALL) -> tuple[Tensor, Tensor]:
+        """Returns :meth:`parts` and the router's sums, [N, 2 E + 2] of this rank's rows (balance.py)."""
+        parts, routed, m = self._run(n, recompute, call)
+        return parts, router_sums(routed.logits, routed.chosen, self.routing.score, call, m=m, tp=self.tp)
+
+    def _run(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
+        """Returns the parts, the results of this rank's rows, and their number."""
         if self.tp.size > 1 and torch.compiler.is_compiling():
             return _behind_a_graph(self, n, recompute, call)
-        return self._parts(n, recompute, call)
+        return self._run_at_once(n, recompute, call)
 
-    def _parts(self, n: Tensor, recompute: Recompute | None, call: Call) -> Tensor:
+    def _run_at_once(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         if not self._rows_are_whole:
-            return self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
+            routed = self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
+            return routed.parts, routed, n.shape[-2]
         x = n[0] if n.dim() == 3 else n
-        M, R = len(x), self.tp.size
-        m = -(-M // R)
-        mine = split(F.pad(x, (0, 0, 0, m * R - M)), self.tp)
-        y = reduce_bias_dropout_add_norm(self._routed(mine, M, None, call))[0]
-        return collect(y, self.tp)[None, :M]
+        M = len(x)
+        mine = split(F.pad(x, (0, 0, 0, -M % self.tp.all_leaves)), self.tp)
+        routed = self._routed(mine, M, None, call)
+        y = reduce_bias_dropout_add_norm(routed.parts, leaves=self.tp.leaves)[0]
+        return collect(y, self.tp)[None, :M], routed, len(mine)
 
-    def _routed(self, n: Tensor, rows: int, recompute: Recompute | None, call: Call) -> Tensor:
-        """Returns the parts of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
+    def _routed(self, n: Tensor, rows: int, recompute: Recompute | None, call: Call) -> RoutedParts:
+        """Returns the results of this rank's n; ``rows``: the number of all ranks' rows, the last of which may be
         padding."""
         m, tp = n.shape[-2], self.tp
         valid = rows if call.seq is None else min(rows, call.seq * call.batch)
         router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
-        parts: Tensor = routed_experts(
+        return routed_experts(
             n, local(self.shard("fc1")), local(self.shard("fc2")), router,
             routing=self.routing, activation=self.activation, tp=tp, valid=max(0, min(m, valid - tp.rank * m)),
             recompute=recompute, keep=call.keep,
         )  # fmt: skip
-        return parts
 
-    def forward(self, x: Tensor, *, call: Call = CALL) -> Tensor:
+    def forward(
+        self, x: Tensor, *, batch: int = 1, router_sums: bool = False, call: Call | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., D], all dimensions but the last rows (this rank's; without sequence parallelism all) -> [..., D].
 
-        ``call`` is a block's, which calls all branches alike.  ValueError for another width.
+        ``router_sums``: beside it come sums for :func:`tpfuse.layers.balance_loss`, of each of ``batch`` sequences,
+        whose rows are s * batch + b.  ``call`` is a block's, which calls all branches alike.  ValueError for another
+        width.
         """
         check_width("ParallelMoE", x, self.width)
-        y: Tensor = reduce_bias_dropout_add_norm(self.parts(x.reshape(-1, self.width), call=call))[0]
-        return y.view(x.shape)
+        call = Call(batch, router_sums=router_sums) if call is None else call
+        rows, leaves = x.reshape(-1, self.width), 0 if self._rows_are_whole else self.tp.row_leaves
+        summed = lambda parts: reduce_bias_dropout_add_norm(parts, leaves=leaves)[0].view(x.shape)
+        if not call.router_sums:
+            return summed(self.parts(rows, call=call))
+        parts, sums = self.parts_and_sums(rows, call=call)
+        return summed(parts), sums

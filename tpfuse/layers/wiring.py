@@ -143,10 +143,14 @@ def norm_names(steps: Steps) -> Iterator[str]:
 
 
 class Normed(NamedTuple):
-    """n [m, D] or [R, m, D] with stride 0, and how to recompute it where it is not saved."""
+    """n [m, D] or [R, m, D] with stride 0, and how to recompute it where it is not saved.
+
+    ``sums`` are the router's of the layers with experts so far, where a call asks for them (balance.py).
+    """
 
     n: Tensor
     recompute: Recompute | None = None
+    sums: tuple[Tensor, ...] = ()
 
     @property
     def rows(self) -> Tensor:
@@ -219,6 +223,7 @@ class Fused:
         self.block, self.tp, self.call = block, block.tp, call
         self.p, self.first_row = block.dropout if block.training else 0.0, block.tp.row_rank * len(h)
         self.biases, self.norms = _replicated(block, steps)
+        self.sums: tuple[Tensor, ...] = ()
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Normed]:
         weight, bias, eps, kind = self.norms[step.norm]
@@ -237,7 +242,12 @@ class Fused:
         return self.tp.row_shards if reader in (None, NEXT) else getattr(self.block, reader).copies
 
     def branch(self, step: Branch, n: Normed) -> Tensor:
-        parts: Tensor = getattr(self.block, step.name).parts(n.n, None if self.call.keep else n.recompute, self.call)
+        branch, recompute = getattr(self.block, step.name), None if self.call.keep else n.recompute
+        if not (branch.has_router and self.call.router_sums):
+            parts: Tensor = branch.parts(n.n, recompute, self.call)
+            return parts
+        parts, sums = branch.parts_and_sums(n.n, recompute, self.call)
+        self.sums += (sums,)
         return parts
 
     def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Normed]:
@@ -280,12 +290,18 @@ class ByParts:
     def __init__(self, block: Any, h: Tensor, call: Call):
         self.block, self.call = block, call
         self.p, self.first_row = block.dropout if block.training else 0.0, block.tp.row_rank * len(h)
+        self.sums: tuple[Tensor, ...] = ()
 
     def norm(self, step: Norm, h: Tensor) -> tuple[Tensor, Normed]:
         return h, Normed(getattr(self.block, step.norm)(h))
 
     def branch(self, step: Branch, n: Normed) -> Tensor:
-        summed: Tensor = getattr(self.block, step.name)(n.rows, call=self.call)
+        branch = getattr(self.block, step.name)
+        if not (branch.has_router and self.call.router_sums):
+            summed: Tensor = branch(n.rows, call=self.call)
+            return summed
+        summed, sums = branch(n.rows, call=self.call)
+        self.sums += (sums,)
         return summed
 
     def join(self, step: Join, parts: Tensor, h: Tensor) -> tuple[Tensor, Normed]:

@@ -20,6 +20,7 @@ from ..kernels.losses.options import IGNORE
 from ..kernels.rotary.table import rope_table
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
+from ..layers.balance import ExpertBalance, balance_loss, check_balance
 from ..layers.call import Rope, Ropes
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
@@ -55,6 +56,10 @@ class GPT(Model):
     ``last_hidden_state``.  ``GPT.from_pretrained`` makes it too where config.json names that class and the head has a
     weight of its own, unless ``lm_head`` is given.  ``classifier`` puts the head of a :class:`Classifier` in its place,
     whose logits and labels those of a call then are; a directory of a class that classifies brings it.
+
+    ``balance``: a :class:`tpfuse.layers.ExpertBalance`, the loss that keeps experts equally busy, which a call with
+    labels adds to the cross entropy.  It is weighed as that is: by the labels of each sequence, over
+    ``loss_normalizer``.
     """
 
     config_class = GPTConfig
@@ -72,14 +77,21 @@ class GPT(Model):
         recompute: str | None = None,
         lm_head: bool = True,
         classifier: Classifier | None = None,
+        balance: ExpertBalance | None = None,
         stage: Stage | tuple[Any, ...] | None = None,
     ):
         lm_head = lm_head and classifier is None
         super().__init__(
             config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, stage=stage, classifier=classifier,
-            lm_head=lm_head,
+            lm_head=lm_head, balance=balance,
         )  # fmt: skip
         c, tp, stages = config, self.tp, self.stages
+        self.balance = balance
+        if balance is not None:
+            check_balance("GPT", balance)
+            check(c.num_experts is not None, f"GPT: balance={balance} needs experts, got num_experts=None")
+            check(lm_head, f"GPT: balance={balance} needs the language-model head, whose loss it is added to")
+            check(stage is None, "GPT: balance is not built for pipeline stages, whose h alone is sent to the next")
         check(
             tp.batch_invariant is None or not c.depends_on_length(),
             "GPT: rotary positions by a call's length (dynamic, longrope) are not built for batch_invariant",
@@ -181,7 +193,10 @@ class GPT(Model):
         self._check_inputs(inputs, longest=longest)
         rows = BatchRows(inputs.shape, self.tp)
         rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below, longest=longest if below else None)
-        return self._batch(inputs, rows, longest, rope)
+        batch = self._batch(inputs, rows, longest, rope)
+        labelled = inputs.labels is not None or inputs.shift_labels is not None
+        sums = self.balance is not None and labelled and not inputs.headless
+        return batch._replace(call=batch.call._replace(router_sums=sums))
 
     def _count_labels(self, inputs: Inputs) -> Tensor:
         targets = _targets(inputs)
@@ -219,7 +234,18 @@ class GPT(Model):
         logits = None if logits is None else rows.back(logits)
         if logits is not None and isinstance(keep, Tensor) and keep.dtype == torch.bool:
             logits = logits[0]
-        return Output(loss, logits, hidden_states=states)
+        balance = None if targets is None else self._balance_loss(normed.sums, targets, inputs)
+        if loss is not None and balance is not None and inputs.reduction != "none":
+            loss = loss + balance
+        return Output(loss, logits, hidden_states=states, balance_loss=balance)
+
+    def _balance_loss(self, sums: tuple[Tensor, ...], targets: Tensor, inputs: Inputs) -> Tensor | None:
+        """Returns the loss of the router's sums of all layers, over what the cross entropy is divided by."""
+        if self.balance is None:
+            return None
+        normalizer = 1.0 if inputs.reduction == "sum" else inputs.loss_normalizer
+        weights = _label_counts(targets, inputs.cu_seqlens)
+        return balance_loss(sums, self.balance, weights=weights, normalizer=normalizer, tp=self.tp)
 
     def _embed(
         self, rows: BatchRows, tokens: Tensor, position_ids: Tensor | None, rng: Tensor | None
@@ -343,6 +369,15 @@ def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     following = torch.arange(1, seq + 1, device=labels.device)
     bound = torch.zeros(seq + 1, dtype=torch.bool, device=labels.device).index_fill_(0, bounds[1:], True)
     return shifted.masked_fill(bound[1:] | (following > bounds[-1]), IGNORE)
+
+
+def _label_counts(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """targets [B, S] -> the number of labels of each sample, or of each packed document, int64 [N]"""
+    labels = targets != IGNORE
+    if cu_seqlens is None:
+        return labels.sum(1)
+    before = nn.functional.pad(labels[0].cumsum(0), (1, 0))[cu_seqlens.long().clamp(max=labels.shape[1])]
+    return before.diff()
 
 
 def packed_positions(cu_seqlens: Tensor, seq: int) -> Tensor:

@@ -50,7 +50,8 @@ class Output(NamedTuple):
 
     ``loss`` scalar fp32, or [B, S] with reduction="none"; ``logits`` [B, S, V/R], this rank's slice of the vocabulary.
     The same on every rank: a classifier's ``logits`` [B, L] or [B, S, L]; ``last_hidden_state`` [B, S, D],
-    ``pooler_output`` [B, D], and ``hidden_states``, num_layers + 1 of [B, S, D].
+    ``pooler_output`` [B, D], and ``hidden_states``, num_layers + 1 of [B, S, D].  ``balance_loss`` scalar fp32: the
+    part of ``loss`` that keeps experts equally busy; not in it with reduction="none".
     """
 
     loss: Tensor | None = None
@@ -58,6 +59,7 @@ class Output(NamedTuple):
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    balance_loss: Tensor | None = None
 
 
 class Model(nn.Module):

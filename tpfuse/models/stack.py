@@ -92,13 +92,18 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
 
     No random state is kept: dropout's masks are functions of positions.
     """
-    n, recipe = normed
+    n, recipe, before = normed
     rerun = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if torch.compiler.is_compiling():  # whose graphs return tensors
-        h, n = rerun(lambda h, n: _flat(block(h, Normed(n), call=call))[:2], h, n)
-        return h, Normed(n)
+
+        def tensors_of(h: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+            h, normed = block(h, Normed(n), call=call)
+            return h, normed.n, *normed.sums
+
+        h, n, *sums = rerun(tensors_of, h, n)
+        return h, Normed(n, sums=(*before, *sums))
     if recipe is None or block.post_norm:  # in post-norm n is h
-        return _normed(rerun(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n))
+        return _normed(rerun(lambda h, n: _flat(block(h, Normed(n), call=call)), h, n), before)
     forward, shape, differentiated = [n], n.shape, n.requires_grad
     (_, *tensors), constants = recipe.tensors, recipe.constants
 
@@ -108,14 +113,14 @@ def _recomputed(block: Any, h: Tensor, normed: Normed, call: Call) -> tuple[Tens
         n = norm_apply(Recompute(h.detach(), *saved, *constants)).expand(shape).requires_grad_(differentiated)
         return _flat(block(h, Normed(n), call=call))
 
-    return _normed(rerun(from_recipe, h, *tensors))
+    return _normed(rerun(from_recipe, h, *tensors), before)
 
 
 def _flat(output: tuple[Tensor, Normed]) -> tuple[Any, ...]:
-    h, (n, recompute) = output
-    return h, n, recompute
+    h, (n, recompute, sums) = output
+    return h, n, recompute, *sums
 
 
-def _normed(flat: tuple[Any, ...]) -> tuple[Tensor, Normed]:
-    h, *normed = flat
-    return h, Normed(*normed)
+def _normed(flat: tuple[Any, ...], before: tuple[Tensor, ...]) -> tuple[Tensor, Normed]:
+    h, n, recompute, *sums = flat
+    return h, Normed(n, recompute, (*before, *sums))

@@ -8,7 +8,7 @@ ranks.
                      y -> back -> parts [k, m, D], the j-th experts of all rows in part j
     dgrad            dparts -> the experts; dn = (dz W1 of the k experts, back; dlogits Wr), k + 1 parts, unsummed
     wgrad            dW1 = dz' n, dW2 = dparts' (g a) of every expert here, at once for all ranks' rows
-                     dWr = dlogits' n of this rank's rows
+                     dWr = dlogits' n of this rank's rows, with ``bitwise`` by leaves of them
 
 There is no kernel that combines, in either direction: the kernel between two GEMMs adds the k parts to the residual
 stream, and in backward the k + 1 gradients of n.  On one rank nothing is sent or copied, and the host learns no number
@@ -22,10 +22,18 @@ arrived, which are otherwise sent again in backward.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives import all_gather, exchange_rows
-from ..kernels.experts.grouped import experts_dact, experts_down, experts_dx, experts_up, rows_of_gradient
+from ..kernels.experts.grouped import (
+    check_expert_tiles,
+    experts_dact,
+    experts_down,
+    experts_dx,
+    experts_up,
+    rows_of_gradient,
+)
 from ..kernels.experts.records import ExpertOrder, ExpertRows, Routed, Routing, Sides
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
@@ -33,6 +41,7 @@ from ..kernels.norm import Recompute
 from ..kernels.runtime.deferred import Later, later
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.function import Function, once_differentiable
+from ..kernels.runtime.leaves import check_leaves, tree_of_new
 from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import acc_dtype, autocast
 from ..parallel import TensorParallel
@@ -142,6 +151,14 @@ class Routes(NamedTuple):
 # ---- autograd ----
 
 
+class RoutedParts(NamedTuple):
+    """The experts' outputs, and the router's logits and choice of the rows that are valid."""
+
+    parts: Tensor  # [k, m, D]
+    logits: Tensor  # [valid, E], fp32 (fp64 for fp64)
+    chosen: Tensor  # int32 [valid, k]
+
+
 class ExpertOptions(NamedTuple):
     """``valid``: the first rows of n, behind which stands padding, which goes nowhere.  ``keep``: rows that arrive are
     saved for backward."""
@@ -165,39 +182,45 @@ class RoutedExperts(Function):
         options: ExpertOptions,
         tp: TensorParallel,
         recompute: Recompute | None,
-    ) -> Tensor:
+    ) -> RoutedParts:
+        ctx.set_materialize_grads(False)
         routing, activation, valid, keep, ctx.deferral = options
         rows, (m, _) = n[0, :valid], n.shape[1:]
         weights, chosen, logits = router_fwd(rows, wr, bias, routing)
         routes = Routes.of(chosen, len(wr), m, tp)
         x, at = routes.there(rows, routes.order.rows(routing.k))
         g = routes.numbers_there(weights)
-        z, a = experts_up(x, at, w1, activation)
+        z, a = experts_up(x, at, w1, activation, tile=tp.row_tile)
         places, count = routes.destinations()
-        parts = routes.back(experts_down(a, places, w2, g, count=count), routing.k)
+        parts = routes.back(experts_down(a, places, w2, g, count=count, tile=tp.row_tile), routing.k)
         order, exchange = routes.order, routes.exchange
         arrived = (None, None) if exchange is None else tuple(exchange.arrived)
         kept = x if keep and exchange is not None else None
         save(ctx, (w1, w2, wr, weights, chosen, logits, g, z, kept, *order, *arrived), SavedInput.of(n, recompute, tp))
         counts = None if exchange is None else (exchange.sent, exchange.received)
         ctx.args, ctx.mains = (routing, activation, valid, m, counts), mains(w1, w2)
-        return parts
+        ctx.mark_non_differentiable(chosen)
+        return RoutedParts(parts, logits, chosen)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dparts: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dparts: Tensor | None, dlogits: Tensor | None, _chosen: None) -> tuple[Tensor | None, ...]:
         (w1, w2, wr, weights, chosen, logits, g, z, x, *places), n = restore(ctx)
         routing, activation, valid, m, counts = ctx.args
         numbers, offsets, *arrived = places
         exchange = None if counts is None else RowExchange(counts[0], counts[1], ExpertRows(*arrived))
         routes = Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=n.tp, exchange=exchange)
         grads, rows = WantedGrads.of(ctx, ("weight", "out_weight")), n.shard()[:valid]
+        if dparts is None:  # the parts are not used, the logits are
+            dparts = rows.new_zeros(()).expand(routing.k, m, rows.shape[1])
         dy, at = routes.there(*rows_of_gradient(dparts, routes.order))
         dz, ga, dg = experts_dact(dy, at, w2, z, weights=g, activation=activation)
         destinations, count = routes.destinations()
         room = 0 if exchange is not None else m
         dn = routes.back(experts_dx(dz, destinations, w1, count, room=room), routing.k + 1)
-        dw1 = dw2 = dwr = None
+        dw1: Tensor | None = None
+        dw2: Tensor | None = None
+        dwr: Tensor | None = None
         if grads.out_weight:
             sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
             dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype))
@@ -207,10 +230,20 @@ class RoutedExperts(Function):
         if valid < m:
             dn[routing.k, valid:] = 0
         dweights, dx = routes.numbers_back(dg), dn[routing.k, :valid]
-        dlogits = router_bwd(dweights, None, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
+        dlogits = router_bwd(dweights, dlogits, Routed(logits, weights, chosen), wr, routing=routing, dx=dx)
         if ctx.needs_input_grad[3]:
-            dwr = router_wgrad(dlogits, rows).to(wr.dtype)
+            dwr = _router_gradient(dlogits, rows, m, n.tp).to(wr.dtype)
         return dn, dw1, dw2, dwr, None, None, None, None
+
+
+def _router_gradient(dlogits: Tensor, rows: Tensor, m: int, tp: TensorParallel) -> Tensor:
+    """dlogits [valid, E], rows [valid, D] of m -> dWr [E, D] in fp32, with ``tp.bitwise`` a node of the sum over all
+    rows: of products of leaves, padding with zeros."""
+    step = m // max(tp.leaves, 1)
+    if tp.bitwise is None or step == 0:
+        return router_wgrad(dlogits, rows)
+    leaves = (F.pad(t, (0, 0, 0, m - len(t))).split(step) for t in (dlogits, rows))
+    return tree_of_new(router_wgrad(d.clone(), x.clone()) for d, x in zip(*leaves, strict=True))
 
 
 # ---- public ----
@@ -229,9 +262,9 @@ def routed_experts(
     valid: int | None = None,
     recompute: Recompute | None = None,
     keep: bool = True,
-) -> Tensor:
+) -> RoutedParts:
     """Sends rows to the experts that the router chooses: x [m, D] or expanded [k + 1, m, D] -> parts [k, m, D], to be
-    summed over k.
+    summed over k, and the router's logits and choice.
 
     Each rank has m rows of its own, m the same on all, of which the first ``valid`` (all) are rows and the others
     padding, whose parts are 0.  fc1_weight [E / R, F, 2, D] and fc2_weight [E / R, D, F] are this rank's experts,
@@ -242,9 +275,11 @@ def routed_experts(
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
     x = expanded("routed_experts", x, tp, copies=routing.k + 1)
     m = x.shape[1]
+    weights = fc1_weight.flatten(1, 2), fc2_weight
     valid = m if valid is None else valid
     check(0 <= valid <= m, f"routed_experts: valid must be 0 to {m}, the rows of this rank, got {valid}")
-    weights = fc1_weight.flatten(1, 2), fc2_weight
+    check_leaves("routed_experts", x, tp.leaves)
+    check_expert_tiles(x, *weights, tile=tp.row_tile)
     deferral = later(x, weights[0], None, weights[1])
     if deferral is not None:
         weights = weights[0].detach(), weights[1].detach()
@@ -252,5 +287,5 @@ def routed_experts(
     assert gated is not None
     options = ExpertOptions(routing, gated, valid, keep=keep, deferral=deferral)
     router_weight = router_weight.to(acc_dtype(x))
-    parts: Tensor = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute)
-    return parts
+    outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute)
+    return RoutedParts(*outputs)

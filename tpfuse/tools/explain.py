@@ -209,7 +209,10 @@ def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> 
     several = f"{k} of {layer.num_experts} experts a row: exchanges of uneven parts, nothing overlaps"
     reason, bytes, messages = several if tp.size > 1 else "one rank: no messages", None, None
     if rows is not None:
-        m, shape = -(-rows // tp.size), MoEShape(layer.width, weight[1] // 2, layer.num_experts, layer.routing)
+        m, shape = (
+            (rows + -rows % tp.all_leaves) // tp.size,
+            MoEShape(layer.width, weight[1] // 2, layer.num_experts, layer.routing),
+        )
         sizes, collected = ExpertSizes(shape, m, tp.size, dtype.itemsize), 2 * (tp.size > tp.row_shards) * (tp.size - 1)
         bytes = round(sizes.wire()) + collected * m * layer.width * dtype.itemsize
         messages = sizes.messages() + collected

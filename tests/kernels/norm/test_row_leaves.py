@@ -104,6 +104,21 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
 
 
+@DTYPES
+@pytest.mark.parametrize("count", [3, 6, 9])
+def test_any_number_of_parts(count, dtype):
+    """Outputs of k experts, and gradients of what k + 1 layers read."""
+    parts, dn = torch.randn(2, count, 2 * V, 40, device=DEVICE).to(dtype).unbind(0)
+    op, nothing = REDUCE_BIAS_DROPOUT_ADD_NORM, (NormVectors(), NO_MASK, PRE)
+    h, *_ = op.fwd.launch(parts, Add(), *nothing, V)
+    d, *_ = op.bwd.launch(
+        dn, None, Saved(None, None, None, None, "layer"), NO_MASK, PRE, Wanted(None, False, None, dtype, V)
+    )
+    for ours, leaves in (h, parts), (d, dn):
+        assert torch.equal(bits(ours), bits(tree(leaves)))
+        assert dtype == torch.float32 or not torch.equal(ours, leaves.float().sum(0).to(dtype))
+
+
 # Rows a leaf, columns: several programs a leaf and two tiles; several rows a program; wide rows.
 CASES = [
     pytest.param((17, 160), PRE, "layer", False, torch.float32, marks=pytest.mark.slow),

@@ -29,10 +29,16 @@ def test_every_node_is_rounded():
     assert tree(leaves.bfloat16()).item() == 1 + 2.0**-7 and tree(leaves).item() == 1 + 3 * 2.0**-8
 
 
-@pytest.mark.parametrize("count", [0, 3, 6])
-def test_a_number_of_leaves_that_is_no_power_of_two(count):
-    with pytest.raises(ValueError, match=f"must be a power of two, got {count}"):
-        tree([torch.ones(1)] * count)
+@pytest.mark.parametrize("count, left", [(3, 2), (6, 4), (7, 4), (9, 8)])
+def test_a_number_of_leaves_that_is_no_power_of_two(count, left):
+    """The left subtree is the largest that is full."""
+    leaves = torch.randn(count, 100).bfloat16()
+    assert torch.equal(tree(leaves), tree(leaves[:left]) + tree(leaves[left:]))
+
+
+def test_no_leaves():
+    with pytest.raises(ValueError, match="tree: there must be a leaf at least, got none"):
+        tree([])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,13 +20,13 @@ def router_bwd_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
 
 
 def experts_up_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
-    (_, _, w1, _), (z, _) = args, outputs
+    (_, _, w1, *_), (z, _) = args, outputs
     return least(args, outputs)._replace(flops=2 * z.numel() * w1.shape[2])
 
 
 def experts_down_cost(args: tuple[Any, ...], outputs: tuple[Any, ...]) -> Cost:
     """A y with rows that no place names is filled with 0 first."""
-    (a, _, w2, _, count), (y,) = args, outputs
+    (a, _, w2, _, count, *_), (y,) = args, outputs
     cost = least(args, outputs)._replace(flops=2 * a.numel() * w2.shape[1])
     return cost if len(a) == count else cost._replace(written=cost.written + len(a) * moved(y[:1]))
 

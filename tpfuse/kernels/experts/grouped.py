@@ -31,6 +31,7 @@ from ..runtime.function import Function, once_differentiable
 from ..runtime.main_grad import Main, mains
 from ..runtime.op import GEMM, acc_dtype, autocast, op
 from ..runtime.rules import described
+from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
 from .cost import (
     experts_dact_cost,
     experts_down_cost,
@@ -76,21 +77,37 @@ def _destinations(rows: ExpertRows, places: slice) -> Tensor | slice:
     return places if rows.row_index is None else rows.row_index[places]
 
 
-def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """x [.., D] by rows -> z [n, 2F], a [n, F]"""
+def _product(x: Tensor, w: Tensor, tile: int) -> Tensor:
+    """x [n, K], w [N, K] -> x w' [n, N], by tiles of so many rows unless 0."""
+    return in_tiles(lambda rows: (rows @ w.t(),), x, tile)[0]
+
+
+def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
+    """Raises an error where experts' products in tiles of so many rows are not built, or do not treat rows alike."""
+    if tile:
+        check_tiles_device("experts", x)
+        for w in (w1[0], w2[0]):
+            check_alike("experts", lambda rows, w: _product(rows, w, tile=0), tile, w)
+
+
+def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
+    """x [.., D] by rows -> z [n, 2F], a [n, F]; on a CPU by tiles of so many rows of an expert unless 0."""
     n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
     z, a = x.new_empty(n, N), x.new_empty(n, N // 2)
     for e, places in _experts_with_rows(rows.offsets):
-        product = _rows(x, rows.row_index, places) @ _weight(w1, e).t()
+        product = _product(_rows(x, rows.row_index, places), _weight(w1, e), tile)
         z[places], a[places] = product, activation_fwd(product, activation)
     return z, a
 
 
-def experts_down_ref(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int) -> Tensor:
-    """a [n, F], weights [n] -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0."""
+def experts_down_ref(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+    """a [n, F], weights [n] -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+
+    ``tile`` as of experts_up.
+    """
     y = a.new_zeros(count, w2.shape[1])
     for e, places in _experts_with_rows(rows.offsets):
-        product = _rows(a, None, places) @ _weight(w2, e).t()
+        product = _product(_rows(a, None, places), _weight(w2, e), tile)
         y[_destinations(rows, places)] = (product * weights[places, None]).to(y.dtype)
     return y
 
@@ -138,7 +155,7 @@ def experts_wgrad_add_ref(sides: Sides, total: Tensor) -> None:
         total[e].addmm_(dy_e.t(), x_e)
 
 
-def _up_fake(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _up_fake(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
     return x.new_empty(n, N), x.new_empty(n, N // 2)
 
@@ -154,7 +171,7 @@ experts_down = op(
     experts_down_ref,
     kind=GEMM,
     launch=experts_down_launch,
-    fake=lambda a, rows, w2, weights, count: a.new_empty(count, w2.shape[1]),
+    fake=lambda a, rows, w2, weights, count, tile=0: a.new_empty(count, w2.shape[1]),
     cost=experts_down_cost,
 )
 experts_dact = op(experts_dact_ref, kind=GEMM, launch=experts_dact_launch, fake=_dact_fake, cost=experts_dact_cost)

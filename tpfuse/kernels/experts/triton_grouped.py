@@ -271,7 +271,8 @@ class _Grid(NamedTuple):
         return cls(tiles_m, tiles_m * -(-columns // tiles["BN"]))
 
 
-def experts_up_launch(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def experts_up_launch(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
+    """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
     x, w1, (index, offsets) = x.contiguous(), w1.contiguous(), _dense(rows)
     n, (E, N, D), tiles = _count(x, index), w1.shape, _tiles(x, w1.shape[1:])
     z, a = x.new_empty(n, N), x.new_empty(n, N // width(activation))
@@ -298,7 +299,8 @@ def _down(x: Tensor, rows: ExpertRows, w: Tensor, weights: Tensor | None, y: Ten
     return y
 
 
-def experts_down_launch(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int) -> Tensor:
+def experts_down_launch(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+    """Runs the kernel, whose tiles have one size whatever ``tile`` is."""
     n, D = len(a), w2.shape[1]
     y = a.new_empty(count, D) if n == count else a.new_zeros(count, D)
     return _down(a, rows, w2, weights, y=y, nt=True)

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from .triton import tl, triton
 
+MOST_PARTS = tl.constexpr(1 << 10)
+
 
 class RankSum(NamedTuple):
-    """The parts of a sum over ranks; kernels take it as a constant."""
+    """The parts of a sum over ranks, or over a row's experts; kernels take it as a constant."""
 
     size: int
     tree: bool = False  # added as a binary tree, each node rounded to the parts' dtype (leaves.py), not in rank order
@@ -25,7 +27,8 @@ def load(ptr, offsets, mask):
 def sum_ranks(parts_ptr, offsets, mask, stride_r, R: tl.constexpr):
     """Returns the sum over ranks (R: RankSum), whose parts lie ``stride_r`` apart: in fp32 in rank order, or a tree."""
     if R.tree:
-        return _sum_tree(parts_ptr, offsets, mask, tl.cast(stride_r, tl.int64), R.size).to(tl.float32)
+        stride = tl.cast(stride_r, tl.int64)
+        return _sum_tree(parts_ptr, offsets, mask, stride, R.size, MOST_PARTS).to(tl.float32)
     else:
         total = load(parts_ptr, offsets, mask)
         for r in tl.static_range(1, R.size):
@@ -34,13 +37,15 @@ def sum_ranks(parts_ptr, offsets, mask, stride_r, R: tl.constexpr):
 
 
 @triton.jit
-def _sum_tree(ptr, offsets, mask, stride, COUNT: tl.constexpr):
-    """Returns the node above COUNT parts, in their dtype."""
+def _sum_tree(ptr, offsets, mask, stride, COUNT: tl.constexpr, LEFT: tl.constexpr):
+    """Returns the node above COUNT parts, in their dtype; LEFT: a power of two, no less than half of them."""
     if COUNT == 1:
         return tl.load(ptr + offsets, mask=mask, other=0.0)
+    elif LEFT >= COUNT:
+        return _sum_tree(ptr, offsets, mask, stride, COUNT, LEFT // 2)
     else:
-        left = _sum_tree(ptr, offsets, mask, stride, COUNT // 2)
-        right = _sum_tree(ptr + COUNT // 2 * stride, offsets, mask, stride, COUNT // 2)
+        left = _sum_tree(ptr, offsets, mask, stride, LEFT, LEFT // 2)
+        right = _sum_tree(ptr + LEFT * stride, offsets, mask, stride, COUNT - LEFT, LEFT // 2)
         return join(left, right)
 
 

@@ -5,7 +5,8 @@
 A dimension that is split over R ranks has V leaves, V a power of two and a multiple of R.  A rank computes its V / R
 leaves by calls of shapes in which R does not occur, and adds them to a node of the tree; nodes travel, and the kernel
 that receives them adds the upper levels.  Every node is rounded to the dtype of the leaves, so that a rank's sum is
-such a node, and a sum over ranks has the same bits at every R.
+such a node, and a sum over ranks has the same bits at every R.  What is not of ranks, the outputs of k experts, may be
+any number: the left subtree has the largest power of two of them that leaves some for the right.
 
 A GPU's kernel adds a tile in the order in which the compiler lays it out over threads.  So with leaves a kernel's
 launch parameters, strides and alignments follow from what is not split, and so does that order.
@@ -24,12 +25,13 @@ _LOAD = 16  # bytes, that a thread loads at once
 
 
 def tree(leaves: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of a power of two of tensors as a binary tree, each node in their dtype; of one, itself."""
+    """Returns the sum of tensors as a binary tree, each node in their dtype; of one, itself.  ValueError for none."""
     nodes = list(leaves)
-    if not nodes or len(nodes) & (len(nodes) - 1):
-        raise ValueError(f"tree: the number of leaves must be a power of two, got {len(nodes)}")
+    if not nodes:
+        raise ValueError("tree: there must be a leaf at least, got none")
     while len(nodes) > 1:
-        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
+        pairs = zip(nodes[::2], nodes[1::2], strict=False)
+        nodes = [a + b for a, b in pairs] + nodes[-1:] * (len(nodes) % 2)
     return nodes[0]
 
 
