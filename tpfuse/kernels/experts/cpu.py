@@ -5,12 +5,10 @@ The bits are the reference's.  A product in its place is aligned as one in memor
 cache line; where it does not the reference is taken.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from ..gemm.op import activation_bwd, activation_fwd
+from ..gemm.runs import gradient_of, value_of
 from ..runtime.op import acc_dtype, row_blocks
 from .records import ExpertRows, Sides
 from .reference import (
@@ -33,12 +31,13 @@ def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
-def _multiply(x: Tensor, matrices: Iterable[Tensor], offsets: Tensor, y: Tensor) -> Tensor:
-    """x [n, K] sorted by expert, a matrix [K, N] of each expert -> y [n, N], filled."""
+def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    """x [n, K] sorted by expert, matrices [E, K, N] -> y [n, N], filled."""
     sizes = offsets.diff().tolist()
-    for rows, matrix, place in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
-        if len(rows):
-            torch.mm(rows, matrix, out=place)
+    busy = [expert for expert, size in enumerate(sizes) if size]
+    pieces = (t.split([sizes[expert] for expert in busy]) for t in (x, y))
+    for expert, rows, place in zip(busy, *pieces, strict=True):
+        torch.mm(rows, matrices[expert], out=place)
     return y
 
 
@@ -56,8 +55,8 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
     z = x.new_empty(len(ordered), w1.shape[1])
     if tile or not _begin_lines(ordered, z, w1.flatten(1)):
         return experts_up_ref(x, rows, w1, activation, tile)
-    _multiply(ordered, w1.mT.unbind(0), rows.offsets, z)
-    return z, activation_fwd(z, activation)
+    _multiply(ordered, w1.mT, rows.offsets, z)
+    return z, value_of(z, activation)
 
 
 @torch.no_grad()
@@ -65,7 +64,7 @@ def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, c
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2.flatten(1)):
         return experts_down_ref(a, rows, w2, weights, count, tile)
-    _multiply(a, w2.mT.unbind(0), rows.offsets, y)
+    _multiply(a, w2.mT, rows.offsets, y)
     for i, j in row_blocks(*y.shape):
         y[i:j] = y[i:j] * weights[i:j, None]
     return _placed(y, rows, count)
@@ -79,12 +78,12 @@ def experts_dact_cpu(
     acc, da = acc_dtype(z), z.new_empty(len(z), w2.shape[2])
     if not _begin_lines(ordered, da, w2.flatten(1)):
         return experts_dact_ref(dy, rows, w2, z, weights, activation)
-    _multiply(ordered, w2.unbind(0), rows.offsets, da)
+    _multiply(ordered, w2, rows.offsets, da)
     dz, dg = z.new_empty(z.shape), z.new_empty(len(z), dtype=acc)
     for i, j in row_blocks(*da.shape):
         g, da_rows = weights[i:j, None].to(acc), da[i:j].to(acc)
         d = (da_rows * g).to(z.dtype)
-        _, _, a = activation_bwd(d, z[i:j], activation, rebuild=True, bias=None, dz=dz[i:j])
+        _, a = gradient_of(d, z[i:j], activation, rebuild=True, dz=dz[i:j])
         a = a.to(acc)
         torch.sum(da_rows * a, -1, out=dg[i:j])
         da[i:j] = a * g
@@ -96,7 +95,7 @@ def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: i
     dx = dz.new_empty(len(dz), w1.shape[2])
     if rows.row_index is None or not _begin_lines(dz, dx, w1.flatten(1)):
         return experts_dx_ref(dz, rows, w1, count, room)
-    _multiply(dz, w1.unbind(0), rows.offsets, dx)
+    _multiply(dz, w1, rows.offsets, dx)
     return _placed(dx, rows, count + room)
 
 
