@@ -8,10 +8,10 @@ from ...models.config.model import ModelConfig
 
 def check_dense(config: ModelConfig) -> None:
     """Raises ValueError for a model with experts, whose calls depend on where its rows go."""
-    mlp = config.mlp_shape
-    if isinstance(mlp, MoEShape):
+    experts = {mlp.num_experts for mlp in map(config.mlp_shape, range(config.num_layers)) if isinstance(mlp, MoEShape)}
+    if experts:
         raise ValueError(
-            f"the ledger and the planner are built for models with one MLP a layer, got num_experts={mlp.num_experts}"
+            f"the ledger and the planner are built for models with one MLP a layer, got num_experts={experts.pop()}"
         )
 
 
