@@ -221,8 +221,3 @@ def test_adapters_of_experts_are_refused(saved):
     for targets in (("w1",), ("q_proj", "experts.0.w2"), ("fc1",)):
         with pytest.raises(ValueError, match="add_lora: no layer is called"):
             tpfuse.add_lora(model, rank=2, alpha=2.0, targets=targets)
-
-
-def test_parallelize_refuses_it(saved):
-    with pytest.raises(ValueError, match="parallelize: module must be .* got .*MixtralForCausalLM"):
-        tpfuse.parallelize(saved[0], None)
