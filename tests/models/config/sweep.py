@@ -73,6 +73,7 @@ OTHER: Keys = dict(
     n_embd=768, dim=768, n_inner=44, attn_logit_softcapping=2.0, final_logit_softcapping=2.0, local_attention=4,
     layer_types=[FULL, SLIDING, FULL], use_bidirectional_attention=True, rope_parameters=dict(rope_theta=50.0),
     summary_type="last", summary_activation="tanh", classifier_dropout=0.3, num_attention_heads=8, n_head=8, n_heads=8,
+    clip_qkv=8.0,
 )  # fmt: skip
 
 

@@ -32,10 +32,10 @@ QWEN = dict(moe_intermediate_size=12, head_dim=10, rope_parameters=ROPE, num_exp
 FAMILIES = {
     "mixtral": Family(MixtralConfig, MIXTRAL, Names("block_sparse_moe", ("w1", "w3"), ("w2",))),
     "qwen3_moe": Family(Qwen3MoeConfig, QWEN | dict(norm_topk_prob=True, use_sliding_window=True, sliding_window=4)),
-    "qwen3_moe-mixed": Family(  # experts in layer 3 alone
+    "qwen3_moe-mixed": Family(  # experts in layer 1 of 4 alone
         Qwen3MoeConfig,
         QWEN
-        | dict(num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, mlp_only_layers=[1, 9], num_hidden_layers=4)
+        | dict(num_experts=8, num_experts_per_tok=3, decoder_sparse_step=2, mlp_only_layers=[3, 9], num_hidden_layers=4)
         | dict(tie_word_embeddings=True, attention_bias=True),
     ),
     "olmoe": Family(OlmoeConfig, dict(num_experts=8, rope_parameters=LLAMA3)),

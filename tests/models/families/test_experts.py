@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.common import assert_close, error, make_tp
-from tests.models.common import batch, of_files, of_transformers
+from tests.models.common import batch, of_files, of_transformers, run
 from tests.models.families.experts import FAMILIES, an_expert_a_tensor, tensors, their_config, theirs
 from tpfuse.layers.shapes import MLPShape, MoEShape
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.pipeline import schedule
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
@@ -74,8 +75,8 @@ def test_what_is_not_trivial_shows(saved, name, change):
 def test_a_layers_mlp_is_data_of_the_config():
     config = GPTConfig.from_hf(their_config("qwen3_moe-mixed").to_dict())
     shapes = [config.mlp_shape(layer) for layer in range(4)]
-    assert config.mlp_layers == (0, 1, 2) and [type(s) for s in shapes] == [MLPShape] * 3 + [MoEShape]
-    assert [shape.ffn_size for shape in shapes] == [28, 28, 28, 12] and not shapes[3].routing.renormalize
+    assert config.mlp_layers == (0, 2, 3) and [type(s) for s in shapes] == [MLPShape, MoEShape, MLPShape, MLPShape]
+    assert [shape.ffn_size for shape in shapes] == [28, 12, 28, 28] and not shapes[1].routing.renormalize
 
 
 # ---- files ----
@@ -92,8 +93,7 @@ def test_files_both_ways(ranks, saved, tmp_path, name):
     ranks(2, saved_again, str(path), tmp_path)
     before, after = tensors(path), tensors(tmp_path)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    last = model.config.num_hidden_layers - 1
-    assert f"model.layers.{last}.mlp.experts.3.down_proj.weight" in after
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in after
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=F64)
     assert type(again) is type(model)
     assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
@@ -117,8 +117,7 @@ def test_merged_tensors_are_read_too(ranks, tmp_path, name):
     model = theirs(name)
     tied = model.config.tie_word_embeddings
     state = {key: t.clone() for key, t in model.state_dict().items() if not (tied and key == "lm_head.weight")}
-    last = model.config.num_hidden_layers - 1
-    assert state[f"model.layers.{last}.mlp.experts.gate_up_proj"].dim() == 3
+    assert state["model.layers.1.mlp.experts.gate_up_proj"].dim() == 3
     model.config.save_pretrained(tmp_path)
     save_file(state, tmp_path / "model.safetensors")
     call = batch(model.config)
@@ -140,10 +139,11 @@ EXPERT = "model.layers.{}.mlp.experts.{}.{}.weight"
 MODULE = "model.layers.1.mlp.experts"
 
 
-def merge(stored):
-    both = [torch.cat([stored.pop(EXPERT.format(1, e, leaf)) for leaf in ("gate_proj", "up_proj")]) for e in range(4)]
-    stored[f"{MODULE}.gate_up_proj"] = torch.stack(both)
-    stored[f"{MODULE}.down_proj"] = torch.stack([stored.pop(EXPERT.format(1, e, "down_proj")) for e in range(4)])
+def merge(stored, count=4):
+    """The experts of layer 1, each in a tensor of its own -> all in one."""
+    leaf = lambda name: [stored.pop(EXPERT.format(1, expert, name)) for expert in range(count)]
+    stored[f"{MODULE}.gate_up_proj"] = torch.cat([torch.stack(leaf("gate_proj")), torch.stack(leaf("up_proj"))], 1)
+    stored[f"{MODULE}.down_proj"] = torch.stack(leaf("down_proj"))
 
 
 def merge_fewer(stored):
@@ -189,6 +189,42 @@ def test_both_layouts_in_one_file(saved, tmp_path):
     call = batch(model.config)
     found, exact = (GPT.from_pretrained(p, dtype=F64)(**call).loss for p in (spoiled(path, tmp_path, merge), path))
     assert torch.equal(found, exact)
+
+
+def over_stages(world, paths, call):
+    """Of each directory: what this stage reads, beside the whole model; the loss of a step."""
+    mesh, found = world.stages(2, 1, 1)["pp"], []
+    whole = dict(GPT.from_pretrained(paths[0], dtype=F64).named_parameters())
+    for path in paths:
+        model = GPT.from_pretrained(path, dtype=F64, stage=(mesh.get_local_rank(), 2, "1f1b"))
+        same = all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+        loss = schedule(model, mesh, "1f1b", 3).step(call["input_ids"], labels=call["labels"], step=0)
+        found.append((same and len(list(model.parameters())) < len(whole), loss))
+    return found
+
+
+def test_stages_of_a_pipeline(ranks, saved, tmp_path):
+    """A stage reads its own layers of either layout, and takes no notice of the others' experts and MLPs."""
+    model, path = saved("qwen3_moe-mixed")
+    merged = spoiled(path, tmp_path, lambda stored: merge(stored, 8))
+    call = batch(model.config)
+    exact = of_transformers(model, call)["loss"]
+    for found in ranks(2, over_stages, (path, merged), call):
+        for same, loss in found:
+            assert same and abs(loss.item() - exact.item()) < 1e-12
+
+
+COMPOSED = {"recompute": dict(recompute="full"), "smallest": dict(saving="smallest")}
+
+
+@pytest.mark.parametrize("options", COMPOSED.values(), ids=COMPOSED)
+def test_layers_of_both_kinds_composed(ranks, options):
+    """MLPs around experts on two ranks, with dropout: as on one rank without."""
+    config = replace(GPTConfig.from_hf(their_config("qwen3_moe-mixed").to_dict()), attention_dropout=0.1)
+    call = dict(batch(config), step=3, first_sample=0)
+    one = run(None, GPT, config, call)
+    for found in ranks(2, run, GPT, config, call, True, F64, options):
+        assert_close(found, one, F64)
 
 
 # ---- generate ----
