@@ -16,6 +16,7 @@ from tests.models.common import batch, of_files, of_transformers, run
 from tests.models.families.experts import FAMILIES, an_expert_a_tensor, tensors, their_config, theirs
 from tpfuse.layers.shapes import MLPShape, MoEShape
 from tpfuse.models import GPT, GPTConfig
+from tpfuse.models.stages import costs
 from tpfuse.pipeline import schedule
 
 transformers.utils.logging.disable_progress_bar()
@@ -77,6 +78,14 @@ def test_a_layers_mlp_is_data_of_the_config():
     shapes = [config.mlp_shape(layer) for layer in range(4)]
     assert config.mlp_layers == (0, 2, 3) and [type(s) for s in shapes] == [MLPShape, MoEShape, MLPShape, MLPShape]
     assert [shape.ffn_size for shape in shapes] == [28, 12, 28, 28] and not shapes[1].routing.renormalize
+
+
+def test_stages_weigh_layers_by_their_own_mlps():
+    """Multiply-adds of a row: of the router and three experts of 12 columns, of an MLP of 28."""
+    config = GPTConfig.from_hf(their_config("qwen3_moe-mixed").to_dict())
+    attention = 10 * (2 * 8 + 2 * 2)
+    dense, sparse = (48 * (attention + mlp) for mlp in (3 * 28, 8 + 3 * 3 * 12))
+    assert costs(config, head=True).blocks == (dense, sparse, dense, dense)
 
 
 # ---- files ----
@@ -271,6 +280,8 @@ SPARSE = DENSE | dict(num_experts=4, experts_per_token=2, gated=True, mlp_bias=F
     (DENSE | dict(expert_size=4), "expert_size is of models with experts, got 4 without"),
     (DENSE | dict(renormalize=False), "renormalize is of models with experts, got False without"),
     (DENSE | dict(mlp_layers=(1,)), "mlp_layers is of models with experts, got (1,) without"),
+    (SPARSE | dict(num_experts=1 << 18), "2 layers of num_experts=262144 are more than 262144 experts"),
+    (SPARSE | dict(expert_size=1 << 30, hidden_size=1 << 20), "a weight of 4 experts of 2251799813685248 elements"),
     (SPARSE | dict(mlp_layers=(0, 2)), "mlp_layers must be some of 0 to 1, got (0, 2)"),
     (SPARSE | dict(mlp_layers="0"), "mlp_layers must be a list of integers, got '0'"),
 ])  # fmt: skip

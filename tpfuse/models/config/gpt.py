@@ -22,7 +22,7 @@ from ..families import (
     SWITCHED_WINDOW,
     WINDOWED_LAYERS,
 )
-from .fields import GPT_FIELDS
+from .fields import GPT_FIELDS, MAX_EXPERTS, MAX_WEIGHT
 from .model import ModelConfig
 from .reader import Reader
 from .rotary import stretches_past, switches_at, written_rope
@@ -78,6 +78,15 @@ class GPTConfig(ModelConfig):
             unused = dict(expert_size=None, renormalize=True, mlp_layers=())
             for name in (name for name, usual in unused.items() if getattr(self, name) != usual):
                 raise ValueError(f"GPTConfig: {name} is of models with experts, got {getattr(self, name)!r} without")
+        experts, elements = self.num_experts or 0, 2 * self.expert_width * self.hidden_size
+        check(
+            self.num_layers * experts <= MAX_EXPERTS,
+            f"GPTConfig: {self.num_layers} layers of num_experts={experts} are more than {MAX_EXPERTS} experts",
+        )
+        check(
+            experts * elements <= MAX_WEIGHT,
+            f"GPTConfig: a weight of {experts} experts of {elements} elements is more than {MAX_WEIGHT}",
+        )
         check(
             set(self.mlp_layers) <= set(range(self.num_layers)),
             f"GPTConfig: mlp_layers must be some of 0 to {self.num_layers - 1}, got {quoted(self.mlp_layers)}",
