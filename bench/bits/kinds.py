@@ -51,8 +51,9 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 # Where a family's config.json can say it; all else is as transformers has it.
-SMALL = ODD | DROPOUT | dict(num_kv_heads=2, head_width=12, window=5, num_experts=8, experts_per_token=3, expert_size=12)
-FILE_KEYS = dict(local_attention=8, sliding_window_pattern=2, use_sliding_window=True, mlp_only_layers=[0])
+SMALL = ODD | DROPOUT | dict(num_kv_heads=2, head_width=12, window=5)
+SMALL |= dict(num_experts=8, experts_per_token=3, expert_size=12)
+FILE_KEYS = dict(local_attention=8, sliding_window_pattern=2, mlp_only_layers=[0])
 
 
 def small(family: str) -> Any:
