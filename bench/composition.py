@@ -16,7 +16,7 @@ from bench import documents
 PAGE, RESULTS = documents.DOCS / "composition.md", pathlib.Path(__file__).with_name("results") / "composition.json"
 COMMAND, PART, ERRORS = "bench.composition", "composition", "refusals"
 COLUMNS = ["DDP", "FSDP2", "torch.compile", "recompute", "autocast", "LoRA", "packed documents", "MainGrad"]
-MODELS = ["GPT-2", "Llama", "BERT", "parallelize", "own model of layers"]
+MODELS = ["GPT-2", "Llama", "Mixtral", "BERT", "parallelize", "own model of layers"]
 ROWS = [
     *MODELS,
     "torch.compile",

@@ -53,6 +53,17 @@ def test_dryrun_of_a_local_config(capsys, tmp_path):
     assert json.loads(said(capsys, *argv, "--json"))["formulas"]["parameters"]["counted"] > 1e6
 
 
+def test_experts_of_a_local_config(capsys, tmp_path):
+    few = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=48, vocab_size=96)
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["mixtral-8x7b"] | few))
+    argv = "--model", str(tmp_path), "--tp", "4", "--seq", "64", "--json"
+    even, busiest = (json.loads(said(capsys, "dryrun", *argv, *x))["work"] for x in ((), ("--imbalance", "2.5")))
+    assert busiest["flops"] > even["flops"] and busiest["saved"] > even["saved"] and busiest["wire"] > even["wire"]
+    activations = json.loads(said(capsys, "memory", *argv, "--imbalance", "2.5"))["activations"]
+    assert len(activations) == 6 and all(name.startswith("tpfuse") for name in activations)
+    assert "2 of 8 experts" in said(capsys, "ledger", str(tmp_path), "--tp", "4", "--seq", "64", "--imbalance", "2.5")
+
+
 def test_pipeline(capsys, tmp_path):
     said(capsys, "pipeline", "--stages", "2", "--schedule", "1f1b,zbv", "--plot", str(tmp_path / "gantt.png"))
     argv = "pipeline", "--stages", "4", "--micro-batches", "8"
@@ -170,6 +181,9 @@ def test_layouts(capsys, tmp_path):
 
 
 ERRORS = {
+    "memory --model mixtral-8x7b --tp 2 --imbalance 3": "imbalance is the busiest rank's rows over the mean, 1 to tp=2",
+    "dryrun --model gpt2 --tp 2 --imbalance 1.5": "imbalance is of a model with experts, and this one has none",
+    "dryrun --model mixtral-8x7b --sweep --imbalance 2": "--sweep is of even experts; leave out --imbalance",
     "layouts --model gpt-22b --memory 3": "the least that would do is 43,505,418,240",
     "layouts --model gpt-22b --mesh 4x8 --bandwidth 25": "--bandwidth needs 2 numbers, one an axis, got 1",
     "dryrun --model gpt2 --tp 5": "num_heads=12 is not divisible by tensor-parallel size 5; use 1, 2, 3, 4, 6 or 12",

@@ -162,6 +162,18 @@ def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     return all_gather(mine, tp.size, tp.group_name).view(-1)[: flat.numel()].view(x.shape)
 
 
+def reduced_bytes(elements: int, element_size: int, ranks: int) -> int:
+    """Returns the bytes that a rank sends in :func:`all_reduce`."""
+    if elements <= _ONE_MESSAGE:
+        return (ranks - 1) * elements * element_size
+    return 2 * (ranks - 1) * -(-elements // ranks) * element_size
+
+
+def reduce_messages(elements: int, ranks: int) -> int:
+    """Returns the messages that a rank sends in :func:`all_reduce`."""
+    return (ranks - 1) * (1 if elements <= _ONE_MESSAGE else 2)
+
+
 def _all_reduce(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     return all_reduce(x, tp)
 

@@ -15,10 +15,12 @@ from tpfuse.tools.ledger import saved_bytes
 
 LLAMA = dict(norm="rms", gated=True, activation="silu", qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA |= dict(rope=dict(rope_theta=1e4), num_kv_heads=6, family="llama", embedding_dropout=0.0)
+MIXTRAL = dict(family="mixtral", num_experts=4, experts_per_token=2)
 NEOX = dict(family="gpt_neox", rope=dict(rope_theta=1e4, partial_rotary_factor=0.5), parallel_residual=True)
 MODELS = {
     "gpt2": (GPT, GPT_CONFIG, {}),
     "llama": (GPT, replace(GPT_CONFIG, **LLAMA), {}),
+    "mixtral": (GPT, replace(GPT_CONFIG, **LLAMA | MIXTRAL), {}),
     "neox": (GPT, replace(GPT_CONFIG, **NEOX), {}),
     "bert": (Bert, BERT_CONFIG, dict(masked_lm=True)),
     "bert body": (Bert, BERT_CONFIG, {}),
@@ -43,7 +45,9 @@ def _step(world, name, sp, overlap, packed, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("name, packed", [*((name, False) for name in MODELS), ("gpt2", True), ("llama", True)])
+@pytest.mark.parametrize(
+    "name, packed", [*((name, False) for name in MODELS), ("gpt2", True), ("llama", True), ("mixtral", True)]
+)
 def test_gradients_are_bitwise_the_same(name, packed, recompute):
     assert_equal(*(_step(None, name, True, "auto", packed, how) for how in (recompute, None)))
 
@@ -53,6 +57,8 @@ SPLITS = [
     ("gpt2", False, "off"),
     ("gpt2", True, "pairwise"),
     ("bert", True, "off"),
+    ("mixtral", True, "off"),
+    ("mixtral", False, "off"),
     ("llama", True, "pairwise"),
     pytest.param("neox", True, "pairwise", marks=pytest.mark.slow),
 ]
@@ -92,14 +98,16 @@ def _sharded(world, name, recompute):
     return {name: p.grad.to_local() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("neox", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("neox", "mixtral"))]
+)
 def test_under_fsdp(ranks, name):
     for full, plain in zip(*(ranks(2, _sharded, name, recompute) for recompute in ("full", None)), strict=True):
         assert_equal(full, plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert", "neox"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "neox", "mixtral"])
 def test_under_torch_compile(name):
     def compiled(recompute):
         torch._dynamo.reset()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.common import default_dtype
 from tpfuse import add_lora, clip_grad_norm_, param_groups
+from tpfuse.layers.lora import TARGETS
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.pipeline import schedule
@@ -21,10 +22,12 @@ DROP = dict(dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
 GPT2 = GPTConfig(**SHAPE, **DROP)
 LLAMA = dict(family="llama", norm="rms", gated=True, activation="silu", rope=dict(rope_theta=1e4), num_kv_heads=2)
 PLAIN = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
+EXPERTS = dict(family="mixtral", num_experts=4, experts_per_token=2)
 MODELS = {
     "gpt2": GPT2,
     "untied": replace(GPT2, tie_embeddings=False),
     "llama": GPTConfig(**SHAPE, **DROP, **LLAMA, **PLAIN, tie_embeddings=False),
+    "mixtral": GPTConfig(**SHAPE, **DROP, **LLAMA | EXPERTS, **PLAIN, tie_embeddings=False),
     "parallel": replace(GPT2, parallel_residual=True),
     "branches": replace(GPT2, pre_norm=False, branch_norm=True),
     "bert": BertConfig(**SHAPE, **DROP),
@@ -46,7 +49,8 @@ def batches(steps, rows=ROWS):
 
 def adapted(model, lora):
     if lora:
-        add_lora(model, rank=2, alpha=4)
+        experts = getattr(model.config, "num_experts", None) is not None  # without adapters of their own
+        add_lora(model, rank=2, alpha=4, targets=("qkv", "out") if experts else TARGETS)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith(".B"):

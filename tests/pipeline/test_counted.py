@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.pipeline.test_step import GPT2, batches, made
+from tests.pipeline.test_step import GPT2, MODELS, batches, made
+from tests.routing import evenly, routed
 from tpfuse import TensorParallel
+from tpfuse.kernels.experts import router
 from tpfuse.pipeline import SCHEDULES, schedule, simulate
 from tpfuse.tools.ledger import Ledger, Plan
 from tpfuse.tools.ledger.recorder import add_up
@@ -20,6 +22,7 @@ from tpfuse.tools.ledger.stages import Pipe, run
 
 MICRO_BATCHES = 4
 CONFIG = replace(GPT2, vocab_size=96)  # which two ranks share evenly: the dry run is of the first of them
+EXPERTS = replace(MODELS["mixtral"], vocab_size=96)
 
 
 class Kept:
@@ -88,29 +91,30 @@ class Watched:
         return {key: add_up(group) for key, group in groups.items()}
 
 
-def counted(world, layout, name, options):
+def counted(world, layout, name, options, config):
     mesh = world.stages(*layout)
     pp, dp = mesh["pp"], mesh["dp"]
     tp = TensorParallel(mesh["tp"], sequence_parallel=options.get("sequence_parallel", True), overlap="off")
     given = dict(saving=options.get("saving", "fastest"), recompute="full" if options.get("full") else None)
     stage = pp.get_local_rank(), pp.size(), name
-    model = made(CONFIG, tp=tp, dp=dp if dp.size() > 1 else None, stage=stage, **given)
+    model = made(config, tp=tp, dp=dp if dp.size() > 1 else None, stage=stage, **given)
     pipeline, rows = schedule(model, pp, name, MICRO_BATCHES), slice(0, 8 // dp.size())
     (first, _), (ids, labels) = ((ids.clamp(max=95), labels.clamp(max=95)) for ids, labels in batches(2))
     pipeline.step(first[rows], labels=first[rows])  # which compares the ranks' arguments, and makes the runtime
     (runtime,) = pipeline._runtimes.values()
-    with pytest.MonkeyPatch.context() as patch, Ledger() as ledger:
+    with pytest.MonkeyPatch.context() as patch, routed(evenly), Ledger() as ledger:
+        patch.setattr(router, "ROWS", 12)  # to whose multiple a CPU fills up the rows of logits: those of a rank
         watched = Watched(patch, model, runtime, ledger)
         pipeline.step(ids[rows], labels=labels[rows])
     messages = {e.op: ledger.total(op=e.op)[0::5] for e in ledger.entries if e.op in ("send", "recv_", "allreduce_")}
     return watched.by_pass(), watched.actions, watched.bytes, messages
 
 
-def check(ranks, layout, name, **options):
+def check(ranks, layout, name, config=CONFIG, **options):
     pp, dp, tp = layout
     plan = Plan(tp=tp, dp=dp, seq=12, micro_batch=8 // dp // MICRO_BATCHES, dtype=torch.float32, **options)
-    predicted = run(CONFIG, plan, Pipe(pp, name, MICRO_BATCHES))
-    every = ranks(pp * dp * tp, counted, layout, name, options)
+    predicted = run(config, plan, Pipe(pp, name, MICRO_BATCHES))
+    every = ranks(pp * dp * tp, counted, layout, name, options, config)
     for rank, (by_pass, actions, kept, messages) in enumerate(every):
         said = predicted[rank // (dp * tp)]
         assert actions == [(a.chain, a.stage, a.kind, a.micro_batch) for a in said.actions]
@@ -155,6 +159,11 @@ def test_real_ranks_do_what_the_dry_run_says(ranks, layout, name):
 @pytest.mark.parametrize("options", [dict(saving="smallest"), dict(full=True), dict(sequence_parallel=False)])
 def test_with_other_options(ranks, options):
     check(ranks, (2, 1, 2), "zbv", **options)
+
+
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
+def test_experts_that_have_as_many_rows(ranks, name):
+    check(ranks, (2, 1, 2), name, EXPERTS)
 
 
 def held_on(world):

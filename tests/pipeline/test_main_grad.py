@@ -32,9 +32,14 @@ def test_several_steps_of_one_reduction(ranks, layout, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
 def test_every_kind_of_model(ranks, kind):
     check_curve(ranks, staged, (2, 1, 1), "zbv", MODELS[kind])
+
+
+@pytest.mark.slow
+def test_experts_over_replicas_and_ranks(ranks):
+    check_curve(ranks, staged, (2, 2, 2), "zbv", MODELS["mixtral"], steps=1)
 
 
 def rounded(world, name, autocast):

@@ -46,7 +46,7 @@ def test_every_schedule_gives_one_processs_curve(ranks, layout, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
 def test_every_kind_of_model(ranks, kind):
     check(ranks, (2, 2, 1), "zbv", MODELS[kind])
 

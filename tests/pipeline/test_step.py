@@ -28,12 +28,12 @@ from tests.pipeline.common import (
 from tpfuse import TensorParallel, clip_grad_norm_, save_adapter
 from tpfuse.models import GPT
 from tpfuse.pipeline import SCHEDULES, schedule
-from tpfuse.sequence_parallel import records
+from tpfuse.sequence_parallel import experts, records
 from tpfuse.sequence_parallel.forms import plain
 
 
-def staged(mesh, name, config, lora=False, overlap="off", **options):
-    tp = TensorParallel(mesh["tp"], overlap=overlap)
+def staged(mesh, name, config, lora=False, overlap="off", sequence_parallel=False, **options):
+    tp = TensorParallel(mesh["tp"], sequence_parallel=sequence_parallel, overlap=overlap)
     return adapted(made(config, tp=tp, **place(mesh, name), **options), lora), None
 
 
@@ -71,6 +71,14 @@ def test_every_kind_of_model(ranks, kind, name):
 
 
 @pytest.mark.parametrize(
+    "name, sp", [("1f1b", True), ("zero-bubble", True), ("zero-bubble", False), ("interleaved", True)]
+)
+def test_experts_over_ranks_of_a_stage(ranks, name, sp):
+    """Rows go to the experts of both tensor-parallel ranks of a stage; under zero-bubble gradients of weights wait."""
+    check_curve(ranks, staged, (2, 1, 2), name, MODELS["mixtral"], steps=1, sequence_parallel=sp)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         pytest.param(dict(saving="smallest"), id="smallest", marks=pytest.mark.slow),
@@ -79,14 +87,19 @@ def test_every_kind_of_model(ranks, kind, name):
         pytest.param(dict(overlap="pairwise"), id="overlap"),
     ],
 )
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.slow
-def test_beside_other_features(ranks, options):
-    check_curve(ranks, staged, (2, 1, 2), "zbv", MODELS["llama"], steps=1, **options)
+def test_beside_other_features(ranks, kind, options):
+    check_curve(ranks, staged, (2, 1, 2), "zbv", MODELS[kind], steps=1, **options)
 
 
 # ---- what is counted ----
 
-GEMMS = {"linear_fwd": "fwd", "linear_dgrad": "dgrad", "linear_dgrad_act": "dgrad", "linear_wgrad": "wgrad"}
+GEMMS = {
+    "linear_fwd": "fwd", "linear_dgrad": "dgrad", "linear_dgrad_act": "dgrad", "linear_wgrad": "wgrad",
+    "experts_up": "fwd", "experts_down": "fwd", "experts_dact": "dgrad", "experts_dx": "dgrad",
+    "experts_wgrad": "wgrad",
+}  # fmt: skip
 
 
 class Counted:
@@ -94,7 +107,7 @@ class Counted:
 
     def __init__(self, patch, runtime):
         self.seen, self.phase = Counter(), "F"
-        for module in (plain, records):
+        for module in (plain, records, experts):
             for name, kind in GEMMS.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, self._counting(kind, getattr(module, name)))
@@ -118,10 +131,10 @@ class Counted:
         return run
 
 
-def counts(world, name):
+def counts(world, name, kind):
     with pytest.MonkeyPatch.context() as patch, default_dtype(torch.float64):
         mesh = world.stages(2, 1, 1)
-        config = replace(GPT2, tie_embeddings=False)
+        config = replace(MODELS[kind], tie_embeddings=False)
         # one node a block has GEMMs of its own: parts are run
         model = made(config, stage=(mesh["pp"].get_local_rank(), 2, name), saving="smallest")
         pipeline = schedule(model, mesh["pp"], name, micro_batches=4)
@@ -135,9 +148,13 @@ def counts(world, name):
         return dict(counted.seen), kinds, sum(len(chunk.layers) for chunk in model.stages.chunks)
 
 
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow), "zbv", "chimera"])
-def test_no_gemm_runs_twice_and_weights_wait_for_w(ranks, name):
-    for seen, kinds, layers in ranks(2, counts, name):
+@pytest.mark.parametrize("name, kind", [
+    *(pytest.param(name, "gpt2", marks=[pytest.mark.slow] * (name == "zero-bubble"))
+      for name in ("1f1b", "zero-bubble", "zbv", "chimera")),
+    ("zero-bubble", "mixtral"),
+])  # fmt: skip
+def test_no_gemm_runs_twice_and_weights_wait_for_w(ranks, name, kind):
+    for seen, kinds, layers in ranks(2, counts, name, kind):
         passes = {kind: {phase: n for (k, phase), n in seen.items() if k == kind} for kind in set(GEMMS.values())}
         micro_batches = 4 if name != "chimera" else 2  # of each stage
         for kind, by_phase in passes.items():  # q, k and v; out; the MLP's two.  The head's loss is in chunks

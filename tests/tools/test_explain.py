@@ -5,11 +5,14 @@ import torch
 
 import tpfuse
 from tests.common import fake_tp
+from tests.routing import evenly, routed
 from tests.sequence_parallel.test_overlap import restoring
 from tpfuse import TensorParallel, parallel
 from tpfuse.layers import ColumnParallelLinear
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.sequence_parallel import choice, flight
+from tpfuse.tools.ledger import Ledger
+from tpfuse.tools.ledger.aten import COMMUNICATION
 
 CONFIG = GPTConfig(vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4)
 FAST = 1e12, 1e9, 1e-4
@@ -89,6 +92,39 @@ def test_one_rank():
     assert tpfuse.explain(torch.nn.Sequential(ColumnParallelLinear(4, 4)), 8)[0].reason == "one rank: no messages"
     with pytest.raises(ValueError, match="explain: rows must be positive, got 0"):
         tpfuse.explain(ColumnParallelLinear(4, 4), 0)
+
+
+EXPERTS = GPTConfig(
+    vocab_size=97, max_positions=64, hidden_size=64, num_layers=1, num_heads=4, ffn_size=40, gated=True,
+    activation="silu", mlp_bias=False, num_experts=8, experts_per_token=2,
+)  # fmt: skip
+
+
+def _experts(world, sp):
+    """What explain says of the experts, and the bytes and messages that the layer sends, to one other rank each."""
+    model = GPT(EXPERTS, tp=TensorParallel(world.group, sequence_parallel=sp))
+    (said,) = (p for p in tpfuse.explain(model, 48) if p.op == "routed_experts")
+    layer = model.blocks[0].mlp
+    x = torch.randn(48 // layer.tp.row_shards, 64, requires_grad=True)
+    layer(x).sum().backward()  # compares the ranks' calls, once
+    with routed(evenly), Ledger() as ledger:
+        layer(x).sum().backward()
+    sent = ledger.total(kind=COMMUNICATION)
+    return said, (sent.wire, sent.calls), repr(tpfuse.explain(model))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_experts(ranks, sp):
+    for said, sent, table in ranks(2, _experts, sp):
+        assert (said.bytes, said.messages) == sent
+        assert said[:5] == ("blocks.0.mlp", "routed_experts", "plain", (4, 80, 64), 48)
+        assert said.reason == "2 of 8 experts a row: exchanges of uneven parts, nothing overlaps"
+        assert said.reason in table
+
+
+def test_experts_of_one_rank():
+    said = next(p for p in tpfuse.explain(GPT(EXPERTS), 48) if p.op == "routed_experts")
+    assert said[2:] == ("plain", (8, 80, 64), 48, 0, 0, "one rank: no messages")
 
 
 def _stages(world, name):

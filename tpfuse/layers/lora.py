@@ -33,6 +33,7 @@ from ..parallel import TensorParallel
 from ..sequence_parallel import gather_linear
 from .linear import Adaptable, Adapter, Parts, RowParallelLinear
 from .module import Origin, initialize, leaf_slices, local, on_rows, per_leaf
+from .moe import ParallelMoE
 from .shards import unwrapped_name
 
 _MAX_RANK = 1 << 16
@@ -195,7 +196,8 @@ def add_lora(
     ("q_proj", "attn.c_proj", or all of its path).  A is N(0, 1 / 3K), by Philox of (``seed``, name, global index), the
     same bits at every split; B is 0, so nothing changes until it is trained.  Adapters are fp32 beside 16-bit weights.
     Call it before the optimizer is made and before DDP.
-    ValueError for a target that does not exist, a second call, or ``dropout``, which is not built.
+    ValueError for a target that does not exist, as "fc1" of a model with experts, whose adapters are not built, a
+    second call, or ``dropout``, which is not built.
     """
     check(dropout == 0, f"add_lora: dropout on an adapter's input is not built, got dropout={dropout}")
     check_number("add_lora: alpha", alpha, POSITIVE)
@@ -221,9 +223,11 @@ def add_lora(
         if any(hits.values()):
             chosen.append((path, layer, parts, [name for name in names if hits[name]]))
     missing = [t for t in targets if t not in matched]
+    experts = any(isinstance(module, ParallelMoE) for module in model.modules())
     check(
         bool(chosen) and not missing,
-        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}",
+        f"add_lora: no layer is called {', '.join(missing) or 'anything'}; there are {_layer_names(base, layers)}"
+        + "; adapters of experts are not built" * experts,
     )
     chosen[0][1].tp.agree("add_lora", dict(rank=rank, alpha=alpha, targets=tuple(targets), seed=seed))
     model.requires_grad_(False)

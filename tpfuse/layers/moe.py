@@ -25,6 +25,21 @@ from .shapes import INIT, Init, MoEShape
 _SIZES = dict.fromkeys(("hidden_size", "ffn_size", "num_experts"), integer())
 
 
+def _behind_a_graph(
+    layer: "ParallelMoE", n: Tensor, recompute: Recompute | None, call: Call
+) -> tuple[Tensor, RoutedParts, int]:
+    """Returns the layer's results outside of a graph of torch.compile, which ends here, and another begins: on several
+    ranks the host counts the rows that arrive."""
+    return layer._run_at_once(n, recompute, call)
+
+
+def _prepare_graphs() -> None:
+    """Takes :func:`_behind_a_graph` out of graphs, which imports the compiler; no graph can do it itself."""
+    global _behind_a_graph
+    if not hasattr(_behind_a_graph, "_torchdynamo_disable"):
+        _behind_a_graph = torch.compiler.disable(_behind_a_graph)
+
+
 class ParallelMoE(ParallelModule):
     """Sums w_j expert_j(x) over the k experts that a router chooses for a row; no row is dropped.
 
@@ -83,6 +98,8 @@ class ParallelMoE(ParallelModule):
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
         self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
+        if self.tp.size > 1:
+            _prepare_graphs()
         if not self.fc2.is_meta:  # a model compares its config
             self.tp.agree(name, {field: str(value) for field, value in shape._asdict().items()})
         self.initialize_alone()
@@ -113,11 +130,11 @@ class ParallelMoE(ParallelModule):
 
     def _run(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         """Returns the parts, the results of this rank's rows, and their number."""
-        check(
-            self.tp.size == 1 or not torch.compiler.is_compiling(),
-            f"ParallelMoE: torch.compile is built for one rank, since rows that arrive have to be counted, got"
-            f" tensor-parallel size {self.tp.size}; call it outside of the compiled region",
-        )
+        if self.tp.size > 1 and torch.compiler.is_compiling():
+            return _behind_a_graph(self, n, recompute, call)
+        return self._run_at_once(n, recompute, call)
+
+    def _run_at_once(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         if not self._rows_are_whole:
             routed = self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
             return routed.parts, routed, n.shape[-2]

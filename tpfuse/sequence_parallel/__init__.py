@@ -1,5 +1,6 @@
 """GEMMs with the exchange of rows that they need, under sequence parallelism and without.
 
+assumed        numbers of rows that experts have where nothing is computed
 attention      both projections with attention between them
 choice         which form an op takes, by sizes and what was measured
 column_linear  column-parallel linear

@@ -45,6 +45,7 @@ from ..kernels.runtime.leaves import check_leaves, tree_of_new
 from ..kernels.runtime.main_grad import mains
 from ..kernels.runtime.op import acc_dtype, autocast
 from ..parallel import TensorParallel
+from .assumed import assumed_rows
 from .crossings import expanded
 from .records import ExpertWeightGrad, SavedInput, WantedGrads, restore, save
 
@@ -60,17 +61,20 @@ class RowExchange(NamedTuple):
 
     @classmethod
     def of(cls, order: ExpertOrder, tp: TensorParallel) -> "RowExchange | None":
-        """Compares the ranks' counts, one small message, after which the host knows its own.  None on one rank."""
+        """Compares the ranks' counts, one small message, after which the host knows its own; on meta tensors they are
+        assumed.  None on one rank."""
         if tp.size == 1:
             return None
         counts = all_gather(order.offsets.diff(), tp.size, tp.group_name).view(tp.size, tp.size, -1)
         here = counts[:, tp.rank]  # [source, expert of this rank]
         sources, experts = here.shape
         kinds = torch.arange(experts, device=here.device).repeat(sources)
-        received = here.sum(1).tolist()
+        if here.is_meta:
+            sent, received = assumed_rows(len(order.numbers), tp)
+        else:
+            sent, received = counts[tp.rank].sum(1).tolist(), here.sum(1).tolist()
         arrived = kinds.repeat_interleave(here.flatten(), output_size=sum(received))
         by_expert = ExpertOrder.of(arrived, experts)
-        sent = counts[tp.rank].sum(1).tolist()
         return cls(sent, received, ExpertRows(by_expert.numbers, by_expert.offsets))
 
 

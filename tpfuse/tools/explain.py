@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.runtime.errors import check
-from ..layers import ColumnParallelLinear, ParallelAttention, ParallelMLP, RowParallelLinear, VocabParallelEmbedding
+from ..layers import (
+    ColumnParallelLinear,
+    MoEShape,
+    ParallelAttention,
+    ParallelMLP,
+    ParallelMoE,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ..layers.expert_sizes import ExpertSizes
 from ..layers.module import local
 from ..models.head import LMHead
 from ..models.model import Model
@@ -27,6 +36,7 @@ class Path(NamedTuple):
 
     ``bytes`` and ``messages`` are sent by this rank, forward and backward: under sequence parallelism all of them,
     without it those that can hide (the sum of dx), those of a stage, and those of a step over the replicas (a ring's).
+    Of experts they are all, in a block with saving="fastest", where every rank's have as many rows.
     """
 
     layer: str
@@ -63,6 +73,18 @@ class _GemmMessages(NamedTuple):
     columns: int | None = None  # N, if ranks have different ones
 
 
+class _ExpertMessages(NamedTuple):
+    """A mixture of experts."""
+
+    name: str
+    layer: ParallelMoE
+
+    @property
+    def weight(self) -> Tensor:
+        """[E / R, 2 F, D]"""
+        return local(self.layer.shard("fc1")).flatten(1, 2)
+
+
 def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | None = None) -> Paths:
     """Lists everything in a model that exchanges rows, and what averages its gradients under DistributedDataParallel:
     the path its messages take, sizes, bytes and the reason.  It prints as a table.
@@ -74,14 +96,19 @@ def explain(model: nn.Module, rows: int | None = None, *, dtype: torch.dtype | N
     check(rows is None or rows > 0, f"explain: rows must be positive, got {rows}")
     return Paths(
         [
-            *(_path(layer, rows, dtype or layer.weight.dtype) for layer in _layers(model)),
+            *(
+                _experts(layer, rows, dtype or layer.weight.dtype)
+                if isinstance(layer, _ExpertMessages)
+                else _path(layer, rows, dtype or layer.weight.dtype)
+                for layer in _layers(model)
+            ),
             *_sends(model, rows, dtype or next(model.parameters()).dtype),
             *_averages(model),
         ]
     )
 
 
-def _layers(model: nn.Module) -> Iterator[_GemmMessages]:
+def _layers(model: nn.Module) -> "Iterator[_GemmMessages | _ExpertMessages]":
     inside: set[nn.Module] = set()
     tables = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for name, module in model.named_modules():
@@ -90,6 +117,8 @@ def _layers(model: nn.Module) -> Iterator[_GemmMessages]:
         if isinstance(module, ParallelMLP):
             inside |= {module.fc1, module.fc2}
             yield _GemmMessages(name, "gather_mlp_exchange", module.fc1.flat()[0], module.tp)
+        elif isinstance(module, ParallelMoE):
+            yield _ExpertMessages(name, module)
         elif isinstance(module, ParallelAttention) and module.in_one and module.tp.sequence_parallel:
             inside |= {module.qkv, module.out}
             weight = module.qkv.flat()[0]
@@ -170,6 +199,24 @@ def _path(layer: _GemmMessages, rows: int | None, dtype: torch.dtype) -> Path:
         messages=messages,
         reason=reason,
     )
+
+
+def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> Path:
+    """Returns the exchanges of rows and what is beside them; without sequence parallelism results are collected, and
+    gradients of rows, m D elements each to each peer."""
+    name, layer = experts
+    tp, k, weight = layer.tp, layer.routing.k, tuple(experts.weight.shape)
+    several = f"{k} of {layer.num_experts} experts a row: exchanges of uneven parts, nothing overlaps"
+    reason, bytes, messages = several if tp.size > 1 else "one rank: no messages", None, None
+    if rows is not None:
+        m, shape = (
+            (rows + -rows % tp.all_leaves) // tp.size,
+            MoEShape(layer.width, weight[1] // 2, layer.num_experts, layer.routing),
+        )
+        sizes, collected = ExpertSizes(shape, m, tp.size, dtype.itemsize), 2 * (tp.size > tp.row_shards) * (tp.size - 1)
+        bytes = round(sizes.wire()) + collected * m * layer.width * dtype.itemsize
+        messages = sizes.messages() + collected
+    return Path(name, "routed_experts", "plain", weight, rows=rows, bytes=bytes, messages=messages, reason=reason)
 
 
 def _reason(

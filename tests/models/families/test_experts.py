@@ -18,6 +18,7 @@ from tpfuse.layers.shapes import MLPShape, MoEShape
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.models.stages import costs
 from tpfuse.pipeline import schedule
+from tpfuse.tools.ledger import activation_bytes, model_flops
 
 transformers.utils.logging.disable_progress_bar()
 F64 = torch.float64
@@ -86,6 +87,17 @@ def test_stages_weigh_layers_by_their_own_mlps():
     attention = 10 * (2 * 8 + 2 * 2)
     dense, sparse = (48 * (attention + mlp) for mlp in (3 * 28, 8 + 3 * 3 * 12))
     assert costs(config, head=True).blocks == (dense, sparse, dense, dense)
+
+
+def test_the_ledger_counts_layers_that_are_alike():
+    """Experts of a width of their own; layers of both kinds are refused by each formula."""
+    alike, mixed = (GPTConfig.from_hf(their_config(name).to_dict()) for name in ("qwen3_moe", "qwen3_moe-mixed"))
+    wider = replace(alike, expert_size=24)
+    more = model_flops(wider, 8, 1) - model_flops(alike, 8, 1)
+    assert more == 3 * 2 * 8 * 2 * (2 * 3 * 48 * 12)  # passes, layers, rows, experts of a row, multiply-adds
+    for call in (lambda: model_flops(mixed, 8, 1), lambda: activation_bytes(mixed, batch=1, seq=8)):
+        with pytest.raises(ValueError, match="layers are alike, got some with an MLP and some with experts"):
+            call()
 
 
 # ---- files ----

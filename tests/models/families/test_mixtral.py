@@ -15,9 +15,11 @@ from tests.models import common
 from tests.models.common import batch, of_files, of_transformers, run, whole_logits
 from tests.models.families.experts import an_expert_a_tensor, tensors, theirs
 from tests.models.families.test_llama_like import ROPE, SIZES
+from tests.routing import routed, to_the_first
+from tpfuse import TensorParallel, data_parallel
+from tpfuse.layers.lora import TARGETS
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.models.files.write import whole_tensors
-from tpfuse.tools.ledger import activation_bytes, model_flops
 from tpfuse.training.checkpoint import load_checkpoint, save_checkpoint
 
 transformers.utils.logging.disable_progress_bar()
@@ -152,6 +154,56 @@ def test_training_over_replicas(ranks, R, dp, kind, micro):
         torch.testing.assert_close(torch.tensor(found, dtype=F64), torch.tensor(one, dtype=F64), rtol=1e-9, atol=0)
 
 
+def flooded(world, dp, kind):
+    """``trained``, where every row has the experts of one tensor-parallel rank, and the other has none."""
+    with routed(to_the_first):
+        return trained(world, dp, kind, 1)
+
+
+@pytest.mark.parametrize(
+    "R, dp, kind", [(2, 1, "ddp"), (4, 2, "ddp"), pytest.param(4, 2, "fsdp", marks=pytest.mark.slow)]
+)
+def test_training_with_a_flooded_rank_and_a_starved_one(ranks, R, dp, kind):
+    (one,) = ranks(1, flooded, 1, "ddp")
+    (usual,) = ranks(1, trained, 1, "ddp", 1)
+    assert one != usual
+    for found in ranks(R, flooded, dp, kind):
+        torch.testing.assert_close(torch.tensor(found, dtype=F64), torch.tensor(one, dtype=F64), rtol=1e-9, atol=0)
+
+
+def watched(world, path):
+    """What is said of steps of two replicas of two ranks: right, with data_parallel; then with one expert's last bit
+    flipped on one rank, and with one router's."""
+    mesh = world.mesh(2, 2)
+    model = GPT.from_pretrained(path, tp=TensorParallel(mesh["tp"], sequence_parallel=True), dtype=F64)
+    replica, optimizer = data_parallel(model, mesh["dp"]), torch.optim.SGD(model.parameters(), lr=0.1)
+    tpfuse.watch_replicas(model, optimizer, every=1)
+    call = batch(model.config, size=2)
+
+    def step():
+        optimizer.zero_grad()
+        replica(**call, step=0, first_sample=0).loss.backward()
+        optimizer.step()
+
+    found = []
+    with tpfuse.checking():
+        for name in (None, "fc1", "router"):
+            if world.rank == 3 and name is not None:
+                with torch.no_grad():
+                    getattr(model.blocks[1].mlp, name).flatten()[0] += 1
+            try:
+                step()
+                found.append("")
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_replicas_that_differ_are_named(ranks, saved):
+    for right, expert, router in ranks(4, watched, str(saved[1])):
+        assert right == "" and "blocks.1.mlp.fc1" in expert and "blocks.1.mlp.router" in router
+
+
 def packed(world, path, call):
     model = GPT.from_pretrained(path, tp=make_tp(world), dtype=F64)
     out = model(**call, return_logits=True)
@@ -205,19 +257,9 @@ def test_checkpoints_at_other_sizes(ranks, saved, tmp_path):
             assert abs(again - loss) < 1e-12 and max(error(later[name], after[name]) for name in after) < 1e-9
 
 
-def test_the_ledger_and_the_planner_refuse_it():
-    config = GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS).to_dict())
-    for call in (
-        lambda: model_flops(config, 8, 1),
-        lambda: activation_bytes(config, batch=1, seq=8),
-    ):
-        with pytest.raises(ValueError, match="one MLP a layer, got num_experts=4"):
-            call()
-
-
 def test_adapters_of_experts_are_refused(saved):
     """They are for linear layers; a name of an expert's is an error that lists those that there are."""
     model = GPT.from_pretrained(saved[1], dtype=F64)
-    for targets in (("w1",), ("q_proj", "experts.0.w2"), ("fc1",)):
-        with pytest.raises(ValueError, match="add_lora: no layer is called"):
+    for targets in (("w1",), ("q_proj", "experts.0.w2"), TARGETS):
+        with pytest.raises(ValueError, match="add_lora: no layer is called .*; adapters of experts are not built"):
             tpfuse.add_lora(model, rank=2, alpha=2.0, targets=targets)

@@ -2,19 +2,37 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.common import make_tp
+from tests.routing import evenly, routed, to_the_first
+from tpfuse.collectives import reduced_bytes
 from tpfuse.layers import TransformerBlock
 from tpfuse.models import GPT, GPTConfig
 from tpfuse.parallel import TensorParallel
-from tpfuse.tools.ledger import Ledger, Plan, dry_run, fake_world, load_config
-from tpfuse.tools.ledger.dryrun import against_formulas, as_json, point, report, sweep, sweep_table
+from tpfuse.tools.ledger import Ledger, Pipe, Plan, dry_pipeline, dry_run, fake_world, load_config
+from tpfuse.tools.ledger.dryrun import (
+    against_formulas,
+    as_json,
+    expected_wire,
+    layer_bytes,
+    point,
+    report,
+    sweep,
+    sweep_table,
+)
 
-SMALL = GPTConfig(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=8)
+SIZES = dict(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=8)
+SMALL = GPTConfig(**SIZES)
+EXPERTS = GPTConfig(
+    **SIZES, family="mixtral", norm="rms", gated=True, activation="silu", ffn_size=40, num_kv_heads=4,
+    tie_embeddings=False, qkv_bias=False, out_bias=False, mlp_bias=False, rope=dict(rope_theta=1e4),
+    num_experts=8, experts_per_token=2,
+)  # fmt: skip
 
 
 def plan(**values):
@@ -41,8 +59,8 @@ def test_gpt3_on_1024_ranks_in_a_minute_and_two_gigabytes():
     assert done.returncode == 0, done.stderr
 
 
-def _real(world, sequence_parallel, saving, recompute=None):
-    model = GPT(SMALL, tp=make_tp(world, sequence_parallel), saving=saving, recompute=recompute)
+def _real(world, sequence_parallel, saving, recompute=None, config=SMALL):
+    model = GPT(config, tp=make_tp(world, sequence_parallel), saving=saving, recompute=recompute)
     ids = torch.zeros(2, 64, dtype=torch.int64)
     model(ids, labels=ids, step=0, first_sample=0)  # compares the ranks' input_ids, once
     with Ledger() as ledger:
@@ -58,6 +76,58 @@ def test_a_dry_rank_does_what_a_real_one_does(ranks, sequence_parallel, saving):
     rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
     assert rows == real[0] == real[1]
     assert sum(row.wire for row in rows.values()) == dry.work.wire > 0
+
+
+def _with_experts(world, where, sequence_parallel, saving, recompute):
+    with routed(where):
+        return _real(world, sequence_parallel, saving, recompute, EXPERTS)
+
+
+@pytest.mark.parametrize("sequence_parallel, saving, recompute", [
+    (True, "fastest", None), (True, "smallest", None), (True, "fastest", "full"), (False, "fastest", None),
+])  # fmt: skip
+def test_a_dry_rank_with_experts_does_what_a_real_one_does(ranks, sequence_parallel, saving, recompute):
+    """Where all ranks' experts have as many rows, and on the one that has them all."""
+    on = plan(tp=2, sequence_parallel=sequence_parallel, saving=saving, full=recompute == "full")
+    for where, imbalance in ((evenly, 1), (to_the_first, 2)):
+        real = ranks(2, _with_experts, where, sequence_parallel, saving, recompute)
+        dry = dry_run(EXPERTS, on._replace(imbalance=imbalance))
+        rows = {key: row for key, row in dry.ledger.sums("op", "phase", "kind").items() if row.wire or row.flops}
+        assert rows == real[0] and (rows == real[1]) == (imbalance == 1)
+        assert ("exchange_rows", "backward", "communication") in rows
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_experts_counted_are_what_the_formulas_say(sequence_parallel, imbalance):
+    """Parameters and the flops of GEMMs to the last; a layer's messages but for the vectors that norms sum."""
+    on = plan(tp=4, sequence_parallel=sequence_parallel, imbalance=imbalance)
+    done = dry_run(EXPERTS, on)
+    rows = {what.partition(" (")[0]: (counted, formula) for what, counted, formula, _ in against_formulas(done)}
+    assert done.held.parameters == rows["parameters"][1]
+    hidden = rows["flops"][1] - done.work.gemm_flops  # of all keys
+    assert hidden == 12 * 2 * 2 * 64 * 64 * 64 / 4
+    layers = [dry_run(replace(EXPERTS, num_layers=n), on) for n in (1, 2)]
+    sent, said = (b - a for a, b in ([d.work.wire for d in layers], [expected_wire(d.config, on) for d in layers]))
+    norms, rows = 2 * 64 * 4 * 3, 128 * 64  # the gradients of two norms, which each rank has of its rows
+    whole = 2 * (reduced_bytes(rows, 4, 4) - 2 * 3 * rows)  # attention's two sums, so small that they are gathered
+    assert sent - said == (norms if sequence_parallel else whole)
+
+
+@pytest.mark.parametrize("config, imbalance, message", [
+    (EXPERTS, 0.5, "imbalance is the busiest rank's rows over the mean, 1 to tp=2, got 0.5"),
+    (EXPERTS, 2.5, "imbalance is the busiest rank's rows over the mean, 1 to tp=2, got 2.5"),
+    (SMALL, 1.5, "imbalance is of a model with experts, and this one has none, got 1.5"),
+])  # fmt: skip
+def test_an_imbalance_that_cannot_be(config, imbalance, message):
+    on = plan(tp=2, imbalance=imbalance)
+    for call in (
+        lambda: dry_run(config, on),
+        lambda: dry_pipeline(config, on, Pipe(2)),
+        lambda: layer_bytes(config, on),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

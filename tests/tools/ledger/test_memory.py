@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.common import make_tp
+from tests.routing import routed, to_the_first
 from tpfuse.layers.block import SAVING
 from tpfuse.models import GPT, BertConfig, GPTConfig
 from tpfuse.parallel import TensorParallel
-from tpfuse.tools.ledger import activation_bytes, parameter_count, saved_bytes, state_bytes
+from tpfuse.tools.ledger import activation_bytes, dry_run, parameter_count, saved_bytes, state_bytes
 from tpfuse.tools.ledger.dryrun import Plan, fake_world, layer_bytes, measured_layer, planned_model
 from tpfuse.tools.ledger.layer import build, token_ids
 from tpfuse.tools.ledger.plain import PlainLayer
@@ -128,6 +129,34 @@ def test_norms_of_branches_and_of_heads(form, ranks, sequence_parallel):
     assert count == parameter_count(model, ranks)
 
 
+@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize(
+    "ranks, sequence_parallel, imbalance", [(1, True, 1), (4, True, 1), (4, True, 2.5), (4, False, 1)]
+)
+@pytest.mark.parametrize("form", ["alone", "beside", "in place"])
+def test_experts(form, ranks, sequence_parallel, imbalance, saving):
+    """Saved bytes in a block, and parameters."""
+    wired = {"alone": {}, "beside": dict(parallel_residual=True), "in place": BRANCHES["in place"]}[form]
+    plain = dict(qkv_bias=False, out_bias=False, mlp_bias=False, rope=ROPE, ffn_size=512)
+    model = config(norm="rms", gated=True, activation="silu", num_experts=8, experts_per_token=2, **plain, **wired)
+    plan = Plan(ranks, 1, 512, BATCH, sequence_parallel, saving, imbalance=imbalance)
+    expected, measured = compared(model, plan)
+    vectors = 6 * WIDTH * 4  # of norms, in fp32
+    assert 0 <= measured - expected <= vectors
+    expected, measured = compared(model, plan._replace(full=True))
+    assert 0 <= measured - expected <= vectors
+    with fake_world(ranks) as mesh:
+        count = sum(p.numel() for p in planned_model(model, plan, mesh).parameters())
+    assert count == parameter_count(model, ranks)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_plain_layer_has_experts(recompute):
+    model = config(gated=True, activation="silu", mlp_bias=False, num_experts=8, experts_per_token=2)
+    with pytest.raises(ValueError, match=f"recompute='{recompute}' is of a plain layer, which has one MLP"):
+        activation_bytes(model, recompute=recompute, seq=8, batch=1)
+
+
 def _measured(world, saving):
     model = GPT(
         GPTConfig(vocab_size=64, max_positions=256, hidden_size=256, num_layers=2, num_heads=4),
@@ -150,6 +179,31 @@ def test_real_ranks_save_what_meta_tensors_say(ranks, saving):
         with saved_bytes(model) as saved:
             model(ids, labels=ids, first_sample=0)
     assert every == [saved()] * 2
+
+
+FLOODED = GPTConfig(
+    vocab_size=64, max_positions=24, hidden_size=32, num_layers=2, num_heads=4, ffn_size=48, gated=True,
+    activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2,
+)  # fmt: skip
+
+
+def _flooded(world, saving):
+    """48 rows a rank, to whose multiple a CPU fills up the rows of a router's logits."""
+    model, ids = GPT(FLOODED, tp=make_tp(world), saving=saving), torch.zeros(4, 24, dtype=torch.int64)
+    with routed(to_the_first), saved_bytes(model) as saved:
+        model(ids, labels=ids, first_sample=0)
+    return saved()
+
+
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_flooded_rank_saves_what_meta_tensors_say(ranks, saving):
+    """It has all rows, and the other the rest of what even ranks save."""
+    on = Plan(2, 1, 24, 4, True, saving, dtype=torch.float32)
+    even, all_rows = (dry_run(FLOODED, on._replace(imbalance=x)).work.saved for x in (1, 2))
+    busiest, idle = ranks(2, _flooded, saving)
+    assert busiest == all_rows and busiest + idle == 2 * even
+    layers = 2 * (layer_bytes(FLOODED, on._replace(imbalance=2)) - layer_bytes(FLOODED, on))
+    assert all_rows - even == layers > 0
 
 
 def test_recompute_has_a_name():

@@ -1,5 +1,7 @@
 """MFU and HFU against the published table, flops against what runs, and the meter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,16 @@ def test_model_flops_are_those_that_run():
     attention = 12 * 3 * 2 * 128 * 128 * 64
     assert done.work.gemm_flops == model_flops(SMALL, 128, 2) - attention
     assert done.work.attention_flops == pytest.approx(attention * 7 / 6 / 2, rel=0.01)
+
+
+def test_model_flops_of_experts_are_those_that_run():
+    experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=8, experts_per_token=2, ffn_size=48)
+    model = replace(SMALL, **experts)
+    done = run(model, Plan(seq=128, micro_batch=2, dtype=torch.float32))
+    assert done.work.gemm_flops == model_flops(model, 128, 2) - 12 * 3 * 2 * 128 * 128 * 64
+    dense = replace(SMALL, gated=True, activation="silu", mlp_bias=False, ffn_size=2 * 48)
+    routers = 6 * 3 * 2 * 128 * 64 * 8
+    assert model_flops(model, 128, 2) == model_flops(dense, 128, 2) + routers  # of two experts, one twice as wide
 
 
 def test_recompute_has_a_name():

@@ -1,6 +1,7 @@
 """The step-time model, on a machine whose speed is given; what it says of a real one is measured by hand (--check)."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def test_collectives_over_tp_and_dp():
     found = steptime.predict(SMALL, plan(2, 2, 2), built(messages=dict.fromkeys(MESSAGES, Line(0, 0, 1e-9))), batch=8)
     assert found.parts["communication"] == pytest.approx(2 * work.wire * 1e-9)  # two micro-batches, and one reduction
     assert found.parts["dp"] == pytest.approx(run(SMALL, plan(2, 2, 2)).held.reduced[1] * 1e-9)
+
+
+def test_rows_to_experts_take_as_long_as_an_exchange():
+    """Of the busiest rank, which was not measured, as many seconds a byte as an even exchange takes."""
+    experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)
+    config, speeds = replace(SMALL, **experts), built(messages={"all_to_all of 2": Line(0, 0, 1e-9)})
+    for imbalance in (1.0, 1.5):
+        on = plan(2, 1, 4)._replace(imbalance=imbalance)
+        sent = run(config, on).work.messages
+        wire = sum(size for (op, _), (_, size) in sent.items() if op in ("exchange_rows", "all_to_all"))
+        assert {op for op, _ in sent} >= {"exchange_rows", "all_to_all"}
+        assert steptime.predict(config, on, speeds, batch=4).seconds == pytest.approx(wire * 1e-9)
 
 
 def test_a_collective_of_more_ranks_than_were_measured():

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.routing import evenly, routed
 from tpfuse import TensorParallel
 from tpfuse.models import GPTConfig
 from tpfuse.pipeline import schedule
@@ -23,22 +24,24 @@ from tpfuse.tools.plan.step import micro_batches
 # Untied: plans leave out the sum of a tied embedding's gradients over the first and the last stage.
 SIZES = dict(vocab_size=96, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, tie_embeddings=False)
 JOB = Job(GPTConfig(**SIZES), 8, 16, torch.float32)
+EXPERTS = dict(gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)
+MIXTURE = JOB._replace(config=GPTConfig(**SIZES, **EXPERTS))
 COSTS = LedgerCosts(preset("a100-80gb", 8))
 PLANS = [Split(2, 1, 1), Split(1, 2, 1, saving="smallest"), Split(2, 2, 1, micro_batch=2), Split(1, 2, 2, full=True)]
 
 
-def parts_of(world, split):
+def parts_of(world, job, split):
     """The model of a plan, and a function that runs a step's passes over rows of ids."""
     mesh = world.stages(split.pp, split.dp, split.tp)
     tp = TensorParallel(mesh["tp"], sequence_parallel=True, overlap="off")
-    options = dict(saving=split.saving, full=split.full, dtype=JOB.dtype, device="cpu")
+    options = dict(saving=split.saving, full=split.full, dtype=job.dtype, device="cpu")
     options["dp"] = mesh["dp"] if split.dp > 1 else None
-    count = micro_batches(JOB, split)
+    count = micro_batches(job, split)
     if split.pp > 1:
         stage = Stage(mesh["pp"].get_local_rank(), split.pp, split.schedule, layers=split.layers)
-        pipeline = schedule(build(JOB.config, tp=tp, stage=stage, **options), mesh["pp"], split.schedule, count)
+        pipeline = schedule(build(job.config, tp=tp, stage=stage, **options), mesh["pp"], split.schedule, count)
         return lambda ids, sums: pipeline.step(ids, labels=ids)
-    replica = model = build(JOB.config, tp=tp, **options)
+    replica = model = build(job.config, tp=tp, **options)
     group, summing = mesh["dp"].get_group(), []
     if split.dp > 1:
         replica = DistributedDataParallel(model, process_group=group)
@@ -59,21 +62,21 @@ def summed(group, bucket, sums):
     return allreduce_hook(group, bucket)
 
 
-def sent(world, split):
+def sent(world, job, split):
     """Calls and bytes of this rank's messages in a step, by op, and the bytes of gradients that replicas sum."""
-    step, sums = parts_of(world, split), []
-    ids = torch.arange(JOB.batch // split.dp * JOB.seq).reshape(-1, JOB.seq) % JOB.config.vocab_size
+    step, sums = parts_of(world, job, split), []
+    ids = torch.arange(job.batch // split.dp * job.seq).reshape(-1, job.seq) % job.config.vocab_size
     for _ in range(2):  # warm-up: ranks compare their arguments, and DDP rebuilds its buckets
         step(ids, [])
-    with Ledger() as ledger:
+    with Ledger() as ledger, routed(evenly):
         step(ids, sums)
     messages = {e.op: ledger.total(op=e.op)[0::5] for e in ledger.entries if e.wire}
     return messages, sum(sums)
 
 
-def predicted(split, stage):
+def predicted(job, split, stage):
     """The same for a rank of a stage, by the plan's pieces."""
-    runs, config, count = run_pieces(JOB, split), JOB.config, micro_batches(JOB, split)
+    runs, config, count = run_pieces(job, split), job.config, micro_batches(job, split)
     begin = sum(split.layers[:stage])
     layers = range(begin, begin + split.layers[stage])
     pieces = [runs.embedding if stage == 0 else runs.border, *(runs.blocks[config.windows[i]] for i in layers)]
@@ -85,21 +88,24 @@ def predicted(split, stage):
                 messages.update({(e.op, "calls"): n * count * (e.wire > 0), (e.op, "bytes"): n * count * e.wire})
     by_op = {op: (messages[op, "calls"], messages[op, "bytes"]) for op, _ in messages if messages[op, "bytes"]}
     if split.pp > 1:
-        by_op["send"] = count, count * COSTS(JOB, split).hop_bytes
-    parameters = sum(piece.parameters for piece in COSTS(JOB, split).stage(layers))
-    return by_op, parameters * JOB.dtype.itemsize * (split.dp > 1)
+        by_op["send"] = count, count * COSTS(job, split).hop_bytes
+    parameters = sum(piece.parameters for piece in COSTS(job, split).stage(layers))
+    return by_op, parameters * job.dtype.itemsize * (split.dp > 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", PLANS, ids=lambda split: f"dp{split.dp}-tp{split.tp}-pp{split.pp}")
-def test_ranks_send_what_the_plan_says(ranks, split):
+@pytest.mark.parametrize("job", [JOB, MIXTURE], ids=["dense", "experts"])
+def test_ranks_send_what_the_plan_says(ranks, job, split):
+    """Of experts where all ranks' have as many rows."""
     split = split._replace(layers=(4 // split.pp,) * split.pp)
-    for rank, (messages, gradients) in enumerate(ranks(split.ranks, sent, split)):
-        predicted_messages, predicted_gradients = predicted(split, rank // (split.dp * split.tp))
+    for rank, (messages, gradients) in enumerate(ranks(split.ranks, sent, job, split)):
+        predicted_messages, predicted_gradients = predicted(job, split, rank // (split.dp * split.tp))
         summed_by_gloo = messages.pop("allreduce_", (0, 0))[1]
         assert messages == predicted_messages and gradients == predicted_gradients
         assert 0 <= summed_by_gloo - gradients < 100  # losses and counts of labels, which no plan has
         assert messages or gradients
+        assert ("exchange_rows" in messages) == (job is MIXTURE and split.tp > 1)
 
 
 # ---- seconds ----
@@ -115,6 +121,7 @@ def test_over_tp():
     assert over_tp("all_gather", wire, n, TWO) == over_tp("reduce_scatter", size, n, TWO) == half
     assert over_tp("all_reduce", size, n, TWO) == 2 * half
     assert over_tp("all_to_all", wire, n, TWO) == pytest.approx(half - 2e-6)  # one round in place of three
+    assert over_tp("exchange_rows", wire, n, TWO) == over_tp("all_to_all", wire, n, TWO)
     assert over_tp("all_gather", wire, Split(), TWO) == 0
     # between nodes a ring of 16 has all eight cards of a node; of each rank's 15 messages 8 leave it by its own card
     assert over_tp("all_gather", 15e8, Split(tp=16), TWO) == pytest.approx(15e-5 + 15e8 / 160e9)

@@ -27,6 +27,17 @@ MODELS = {
         | dict(num_attention_heads=8, num_key_value_heads=4, intermediate_size=256, rms_norm_eps=1e-5)
         | dict(hidden_act="silu", rope_theta=1e4)
     ),
+    "mixtral": GPTConfig(
+        **SIZES,
+        family="mixtral",
+        gated=True,
+        activation="silu",
+        mlp_bias=False,
+        ffn_size=64,
+        num_experts=8,
+        experts_per_token=2,
+        tie_embeddings=False,
+    ),  # fmt: skip
     "windows": GPTConfig(
         **SIZES, window=32, layer_types=("sliding_attention", "full_attention") * 2, tie_embeddings=False
     ),
@@ -77,6 +88,8 @@ CASES = [
     ("gpt2", Split(tp=2, micro_batch=5, saving="smallest"), (1, 2, 1)),
     ("gpt2", Split(tp=4, micro_batch=3, full=True), (2, 2)),
     ("gpt2", Split(tp=2, micro_batch=6, schedule="zbv", pp=2), (1, 1, 2)),
+    ("mixtral", Split(tp=4, micro_batch=2, schedule="zbv", pp=2), (1, 1, 2)),
+    ("mixtral", Split(tp=2, micro_batch=3, saving="smallest"), (2, 2)),
     ("bert", Split(tp=2, micro_batch=4), (1, 2, 1)),
     ("bert", Split(tp=1, micro_batch=3, full=True, schedule="zbv", pp=2), (2, 2)),
     ("llama", Split(tp=4, micro_batch=8, saving="smallest"), (3, 1)),

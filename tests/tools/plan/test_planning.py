@@ -11,6 +11,8 @@ import pytest
 from tests.examples.launch import example, ok
 from tests.tools.plan import fake
 from tpfuse.__main__ import main
+from tpfuse.models import GPTConfig
+from tpfuse.plan import Job, best_plans, preset
 from tpfuse.tools.plan import check, planning
 
 COMMAND = ["plan", "--model", "gpt-3m", "--device", "a100-80gb", "--devices", "2", "--seq", "64", "--global-batch", "4"]
@@ -54,6 +56,17 @@ def test_errors_of_one_line(capsys, options, message):
     assert main([*COMMAND, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and len([line for line in error.splitlines() if "error" in line]) == 1
+
+
+def test_no_plan_splits_experts_over_more_ranks_than_there_are():
+    sizes = dict(vocab_size=96, max_positions=64, hidden_size=64, num_layers=2, num_heads=4, tie_embeddings=False)
+    experts = dict(gated=True, activation="silu", mlp_bias=False, num_experts=2, experts_per_token=1)
+    job = Job(GPTConfig(**sizes, **experts), batch=4, seq=32)
+    few = dict(micro_batch=1, saving="fastest", full=False, schedule="1f1b")
+    plans = best_plans(job, preset("a100-80gb", 4), fixed=few, keep=100)
+    assert {step.split.tp for step in plans.steps} == {1, 2}
+    dense = job._replace(config=GPTConfig(**sizes))
+    assert {s.split.tp for s in best_plans(dense, preset("a100-80gb", 4), fixed=few, keep=100).steps} == {1, 2, 4}
 
 
 def test_how_many_devices_would_do(capsys):

@@ -80,6 +80,12 @@ def test_pipefishers_steps_bubbles_and_work():
     in_the_page(published.PIPEFISHER, rows)
 
 
+def test_parameters_of_alpas_mixtures_of_experts():
+    rows = published.mixtures()
+    check(rows, 4)
+    in_the_page(published.ALPA, rows)
+
+
 # ---- the layer itself ----
 
 

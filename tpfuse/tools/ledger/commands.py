@@ -15,6 +15,7 @@ from ..command import (
     Options,
     add_output,
     add_seq,
+    bounded,
     comma_separated,
     positive,
     present,
@@ -46,6 +47,17 @@ def _add_sizes(p: Options) -> None:
     )
 
 
+def _add_imbalance(p: Options) -> None:
+    """Adds --imbalance."""
+    p.add_argument(
+        "--imbalance",
+        type=bounded(float, lambda x: x >= 1, "a number of at least 1"),
+        default=1.0,
+        metavar="X",
+        help="of a model with experts: count the rank whose experts have the most rows, X times the mean (default: 1)",
+    )
+
+
 def add_saving(p: Options) -> None:
     """Adds the options of what a step keeps for backward."""
     p.add_argument(
@@ -66,6 +78,7 @@ def add_saving(p: Options) -> None:
 def _add_step(p: Options) -> None:
     """Adds the options of a micro-batch on a rank of any world."""
     _add_sizes(p)
+    _add_imbalance(p)
     add_seq(p, 2048)
     p.add_argument("--micro-batch", type=positive, default=1, metavar="N", help="sequences that a replica runs at once")
     add_dtype(p)
@@ -88,7 +101,8 @@ def plan_of(args: Namespace, tp: int, dp: int, micro_batch: int, optimizer: str 
 
 
 def _step_plan(args: Namespace) -> dryrun.Plan:
-    return plan_of(args, args.tp, args.dp, args.micro_batch, optimizer=args.optimizer)
+    plan = plan_of(args, args.tp, args.dp, args.micro_batch, optimizer=args.optimizer)
+    return plan._replace(imbalance=args.imbalance)
 
 
 def _pipe(args: Namespace) -> stages.Pipe:
@@ -112,6 +126,7 @@ def register_ledger(p: CommandParser) -> None:
         metavar="N",
         help="tensor-parallel size, with sequence parallelism; above 1, tpfuse's columns alone",
     )
+    _add_imbalance(p)
     add_arch(p)
     p.add_argument("--ops", action="store_true", help="list every op of tpfuse's layer too")
     p.add_argument(
@@ -129,8 +144,9 @@ def _run_ledger(args: Namespace) -> None:
         raise ValueError("--ms and --bandwidth go together")
     with pretending(args.arch), dryrun.fake_world(args.tp) as mesh:
         tp = TensorParallel(mesh["tp"], sequence_parallel=True)
+        sizes = dict(batch=args.batch, seq=args.seq)
         comparison = layer.compare(
-            load_config(args.model), batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype], tp=tp
+            load_config(args.model), **sizes, dtype=DTYPES[args.dtype], tp=tp, imbalance=args.imbalance
         )
     text, values = [str(comparison)], comparison.json()
     fastest = comparison.traces["tpfuse fastest"]
@@ -187,6 +203,8 @@ def _run_memory(args: Namespace) -> None:
     unit = plan.seq * plan.micro_batch * s.D
     rows, values, bars = [], {}, {}
     for name, tp, sp, recompute, full in _cases(args.tp):
+        if s.experts is not None and recompute not in SAVING:
+            continue  # a plain layer has one MLP
         case = plan._replace(tp=tp, dp=1, sequence_parallel=sp, saving=recompute, full=full)
         n = dryrun.layer_bytes(config, case)
         measured = dryrun.measured_layer(config, case) if recompute in SAVING else None
@@ -244,6 +262,8 @@ def _run_dryrun(args: Namespace) -> None:
     config = load_config(args.model)
     if args.sweep and args.pp > 1:
         raise ValueError("dryrun: --sweep is of tp and dp alone; leave out --pp")
+    if args.sweep and args.imbalance > 1:
+        raise ValueError("dryrun: --sweep is of even experts; leave out --imbalance")
     if args.plot and args.pp > 1:
         raise ValueError("dryrun: --plot draws one rank, and --pp asks for several")
     run = _run_sweep if args.sweep else _run_stages if args.pp > 1 else _run_rank

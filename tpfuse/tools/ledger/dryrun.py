@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...layers.expert_sizes import ExpertSizes
 from ...models.config.model import ModelConfig
 from ...models.model import Model
 from ...parallel import TensorParallel
+from ...sequence_parallel.assumed import assumed_imbalance
 from ...training.data_parallel import BUCKETS, bucket_count
 from .aten import ATTENTION, COMMUNICATION, GEMM
 from .layer import build, token_ids, with_layers
 from .memory import StateBytes, activation_bytes, parameter_count, saved_bytes, state_bytes
 from .mfu import model_flops
 from .recorder import Ledger
-from .shapes import Shape
+from .shapes import Shape, check_imbalance
 from .text import Progress, progress, quantity, table
 
 
@@ -51,7 +53,11 @@ def fake_world(tp: int, dp: int = 1, pp: int = 1, stage: int = 0) -> Iterator[De
 
 
 class Plan(NamedTuple):
-    """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks."""
+    """A run: ``micro_batch`` sequences of ``seq`` on each of ``dp`` replicas of ``tp`` ranks.
+
+    ``full``: recompute="full", of each block the input is kept.  ``imbalance``: the rank that is run is the one whose
+    experts have the most rows, so many times the mean of the ranks'; 1: all have as many.
+    """
 
     tp: int = 1
     dp: int = 1
@@ -61,7 +67,8 @@ class Plan(NamedTuple):
     saving: str = "fastest"
     dtype: torch.dtype = torch.bfloat16
     optimizer: str = "adamw"
-    full: bool = False  # recompute="full": of each block the input is kept
+    full: bool = False
+    imbalance: float = 1.0
 
 
 class RankMemory(NamedTuple):
@@ -113,7 +120,8 @@ class DryRun(NamedTuple):
 
 
 def run(config: ModelConfig, plan: Plan) -> DryRun:
-    """Runs forward and backward of rank 0.  ValueError, as at run time, for sizes that cannot be split."""
+    """Runs forward and backward of rank 0.  ValueError, as at run time, for sizes that cannot be split, and for an
+    imbalance that the ranks cannot have."""
     with fake_world(plan.tp, plan.dp) as mesh:
         model = planned_model(config, plan, mesh)
         return DryRun(config, plan, held_by(model, plan), *_work(model, plan))
@@ -121,6 +129,7 @@ def run(config: ModelConfig, plan: Plan) -> DryRun:
 
 def planned_model(config: ModelConfig, plan: Plan, mesh: DeviceMesh) -> Model:
     """Returns the model of a plan, on the meta device."""
+    check_imbalance("dry run", config, plan.imbalance, plan.tp)
     tp = TensorParallel(mesh["tp"], sequence_parallel=plan.sequence_parallel)
     return build(config, tp=tp, dp=mesh["dp"], saving=plan.saving, full=plan.full, dtype=plan.dtype)
 
@@ -156,7 +165,7 @@ def _work(model: Model, plan: Plan) -> tuple[MicroBatchCost, Ledger]:
         p.register_post_accumulate_grad_hook(forget_gradient)
     for i, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: progress.update(f"dry run: forward, layer {i + 1} of {count}"))
-    with Ledger() as ledger:
+    with Ledger() as ledger, assumed_imbalance(plan.imbalance):
         with saved_bytes(model) as saved:
             loss = model(ids, labels=ids).loss
         loss.backward()
@@ -186,7 +195,7 @@ def layer_bytes(config: ModelConfig, plan: Plan) -> float:
     """Returns the bytes that one layer saves for backward on one rank, in closed form (:func:`activation_bytes`)."""
     return activation_bytes(
         config, plan.tp, plan.sequence_parallel, plan.saving, full=plan.full,
-        seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize,
+        seq=plan.seq, batch=plan.micro_batch, element_size=plan.dtype.itemsize, imbalance=plan.imbalance,
     )  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def measured_layer(config: ModelConfig, plan: Plan) -> int:
 
     def saved_with(layers: int) -> int:
         model = planned_model(with_layers(config, layers), plan, mesh)
-        with saved_bytes(model) as saved:
+        with saved_bytes(model) as saved, assumed_imbalance(plan.imbalance):
             model(ids, labels=ids)
         return saved()
 
@@ -205,18 +214,25 @@ def measured_layer(config: ModelConfig, plan: Plan) -> int:
 
 
 def expected_wire(config: ModelConfig, plan: Plan) -> int:
-    """Returns the bytes that a rank sends per micro-batch, of row tiles only.
+    """Returns the bytes that a rank sends per micro-batch, of row tiles and of rows to experts only.
 
     Vectors, statistics of the loss and tables of positions are small.  With sequence parallelism a layer gathers its
     rows twice and exchanges twice, each way, and gathers two again for the weights' gradients; embedding and head add
     an exchange and a gather each way, and one more gather.  Without it there are four all-reduces per layer, each an
-    exchange and a gather, and one at either end.  Blocks that are recomputed send what forward sends again.
+    exchange and a gather, and one at either end.  Experts send rows in place of one of the two gathers, exchanges
+    and gathers again, or without sequence parallelism in place of exchanges (tpfuse/layers/expert_sizes.py).  Blocks
+    that are recomputed send what forward sends again.
     """
     s, R = Shape.of(config), plan.tp
     rows = -(-plan.seq * plan.micro_batch // R)
     tile = (R - 1) * rows * s.D * plan.dtype.itemsize
-    recomputed = 4 * s.L if plan.full else 0
-    return tile * (recomputed + (10 * s.L + 5 if plan.sequence_parallel else 8 * s.L + 4))
+    ends, layer, forward = (5, 10, 4) if plan.sequence_parallel else (4, 8, 4)
+    experts = 0.0
+    if s.experts is not None:
+        layer, forward = (5, 2) if plan.sequence_parallel else (6, 3)
+        sizes = ExpertSizes(s.experts, rows, R, plan.dtype.itemsize, imbalance=plan.imbalance)
+        experts = s.L * sizes.wire(kept=plan.saving == "fastest", recomputed=plan.full)
+    return tile * (ends + s.L * (layer + forward * plan.full)) + round(experts)
 
 
 def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
@@ -225,6 +241,9 @@ def against_formulas(r: DryRun) -> list[tuple[str, float, float, str]]:
     s = Shape.of(c)
     saved = s.L * layer_bytes(c, plan)
     flops = model_flops(c, plan.seq, plan.micro_batch) / plan.tp
+    if s.experts is not None:
+        sizes = ExpertSizes(s.experts, plan.seq * plan.micro_batch / plan.tp, plan.tp, plan.dtype.itemsize)
+        flops += 3 * s.L * (sizes._replace(imbalance=plan.imbalance).flops() - sizes.flops())
     return [
         ("parameters", r.held.parameters, parameter_count(c, plan.tp), ""),
         ("saved activations (formula: of the layers)", work.saved, saved, "B"),

@@ -21,6 +21,7 @@ from ...models.model import Model
 from ...models.stack import FULL
 from ...parallel import TensorParallel
 from ...pipeline.placement import Stage
+from ...sequence_parallel.assumed import assumed_imbalance
 from .aten import ATTENTION, GEMM, KINDS
 from .operators import (
     BIAS,
@@ -38,7 +39,7 @@ from .operators import (
 )
 from .plain import PlainLayer
 from .recorder import PHASES, Entry, Ledger, Row, add_up
-from .shapes import Shape, check_dense
+from .shapes import Shape, check_imbalance
 from .text import quantity, table
 
 
@@ -66,9 +67,8 @@ def build(
 ) -> Model:
     """Returns the real model, with its language-model head; ``full``: recompute="full".
 
-    ValueError for sizes that cannot be split, and for experts.
+    ValueError for sizes that cannot be split.
     """
-    check_dense(config)
     with default_dtype(dtype), torch.device(device):
         return with_head(config, tp=tp, dp=dp, saving=saving, recompute=FULL if full else None, stage=stage)
 
@@ -227,7 +227,8 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         s = Shape.of(self.config)
-        head = f"B={self.batch}, S={self.seq}, D={s.D}, H={s.H}, F={s.F}, {8 * self.element_size} bit"
+        experts = "" if s.experts is None else f", {s.experts.routing.k} of {s.experts.num_experts} experts"
+        head = f"B={self.batch}, S={self.seq}, D={s.D}, H={s.H}, F={s.F}{experts}, {8 * self.element_size} bit"
         rows: list[tuple[str, ...]] = []
         for key in (*KINDS, *PHASES):
             rows.append((key, *(quantity(_of(c, key).moved, "B") for c in self.columns)))
@@ -281,13 +282,21 @@ PLAIN, TABLE, TABLE_FUSED, TABLE_FLASH = "plain torch", "table unfused", "table 
 
 
 def compare(
-    config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype = torch.bfloat16,
+    tp: TensorParallel | None = None,
+    imbalance: float = 1.0,
 ) -> Comparison:
     """Counts every version of one layer.
 
-    Grouped heads, gated MLPs and those beside attention have no row in the table of 2020, so for them there are
-    tpfuse's columns alone.
+    Grouped heads, gated MLPs, those beside attention and experts have no row in the table of 2020, so for them there
+    are tpfuse's columns alone.  ``imbalance``: of the rank whose experts have the most rows, these over the mean.
+    ValueError for one that the ranks cannot have.
     """
+    check_imbalance("ledger", config, imbalance, 1 if tp is None else tp.size)
     s, element_size = Shape.of(config), dtype.itemsize
     columns: list[Column] = []
     traces: dict[str, Ledger] = {}
@@ -301,6 +310,7 @@ def compare(
             columns.append(_of_table(title, operators, sizes, element_size))
     for saving in SAVING:
         title = f"tpfuse {saving}"
-        traces[title] = trace(take_block(config, batch=batch, seq=seq, saving=saving, dtype=dtype, tp=tp))
+        with assumed_imbalance(imbalance):
+            traces[title] = trace(take_block(config, batch=batch, seq=seq, saving=saving, dtype=dtype, tp=tp))
         columns.append(Column(title, [("", e) for e in traces[title].entries]))
     return Comparison(config, batch, seq, element_size, columns=columns, traces=traces)

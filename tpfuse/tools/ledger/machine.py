@@ -48,6 +48,9 @@ class Line(NamedTuple):
         return self.alpha + flops * self.per_flop + moved * self.per_byte + scores * self.per_score
 
 
+_ALIKE = {"exchange_rows": "all_to_all"}  # collectives of models with experts, which calibrate does not run
+
+
 class Speeds(NamedTuple):
     """The speeds of ranks that run at once.
 
@@ -60,7 +63,9 @@ class Speeds(NamedTuple):
     overhead: float
 
     def message(self, collective: str, ranks: int) -> Line | None:
-        """Returns the line among so many ranks, or else the most below that were measured."""
+        """Returns the line among so many ranks, or else the most below that were measured; of an uneven exchange that
+        of an even one."""
+        collective = _ALIKE.get(collective, collective)
         sizes = (int(name.split(" of ")[1]) for name in self.messages if name.startswith(f"{collective} of "))
         nearest = max((size for size in sizes if size <= ranks), default=None)
         return None if nearest is None else self.messages[f"{collective} of {nearest}"]

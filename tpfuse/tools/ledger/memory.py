@@ -22,37 +22,42 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.norm import KINDS
-from ...layers.wiring import INNER, Join, norm_names, steps_at
+from ...layers.block import SAVING
+from ...layers.expert_sizes import ExpertSizes
+from ...layers.wiring import INNER, Branch, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
-from .shapes import Shape, check_dense
+from .shapes import Shape, check_imbalance
 
-RECOMPUTE = "none", "selective", "full", "fastest", "smallest"
+RECOMPUTE = "none", "selective", "full", *SAVING
 
 
 class Wired(NamedTuple):
     """Counts of a block inside its stack, of the steps in :data:`tpfuse.layers.wiring.WIRINGS`.
 
     ``streams``: values of the residual stream that a norm or a branch reads.  ``norms`` of the stream, and
-    ``branch_norms``.  ``enters``: the block reads a norm of the stream, not the stream itself.
+    ``branch_norms``.  ``enters``: the block reads a norm of the stream, not the stream itself; ``mlp_norm``: so does
+    the MLP.
     """
 
     streams: int
     norms: int
     branch_norms: int
     enters: bool
+    mlp_norm: bool
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Wired":
-        """Returns the counts of a model's blocks.  ValueError for experts."""
-        check_dense(config)
+        """Returns the counts of a model's blocks."""
         steps = steps_at(config.wiring, INNER)
         joins = [step for step in steps if isinstance(step, Join)]
+        before = next(step for step in steps if not isinstance(step, Branch) and step.to == "mlp")
         branch_norms = sum(join.branch_norm is not None for join in joins)
         return cls(
             streams=sum(join.to is not None for join in joins),
             norms=len(list(norm_names(steps))) - branch_norms,
             branch_norms=branch_norms,
             enters=joins[-1].norm is not None and not joins[-1].stream,
+            mlp_norm=before.norm is not None and not (isinstance(before, Join) and before.stream),
         )
 
 
@@ -66,21 +71,29 @@ def activation_bytes(
     batch: int,
     element_size: int = 2,
     full: bool = False,
+    imbalance: float = 1.0,
 ) -> float:
     """Returns the bytes that one layer saves on one rank.
 
     ``recompute``: "none", "selective" (attention's probabilities) or "full" for a plain layer with dropout on;
     "fastest" or "smallest" for tpfuse's, ``full`` where its blocks are recomputed (recompute="full" of a model).
-    ValueError for another.
+    ``imbalance``: of a model with experts, the busiest rank's rows over the mean; the bytes are that rank's.
+    ValueError for another, for an imbalance that ``tp`` ranks cannot have, and for a plain layer of experts.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"activation_bytes: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    check_imbalance("activation_bytes", config, imbalance, tp)
     s, e, rows, wired = Shape.of(config), element_size, seq * batch, Wired.of(config)
+    if s.experts is not None and recompute not in SAVING:
+        raise ValueError(
+            f"activation_bytes: recompute={recompute!r} is of a plain layer, which has one MLP; of experts, use one of"
+            f" {', '.join(SAVING)}"
+        )
     t = tp
     shards = t if sequence_parallel else 1  # of the rows between GEMMs
     if recompute == "full":
         return e * rows * s.D
-    if recompute in ("fastest", "smallest"):
+    if recompute in SAVING:
         streams = 1 if recompute == "smallest" else 2  # a norm's input, and its output n where it is not recomputed
         a = 0 if recompute == "smallest" else s.F
         norm = 8 if KINDS[config.norm].centred else 4  # its statistics
@@ -88,8 +101,14 @@ def activation_bytes(
             return rows * (e * s.D + (norm if wired.enters else 0)) / shards
         rowwise = wired.streams * e * s.D + wired.norms * ((streams - 1) * e * s.D + norm)
         rowwise += wired.branch_norms * (e * s.D + norm)
-        inside = e * (s.qkv + s.H * s.E + s.ffn_in + a) + 4 * s.H + _qk_norms(config, e, t)
-        return rows * (rowwise / shards + inside / t)
+        inside = e * (s.qkv + s.H * s.E) + 4 * s.H + _qk_norms(config, e, t)
+        if s.experts is None:
+            return rows * (rowwise / shards + (inside + e * (s.ffn_in + a)) / t)
+        if t > shards:  # of the rows that experts read a rank keeps its share
+            rowwise -= (streams - 1 if wired.mlp_norm else 1) * e * s.D
+            inside += e * s.D
+        experts = ExpertSizes(s.experts, rows / t, t, e, imbalance=imbalance).saved(kept=recompute == "fastest")
+        return rows * (rowwise / shards + inside / t) + experts
     # sums of the residual stream, masks of dropout; each norm's output, of a branch's norm its input
     rowwise = (2 * (e + 1) + (wired.norms + wired.branch_norms) * e) * s.D
     inside = e * (s.qkv + s.H * s.E + s.ffn_in + s.F) + _qk_norms(config, e, t)
@@ -213,14 +232,14 @@ def state_bytes(
 def parameter_count(config: ModelConfig, tp: int = 1) -> float:
     """Returns the parameters of one rank, with a language-model head, in closed form.
 
-    Matrices, their biases before the split, and the embedding are divided by tp, the rest is replicated.  For GPT-2 at
-    tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
+    Matrices, experts, biases before the split, and the embedding are divided by tp, the rest is replicated.  For GPT-2
+    at tp = 1: V h + s h + L (12 h^2 + 13 h) + 2 h.
     """
     c, s = config, Shape.of(config)
     norm = 2 * s.D if KINDS[c.norm].centred and c.norm_bias else s.D
     inside = s.weights + c.qkv_bias * s.qkv + c.mlp_bias * s.ffn_in
     wired = Wired.of(c)
-    replicated = (wired.norms + wired.branch_norms) * norm + c.out_bias * s.D + c.mlp_bias * s.D
+    replicated = (wired.norms + wired.branch_norms) * norm + c.out_bias * s.D + c.mlp_bias * s.D + s.router
     if getattr(c, "qk_norm_all", False):
         inside += c.qk_norm * (s.H + s.G) * s.E
     else:

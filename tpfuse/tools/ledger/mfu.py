@@ -40,10 +40,13 @@ def known_peak(device_name: str) -> float | None:
 
 
 def forward_flops(config: ModelConfig, seq: int, batch: int) -> tuple[int, int, int]:
-    """Returns the flops of one forward: (GEMMs of the layers, attention's products, logits)."""
+    """Returns the flops of one forward: (GEMMs of the layers, attention's products, logits).
+
+    Of experts a token is multiplied with those that it has, and with the router.
+    """
     s = Shape.of(config)
     tokens = batch * seq
-    return 2 * tokens * s.L * s.weights, 4 * tokens * seq * s.L * s.H * s.E, 2 * tokens * s.D * s.V
+    return 2 * tokens * s.L * s.used, 4 * tokens * seq * s.L * s.H * s.E, 2 * tokens * s.D * s.V
 
 
 def model_flops(config: ModelConfig, seq: int, batch: int) -> int:

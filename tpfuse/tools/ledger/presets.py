@@ -50,6 +50,8 @@ _KEYS = dict(
     vocab="vocab_size",
     positions="max_position_embeddings",
     tied="tie_word_embeddings",
+    experts="num_local_experts",
+    chosen="num_experts_per_tok",
 )  # of a config.json, by their short names here
 
 
@@ -78,6 +80,7 @@ _GEMMA2 = dict(vocab=256000, positions=8192, head_dim=256, query_pre_attn_scalar
 _GEMMA3 = _GEMMA2 | dict(vocab=262144, positions=32768, sliding_window=512)
 _MISTRAL = dict(vocab=32768, positions=32768, kv=8, rope_theta=1000000.0, sliding_window=None, rms_norm_eps=1e-5)
 _TEKKEN = _MISTRAL | dict(vocab=131072, head_dim=128)
+_MIXTRAL = _MISTRAL | dict(experts=8, chosen=2)
 _OLMO2 = dict(vocab=100352, positions=4096, rope_theta=500000.0, rms_norm_eps=1e-6)
 _SMOLLM2 = dict(vocab=49152, positions=8192, rms_norm_eps=1e-5, rope_theta=100000.0) | _TIED
 
@@ -129,6 +132,8 @@ PRESETS = {
     "mistral-7b-v0.3": _decoder("mistral", (4096, 32, 32), _MISTRAL, dict(ffn=14336)),
     "mistral-nemo-12b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=14336, positions=128000)),
     "mistral-small-24b": _decoder("mistral", (5120, 40, 32), _TEKKEN, dict(ffn=32768, rope_theta=100000000.0)),
+    "mixtral-8x7b": _decoder("mixtral", (4096, 32, 32), _MIXTRAL, dict(vocab=32000, ffn=14336)),
+    "mixtral-8x22b": _decoder("mixtral", (6144, 56, 48), _MIXTRAL, dict(ffn=16384, positions=65536)),
     "olmo2-1b": _decoder("olmo2", (2048, 16, 16), _OLMO2, dict(ffn=8192, kv=16)),
     "olmo2-7b": _decoder("olmo2", (4096, 32, 32), _OLMO2, dict(ffn=11008, kv=32)),
     "olmo2-13b": _decoder("olmo2", (5120, 40, 40), _OLMO2, dict(ffn=13824, kv=40)),

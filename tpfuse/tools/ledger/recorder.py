@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.runtime.op import NAMESPACE, OPS, least
+from ...parallel import resolve
 from . import aten
 from .text import quantity, table
 
@@ -182,12 +183,16 @@ class Ledger(TorchDispatchMode):
 
 
 def _wire(name: str, args: tuple[Any, ...]) -> int:
-    """Returns the bytes that this rank sends: its shard to each peer, or a part of what it has to each.
+    """Returns the bytes that this rank sends: its shard to each peer, a part of what it has to each, or so many of its
+    rows.
 
     Other collectives count their inputs.
     """
     if name in ("all_gather", "all_gather_copies"):
         return int(_size(args[0]) * (args[1] - 1))
+    if name == "exchange_rows":
+        x, sent, _, group_name = args
+        return _size(x) // max(len(x), 1) * (sum(sent) - sent[resolve(group_name).rank()])
     if name.startswith("recv"):
         return 0
     if name == "all_to_all":

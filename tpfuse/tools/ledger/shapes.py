@@ -2,23 +2,16 @@
 
 from typing import NamedTuple
 
+from ...kernels.runtime.errors import check
 from ...layers.shapes import MoEShape
 from ...models.config.model import ModelConfig
-
-
-def check_dense(config: ModelConfig) -> None:
-    """Raises ValueError for a model with experts, whose calls depend on where its rows go."""
-    experts = {mlp.num_experts for mlp in map(config.mlp_shape, range(config.num_layers)) if isinstance(mlp, MoEShape)}
-    if experts:
-        raise ValueError(
-            f"the ledger and the planner are built for models with one MLP a layer, got num_experts={experts.pop()}"
-        )
 
 
 class Shape(NamedTuple):
     """D width, L layers, H query heads, G kv heads, E head width, F ffn width, V vocabulary, P learned positions.
 
-    ``gated``: the MLP has two matrices in and one out.  ``parallel``: it stands beside attention.
+    ``gated``: the MLP has two matrices in and one out.  ``parallel``: it stands beside attention.  ``experts``: in
+    place of the MLP, each of width F.
     """
 
     D: int
@@ -31,22 +24,29 @@ class Shape(NamedTuple):
     P: int
     gated: bool
     parallel: bool
+    experts: MoEShape | None = None
 
     @classmethod
     def of(cls, c: ModelConfig) -> "Shape":
-        """Returns the sizes of a model's config; rotary positions are not learned.  ValueError for experts."""
-        check_dense(c)
+        """Returns the sizes of a model's config; rotary positions are not learned.  ValueError for unlike layers."""
+        mlp, *others = dict.fromkeys(map(c.mlp_shape, range(c.num_layers)))
+        check(
+            not others,
+            "the ledger and the planner are built for models whose layers are alike, got some with an MLP and some with"
+            " experts",
+        )
         return cls(
             D=c.hidden_size,
             L=c.num_layers,
             H=c.num_heads,
             G=c.kv_heads,
             E=c.head_size,
-            F=c.ffn_width,
+            F=mlp.ffn_size,
             V=c.vocab_size,
             P=c.learned_positions,
             gated=c.gated,
             parallel=c.parallel_residual,
+            experts=mlp if isinstance(mlp, MoEShape) else None,
         )
 
     @property
@@ -60,6 +60,39 @@ class Shape(NamedTuple):
         return (self.H + 2 * self.G) * self.E
 
     @property
+    def mlp(self) -> int:
+        """Elements of the matrices of one MLP."""
+        return self.D * (self.ffn_in + self.F)
+
+    @property
+    def attention(self) -> int:
+        """Elements of attention's matrices."""
+        return self.D * (self.qkv + self.H * self.E)
+
+    @property
+    def router(self) -> int:
+        """Elements of a layer's router, which every rank has."""
+        return 0 if self.experts is None else self.experts.num_experts * self.D
+
+    @property
     def weights(self) -> int:
-        """Elements of a layer's matrices."""
-        return self.D * (self.qkv + self.H * self.E + self.ffn_in + self.F)
+        """Elements of a layer's matrices that ranks divide."""
+        return self.attention + (1 if self.experts is None else self.experts.num_experts) * self.mlp
+
+    @property
+    def used(self) -> int:
+        """Elements of a layer's matrices that one row is multiplied with."""
+        return self.attention + (1 if self.experts is None else self.experts.routing.k) * self.mlp + self.router
+
+
+def check_imbalance(caller: str, config: ModelConfig, imbalance: float, ranks: int) -> None:
+    """Raises ValueError of ``caller`` for an imbalance that ``ranks`` cannot have: that of the rank whose experts have
+    the most rows, over the mean."""
+    check(
+        1 <= imbalance <= ranks,
+        f"{caller}: imbalance is the busiest rank's rows over the mean, 1 to tp={ranks}, got {imbalance}",
+    )
+    check(
+        imbalance == 1 or isinstance(config.mlp_shape(0), MoEShape),
+        f"{caller}: imbalance is of a model with experts, and this one has none, got {imbalance}",
+    )

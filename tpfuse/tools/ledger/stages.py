@@ -19,10 +19,12 @@ from ...parallel import TensorParallel
 from ...pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ...pipeline.placement import Chunk, Stage
 from ...pipeline.schedules import SCHEDULES, Order, order
+from ...sequence_parallel.assumed import assumed_imbalance
 from .dryrun import Plan, fake_world
 from .layer import build, token_ids
 from .memory import StateBytes, saved_bytes, state_bytes
 from .recorder import Entry, Ledger, Row, add_up
+from .shapes import check_imbalance
 from .text import progress, quantity, table
 
 Counts = dict[tuple[str, str], Row]  # by op and kind
@@ -150,8 +152,10 @@ class RankRun(NamedTuple):
 def run(config: ModelConfig, plan: Plan, pipe: Pipe) -> list[RankRun]:
     """Runs each rank of a pipeline, whose micro-batches are ``plan.micro_batch`` sequences.
 
-    ValueError, as at run time, for numbers that a schedule cannot do and sizes that cannot be split.
+    ValueError, as at run time, for numbers that a schedule cannot do and sizes that cannot be split, and for an
+    imbalance that the ranks cannot have.
     """
+    check_imbalance("dry run", config, plan.imbalance, plan.tp)
     ranks = list(range(pipe.ranks))
     return [_rank(config, plan, pipe, rank) for rank in progress(ranks, "dry run: rank", long=config.num_layers > 16)]
 
@@ -200,7 +204,7 @@ def run_stage(model: Any, chunk: Chunk, plan: Plan, *, split: bool) -> StageRun:
         temporaries[kind] = max(0, ledger.peak - alive)
         ledger.peak = ledger.live
 
-    with Ledger() as ledger:
+    with Ledger() as ledger, assumed_imbalance(plan.imbalance):
         with saved_bytes(model, arguments) as saved, store.deferring() if split else contextlib.nullcontext():
             output = model.stages.run(model, chunk, x, call)
         end(FORWARD, saved())

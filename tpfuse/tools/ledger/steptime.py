@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...models.config.model import ModelConfig
 from ...parallel import TensorParallel
+from ...sequence_parallel.assumed import assumed_imbalance
 from .aten import COMMUNICATION, KINDS
 from .dryrun import Plan, fake_world, held_by, planned_model
 from .layer import build, token_ids
@@ -58,7 +59,7 @@ def predict(config: ModelConfig, plan: Plan, machine: Machine, *, batch: int) ->
         buckets, sent = held_by(model, plan).reduced
         optimizer = torch.optim.AdamW(model.parameters())
         ids = token_ids(plan.micro_batch, plan.seq)
-        with Ledger() as micro:
+        with Ledger() as micro, assumed_imbalance(plan.imbalance):
             model(ids, labels=ids).loss.backward()
         with Ledger() as update:
             optimizer.step()

@@ -63,6 +63,9 @@ def test_blocks_follow_one_another():
     assert by_name["1.add 1"] == ["1.out", "0.add 2"] and by_name["2.add 2"] == ["2.fc 2", "2.add 1"]
 
 
+EXPERTS = GPTConfig(**SIZES, gated=True, activation="silu", mlp_bias=False, num_experts=4, experts_per_token=2)
+
+
 WIRED = {  # inputs of ops that do not read the op before them; the last op is the stream that enters the block
     "bert": {"add 1": ["out", "norm 2"], "add 2": ["fc 2", "norm 1"]},
     "neox": {"norm 2": ["add 2"], "qkv": ["norm 1"], "add 1": ["out", "add 2"], "fc 1": ["norm 2"]}
@@ -86,6 +89,7 @@ def test_other_wirings(kind):
     "call, message",
     [
         (lambda: stack(Job(GPTConfig(**SIZES), 1, 8), blocks=0), "blocks must be a positive integer, got 0"),
+        (lambda: stack(Job(EXPERTS, 1, 8)), "layouts: experts have one layout, by expert, got num_experts=4"),
         (lambda: stack(Job(GPTConfig(**SIZES), 0, 8)), "batch and seq must be positive, got 0 and 8"),
     ],
 )

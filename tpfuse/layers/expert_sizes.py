@@ -1,0 +1,73 @@
+"""A mixture of experts in closed form: what one of t ranks computes, saves and sends in a layer.
+
+    m rows of a rank, n = k m imbalance rows of its experts, e bytes an element, a bytes of an accumulator (4, or 8)
+
+    flops      n 6 D F + m 2 E D                                                  of a forward pass, twice of backward
+    saved      n (2 e F + a + [t > 1] (8 + [kept] e D)) + m ((E + k) a + 12 k)    and some numbers an expert
+    there      k m (1 - imbalance / t) rows       x, dy, and x again unless kept, of D; weights of 1
+    back       n (1 - 1 / t) rows                 y, dx of D; gradients of weights of 1
+    counts     E integers to each rank
+    router     its gradient is summed over the ranks
+
+``imbalance`` is 1 where all ranks have as many rows.  ``kept``: rows that arrive are saved, as a block with
+saving="fastest" does (of one rank n itself is saved, or not).
+"""
+
+from typing import NamedTuple
+
+from ..collectives import reduce_messages, reduced_bytes
+from .shapes import MoEShape
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of a layer on one of ``ranks``, each with ``rows`` of its own, of which the experts here have ``imbalance``
+    times the mean; ``element``: bytes of one."""
+
+    shape: MoEShape
+    rows: float
+    ranks: int
+    element: int
+    imbalance: float = 1.0
+
+    @property
+    def here(self) -> float:
+        """Rows of this rank's experts."""
+        return self.shape.routing.k * self.rows * self.imbalance
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of one."""
+        return max(4, self.element)
+
+    @property
+    def router(self) -> int:
+        """Elements of the router's weight."""
+        return self.shape.num_experts * self.shape.hidden_size
+
+    def flops(self) -> float:
+        """Returns those of a forward pass, of which backward has twice as many."""
+        return 6 * self.here * self.shape.hidden_size * self.shape.ffn_size + 2 * self.rows * self.router
+
+    def saved(self, *, kept: bool) -> float:
+        """Returns the bytes that are saved for backward beside n."""
+        D, F, E, (k, *_), _ = self.shape
+        e, a, several = self.element, self.accumulator, self.ranks > 1
+        of_experts = 2 * e * F + a + several * (8 + kept * e * D)
+        of_rows = (E + k) * a + 12 * k
+        offsets = 8 * (E + 1 + several * (E // self.ranks + 1))
+        widened = a * self.router if a > e else 0
+        return self.here * of_experts + self.rows * of_rows + offsets + widened
+
+    def wire(self, *, kept: bool = True, recomputed: bool = False) -> float:
+        """Returns the bytes that are sent in forward and backward, with ``recomputed`` in a second forward too."""
+        D, _, E, (k, *_), _ = self.shape
+        e, a, t = self.element, self.accumulator, self.ranks
+        there, back = k * self.rows * (1 - self.imbalance / t), self.here * (1 - 1 / t)
+        forward = (there + back) * e * D + there * a + 8 * E * (t - 1)
+        backward = (there * (1 if kept else 2) + back) * e * D + back * a + reduced_bytes(self.router, a, t)
+        return forward * (2 if recomputed else 1) + backward
+
+    def messages(self) -> int:
+        """Returns how many messages that is where rows are kept: counts, x, weights, y, dy, dx, gradients of weights,
+        and those of the router's gradient."""
+        return 7 * (self.ranks - 1) + reduce_messages(self.router, self.ranks)
