@@ -21,13 +21,8 @@ from tpfuse.models.families import FAMILIES, defaults
 from tpfuse.models.generation import options
 
 SHARED = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-DERIVED = {
-    "layer_types",
-    "rope_parameters",
-    "head_dim",
-    "num_key_value_heads",
-    "sliding_window",
-}  # filled in from others
+# Keys that a class fills in from others.
+DERIVED = {"layer_types", "rope_parameters", "head_dim", "num_key_value_heads", "sliding_window"}
 
 
 def of_class(model_type: str) -> dict[str, Any]:
