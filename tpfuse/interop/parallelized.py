@@ -64,16 +64,15 @@ def _without_head(family: Family) -> Counterpart:
 
 _BASE_OUTPUTS = {  # what a class with a head returns -> what its class without one does
     "CausalLMOutputWithPast": "BaseModelOutputWithPast",
+    "MoeCausalLMOutputWithPast": "MoeModelOutputWithPast",
     "CausalLMOutputWithCrossAttentions": "BaseModelOutputWithPastAndCrossAttentions",
     "MaskedLMOutput": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
-# In a module of transformers all experts are one tensor, which no family's table of files names.
-_BUILT = [family for family in FAMILIES.values() if "num_experts" not in family.hf_keys]
-COUNTERPARTS = {family.architecture: _with_head(family) for family in _BUILT}
-COUNTERPARTS |= {family.base_architecture: _without_head(family) for family in _BUILT}
+COUNTERPARTS = {family.architecture: _with_head(family) for family in FAMILIES.values()}
+COUNTERPARTS |= {family.base_architecture: _without_head(family) for family in FAMILIES.values()}
 COUNTERPARTS |= {
     head.architecture: _classifier(family, per, head.output)
-    for family in _BUILT
+    for family in FAMILIES.values()
     for per, head in family.classes.items()
 }
 _CALL = (
