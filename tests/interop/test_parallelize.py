@@ -384,14 +384,30 @@ def test_frozen_experts_stay_frozen():
     assert {key.rpartition(".")[2] for key, p in model.named_parameters() if p.requires_grad} == {"fc2", "router"}
 
 
-def test_losses_of_balance_are_named():
+def test_a_call_may_not_ask_for_logits_of_routers():
     model = parallelize(make("mixtral"))
     with pytest.raises(
         NotImplementedError, match="MixtralForCausalLM, parallelized: output_router_logits is not built"
     ):
         model(**batch(model.config), output_router_logits=True)
-    with pytest.raises(ValueError, match="output_router_logits=True is not built"):
-        parallelize(make("olmoe", output_router_logits=True))
+
+
+def balanced(world):
+    """The loss and the router's gradient of a module whose config asks for the loss of balance."""
+    model = parallelize(make("olmoe", output_router_logits=True, router_aux_loss_coef=0.5), make_tp(world))
+    out = model(**batch(model.config))
+    out.loss.backward()
+    return out.loss.detach(), out.aux_loss.detach(), model.parallel.blocks[0].mlp.router.grad
+
+
+def test_the_loss_of_balance_of_a_config(ranks):
+    """Theirs has sums in fp32 in an fp64 model too."""
+    model = make("olmoe", output_router_logits=True, router_aux_loss_coef=0.5)
+    out = model(**batch(model.config))
+    out.loss.backward()
+    for loss, balance, router in ranks(2, balanced):
+        assert abs(loss - out.loss) < 1e-6 and abs(balance - out.aux_loss) < 1e-6 and balance > 1
+        assert error(router, model.model.layers[0].mlp.gate.weight.grad) < 1e-5
 
 
 @pytest.mark.parametrize("base", [True, False])

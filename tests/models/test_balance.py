@@ -64,6 +64,16 @@ def test_of_other_families(ranks, tmp_path, name):
         assert max(error(values[key], exact[key]) for key in values) < 1e-6
 
 
+def test_a_config_may_ask_for_it():
+    asks = config(output_router_logits=True, router_aux_loss_coef=0.25)
+    assert GPT(asks).balance == ExpertBalance("batch", 0.25) and GPT(asks, balance=SEQUENCE).balance == SEQUENCE
+    assert GPT(asks, lm_head=False).balance is None and GPT(config()).balance is None
+    written = asks.to_hf()
+    assert written["output_router_logits"] is True and written["router_aux_loss_coef"] == 0.25
+    again = GPTConfig.from_hf(written)
+    assert again.balanced and again.balance_coefficient == 0.25
+
+
 def test_a_mistake_is_seen(saved, planted):
     model, path = saved
     call = batch(model.config)

@@ -197,7 +197,11 @@ class Parallelized(Vocabulary, nn.Module):
             logits = whole_logits(outputs.logits, self.parallel.config.vocab_size, self.parallel.tp)
             outputs = outputs._replace(logits=logits)
         output_class = getattr(import_module("transformers.modeling_outputs"), COUNTERPARTS[name].output)
-        result = output_class(**{key: value for key, value in outputs._asdict().items() if value is not None})
+        values = {key: value for key, value in outputs._asdict().items() if value is not None}
+        balance = values.pop("balance_loss", None)
+        if balance is not None and self.config.router_aux_loss_coef:  # transformers gives it without its factor
+            values["aux_loss"] = balance / self.config.router_aux_loss_coef
+        result = output_class(**values)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def _decode(self, inputs: Inputs, by_positions: bool) -> Output:

@@ -284,7 +284,7 @@ REFUSED = {
     "use_bidirectional_attention|attn_logit_softcapping=": "Gemma's both directions, Gemma 3's soft caps of scores",
     "(attention|mlp)_dropout=.* is not built|decoder_bias|sparse_prediction": "ModernBERT's dropout and heads",
     "rope_parameters must have full_attention": "one rotation for two kinds of layers, which transformers ignores",
-    "output_router_logits|router_jitter_noise": "the loss that balances experts, noise of Mixtral's router",
+    "router_jitter_noise": "noise of Mixtral's router",
     "clip_qkv": "bounds of OLMoE's q, k and v",
     "per_layer_config": "layers of unlike sizes",
     "got (null|None)$": "a null that no layer reads",

@@ -270,8 +270,6 @@ def test_tokens_are_those_of_transformers(ranks, saved, name, R):
 @pytest.mark.parametrize("name, change, message", [
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0 is not built; only None is"),
     ("olmoe", dict(head_dim=10), "head_dim=10 is not built; only 6 is"),
-    ("olmoe", dict(output_router_logits=True), "output_router_logits=True is not built"),
-    ("qwen3_moe", dict(output_router_logits=True), "output_router_logits=True is not built"),
     ("qwen3_moe", dict(norm_topk_prob="yes"), "renormalize must be true or false, got 'yes' as norm_topk_prob"),
     ("qwen3_moe", dict(moe_intermediate_size=0), "expert_size must be a positive integer"),
     ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step must be a positive integer, got 0"),

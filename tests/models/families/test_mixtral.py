@@ -82,7 +82,6 @@ def test_tokens_are_those_of_transformers(ranks, saved, R):
 
 @pytest.mark.parametrize("change, message", [
     (dict(router_jitter_noise=0.1), "router_jitter_noise"),
-    (dict(output_router_logits=True), "output_router_logits"),
     (dict(num_experts_per_tok=5), "k must be 1 to num_experts=4, got 5"),
 ])  # fmt: skip
 def test_configs_that_are_refused(change, message):

@@ -54,7 +54,7 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
     ordered = _in_order(x, rows.row_index)
     z = x.new_empty(len(ordered), w1.shape[1])
     if tile or not _begin_lines(ordered, z, w1.flatten(1)):
-        return experts_up_ref(x, rows, w1, activation, tile)
+        return experts_up_ref(x, rows, w1, activation, tile=tile)
     _multiply(ordered, w1.mT, rows.offsets, z)
     return z, value_of(z, activation)
 
@@ -63,7 +63,7 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
     y = a.new_empty(len(a), w2.shape[1])
     if tile or not _begin_lines(a, y, w2.flatten(1)):
-        return experts_down_ref(a, rows, w2, weights, count, tile)
+        return experts_down_ref(a, rows, w2, weights, count=count, tile=tile)
     _multiply(a, w2.mT, rows.offsets, y)
     for i, j in row_blocks(*y.shape):
         y[i:j] = y[i:j] * weights[i:j, None]
@@ -77,7 +77,7 @@ def experts_dact_cpu(
     ordered = _in_order(dy, rows.row_index)
     acc, da = acc_dtype(z), z.new_empty(len(z), w2.shape[2])
     if not _begin_lines(ordered, da, w2.flatten(1)):
-        return experts_dact_ref(dy, rows, w2, z, weights, activation)
+        return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
     _multiply(ordered, w2, rows.offsets, da)
     dz, dg = z.new_empty(z.shape), z.new_empty(len(z), dtype=acc)
     for i, j in row_blocks(*da.shape):
@@ -94,7 +94,7 @@ def experts_dact_cpu(
 def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     dx = dz.new_empty(len(dz), w1.shape[2])
     if rows.row_index is None or not _begin_lines(dz, dx, w1.flatten(1)):
-        return experts_dx_ref(dz, rows, w1, count, room)
+        return experts_dx_ref(dz, rows, w1, count, room=room)
     _multiply(dz, w1, rows.offsets, dx)
     return _placed(dx, rows, count + room)
 

@@ -51,6 +51,8 @@ class GPTConfig(ModelConfig):
     expert_size: int | None = None  # their width; None: ffn_size
     renormalize: bool = True  # a token's weights of its experts are divided by their sum
     mlp_layers: tuple[int, ...] = ()  # layers with an MLP where all others have experts
+    balanced: bool = False  # transformers' loss that keeps experts equally busy is added to the cross entropy
+    balance_coefficient: float = 0.001  # times so much
     qk_norm: bool = False  # an RMSNorm over the width of every query and key head
     parallel_residual: bool = False  # attention and MLP read the same rows
     pre_norm: bool = True  # a norm before attention and before the MLP

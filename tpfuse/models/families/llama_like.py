@@ -92,7 +92,11 @@ EXPERTS: dict[str, tuple[str, ...]] = dict(
 )
 
 
+BALANCE: dict[str, tuple[str, ...]] = dict(
+    balanced=("output_router_logits",), balance_coefficient=("router_aux_loss_coef",)
+)
+
+
 def with_experts(family: Family, **not_built: Any) -> Family:
-    """Returns a family whose layers have experts; ``not_built`` beside the loss that balances them."""
-    refused = dict(output_router_logits=False) | not_built
-    return family._replace(output="MoeCausalLMOutputWithPast", not_built=refused)
+    """Returns a family whose layers have experts, with the keys of the loss that balances them."""
+    return family._replace(output="MoeCausalLMOutputWithPast", hf_keys=family.hf_keys | BALANCE, not_built=not_built)
