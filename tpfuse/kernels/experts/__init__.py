@@ -1,8 +1,10 @@
 """A mixture of experts: the router, and the gated MLPs of several experts over the rows that it sends them.
 
 cost            what its kernels move and compute
-grouped         GEMMs of experts over rows sorted by expert: reference, autograd
+cpu             GEMMs of experts on a CPU
+grouped         GEMMs of experts over rows sorted by expert: ops, autograd
 records         how experts are chosen; rows sorted by expert
+reference       GEMMs of experts in plain torch
 router          which experts a row goes to, and with which weights: reference, autograd
 triton_grouped  Triton: GEMMs of experts
 triton_router   Triton: the router, forward and backward
