@@ -18,6 +18,7 @@ from ..kernels.runtime.rules import SEED, check_number
 from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
+from ..layers.expert_ranks import ExpertGroup, expert_ranks
 from ..layers.hooks import hooked_within
 from ..layers.module import initialize, mark_of, module_state
 from ..layers.wiring import Normed
@@ -68,6 +69,7 @@ class Model(nn.Module):
     Attributes:
         config: what the model is made of.
         tp: the tensor-parallel ranks.
+        experts: the ranks that hold experts: ``tp``, or those of all replicas.
         groups: all process groups of the model.
         stages: the pipeline stages that are here; all of a model made without ``stage``.
         files: its tensors' names in Hugging Face files.
@@ -95,6 +97,7 @@ class Model(nn.Module):
         saving: str | None = None,
         recompute: str | None = None,
         stage: Stage | tuple[Any, ...] | None = None,
+        experts: ExpertGroup | None = None,
         **options: Any,
     ):
         super().__init__()
@@ -108,16 +111,31 @@ class Model(nn.Module):
         self._agreement = Agreement(Header(name, causes=(("input_ids", _CAUSE),)), each_call=True)
         self._host = HostState()
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
-        shared |= dict(dtype=torch.get_default_dtype()) | options
+        shared |= dict(dtype=torch.get_default_dtype()) | options | {"experts given": experts is not None}
         shared |= {} if self.tp.bitwise is None else order_of_sums()
         fields = "size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))
         check_number(f"{name}: seed", seed, SEED)
+        self.experts = self.tp if experts is None else expert_ranks(name, experts, self.tp)
+        self._replicas = Agreement(Header(name, axis=self.experts.axis), each_call=True)
+        if self.experts.replicas > 1:
+            self._check_experts(stage)
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
+
+    def _check_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
+        """ValueError for experts over replicas in a model that cannot have them."""
+        name, ranks = type(self).__name__, self.experts.replica_ranks
+        dp = None if self.groups.dp is None else dist.get_process_group_ranks(self.groups.dp)
+        check(
+            dp == ranks,
+            f"{name}: experts are divided among replicas {ranks}, got dp={dp}; give dp=mesh['dp'] and"
+            " experts=mesh['dp', 'tp'] of one mesh",
+        )
+        check(stage is None, f"{name}: experts over replicas are not built for pipeline stages; leave experts off")
 
     def _share(self, values: Mapping[str, Any]) -> None:
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
@@ -258,6 +276,9 @@ class Model(nn.Module):
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
             self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+        if self.experts.replicas > 1:
+            modes = {"call": call, "training": self.training, "recompute": self.recompute}
+            self._replicas(self.experts.group, {}, modes, self._state, self._mark)
 
     def _at_call(self) -> None:
         """Does what is to be done at each call, once all ranks agree on it."""

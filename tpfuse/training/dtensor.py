@@ -28,6 +28,11 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     refuse(model.parameters(), error)
     specs = list(named_specs(model))
     for name, _, tp in specs:
+        check(
+            tp.replicas == 1,
+            f"as_dtensor: {name} is of experts that are divided among replicas, which is not built for FSDP2; use"
+            " tpfuse.data_parallel, or make the model without experts=",
+        )
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
         check(

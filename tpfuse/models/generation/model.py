@@ -21,6 +21,7 @@ class CausalModel(Protocol):
     """A causal language model; its weights, and the parts of its forward pass."""
 
     tp: TensorParallel
+    experts: TensorParallel
     config: GPTConfig
     stages: ModelStages
     embedding: VocabParallelEmbedding

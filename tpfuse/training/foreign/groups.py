@@ -93,9 +93,12 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
         "" if ranks is None else f", and its group ({listed([f'rank {rank}' for rank in ranks])}) holds several of them"
     )
     advice = "" if all(isinstance(p, DTensor) for _, p in wrong) else tool.advice
+    cure = tool.cure
+    if any(placement.tp.replicas > 1 for *_, placement in slices):
+        advice, cure = "", _EXPERTS
     return (
         f"{tool.name}: tensor-parallel ranks hold different slices of {listed([name for name, _ in wrong])}{group};"
-        f" {advice}{tool.cure}"
+        f" {advice}{cure}"
     )
 
 
@@ -174,6 +177,7 @@ def _mesh_ranks(mesh: DeviceMesh) -> list[int]:
 
 # ---- the tools ----
 
+_EXPERTS = "experts are divided among the replicas; use tpfuse.data_parallel(model, mesh['dp']), which leaves them out"
 _SAME = "the ranks that hold the same slices"
 _DDP = 'pass process_group=mesh["dp"].get_group(), ' + _SAME
 _REPLICATE = 'pass device_mesh=mesh["dp"], ' + _SAME
