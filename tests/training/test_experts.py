@@ -1,5 +1,8 @@
 """Training a model whose experts are divided among replicas and tensor-parallel ranks: one process's losses, norms and
-gradients, checkpoints at other splits, files, and every refusal."""
+gradients, checkpoints at other splits, files, and every refusal.
+
+Spans: experts over replicas in all tools of training, on one model.
+"""
 
 import copy
 import re
@@ -8,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tpfuse
@@ -28,6 +31,7 @@ from tpfuse.kernels import Routing
 from tpfuse.layers import ExpertBalance, ParallelMoE
 from tpfuse.models import GPT
 from tpfuse.pipeline.placement import Stage
+from tpfuse.tools.ledger import state_bytes
 from tpfuse.training.checkpoint.replicas import check_replicas, watch_replicas
 
 F64 = torch.float64
@@ -65,6 +69,10 @@ class Loop:
         self.model, self.mesh = made(world, dp, **options)
         self.main = MainGrad(self.model, self.mesh["dp"]) if wrap == "main" else None
         self.replica = data_parallel(self.model, self.mesh["dp"]) if wrap == "ddp" else self.model
+        if wrap == "fsdp":
+            tpfuse.as_dtensor(self.model, self.mesh)
+            for module in (*self.model.blocks, self.model):
+                fully_shard(module, mesh=self.mesh["dp"])
         self.optimizer = torch.optim.AdamW(param_groups(self.model, weight_decay=0.1), lr=1e-2)
 
     def backward(self, step: int, kind: str, micro: int = 1) -> None:
@@ -110,6 +118,8 @@ def trained(world, dp, kind, wrap, micro=1, options=None):
     ("ddp", 2, 2, "unequal", 1, dict(sp=False)),
     ("ddp", 2, 2, "unequal", 1, dict(recompute="full")),
     ("ddp", 2, 2, "equal", 1, dict(balance=ExpertBalance("sequence", 0.1, z=0.01))),
+    ("fsdp", 2, 2, "unequal", 2, {}),
+    ("fsdp", 2, 1, "equal", 1, dict(recompute="full")),
     ("main", 2, 2, "unequal", 2, {}),
     ("main", 2, 1, "equal", 1, {}),
 ])  # fmt: skip
@@ -187,9 +197,9 @@ def test_norms(ranks):
 # ---- checkpoints and files ----
 
 
-def through_checkpoints(world, dp, folder, begin, end):
+def through_checkpoints(world, dp, wrap, folder, begin, end):
     """Loads what is in ``folder``, trains from step ``begin`` to ``end``, and saves."""
-    loop = Loop(world, dp, "ddp" if dp > 1 else None, seed=begin)
+    loop = Loop(world, dp, wrap, seed=begin)
     if begin:
         assert load_checkpoint(folder, loop.model, loop.optimizer) == (begin, None)
     for i in range(begin, end):
@@ -200,10 +210,11 @@ def through_checkpoints(world, dp, folder, begin, end):
 
 @pytest.mark.filterwarnings("ignore:load_checkpoint. training goes on")
 def test_checkpoints_at_other_splits(ranks, tmp_path):
-    """(2, 2) with experts over both, then (1, 2), (1, 1), and (2, 1) again: a run that was never interrupted."""
-    for i, (dp, tp) in enumerate(((2, 2), (1, 2), (1, 1), (2, 1))):
-        every = ranks(dp * tp, through_checkpoints, dp, tmp_path / "cut", i, i + 1)
-    one = ranks(1, through_checkpoints, 1, tmp_path / "whole", 0, 4)[0]
+    """(2, 2) with experts over both, then (1, 2), (1, 1), and replicas again: a run that was never interrupted."""
+    layouts = (2, 2, "ddp"), (1, 2, None), (1, 1, None), (2, 2, "fsdp"), (2, 1, "main")
+    for i, (dp, tp, wrap) in enumerate(layouts):
+        every = ranks(dp * tp, through_checkpoints, dp, wrap, tmp_path / "cut", i, i + 1)
+    one = ranks(1, through_checkpoints, 1, None, tmp_path / "whole", 0, len(layouts))[0]
     for found in every:
         assert_close(found, one, F64)
 
@@ -232,7 +243,7 @@ def copied(world):
     model, mesh = made(world, 2)
     (call,) = share_of(mesh, 0, "unequal")
     again = copy.deepcopy(model)
-    assert again.experts == model.experts and again.blocks[0].mlp.experts.replicas == 2
+    assert again.groups.experts == model.groups.experts and again.blocks[0].mlp.experts.replicas == 2
     state = model.state_dict()
     model.load_state_dict(state)
     return tuple(state["blocks.0.mlp.fc1"].shape), torch.equal(model(**call).loss, again(**call).loss)
@@ -261,6 +272,20 @@ def sparse(world, send_all):
 def test_sparse_gradients(ranks):
     for found, exact in zip(ranks(4, sparse, True), ranks(4, sparse, False), strict=True):
         assert_close(found, exact, F64)
+
+
+def counted(world):
+    """The bytes of buckets, and those that explain says a rank sends."""
+    loop = Loop(world, 2)
+    averaged = [p for name, p in loop.model.named_parameters() if ".mlp.fc" not in name]
+    size = sum(p.numel() * p.element_size() for p in averaged)
+    (path,) = [path for path in tpfuse.explain(loop.model) if path.layer == "data parallel"]
+    return size, state_bytes(loop.model, dp=2).buckets, path.bytes
+
+
+def test_experts_are_in_no_bucket(ranks):
+    for size, buckets, sent in ranks(4, counted):
+        assert size == buckets == sent
 
 
 def compiled(world, on):
@@ -332,8 +357,9 @@ def refused(world, kind):
         "data_parallel": lambda: data_parallel(ParallelMoE(8, 6, 4, Routing(2), experts=mesh["tp"]), mesh["dp"]),
         "micro-batches": lambda: data_parallel(model, mesh["dp"], bitwise_micro_batches=4),
         "MainGrad": lambda: MainGrad(model),
-        "as_dtensor": lambda: tpfuse.as_dtensor(model, mesh["tp"]),
-        "fully_shard": lambda: fully_shard(model, mesh=mesh["dp"]),
+        "fully_shard": lambda: fully_shard(
+            tpfuse.as_dtensor(model, mesh), mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+        ),
         "generate": lambda: model.generate(torch.ones(1, 2, dtype=torch.int64)),
     }
     with pytest.raises(ValueError) as found:
@@ -350,8 +376,7 @@ REFUSED = {
     "data_parallel": r"data_parallel: fc1 is divided among replicas \[., .\], and dp here is \[., .\]",
     "micro-batches": "data_parallel: bitwise_micro_batches=4 is not built for experts over replicas",
     "MainGrad": "MainGrad: blocks.0.mlp.fc1 is divided among replicas",
-    "as_dtensor": "as_dtensor: blocks.0.mlp.fc1 is of experts that are divided among replicas",
-    "fully_shard": "fully_shard: .*experts are divided among the replicas",
+    "fully_shard": "fully_shard: param_dtype=torch.bfloat16 of mp_policy does not reach experts",
     "generate": "generate: experts over replicas are not built",
 }
 

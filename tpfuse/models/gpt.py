@@ -111,7 +111,7 @@ class GPT(Model):
             make_norm = lambda: norm_layer(c.norm_shape, c.hidden_size, tp=tp)
             self.input_norm = make_norm() if enters(c.wiring) and stages.has_first else None
             self.blocks = stages.make_blocks(
-                lambda layer: make_block(c, layer, tp=tp, saving=self.saving, experts=self.experts),
+                lambda layer: make_block(c, layer, tp=tp, saving=self.saving, experts=self.groups.experts),
                 make_norm if enters(c.wiring) else None,
             )
             self.head = self._make_head(bias=False, softcap=c.logit_softcap) if lm_head and stages.has_last else None

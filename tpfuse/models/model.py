@@ -69,7 +69,6 @@ class Model(nn.Module):
     Attributes:
         config: what the model is made of.
         tp: the tensor-parallel ranks.
-        experts: the ranks that hold experts: ``tp``, or those of all replicas.
         groups: all process groups of the model.
         stages: the pipeline stages that are here; all of a model made without ``stage``.
         files: its tensors' names in Hugging Face files.
@@ -118,9 +117,9 @@ class Model(nn.Module):
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))
         check_number(f"{name}: seed", seed, SEED)
-        self.experts = self.tp if experts is None else expert_ranks(name, experts, self.tp)
-        self._replicas = Agreement(Header(name, axis=self.experts.axis), each_call=True)
-        if self.experts.replicas > 1:
+        self._replicas = Agreement(Header(name, axis="expert-parallel"), each_call=True)
+        if experts is not None:
+            self.groups.experts = expert_ranks(name, experts, self.tp)
             self._check_experts(stage)
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
@@ -128,7 +127,9 @@ class Model(nn.Module):
 
     def _check_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
         """ValueError for experts over replicas in a model that cannot have them."""
-        name, ranks = type(self).__name__, self.experts.replica_ranks
+        name, ranks = type(self).__name__, self.groups.experts.replica_ranks
+        if self.groups.experts.replicas == 1:
+            return
         dp = None if self.groups.dp is None else dist.get_process_group_ranks(self.groups.dp)
         check(
             dp == ranks,
@@ -276,9 +277,9 @@ class Model(nn.Module):
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
             modes["hooks inside its layers"] = hooked_within(self)
             self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
-        if self.experts.replicas > 1:
+        if self.groups.experts.replicas > 1:
             modes = {"call": call, "training": self.training, "recompute": self.recompute}
-            self._replicas(self.experts.group, {}, modes, self._state, self._mark)
+            self._replicas(self.groups.experts.group, {}, modes, self._state, self._mark)
 
     def _at_call(self) -> None:
         """Does what is to be done at each call, once all ranks agree on it."""

@@ -123,7 +123,7 @@ def generate(
     model.stages.check_whole("generate")
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
     check(
-        model.experts.replicas == 1,
+        model.groups.experts.replicas == 1,
         "generate: experts over replicas are not built, which may need unequal numbers of steps; make the model without"
         " experts=",
     )
