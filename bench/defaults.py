@@ -21,17 +21,24 @@ from tpfuse.models.families import FAMILIES, defaults
 from tpfuse.models.generation import options
 
 SHARED = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-DERIVED = {"layer_types", "rope_parameters", "head_dim", "num_key_value_heads"}  # a class fills them in from others
+# Keys that a class fills in from others.
+DERIVED = {"layer_types", "rope_parameters", "head_dim", "num_key_value_heads", "sliding_window"}
 
 
 def of_class(model_type: str) -> dict[str, Any]:
     """Returns {"defaults": {key: value}, "nullable": [key, ...]} of a config class."""
     cls: Any = CONFIG_MAPPING[model_type]
-    filled = cls().to_dict()
+    filled = declared(cls, cls().to_dict())
     keys = [key for key in filled if key not in SHARED and not key.startswith("_")]
     # what the class declares, before it fills in what follows from other keys
     values = {key: getattr(cls, key, None) if key in DERIVED else filled[key] for key in keys}
     return {"defaults": values, "nullable": [key for key in keys if _may_be(cls, {**filled, key: None})]}
+
+
+def declared(cls: Any, keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json by the names that a class declares, of which it may store some by others."""
+    names = {stored: name for name, stored in cls.attribute_map.items() if name in cls.__annotations__}
+    return {names.get(key, key): value for key, value in keys.items()}
 
 
 def _may_be(cls: Any, keys: dict[str, Any]) -> bool:

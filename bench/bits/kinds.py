@@ -52,14 +52,15 @@ KINDS: dict[str, Any] = {
 
 # Where a family's config.json can say it; all else is as transformers has it.
 SMALL = ODD | DROPOUT | dict(num_kv_heads=2, head_width=12, window=5)
-WINDOW_KEYS = dict(local_attention=8, sliding_window_pattern=2)
+SMALL |= dict(num_experts=8, experts_per_token=3, expert_size=12)
+FILE_KEYS = dict(local_attention=8, sliding_window_pattern=2, mlp_only_layers=[0])
 
 
 def small(family: str) -> Any:
     """Returns the configuration of a small model of a family, by its config.json."""
     entry = FAMILIES[family]
     keys = {names[0]: SMALL[field] for field, names in entry.hf_keys.items() if field in SMALL}
-    keys |= {key: n for key, n in WINDOW_KEYS.items() if key in (*entry.defaults, entry.pattern_key)}
+    keys |= {key: n for key, n in FILE_KEYS.items() if key in (*entry.defaults, entry.pattern_key)}
     config: Any = GPTConfig if entry.causal else BertConfig
     return config.from_hf(dict(model_type=family) | keys)
 

@@ -48,6 +48,7 @@ LLAMA = dict(
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "qwen3": ("Qwen3ForCausalLM", LLAMA | dict(head_dim=64)),
+    "mixtral": ("MixtralForCausalLM", LLAMA | dict(intermediate_size=896, num_local_experts=8, num_experts_per_tok=2)),
     "gpt2": ("GPT2LMHeadModel", dict(vocab_size=32000, n_positions=2176, n_embd=512, n_layer=8, n_head=8)),
 }
 

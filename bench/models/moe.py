@@ -4,15 +4,16 @@
     python -m bench.models.moe --case mixtral --dtype fp32 --rounds 5
     python -m bench.models.moe --json bench/results/moe.json
 
-"train" is forward and backward of so many rows, "decode" forward without gradients.  All providers run in turn in one
-process on one thread, round by round, so that what slows the machine down slows all of them.  A row gives the median
-of the ratios of neighbouring runs, processor time of transformers over tpfuse's, and their quartiles, for each of
-transformers' implementations of experts; values are compared first.
+"train" is forward and backward of so many rows, "decode" forward without gradients.  All providers run in one process
+on one thread, round by round in an order drawn anew, so that what slows the machine down slows all of them.  A row
+gives the median of the ratios of a round's runs, processor time of transformers over tpfuse's, and their quartiles, for
+each of transformers' implementations of experts; values are compared first.
 """
 
 import argparse
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -103,8 +104,9 @@ def measure(rounds: int, providers: dict[str, Callable[[], Tensor]]) -> dict[str
     outputs = {name: run().float() for name, run in providers.items()}
     error = max(float((y - outputs["tpfuse"]).norm() / y.norm()) for y in outputs.values())
     times: dict[str, list[float]] = {name: [] for name in providers}
+    order = random.Random(0)  # a run is faster behind one that leaves memory of its sizes
     for _ in range(rounds):
-        for name, run in providers.items():
+        for name, run in order.sample([*providers.items()], len(providers)):
             start = time.process_time()
             run()
             times[name].append(time.process_time() - start)

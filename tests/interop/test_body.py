@@ -34,7 +34,7 @@ def read_of_ours(world, name, call, options):
 
 
 CASES = [(name, 1, {}) for name in NAMES] + [("llama", 2, {}), ("bert-mlm", 2, {})]
-CASES += [("llama", 4, dict(tie_word_embeddings=True)), ("gpt2", 2, {})]
+CASES += [("llama", 4, dict(tie_word_embeddings=True)), ("gpt2", 2, {}), ("qwen3_moe-mixed", 2, {})]
 
 
 @pytest.mark.parametrize("name, R, options", CASES)

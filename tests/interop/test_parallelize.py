@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.common import assert_close, assert_equal, error, make_tp
 from tests.models.common import batch, body_loss, whole
+from tests.models.families import experts
 from tests.models.families.test_llama_like import LATER
 from tests.models.theirs import NAMES, loss_of, make
 from tests.planted import planted
@@ -53,6 +54,7 @@ def exact(name):
     found, loss, kind = outputs(name, model, call_of(name, model), "bert" not in name)
     loss.backward()
     grads = {f"d {key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
+    grads = experts.an_expert_a_tensor(grads, name) if name in experts.FAMILIES else grads
     return {key: x.detach() for key, x in found.items()} | grads, kind
 
 
@@ -76,6 +78,7 @@ LAYOUTS = [
     (2, False),
 ]  # llama takes all; another family one, by turns: what is split is the block's
 CASES = [(name, *LAYOUTS[i % 4]) for i, name in enumerate(NAMES, 1)]
+CASES += [("mixtral", 2, True), ("qwen3_moe-mixed", 4, True), ("olmoe", 2, False), ("qwen3_moe", 1, False)]
 CASES += [("llama", *layout) for layout in LAYOUTS if ("llama", *layout) not in CASES]
 CASES = [pytest.param(*c, marks=[pytest.mark.slow] * (c[0].startswith(LATER) and c[0] != "phi3")) for c in CASES]
 
@@ -136,7 +139,7 @@ def trained(name, line, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe-mixed"])
 def test_a_training_loop_at_one_rank_changes_by_one_line(name):
     before, after = trained(name, lambda model: None), trained(name, parallelize)
     assert before == pytest.approx(after, rel=1e-4) and before[0] != pytest.approx(before[-2], rel=1e-2)
@@ -329,6 +332,111 @@ def test_checkpoints_and_adapters_take_it(tmp_path):
     )
     assert load_checkpoint(tmp_path, again)[0] == 1 and again.seed == 5 and again.step == 1
     assert torch.equal(again(**call).loss, model(**call).loss)  # the same masks too
+
+
+# ---- experts, which transformers holds in tensors of all of them ----
+
+
+def experts_of(world, name, path):
+    """Whole tensors of transformers in, twice: at parallelize, and into a module of other values; files out, tokens."""
+    model, tp = parallelize(make(name), make_tp(world)), make_tp(world)
+    other = parallelize(make(name, seed=2), tp)
+    assert not torch.equal(*(m.parallel.blocks[1].mlp.fc1 for m in (model, other)))
+    other.load_state_dict(make(name).state_dict())
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    other = parallelize(make(name, seed=2), tp)
+    other.load_state_dict(model.state_dict())  # a rank's own shards
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    model.save_pretrained(path)
+    tokens = model.generate(batch(model.config)["input_ids"], max_new_tokens=6, do_sample=False)
+    return tokens, model.num_parameters()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-mixed", "olmoe"])
+def test_state_files_and_tokens_of_experts(ranks, tmp_path, name):
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = theirs.generate(batch(theirs.config)["input_ids"], max_new_tokens=6, do_sample=False)
+    for found, count in ranks(2, experts_of, name, str(tmp_path / "ours")):
+        assert torch.equal(found, tokens) and count == theirs.num_parameters()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=F64)
+    assert type(again) is type(theirs)
+    assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
+    first, second = (experts.tensors(tmp_path / folder) for folder in ("theirs", "ours"))
+    assert_equal(second, first)
+
+
+def test_experts_that_lack_in_a_state_are_named():
+    model = parallelize(make("olmoe"))
+    state = make("olmoe").state_dict()
+    fewer = state | {"model.layers.1.mlp.experts.down_proj": state["model.layers.1.mlp.experts.down_proj"][:-1]}
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.down_proj in state_dict must be \(8, 48, 28\)"):
+        model.load_state_dict(fewer)
+    with pytest.raises(ValueError, match="state_dict lacks layers.0.mlp.experts.0.gate_proj.weight"):
+        model.load_state_dict({k: t for k, t in state.items() if k != "model.layers.0.mlp.experts.gate_up_proj"})
+
+
+def test_frozen_experts_stay_frozen():
+    model = make("mixtral")
+    for key, p in model.named_parameters():
+        p.requires_grad_("experts.down_proj" in key or "mlp.gate" in key)
+    parallelize(model)
+    assert {key.rpartition(".")[2] for key, p in model.named_parameters() if p.requires_grad} == {"fc2", "router"}
+
+
+def test_a_call_may_not_ask_for_logits_of_routers():
+    model = parallelize(make("mixtral"))
+    with pytest.raises(
+        NotImplementedError, match="MixtralForCausalLM, parallelized: output_router_logits is not built"
+    ):
+        model(**batch(model.config), output_router_logits=True)
+
+
+def balanced(world):
+    """The loss and the router's gradient of a module whose config asks for the loss of balance."""
+    model = parallelize(make("olmoe", output_router_logits=True, router_aux_loss_coef=0.5), make_tp(world))
+    out = model(**batch(model.config))
+    out.loss.backward()
+    return out.loss.detach(), out.aux_loss.detach(), model.parallel.blocks[0].mlp.router.grad
+
+
+def test_the_loss_of_balance_of_a_config(ranks):
+    """Theirs has sums in fp32 in an fp64 model too."""
+    model = make("olmoe", output_router_logits=True, router_aux_loss_coef=0.5)
+    out = model(**batch(model.config))
+    out.loss.backward()
+    for loss, balance, router in ranks(2, balanced):
+        assert abs(loss - out.loss) < 1e-6 and abs(balance - out.aux_loss) < 1e-6 and balance > 1
+        assert error(router, model.model.layers[0].mlp.gate.weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_bodies_and_classifiers_with_experts(base):
+    config = experts.their_config("qwen3_moe", num_labels=3, pad_token_id=0)
+    auto = transformers.AutoModel if base else transformers.AutoModelForSequenceClassification
+    torch.manual_seed(2)
+    model = experts.widen(auto.from_config(config).double().eval())
+    ids = batch(config)["input_ids"]
+    want = model(ids)
+    got = parallelize(model)(ids)
+    assert type(got) is type(want)
+    key = "last_hidden_state" if base else "logits"
+    assert error(got[key], want[key]) < 1e-5  # their norms are fp32
+
+
+def test_adapters_beside_experts():
+    """On attention they are taken along; on experts an error names the option."""
+    peft = pytest.importorskip("peft")
+    ids = batch(make("mixtral").config)["input_ids"]
+    model = peft.get_peft_model(make("mixtral"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for key, p in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(p, std=0.1)
+    want = model(ids).logits
+    assert error(parallelize(model)(ids).logits, want) < 1e-12
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    with pytest.raises(ValueError, match="target_parameters=.*experts.down_proj.* is not built"):
+        parallelize(peft.get_peft_model(make("mixtral"), config))
 
 
 # ---- errors ----

@@ -9,8 +9,8 @@ from transformers import MixtralConfig
 
 from tests.common import assert_close, error
 from tests.models.common import batch, gradients, make_tp, run
-from tests.models.families import test_mixtral
-from tests.models.families.test_mixtral import OPTIONS, SIZES, an_expert_a_tensor
+from tests.models.families import experts, test_mixtral
+from tests.models.families.test_mixtral import OPTIONS, SIZES
 from tpfuse.layers import ExpertBalance
 from tpfuse.models import GPT, Classifier, GPTConfig
 from tpfuse.pipeline import Stage
@@ -24,14 +24,15 @@ def config(**changes) -> GPTConfig:
     return GPTConfig.from_hf(MixtralConfig(**SIZES, **OPTIONS | changes).to_dict())
 
 
-def theirs(model, call):
+def theirs(model, call, name="mixtral"):
     """The balance and gradients by transformers, whose sums are fp32 in an fp64 model too."""
     model.zero_grad()
     labels = torch.nn.functional.pad(call["labels"][:, 1:], (0, 1), value=-100)
     out = model(**{key: x for key, x in call.items() if key != "labels"}, output_router_logits=True)
     balance = BATCH.coefficient * out.aux_loss
     (torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten()) + balance).backward()
-    return balance.detach(), an_expert_a_tensor({f"d {name}": p.grad for name, p in model.named_parameters()})
+    grads = {f"d {key}": p.grad for key, p in model.named_parameters()}
+    return balance.detach(), experts.an_expert_a_tensor(grads, name)
 
 
 def ours(world, path, call):
@@ -49,6 +50,28 @@ def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, pad):
     for found, values in ranks(R, ours, str(path), call):
         assert abs(found - balance) < 1e-6 and found > 0.4
         assert max(error(values[name], exact[name]) for name in values) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-mixed", "olmoe"])
+def test_of_other_families(ranks, tmp_path, name):
+    """Weights that are not divided by their sum, and of the layers with experts alone."""
+    model = experts.theirs(name)
+    model.save_pretrained(tmp_path)
+    call = batch(model.config, pad="left")
+    balance, exact = theirs(model, call, name)
+    for found, values in ranks(2, ours, str(tmp_path), call):
+        assert abs(found - balance) < 1e-6 and found > 0.4
+        assert max(error(values[key], exact[key]) for key in values) < 1e-6
+
+
+def test_a_config_may_ask_for_it():
+    asks = config(output_router_logits=True, router_aux_loss_coef=0.25)
+    assert GPT(asks).balance == ExpertBalance("batch", 0.25) and GPT(asks, balance=SEQUENCE).balance == SEQUENCE
+    assert GPT(asks, lm_head=False).balance is None and GPT(config()).balance is None
+    written = asks.to_hf()
+    assert written["output_router_logits"] is True and written["router_aux_loss_coef"] == 0.25
+    again = GPTConfig.from_hf(written)
+    assert again.balanced and again.balance_coefficient == 0.25
 
 
 def test_a_mistake_is_seen(saved, planted):

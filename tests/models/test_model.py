@@ -350,7 +350,7 @@ PUBLIC = {
     "stages": "the pipeline stages that are here",
 }
 PARTS = {"embedding", "positions", "input_norm", "blocks", "head", "classifier"}
-OWN = {GPT: {"generate"}, Bert: {"types", "transform", "transform_norm", "pooler"}}
+OWN = {GPT: {"balance", "generate"}, Bert: {"types", "transform", "transform_norm", "pooler"}}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from tests.models.exact import make_exact
+from tests.models.families import experts
 from tests.models.families.test_llama_like import FAMILIES, their_config
 
 SIZES = dict(
@@ -28,6 +29,9 @@ NAMES = (*CLASSES, *FAMILIES)
 def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **options) -> nn.Module:
     """The same on every rank; 2 kv heads in the Llama family."""
     torch.manual_seed(seed)
+    if name in experts.FAMILIES:
+        model = transformers.AutoModelForCausalLM.from_config(experts.their_config(name, **options))
+        return experts.widen(exact(model, dtype))
     if name in CLASSES:
         cls, config, sizes = CLASSES[name]
         model = cls(config(**SIZES | sizes | options))

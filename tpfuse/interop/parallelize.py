@@ -39,12 +39,13 @@ def parallelize(
 
     The module is a GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,
     GPTNeoXForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM,
-    BertForMaskedLM or that class of a relative of BERT (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ModernBERT), the
-    base of one (GPT2Model, LlamaModel, ..., BertModel), or one of these families' ForSequenceClassification and
-    ForTokenClassification.  Every rank calls it with the same weights, before the optimizer is made.  The module's own
-    parameters are dropped; its new ones are this rank's shards, in their dtype and on their device, under the names of
-    ``module.parallel``, a :class:`GPT` or :class:`Bert`.  On the meta device they stay there.  A frozen parameter stays
-    frozen, and gradient checkpointing that is enabled stays so, as ``recompute="full"``.
+    MixtralForCausalLM, Qwen3MoeForCausalLM, OlmoeForCausalLM, BertForMaskedLM or that class of a relative of BERT
+    (RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ModernBERT), the base of one (GPT2Model, LlamaModel, ..., BertModel),
+    or one of these families' ForSequenceClassification and ForTokenClassification.  Every rank calls it with the same
+    weights, before the optimizer is made.  The module's own parameters are dropped; its new ones are this rank's
+    shards, in their dtype and on their device, under the names of ``module.parallel``, a :class:`GPT` or :class:`Bert`.
+    On the meta device they stay there.  A frozen parameter stays frozen, and gradient checkpointing that is enabled
+    stays so, as ``recompute="full"``.
 
     ``forward`` takes and returns what it did: the loss, whole logits [B, S, V], collected over the ranks (M V numbers),
     and whole hidden states; a loss made of them on every rank has its whole gradient after backward.  ``use_cache`` of
@@ -194,7 +195,7 @@ def _checksum(parameters: dict[str, nn.Parameter]) -> int:
 
 def _freeze(model: Model, parameters: dict[str, nn.Parameter]) -> None:
     names = NamedTensors("parallelize", type(model).__name__, parameters).names(model.files.base_prefix)
-    sources = model.files.sources()
+    sources = {name: source.found_by(names) for name, source in model.files.sources().items()}
     for name, p in model.named_parameters():
         trained = {parameters[names[n]].requires_grad for n in sources[name].names}
         check(

@@ -64,16 +64,15 @@ def _without_head(family: Family) -> Counterpart:
 
 _BASE_OUTPUTS = {  # what a class with a head returns -> what its class without one does
     "CausalLMOutputWithPast": "BaseModelOutputWithPast",
+    "MoeCausalLMOutputWithPast": "MoeModelOutputWithPast",
     "CausalLMOutputWithCrossAttentions": "BaseModelOutputWithPastAndCrossAttentions",
     "MaskedLMOutput": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
-# In a module of transformers all experts are one tensor, which no family's table of files names.
-_BUILT = [family for family in FAMILIES.values() if "num_experts" not in family.hf_keys]
-COUNTERPARTS = {family.architecture: _with_head(family) for family in _BUILT}
-COUNTERPARTS |= {family.base_architecture: _without_head(family) for family in _BUILT}
+COUNTERPARTS = {family.architecture: _with_head(family) for family in FAMILIES.values()}
+COUNTERPARTS |= {family.base_architecture: _without_head(family) for family in FAMILIES.values()}
 COUNTERPARTS |= {
     head.architecture: _classifier(family, per, head.output)
-    for family in _BUILT
+    for family in FAMILIES.values()
     for per, head in family.classes.items()
 }
 _CALL = (
@@ -198,7 +197,11 @@ class Parallelized(Vocabulary, nn.Module):
             logits = whole_logits(outputs.logits, self.parallel.config.vocab_size, self.parallel.tp)
             outputs = outputs._replace(logits=logits)
         output_class = getattr(import_module("transformers.modeling_outputs"), COUNTERPARTS[name].output)
-        result = output_class(**{key: value for key, value in outputs._asdict().items() if value is not None})
+        values = {key: value for key, value in outputs._asdict().items() if value is not None}
+        balance = values.pop("balance_loss", None)
+        if balance is not None and self.config.router_aux_loss_coef:  # transformers gives it without its factor
+            values["aux_loss"] = balance / self.config.router_aux_loss_coef
+        result = output_class(**values)
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def _decode(self, inputs: Inputs, by_positions: bool) -> Output:

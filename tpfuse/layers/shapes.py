@@ -37,6 +37,11 @@ class MLPShape(NamedTuple):
     gated: bool = False
     bias: bool = True
 
+    @property
+    def columns(self) -> int:
+        """Multiply-adds of a row's GEMMs, over hidden_size."""
+        return self.ffn_size * (3 if self.gated else 2)
+
 
 class MoEShape(NamedTuple):
     """Widths of experts, their number, and how rows choose them; see :class:`ParallelMoE`."""
@@ -46,6 +51,11 @@ class MoEShape(NamedTuple):
     num_experts: int
     routing: Routing
     activation: str = "silu"
+
+    @property
+    def columns(self) -> int:
+        """Multiply-adds of a row's GEMMs, over hidden_size: of the router, and of the experts that it has."""
+        return self.num_experts + 3 * self.ffn_size * self.routing.k
 
 
 def mlp_or_experts(caller: str, mlp: MLPShape, num_experts: int | None, routing: Routing | None) -> MLPShape | MoEShape:

@@ -65,8 +65,8 @@ class GPT(Model):
     therefore their number over the number of replicas, as under data parallelism without it.
 
     ``balance``: a :class:`tpfuse.layers.ExpertBalance`, the loss that keeps experts equally busy, which a call with
-    labels adds to the cross entropy.  It is weighed as that is: by the labels of each sequence, over
-    ``loss_normalizer``.
+    labels adds to the cross entropy; default: transformers', where config.json asks for it.  It is weighed as the cross
+    entropy is: by the labels of each sequence, over ``loss_normalizer``.
     """
 
     config_class = GPTConfig
@@ -89,6 +89,8 @@ class GPT(Model):
         stage: Stage | tuple[Any, ...] | None = None,
     ):
         lm_head = lm_head and classifier is None
+        if balance is None and config.balanced and lm_head:
+            balance = ExpertBalance("batch", config.balance_coefficient)
         super().__init__(
             config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, stage=stage, classifier=classifier,
             lm_head=lm_head, balance=balance, experts=experts,
@@ -98,7 +100,8 @@ class GPT(Model):
         self.balance = balance
         if balance is not None:
             check_balance("GPT", balance)
-            check(c.num_experts is not None, f"GPT: balance={balance} needs experts, got num_experts=None")
+            layers = 0 if c.num_experts is None else c.num_layers - len(set(c.mlp_layers))
+            check(layers > 0, f"GPT: balance={balance} needs experts, which no layer of this config has")
             check(lm_head, f"GPT: balance={balance} needs the language-model head, whose loss it is added to")
             check(stage is None, "GPT: balance is not built for pipeline stages, whose h alone is sent to the next")
         check(

@@ -43,7 +43,7 @@ def make_block(
     c, place = config, LAST if layer == config.num_layers - 1 else INNER
     out_std = c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None
     return TransformerBlock.of(
-        c.attention_shape(layer), c.mlp_shape, c.norm_shape, wiring=c.wiring, place=place,
+        c.attention_shape(layer), c.mlp_shape(layer), c.norm_shape, wiring=c.wiring, place=place,
         layer=layer, dropout=c.dropout, saving=saving, tp=tp, experts=experts, init=Init(c.init_std, out_std),
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ The norm behind a stage's last block belongs to the stage that it sends h to, wh
 that there is of block i.  A tied embedding is on the first stage and on the last, two copies of one parameter.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -139,11 +138,13 @@ class ModelStages:
                     last_block.mlp_norm = None
         return blocks
 
-    def absent_tensors(self) -> tuple[str, ...]:
-        """Returns patterns of the tensors that a file holds for stages on other ranks."""
+    def absent_tensors(self) -> set[str]:
+        """Returns the tensors that a file may hold for stages on other ranks."""
         if self.place is None:
-            return ()
-        return tuple(re.escape(n) for source in self.config.hf.sources(self.config).values() for n in source.names)
+            return set()
+        sources = self.config.hf.sources(self.config).values()
+        forms = (form for source in sources for form in (source, source.alternative) if form is not None)
+        return {name for form in forms for name in form.names}
 
     def copies_of(self, name: str) -> int:
         """Returns how many ranks of the pipeline hold the parameter ``name``."""
@@ -263,5 +264,5 @@ def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
 def costs(c: ModelConfig, head: bool) -> PartCosts:
     """Returns the multiply-adds a token of each part of a model: those of its GEMMs; an embedding is a lookup."""
     heads = c.head_size * (2 * c.num_heads + 2 * c.kv_heads)
-    block = c.hidden_size * (heads + c.ffn_width * (3 if c.gated else 2))
-    return PartCosts(c.hidden_size, (float(block),) * c.num_layers, c.hidden_size * c.vocab_size * head)
+    blocks = (c.hidden_size * (heads + c.mlp_shape(layer).columns) for layer in range(c.num_layers))
+    return PartCosts(c.hidden_size, tuple(map(float, blocks)), c.hidden_size * c.vocab_size * head)

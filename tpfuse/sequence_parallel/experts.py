@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ..collectives import all_gather, exchange_rows
 from ..kernels.experts.grouped import (
-    check_expert_tiles,
     experts_dact,
     experts_down,
     experts_dx,
@@ -39,6 +38,7 @@ from ..kernels.experts.grouped import (
     rows_of_gradient,
 )
 from ..kernels.experts.records import ExpertOrder, ExpertRows, Routed, Routing, Sides
+from ..kernels.experts.reference import check_expert_tiles
 from ..kernels.experts.router import router_bwd, router_fwd, router_wgrad
 from ..kernels.gemm.activation import ACTIVATIONS
 from ..kernels.norm import Recompute

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpfuse.kernels
+from tpfuse.kernels.gemm.op import activation_bwd
 from tpfuse.kernels.norm.core import NormOps
 from tpfuse.kernels.replay import read
 from tpfuse.kernels.runtime import op as _op
@@ -242,3 +243,9 @@ def test_a_check_comes_before_the_implementation():
         for context in (contextlib.nullcontext(), torch.enable_grad()):  # called directly, and by the dispatcher
             with context, pytest.raises(ValueError, match="factor"):
                 checked(torch.ones(2, 3), 0.0)
+
+
+def test_a_name_that_is_no_arguments():
+    """An argument that only an implementation has is not left out silently."""
+    with pytest.raises(TypeError, match="activation_bwd: no argument is called dz"):
+        activation_bwd(torch.ones(2, 2), torch.ones(2, 2), "gelu", rebuild=True, bias=None, dz=torch.ones(2, 2))

@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bench.defaults import declared
 from tpfuse.models import GPT, Bert, BertConfig, GPTConfig
 from tpfuse.models.families import FAMILIES, FULL, SLIDING
 
@@ -29,6 +30,7 @@ SIZES: Keys = dict(vocab_size=61, hidden_size=384, num_hidden_layers=3, num_atte
 SIZES |= dict(max_position_embeddings=24, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZES |= dict(sliding_window=5, max_window_layers=1, head_dim=24, local_attention=6, query_pre_attn_scalar=7)
 SIZES |= dict(cls_token_id=1, sep_token_id=2, type_vocab_size=2)
+SIZES |= dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 NAMES = {"gpt2": dict(num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head")}
 NAMES["gpt2"] |= dict(max_position_embeddings="n_positions", intermediate_size="n_inner")
 NAMES["distilbert"] = dict(num_hidden_layers="n_layers", hidden_size="dim", num_attention_heads="n_heads")
@@ -71,6 +73,7 @@ OTHER: Keys = dict(
     n_embd=768, dim=768, n_inner=44, attn_logit_softcapping=2.0, final_logit_softcapping=2.0, local_attention=4,
     layer_types=[FULL, SLIDING, FULL], use_bidirectional_attention=True, rope_parameters=dict(rope_theta=50.0),
     summary_type="last", summary_activation="tanh", classifier_dropout=0.3, num_attention_heads=8, n_head=8, n_heads=8,
+    clip_qkv=8.0,
 )  # fmt: skip
 
 
@@ -91,9 +94,9 @@ def base(family: str) -> str:
     """Returns a small config.json of a family, as transformers writes it."""
     names = NAMES.get(family, {})
     cls: Any = CONFIG_MAPPING[family]
-    declared = cls().to_dict()
+    known = declared(cls, cls().to_dict())
     sizes = {names.get(key, key): value for key, value in SIZES.items()}
-    return json.dumps(cls(**{key: value for key, value in sizes.items() if key in declared}).to_dict())
+    return json.dumps(declared(cls, cls(**{key: value for key, value in sizes.items() if key in known}).to_dict()))
 
 
 def cases(family: str) -> Iterator[Case]:
@@ -123,6 +126,8 @@ def cases(family: str) -> Iterator[Case]:
             yield Case(family, "use_sliding_window", "other", whole | dict(use_sliding_window=True) | window)
             less = {k: v for k, v in whole.items() if k not in ("layer_types", "max_window_layers")}
             yield Case(family, "use_sliding_window", "other", less | dict(use_sliding_window=True) | window)
+        unsaid = {k: v for k, v in whole.items() if k != "sliding_window"}
+        yield Case(family, "use_sliding_window", "other", unsaid | dict(use_sliding_window=True))
 
 
 def another(key: str, value: Any) -> Any:
@@ -216,7 +221,7 @@ def of_ours(keys: Keys) -> torch.Tensor:
     tied = model.config.tie_word_embeddings
     weights = {k: v.clone() for k, v in model.state_dict().items() if not (tied and k.endswith(HEADS))}
     with tempfile.TemporaryDirectory() as folder:
-        if "num_experts" in FAMILIES[keys["model_type"]].hf_keys:  # one tensor in memory, many in a file
+        if FAMILIES[keys["model_type"]].has_experts:  # one tensor in memory, many in a file
             model.save_pretrained(folder)
         else:
             save_file(weights, pathlib.Path(folder, "model.safetensors"), {"format": "pt"})
@@ -279,7 +284,8 @@ REFUSED = {
     "use_bidirectional_attention|attn_logit_softcapping=": "Gemma's both directions, Gemma 3's soft caps of scores",
     "(attention|mlp)_dropout=.* is not built|decoder_bias|sparse_prediction": "ModernBERT's dropout and heads",
     "rope_parameters must have full_attention": "one rotation for two kinds of layers, which transformers ignores",
-    "output_router_logits|router_jitter_noise": "Mixtral's loss of balance, and noise of its router",
+    "router_jitter_noise": "noise of Mixtral's router",
+    "clip_qkv": "bounds of OLMoE's q, k and v",
     "per_layer_config": "layers of unlike sizes",
     "got (null|None)$": "a null that no layer reads",
     "(has|have) \\d+ rotary columns|0 rotary columns": "heads too narrow to rotate",

@@ -16,9 +16,9 @@ UNREAD = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_toke
 UNREAD |= {f"summary_{of}" for of in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
 UNREAD |= {"classifier_dropout", "seq_classif_dropout", "qa_dropout", "sparse_pred_ignore_index"}
 UNREAD |= {"pretraining_tp", "initializer_cutoff_factor", "sinusoidal_pos_embds", "deterministic_flash_attn"}
-UNREAD |= {"router_aux_loss_coef"}  # of a loss that only output_router_logits adds, which is refused
 UNREAD |= {"is_decoder"}  # of GPT-NeoX, which is one
 LAYERS = {"layer_types", "local_attention", "use_sliding_window", "max_window_layers", "sliding_window"}
+LAYERS |= {"mlp_only_layers", "decoder_sparse_step"}
 ROTARY = {"rope_parameters", "original_max_position_embeddings"}
 # Keys of all families: outputs, labels, names, dtypes; ``tie_word_embeddings`` is each family's own.
 SHARED = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "_name_or_path"}

@@ -1,23 +1,20 @@
 """Mixtral against transformers in fp64: logits, loss and gradients at 1, 2 and 4 ranks, files both ways, tokens."""
 
-import functools
 import re
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from safetensors import safe_open
-from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import tpfuse
 from tests.common import assert_close, error, make_tp
 from tests.models import common
 from tests.models.common import batch, of_files, of_transformers, run, whole_logits
-from tests.models.families.test_llama_like import ROPE, SIZES, oracle
+from tests.models.families.experts import an_expert_a_tensor, tensors, theirs
+from tests.models.families.test_llama_like import ROPE, SIZES
 from tests.routing import routed, to_the_first
 from tpfuse import TensorParallel, data_parallel
 from tpfuse.layers.lora import TARGETS
@@ -31,50 +28,19 @@ OPTIONS = dict(num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2
 OPTIONS |= dict(sliding_window=4, router_jitter_noise=0.0, attn_implementation="sdpa", experts_implementation="eager")
 
 
-def wide_router(router: nn.Module, x: torch.Tensor):
-    """Their router, whose softmax is not fp32."""
-    logits = F.linear(x.reshape(-1, router.hidden_dim), router.weight)
-    weights, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
-    return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-
-def theirs() -> nn.Module:
-    model = oracle(MixtralConfig(**SIZES, **OPTIONS))
-    for part in model.modules():
-        if type(part).__name__ == "MixtralTopKRouter":
-            part.forward = functools.partial(wide_router, part)
-    return model
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A model of transformers, and its directory."""
-    model, path = theirs(), tmp_path_factory.mktemp("mixtral")
+    model, path = theirs("mixtral"), tmp_path_factory.mktemp("mixtral")
     model.save_pretrained(path)
     return model, path
-
-
-def an_expert_a_tensor(results):
-    """Their gradients, of merged tensors, by the names in a file."""
-    found = {}
-    for name, value in results.items():
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-        stem, _, leaf = name.rpartition(".")
-        pieces = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(leaf)
-        if pieces is None:
-            found[name] = value
-            continue
-        for expert, merged in enumerate(value):
-            for piece, part in zip(pieces, merged.chunk(len(pieces))):
-                found[f"{stem}.{expert}.{piece}.weight"] = part
-    return found
 
 
 @pytest.mark.parametrize("R, sp, pad", [(1, False, None), (2, True, "left"), (4, True, "right"), (4, False, None)])
 def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, sp, pad):
     model, path = saved
     call = batch(model.config, pad=pad)
-    exact = an_expert_a_tensor(of_transformers(model, call))
+    exact = an_expert_a_tensor(of_transformers(model, call), "mixtral")
     for ours in ranks(R, of_files, str(path), GPT, call, sp):
         seen = call["attention_mask"].bool() if pad else ...
         both = [dict(found, logits=found["logits"][seen]) for found in (ours, exact)]
@@ -83,11 +49,6 @@ def test_values_and_gradients_are_those_of_transformers(ranks, saved, R, sp, pad
 
 def saved_again(world, path, out):
     GPT.from_pretrained(path, tp=make_tp(world), dtype=F64).save_pretrained(out)
-
-
-def tensors(path):
-    with safe_open(path / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def test_files_both_ways(ranks, saved, tmp_path):
@@ -121,7 +82,6 @@ def test_tokens_are_those_of_transformers(ranks, saved, R):
 
 @pytest.mark.parametrize("change, message", [
     (dict(router_jitter_noise=0.1), "router_jitter_noise"),
-    (dict(output_router_logits=True), "output_router_logits"),
     (dict(num_experts_per_tok=5), "k must be 1 to num_experts=4, got 5"),
 ])  # fmt: skip
 def test_configs_that_are_refused(change, message):
@@ -302,8 +262,3 @@ def test_adapters_of_experts_are_refused(saved):
     for targets in (("w1",), ("q_proj", "experts.0.w2"), TARGETS):
         with pytest.raises(ValueError, match="add_lora: no layer is called .*; adapters of experts are not built"):
             tpfuse.add_lora(model, rank=2, alpha=2.0, targets=targets)
-
-
-def test_parallelize_refuses_it(saved):
-    with pytest.raises(ValueError, match="parallelize: module must be .* got .*MixtralForCausalLM"):
-        tpfuse.parallelize(saved[0], None)

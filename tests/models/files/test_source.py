@@ -1,4 +1,5 @@
-"""Several parameters in one tensor of a file: a rank reads its own rows, and the tensor is written whole."""
+"""Several parameters in one tensor of a file, and several tensors of a parameter: a rank reads its own, and writes them
+whole."""
 
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from tests.common import fake_tp
 from tests.models.families.test_llama_like import config_of
 from tpfuse import TensorParallel
 from tpfuse.layers.spec import Spec
+from tpfuse.models.families.names import experts
 from tpfuse.models.families.phi3 import phi3_sources
 from tpfuse.models.files.source import written
 
@@ -61,3 +63,61 @@ def test_a_rank_reads_its_own_rows(R):
 def test_a_part_alone_is_no_tensor():
     with pytest.raises(ValueError, match=f"{NAME} is not all there"):
         list(Q.write(torch.zeros(APART.shape)))
+
+
+# ---- experts, apart and merged ----
+
+COUNT, F = 4, 5
+GATES, UPS = (torch.arange(COUNT * F * D).view(COUNT, F, D) + 1000 * i for i in range(2))
+DOWNS = torch.arange(COUNT * D * F).view(COUNT, D, F)
+APART_TENSORS = {f"moe.experts.{e}.gate.weight": GATES[e] for e in range(COUNT)}
+APART_TENSORS |= {f"moe.experts.{e}.up.weight": UPS[e] for e in range(COUNT)}
+APART_TENSORS |= {f"moe.experts.{e}.down.weight": DOWNS[e] for e in range(COUNT)}
+MERGED_TENSORS = {"mlp.experts.gate_up_proj": torch.cat([GATES, UPS], 1), "mlp.experts.down_proj": DOWNS}
+EXPERTS = experts("moe", "mlp", COUNT, ("gate", "up", "down"))
+FC1, FC2 = Spec((COUNT, F, 2, D), 0, 0.0), Spec((COUNT, D, F), 0, 0.0)
+
+
+def noting(tensors, noted):
+    """Reads tensors lazily, and notes the experts of which something is read."""
+
+    class Lazy:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, index):
+            found = tensors[self.name][index]
+            number = self.name.split(".")[2]
+            whole = range(COUNT) if index is ... else range(*(index[0].indices(COUNT)))
+            noted.update([int(number)] if number.isdigit() else whole)
+            return found
+
+    return Lazy
+
+
+@pytest.mark.parametrize("R, rank", [(1, 0), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize("tensors", [APART_TENSORS, MERGED_TENSORS], ids=["apart", "merged"])
+def test_a_rank_reads_its_own_experts(tensors, R, rank):
+    own, noted = range(rank * COUNT // R, (rank + 1) * COUNT // R), set()
+    fc1, fc2 = (
+        EXPERTS[leaf].found_by(tensors).read(noting(tensors, noted), spec, fake_tp(R, rank))
+        for leaf, spec in (("fc1", FC1), ("fc2", FC2))
+    )
+    assert noted == set(own)
+    mine = slice(own.start, own.stop)
+    assert torch.equal(fc1, torch.stack([GATES[mine], UPS[mine]], 2)) and torch.equal(fc2, DOWNS[mine])
+
+
+def test_experts_are_written_apart():
+    fc1 = torch.stack([GATES, UPS], 2)
+    stored = dict(written([(EXPERTS["fc1"], fc1), (EXPERTS["fc2"], DOWNS)]))
+    assert stored.keys() == APART_TENSORS.keys()
+    assert all(torch.equal(stored[name], APART_TENSORS[name]) for name in stored)
+
+
+def test_which_layout_is_read():
+    """Its own where any of it is there, so that what lacks is named; the other one where that alone is."""
+    source = EXPERTS["fc2"]
+    assert source.found_by(APART_TENSORS | MERGED_TENSORS) is source and source.found_by(()) is source
+    assert source.found_by(["moe.experts.3.down.weight"]) is source
+    assert source.found_by(MERGED_TENSORS).names == ("mlp.experts.down_proj",)

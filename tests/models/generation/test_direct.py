@@ -18,7 +18,7 @@ from tpfuse.kernels.gemm.prepared import Dense, Packed, Plain, Transposed
 from tpfuse.layers import KVCache
 from tpfuse.layers.shards import named_specs
 from tpfuse.models import GPT
-from tpfuse.models.generation import direct
+from tpfuse.models.generation import direct, experts
 from tpfuse.models.generation.passes import by_layers
 
 ROPE = dict(rope_type="default", rope_theta=1e4)
@@ -41,6 +41,11 @@ CONFIGS |= {
     "gemma 2": replace(GEMMA, attention_softcap=1.0, logit_softcap=0.1),
     "gemma 3": replace(GEMMA, qk_norm=True, qk_norm_kind="gemma_rms", local_rope=ROPE | dict(rope_theta=50.0)),
     "olmo 2": replace(LLAMA, pre_norm=False, branch_norm=True, qk_norm=True, qk_norm_all=True, mlp_bias=False),
+}
+EXPERTS = replace(LLAMA, num_experts=4, experts_per_token=2, qkv_bias=False, out_bias=False, mlp_bias=False)
+CONFIGS |= {
+    "experts": EXPERTS,
+    "experts between norms": replace(EXPERTS, branch_norm=True, activation="gelu_tanh"),
 }
 NEW = 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 0, 0, 0, 0, 0, 1]]).bool()
@@ -79,7 +84,7 @@ def both(world, name, dtype, sp, mask, bitwise=None):
         return logits_of(ours, ids, mask), logits_of(lambda *args: by_layers(model, caches, *args), ids, mask)
 
 
-LATER = "side by side, a part of each head", "longrope", "gemma 2", "gemma 3", "olmo 2"
+LATER = "side by side, a part of each head", "longrope", "gemma 2", "gemma 3", "olmo 2", "experts between norms"
 TRIED = [(name, mask) for name in CONFIGS for mask in MASKS]
 
 
@@ -116,6 +121,19 @@ def test_every_form_of_the_weights(ranks, monkeypatch, form, dtype):
     for name in ("gpt2", "llama", "norms on heads, wide heads"):
         got, want = both(World, name, dtype, False, PADDED)
         assert (got - want).double().norm() < limit * want.double().norm()
+
+
+@pytest.mark.parametrize("form", [Transposed(), Packed(8)], ids=lambda f: type(f).__name__)
+def test_copies_of_experts_that_are_often_chosen(monkeypatch, form):
+    """From the second product of one on."""
+    monkeypatch.setattr(direct, "form_for", lambda dtype, *, rows, times: form)
+    monkeypatch.setattr(experts, "PAYS", {type(form): 2})
+    copied, make = [], type(form).mlp
+    monkeypatch.setattr(type(form), "mlp", lambda self, *args: copied.append(1) or make(self, *args))
+    for mask in (PADDED, MASKS["one token"]):
+        got, want = both(World, "experts", torch.float32, False, mask)
+        assert (got - want).norm() < 16 * torch.finfo(torch.float32).eps * want.norm()
+    assert 0 < len(copied) <= 2 * 2 * EXPERTS.num_experts  # of two layers, and two models
 
 
 class World:

@@ -214,7 +214,10 @@ class Op:
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Returns the arguments, of which those behind ``args`` are given by name, in the reference's order."""
-        return *args, *[named[name] for name in self._names[len(args) : len(args) + len(named)]]
+        names = self._names[len(args) : len(args) + len(named)]
+        if len(names) < len(named):
+            raise TypeError(f"{self.name}: no argument is called {', '.join(sorted(named.keys() - set(names)))}")
+        return *args, *[named[name] for name in names]
 
     def pack(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the reference's arguments for those of a call through the schema."""

@@ -143,6 +143,11 @@ def instance(phrase: str, *kinds: type) -> Rule:
 
 
 boolean = instance("true or false", bool)
+integers = Rule(
+    lambda value: (
+        None if isinstance(value, list | tuple) and all(type(i) is int for i in value) else "be a list of integers"
+    )
+)
 
 
 def optional(rule: Rule) -> Rule:

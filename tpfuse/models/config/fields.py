@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from ...kernels.gemm.activation import ACTIVATIONS
 from ...kernels.norm import KINDS
-from ...kernels.runtime.rules import Rule, boolean, instance, integer, number, one_of, optional
+from ...kernels.runtime.rules import Rule, boolean, instance, integer, integers, number, one_of, optional
 
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 1 << 18  # of all layers, each of which has names of its own in a file
 MAX_WEIGHT = 1 << 48  # elements: far below what overflows 64 bits, far above what fits anywhere
 _PROBABILITY = number(0, 1, "[)")
 _POSITIVE = number(0, 1e6, "(]")
@@ -36,6 +37,11 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     mlp_bias=boolean,
     num_experts=optional(integer()),
     experts_per_token=optional(integer()),
+    expert_size=optional(integer()),
+    renormalize=boolean,
+    mlp_layers=integers,
+    balanced=boolean,
+    balance_coefficient=number(-1e6, 1e6),
     qk_norm=boolean,
     rope=optional(instance("a mapping", Mapping)),
     window=optional(integer()),
@@ -76,4 +82,6 @@ FILE_KEYS: dict[str, Rule] = dict(
     sliding_window_pattern=integer(),
     local_attention=integer(),
     global_attn_every_n_layers=integer(),
+    decoder_sparse_step=integer(),
+    mlp_only_layers=optional(integers),
 )

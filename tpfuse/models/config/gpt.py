@@ -12,8 +12,17 @@ from ...kernels.experts.records import Routing
 from ...kernels.runtime.errors import check
 from ...kernels.runtime.rules import Rule, quoted
 from ...layers.shapes import AttentionShape, MLPShape, MoEShape, mlp_or_experts
-from ..families import CAUSAL, FULL, NO_WINDOW, ONE_WINDOW, PATTERNED_LAYERS, SLIDING, WINDOWED_LAYERS
-from .fields import GPT_FIELDS
+from ..families import (
+    CAUSAL,
+    FULL,
+    NO_WINDOW,
+    ONE_WINDOW,
+    PATTERNED_LAYERS,
+    SLIDING,
+    SWITCHED_WINDOW,
+    WINDOWED_LAYERS,
+)
+from .fields import GPT_FIELDS, MAX_EXPERTS, MAX_WEIGHT
 from .model import ModelConfig
 from .reader import Reader
 from .rotary import stretches_past, switches_at, written_rope
@@ -39,6 +48,11 @@ class GPTConfig(ModelConfig):
     mlp_bias: bool = True
     num_experts: int | None = None  # gated MLPs in place of each one; None: there is one
     experts_per_token: int | None = None
+    expert_size: int | None = None  # their width; None: ffn_size
+    renormalize: bool = True  # a token's weights of its experts are divided by their sum
+    mlp_layers: tuple[int, ...] = ()  # layers with an MLP where all others have experts
+    balanced: bool = False  # transformers' loss that keeps experts equally busy is added to the cross entropy
+    balance_coefficient: float = 0.001  # times so much
     qk_norm: bool = False  # an RMSNorm over the width of every query and key head
     parallel_residual: bool = False  # attention and MLP read the same rows
     pre_norm: bool = True  # a norm before attention and before the MLP
@@ -60,7 +74,25 @@ class GPTConfig(ModelConfig):
             f"GPTConfig: num_experts and experts_per_token go together, got {self.num_experts} and"
             f" {self.experts_per_token}",
         )
-        _ = self.mlp_shape  # ValueError for experts that are not built
+        _ = self._experts  # ValueError for experts that are not built
+        object.__setattr__(self, "mlp_layers", tuple(sorted(set(self.mlp_layers))))
+        if self.num_experts is None:
+            unused = dict(expert_size=None, renormalize=True, mlp_layers=())
+            for name in (name for name, usual in unused.items() if getattr(self, name) != usual):
+                raise ValueError(f"GPTConfig: {name} is of models with experts, got {getattr(self, name)!r} without")
+        experts, elements = self.num_experts or 0, 2 * self.expert_width * self.hidden_size
+        check(
+            self.num_layers * experts <= MAX_EXPERTS,
+            f"GPTConfig: {self.num_layers} layers of num_experts={experts} are more than {MAX_EXPERTS} experts",
+        )
+        check(
+            experts * elements <= MAX_WEIGHT,
+            f"GPTConfig: a weight of {experts} experts of {elements} elements is more than {MAX_WEIGHT}",
+        )
+        check(
+            set(self.mlp_layers) <= set(range(self.num_layers)),
+            f"GPTConfig: mlp_layers must be some of 0 to {self.num_layers - 1}, got {quoted(self.mlp_layers)}",
+        )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"GPTConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}")
         if self.rope is not None:
@@ -86,10 +118,19 @@ class GPTConfig(ModelConfig):
         return self.hidden_size // self.num_heads if self.head_width is None else self.head_width
 
     @property
-    def mlp_shape(self) -> MLPShape | MoEShape:
-        """The MLP of every block, or its experts, whose weights are a softmax over those that a token has."""
-        mlp = MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
-        routing = None if self.experts_per_token is None else Routing(self.experts_per_token)
+    def expert_width(self) -> int:
+        """An expert's width."""
+        return self.ffn_width if self.expert_size is None else self.expert_size
+
+    def mlp_shape(self, layer: int) -> MLPShape | MoEShape:
+        """Returns the MLP of a layer, or its experts, whose weights are a softmax over all of them."""
+        return super().mlp_shape(layer) if layer in self.mlp_layers else self._experts
+
+    @property
+    def _experts(self) -> MLPShape | MoEShape:
+        mlp = MLPShape(self.hidden_size, self.expert_width, self.activation, self.gated, bias=self.mlp_bias)
+        k = self.experts_per_token
+        routing = None if k is None else Routing(k, renormalize=self.renormalize)
         return mlp_or_experts("GPTConfig", mlp, self.num_experts, routing)
 
     @property
@@ -137,6 +178,10 @@ class GPTConfig(ModelConfig):
             values |= read.windows(values["num_layers"])
         elif family.windows == PATTERNED_LAYERS:
             values["layer_types"] = read.pattern(values["num_layers"])
+        elif family.windows == SWITCHED_WINDOW:
+            values["window"] = read.window()
+        if family.mixes_mlps:
+            values["mlp_layers"] = read.mlp_layers(values["num_layers"])
         return values
 
     def to_hf(self) -> dict[str, Any]:
@@ -145,6 +190,7 @@ class GPTConfig(ModelConfig):
             self._check_fixed("parallel_residual", False)
         if "num_kv_heads" not in family.hf_keys:
             self._check_fixed("kv_heads", self.num_heads)
+        if "head_width" not in family.hf_keys:
             self._check_fixed("head_size", self.hidden_size // self.num_heads)
         if family.rotary:
             if self.rope is None:
@@ -164,6 +210,14 @@ class GPTConfig(ModelConfig):
             scalar = self.head_size if self.attention_scalar is None else self.attention_scalar
             key = family.hf_keys["attention_scalar"][0]
             config[key] = int(scalar) if scalar == int(scalar) else scalar  # transformers takes integers
+        if "expert_size" in family.hf_keys:
+            config[family.hf_keys["expert_size"][0]] = self.expert_width
+        if family.mixes_mlps:
+            config |= dict(mlp_only_layers=list(self.mlp_layers), decoder_sparse_step=1)
+        else:
+            self._check_fixed("mlp_layers", ())
+        if family.windows == SWITCHED_WINDOW:
+            config |= dict(use_sliding_window=self.window is not None, sliding_window=self.window)
         if family.windows == PATTERNED_LAYERS:
             config["layer_types"] = [FULL if w is None else SLIDING for w in self.windows]
             config["sliding_window"] = self.window or self.max_positions  # transformers takes no null, used or not
@@ -175,7 +229,7 @@ class GPTConfig(ModelConfig):
             raise ValueError(
                 f"GPTConfig: a {self.family} model of transformers has no sliding window, got window={self.window}"
             )
-        elif family.windows == ONE_WINDOW and self.window is not None and None in self.windows:
+        elif family.windows in (ONE_WINDOW, SWITCHED_WINDOW) and self.window is not None and None in self.windows:
             raise ValueError(
                 f"GPTConfig: a {self.family} model of transformers has one window for all layers, got layer_types"
             )

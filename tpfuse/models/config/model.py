@@ -17,7 +17,7 @@ from .reader import NAMED, Reader
 from .rotary import check_rope
 
 # Fields that are written by rules of their own.
-WRITTEN = {"family", "num_kv_heads", "head_width", "rope", "local_rope", "window", "layer_types"}
+WRITTEN = {"family", "num_kv_heads", "head_width", "rope", "local_rope", "window", "layer_types", "mlp_layers"}
 Config = TypeVar("Config", bound="ModelConfig")
 
 
@@ -129,9 +129,8 @@ class ModelConfig:
         """The norms of blocks, and the final one."""
         return NormShape(self.norm, self.eps, self.norm_bias)
 
-    @property
-    def mlp_shape(self) -> MLPShape | MoEShape:
-        """The MLP of every block."""
+    def mlp_shape(self, layer: int) -> MLPShape | MoEShape:
+        """Returns the MLP of a layer."""
         return MLPShape(self.hidden_size, self.ffn_width, self.activation, self.gated, bias=self.mlp_bias)
 
     def attention_shape(self, layer: int) -> AttentionShape:

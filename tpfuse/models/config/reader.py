@@ -75,9 +75,18 @@ class Reader:
         first = 0 if family.full_first else 1
         return self._layer_types([SLIDING if (i + first) % period else FULL for i in range(layers)])
 
+    def window(self) -> Any:
+        """Returns the window, which may be turned off."""
+        return self.config["sliding_window"] if self.config["use_sliding_window"] else None
+
+    def mlp_layers(self, layers: int) -> tuple[int, ...]:
+        """Returns the layers with an MLP where others have experts: those listed, and all but every so-many-th."""
+        listed, step = set(self.config["mlp_only_layers"] or ()), self.config["decoder_sparse_step"]
+        return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+
     def windows(self, layers: int) -> dict[str, Any]:
         """Returns the window, and which layers have it."""
-        window = self.config["sliding_window"] if self.config["use_sliding_window"] else None
+        window = self.window()
         full = layers if window is None else self.config["max_window_layers"]
         types = self._layer_types([SLIDING if i >= full else FULL for i in range(layers)])
         return dict(window=window, layer_types=None if window is None and types == (FULL,) * layers else types)

@@ -15,9 +15,9 @@ mistral        Mistral
 mixtral        Mixtral
 modernbert     ModernBERT
 names          building blocks for the names of parameters in a file
-olmo           OLMo 2
+olmo           OLMo 2 and OLMoE
 phi3           Phi-3 and Phi-4-mini
-qwen           Qwen 2 and 3
+qwen           Qwen 2, Qwen 3 and Qwen3-MoE
 roberta        RoBERTa, XLM-RoBERTa and CamemBERT
 starcoder2     StarCoder2
 """
@@ -33,6 +33,7 @@ from .family import (
     PER,
     SEQUENCE,
     SLIDING,
+    SWITCHED_WINDOW,
     TOKEN,
     WINDOWED_LAYERS,
     Classes,
@@ -46,15 +47,15 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
-from .olmo import OLMO2
+from .olmo import OLMO2, OLMOE
 from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3
+from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .starcoder2 import STARCODER2
 
 __all__ = [
     "CAUSAL", "ENCODERS", "FAMILIES", "FULL", "NO_WINDOW", "ONE_WINDOW", "PATTERNED_LAYERS", "PER", "SEQUENCE",
-    "SLIDING", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family", "HeadLayers",
+    "SLIDING", "SWITCHED_WINDOW", "TOKEN", "WINDOWED_LAYERS", "Classes", "Family", "HeadLayers",
 ]  # fmt: skip
 
 _ENTRIES = {
@@ -68,8 +69,10 @@ _ENTRIES = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "olmo2": OLMO2,
+    "olmoe": OLMOE,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
     "bert": BERT,
     "roberta": ROBERTA,
     "xlm-roberta": XLM_ROBERTA,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..files.source import Source
 
-# Which layers may have a sliding window, as a family's config.json tells it: none, all or none, or some; and some by
-# a pattern, where it does not list them.
+# Which layers may have a sliding window, as a family's config.json tells it: none, all or none, all or none by a key of
+# its own, or some; and some by a pattern, where it does not list them.
 NO_WINDOW, ONE_WINDOW, WINDOWED_LAYERS = "no window", "one window", "windowed layers"
-PATTERNED_LAYERS = "patterned layers"
+SWITCHED_WINDOW, PATTERNED_LAYERS = "switched window", "patterned layers"
 FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers' layer_types has them
 
 
@@ -110,6 +110,16 @@ class Family(NamedTuple):
     scaled_residuals: bool = False  # residual projections start divided by sqrt(2 num_layers)
     rotary_keys: RotaryKeys = USUAL
     filed: dict[str, str] = {}  # tensors whose name in a file is not that in the class -> the name there
+
+    @property
+    def has_experts(self) -> bool:
+        """True if layers have experts."""
+        return "num_experts" in self.hf_keys
+
+    @property
+    def mixes_mlps(self) -> bool:
+        """True if layers with an MLP may stand beside layers with experts."""
+        return "mlp_only_layers" in self.defaults
 
     @property
     def base_architecture(self) -> str:

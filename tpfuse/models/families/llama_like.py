@@ -5,7 +5,7 @@ from typing import Any
 
 from ..files.source import Source
 from .family import KEYS, NO_WINDOW, USUAL, Family, RotaryKeys
-from .names import Modules, NamingConfig, flat, gate_up, linear, norm, qkv, table
+from .names import Modules, NamingConfig, experts, flat, gate_up, linear, norm, qkv, table
 
 
 def llama_sources(config: NamingConfig) -> dict[str, Source]:
@@ -18,6 +18,17 @@ def llama_sources(config: NamingConfig) -> dict[str, Source]:
             f"blocks.{i}.mlp_norm": norm("norm" if i == final else f"layers.{i + 1}.input_layernorm"),
         }
     return flat(modules)
+
+
+def expert_sources(
+    config: NamingConfig, module: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Source]:
+    """Llama's, and the experts that layers may have in place of an MLP, in a ``module`` of the layer."""
+    mixtures = {
+        f"blocks.{i}.mlp": experts(f"layers.{i}.{module}", f"layers.{i}.mlp", config.num_experts or 0, names)
+        for i in range(config.num_layers)
+    }
+    return llama_sources(config) | flat(mixtures)
 
 
 def around() -> Modules:
@@ -49,14 +60,14 @@ def llama_like(
     rotary_keys: RotaryKeys = USUAL,
     **fixed: Any,
 ) -> Family:
-    """Returns a family with Llama's keys; what is given is what differs."""
+    """Returns a family with Llama's keys; what is given is what differs, a field without a key as ()."""
     shared: dict[str, tuple[str, ...]] = dict(
         num_kv_heads=("num_key_value_heads",),
         head_width=("head_dim",),
         eps=("rms_norm_eps",),
         attention_dropout=("attention_dropout",),
     )
-    hf_keys = KEYS | shared | (keys or {})
+    hf_keys = {field: names for field, names in (KEYS | shared | (keys or {})).items() if names}
     decided = dict(norm="rms", gated=True, dropout=0.0, embedding_dropout=0.0) | fixed
     return Family(
         architecture=architecture,
@@ -74,3 +85,18 @@ def llama_like(
 
 
 ATTENTION_BIAS: dict[str, tuple[str, ...]] = dict(qkv_bias=("attention_bias",), out_bias=("attention_bias",))
+EXPERTS: dict[str, tuple[str, ...]] = dict(
+    num_experts=("num_experts", "num_local_experts"),
+    experts_per_token=("num_experts_per_tok",),
+    renormalize=("norm_topk_prob",),
+)
+
+
+BALANCE: dict[str, tuple[str, ...]] = dict(
+    balanced=("output_router_logits",), balance_coefficient=("router_aux_loss_coef",)
+)
+
+
+def with_experts(family: Family, **not_built: Any) -> Family:
+    """Returns a family whose layers have experts, with the keys of the loss that balances them."""
+    return family._replace(output="MoeCausalLMOutputWithPast", hf_keys=family.hf_keys | BALANCE, not_built=not_built)

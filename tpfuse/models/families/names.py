@@ -4,7 +4,6 @@ A family's ``sources`` returns, for every parameter of the whole model, the tens
 of the base model, without its prefix.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from ..files.source import RowBlocks, Source, Stacked
@@ -78,14 +77,21 @@ def gate_up(gate: str, up: str) -> dict[str, Source]:
     }
 
 
-def experts(router: str, each: Callable[[int], str], count: int, names: tuple[str, str, str]) -> dict[str, Source]:
-    """A mixture of ``count`` experts, an expert a module, named by ``each``; ``names``: of its gate, up and down."""
-    modules = [each(expert) for expert in range(count)]
+def experts(module: str, merged: str, count: int, names: tuple[str, str, str]) -> dict[str, Source]:
+    """A router and ``count`` experts, an expert a module, whose gate, up and down are ``names``.
+
+    They are read from a module ``merged`` too, where each of these is one tensor of all experts, gate and up together.
+    """
+    modules = [f"{module}.experts.{expert}" for expert in range(count)]
     gate, up, down = names
+    both = Source.one(f"{merged}.experts.gate_up_proj", "e (t f) d -> e f t d")
+    router, same = (Source.one(f"{m}.gate.weight", "e d -> e d") for m in (module, merged))
     return {
-        "router": Source.one(f"{router}.weight", "e d -> e d"),
-        "fc1": Stacked.of(tuple(gate_up(f"{m}.{gate}", f"{m}.{up}")["weight"] for m in modules)),
-        "fc2": Stacked.of(tuple(linear(f"{m}.{down}")["weight"] for m in modules)),
+        "router": router.or_read(same),
+        "fc1": Stacked.of(gate_up(f"{m}.{gate}", f"{m}.{up}")["weight"] for m in modules).or_read(both),
+        "fc2": Stacked.of(linear(f"{m}.{down}")["weight"] for m in modules).or_read(
+            Source.one(f"{merged}.experts.down_proj", "e d f -> e d f")
+        ),
     }
 
 

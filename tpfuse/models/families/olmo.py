@@ -1,9 +1,10 @@
 """OLMo 2 (2025, arXiv:2501.00656): Llama with a norm on what attention and the MLP give in place of what they are
-given, and norms over all query heads together and over all key heads."""
+given, and norms over all query heads together and over all key heads.  OLMoE (Muennighoff et al. 2024,
+arXiv:2409.02060) has these norms of heads in Llama's wiring, and experts."""
 
 from ..files.source import Source
 from .family import SEQUENCE
-from .llama_like import ATTENTION_BIAS, around, layer, llama_like
+from .llama_like import ATTENTION_BIAS, EXPERTS, around, expert_sources, layer, llama_like, with_experts
 from .names import NamingConfig, flat, norm
 
 
@@ -28,3 +29,15 @@ OLMO2 = llama_like(
     pre_norm=False,
     branch_norm=True,
 )._replace(classifiers={SEQUENCE: "score"})
+
+OLMOE = with_experts(
+    llama_like(
+        "OlmoeForCausalLM",
+        keys=ATTENTION_BIAS | EXPERTS | dict(head_width=()),  # the norms of heads are as wide as hidden_size
+        sources=expert_sources,
+        mlp_bias=False,
+        qk_norm=True,
+        qk_norm_all=True,
+    ),
+    clip_qkv=None,
+)._replace(classifiers={})

@@ -1,8 +1,9 @@
 """Qwen 2 (Yang et al. 2024, arXiv:2407.10671) and Qwen 3 (2025, arXiv:2505.09388): Llama with windows in some layers;
-Qwen 2 with biases of q, k and v, Qwen 3 with a norm on every query and key head."""
+Qwen 2 with biases of q, k and v, Qwen 3 with a norm on every query and key head.  Qwen3-MoE has experts in place of
+some MLPs or all, and one window if any."""
 
-from .family import WINDOWED_LAYERS
-from .llama_like import ATTENTION_BIAS, llama_like
+from .family import SWITCHED_WINDOW, WINDOWED_LAYERS
+from .llama_like import ATTENTION_BIAS, EXPERTS, expert_sources, llama_like, with_experts
 
 QWEN2 = llama_like("Qwen2ForCausalLM", windows=WINDOWED_LAYERS, qkv_bias=True, out_bias=False, mlp_bias=False)
 QWEN3 = llama_like(
@@ -11,4 +12,14 @@ QWEN3 = llama_like(
     windows=WINDOWED_LAYERS,
     mlp_bias=False,
     qk_norm=True,
+)
+QWEN3_MOE = with_experts(
+    llama_like(
+        "Qwen3MoeForCausalLM",
+        keys=ATTENTION_BIAS | EXPERTS | dict(expert_size=("moe_intermediate_size",)),
+        sources=expert_sources,
+        windows=SWITCHED_WINDOW,
+        mlp_bias=False,
+        qk_norm=True,
+    )
 )

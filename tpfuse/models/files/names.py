@@ -1,7 +1,7 @@
 """The names of a model's tensors in Hugging Face files, and what its config.json says."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,13 +75,13 @@ class ModelFiles:
             return self.classifier.classifier.to_hf(family, {} if self.origin is None else self.origin.config)
         return {"architectures": [family.architecture if self.stages.head else family.base_architecture]}
 
-    def ignorable(self) -> tuple[str, ...]:
-        """Returns patterns of tensors that a file may hold and this model has no use for.
+    def ignorable(self, names: Iterable[str]) -> set[str]:
+        """Returns those of a file's tensors that this model has no use for.
 
         These are the family's, those of other stages, and what is above the blocks: a tied or absent head, an encoder's
         pooler or head.
         """
-        family, absent = self.config.hf, self.stages.absent_tensors()
+        family = self.config.hf
         if not family.causal:
             sources = family.sources(self.config).items()
             above = {n for name, source in sources if name.startswith(_ABOVE) for n in source.names}
@@ -89,7 +89,8 @@ class ModelFiles:
             above = head_weights(family)
         else:
             above = set()
-        return (*family.ignorable, *absent, *map(re.escape, above))
+        absent = above | self.stages.absent_tensors()
+        return {n for n in names if n in absent or any(re.fullmatch(pattern, n) for pattern in family.ignorable)}
 
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
         """Yields (name, parameter, spec, tp) of every parameter but those of adapters."""

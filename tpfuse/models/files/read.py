@@ -267,7 +267,7 @@ def _read(
     sources, groups = model.sources(), model.groups.all()
     read_here = lambda name: ".lora." not in name and name.rpartition(".")[0] not in fresh
     entries = [(name, spec, tp, sources[name]) for name, spec, tp in named_specs(model.module) if read_here(name)]
-    names = together(lambda: _check(model, tensors, entries), groups)
+    names, entries = together(lambda: _check(model, tensors, entries), groups)
 
     def read() -> None:
         for name, spec, tp, source in entries:
@@ -299,9 +299,11 @@ def _names(tensors: NamedTensors, config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> dict[str, str]:
-    """Returns name in the base model -> stored name; ValueError where tensors are missing, extra or mis-shaped."""
+def _check(model: ModelFiles, tensors: NamedTensors, wanted: list[_Entry]) -> tuple[dict[str, str], list[_Entry]]:
+    """Returns name in the base model -> stored name, and the entries by the sources that are there; ValueError where
+    tensors are missing, extra or mis-shaped."""
     names = _names(tensors, model.config)
+    entries = [(name, spec, tp, source.found_by(names)) for name, spec, tp, source in wanted]
     for *_, source in entries:
         if source.also is not None and source.also in names:
             names.setdefault(source.names[0], names[source.also])
@@ -317,15 +319,15 @@ def _check(model: ModelFiles, tensors: NamedTensors, entries: list[_Entry]) -> d
                 raise ValueError(f"{place} must be {expected} for {name} of this config, got {quoted(got)}")
             if stored.get_dtype() not in DTYPES:
                 raise ValueError(f"{place} must be one of {DTYPES}, got {stored.get_dtype()}")
-    return names
+    return names, entries
 
 
 def _check_names(model: ModelFiles, tensors: NamedTensors, names: dict[str, str], needed: list[str]) -> None:
     missing = [n for n in needed if n not in names]
     if missing:
         raise ValueError(f"{tensors.caller}: {tensors.holder} lacks {listed(missing)}")
-    ignorable, taken, name = model.ignorable(), set(needed), type(model.module).__name__
-    extra = [n for n in names if n not in taken and not any(re.fullmatch(p, n) for p in ignorable)]
+    expected, name = model.ignorable(names).union(needed), type(model.module).__name__
+    extra = [n for n in names if n not in expected]
     ours = {place for name in needed for place in _places(name)}
     wrong = [names[n] for n in extra if not tensors.others or _places(n) & ours]
     if wrong:

@@ -11,7 +11,7 @@ A tensor of the file may hold several parameters, one after another in dimension
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class Source:
 
     ``widths``: how many indices of dimension 1 each takes.  ``also``: a second name that a single tensor is written
     under, and is read by where the first does not exist.  ``places``: where in its tensor each stands; all are whole
-    tensors unless given.
+    tensors unless given.  ``alternative``: what it is read from where these do not exist.
     """
 
     names: tuple[str, ...]
@@ -53,6 +53,7 @@ class Source:
     widths: tuple[int, ...]
     also: str | None = None
     places: tuple[RowBlocks, ...] = ()
+    alternative: "Source | None" = None
 
     @classmethod
     def one(cls, name: str, pattern: str, also: str | None = None) -> "Source":
@@ -67,6 +68,16 @@ class Source:
     def within(self, *places: RowBlocks) -> "Source":
         """Returns the same source, of tensors of which these places are meant."""
         return replace(self, places=places)
+
+    def or_read(self, alternative: "Source") -> "Source":
+        """Returns the same source, which is read as ``alternative`` where that one's tensors exist and these do not."""
+        return replace(self, alternative=alternative)
+
+    def found_by(self, names: Container[str]) -> "Source":
+        """Returns the source, this one or ``alternative``, that tensors of these ``names`` are read by."""
+        if self.alternative is None or any(name in names for name in self.names):
+            return self
+        return self.alternative if any(name in names for name in self.alternative.names) else self
 
     @property
     def parts(self) -> tuple[tuple[str, RowBlocks], ...]:
@@ -142,8 +153,9 @@ class Stacked(Source):
     each: tuple[Source, ...] = ()
 
     @classmethod
-    def of(cls, each: tuple[Source, ...]) -> "Stacked":
+    def of(cls, sources: Iterable[Source]) -> "Stacked":
         """Returns the source of the parameter that these are the indices of."""
+        each = tuple(sources)
         names = tuple(name for source in each for name in source.names)
         return cls(names, each[0].pattern, each[0].widths, each=each)
 

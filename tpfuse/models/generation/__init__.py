@@ -2,6 +2,7 @@
 
 beams          beam search
 direct         generation's forward pass on a CPU
+experts        experts of that pass
 generate       generation with a cache, token by token
 graph          a step as a CUDA graph
 guessing       guesses tokens by prompt lookup or an assistant, which one pass of the model confirms

@@ -34,6 +34,7 @@ from ...layers.norm import LayerNorm, SplitNorm
 from ...layers.wiring import Branch, Join, Norm, norm_names, run
 from ..rows import BatchRows
 from . import leaves
+from .experts import DirectExperts
 from .model import CausalModel
 from .shared_memory import Exchange, exchange
 
@@ -63,7 +64,7 @@ def _plain(block: nn.Module) -> bool:
         type(block) is TransformerBlock
         and block.attention.qkv.adapter is None
         and block.attention.out.adapter is None
-        and block.mlp.in_one
+        and (block.mlp.in_one or (block.mlp.has_router and block.tp.bitwise is None))
     )
 
 
@@ -143,12 +144,14 @@ class _DirectLayer:
         self.head_norms = None if a.q_norm is None else [_norm(norm, exchange) for norm in (a.q_norm, a.k_norm)]
         weight, bias = a.qkv.flat()
         self._project(weight, bias, form)
-        self.up = form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
+        self.up: Map = (
+            DirectExperts(m, form) if m.has_router else form.mlp(local(m.fc1.weight), local(m.fc1.bias), m.activation)
+        )
         self.joins: dict[str, Joined] = {}
         for step in self.steps:
             if isinstance(step, Join):
                 norm = None if step.branch_norm is None else self.norms[step.branch_norm]
-                projection = a.out if step.branch == "attention" else m.fc2
+                projection = a.out if step.branch == "attention" else None if m.has_router else m.fc2
                 self.joins[step.branch] = _joined(projection, exchange, form, norm)
 
     def _project(self, weight: Tensor, bias: Tensor | None, form: Plain) -> None:
@@ -236,8 +239,10 @@ class _LastLayer(_DirectLayer):
         return cache.see(q, self.seeing, decode=decode)
 
 
-def _joined(layer: RowParallelLinear, exchange: Exchange, form: Plain, norm: Map | None) -> Joined:
-    """Returns (x, h) -> h + norm(the sum over ranks of x W' + b)."""
+def _joined(layer: RowParallelLinear | None, exchange: Exchange, form: Plain, norm: Map | None) -> Joined:
+    """Returns (x, h) -> h + norm(the sum over ranks of x W' + b); without a layer of x."""
+    if layer is None:
+        return lambda x, h: h + (exchange.sum(x) if norm is None else norm(exchange.sum(x)))
     weight, bias = local(layer.weight), local(layer.bias)
     if norm is not None:
         summed = form.partial(weight)

@@ -76,6 +76,7 @@ _LLAMA32 = _LLAMA3 | _scaled(32.0) | _TIED
 _QWEN25 = dict(vocab=152064, positions=32768, rope_theta=1000000.0, rms_norm_eps=1e-6)
 _SMALL_QWEN25 = _QWEN25 | dict(vocab=151936) | _TIED
 _QWEN3 = dict(vocab=151936, positions=40960, kv=8, head_dim=128, rope_theta=1000000.0, rms_norm_eps=1e-6)
+_QWEN3_MOE = _QWEN3 | dict(kv=4, experts=128, chosen=8, norm_topk_prob=True)
 _GEMMA2 = dict(vocab=256000, positions=8192, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096)
 _GEMMA3 = _GEMMA2 | dict(vocab=262144, positions=32768, sliding_window=512)
 _MISTRAL = dict(vocab=32768, positions=32768, kv=8, rope_theta=1000000.0, sliding_window=None, rms_norm_eps=1e-5)
@@ -87,7 +88,7 @@ _SMOLLM2 = dict(vocab=49152, positions=8192, rms_norm_eps=1e-5, rope_theta=10000
 # As a config.json has them: base models, and the Instruct models of Llama 3.3, Qwen2.5 and Phi-3.  From Llama 3 on they
 # were compared, in sizes, positions and windows, with copies of these files: litgpt/config.py of Lightning-AI/litgpt;
 # for OLMo 2 of 1B the olmo2 configuration of facebookresearch/fairseq2, of 32B allenai/OLMo-core's olmo2_32B; for
-# Mistral Nemo kevinstephano/thunder_model_blocks.
+# Mistral Nemo kevinstephano/thunder_model_blocks.  Qwen3-MoE and OLMoE were compared by their numbers of parameters.
 PRESETS = {
     "gpt-3m": _gpt(256, 4, 8, positions=512, vocab=256),
     "gpt-10m": _gpt(384, 6, 12, positions=512, vocab=256),
@@ -120,6 +121,8 @@ PRESETS = {
     "qwen3-8b": _decoder("qwen3", (4096, 36, 32), _QWEN3, dict(ffn=12288)),
     "qwen3-14b": _decoder("qwen3", (5120, 40, 40), _QWEN3, dict(ffn=17408)),
     "qwen3-32b": _decoder("qwen3", (5120, 64, 64), _QWEN3, dict(ffn=25600)),
+    "qwen3-30b-a3b": _decoder("qwen3_moe", (2048, 48, 32), _QWEN3_MOE, dict(ffn=6144, moe_intermediate_size=768)),
+    "qwen3-235b-a22b": _decoder("qwen3_moe", (4096, 94, 64), _QWEN3_MOE, dict(ffn=12288, moe_intermediate_size=1536)),
     "gemma2-2b": _decoder("gemma2", (2304, 26, 8), _GEMMA2, dict(kv=4, ffn=9216)),
     "gemma2-9b": _decoder("gemma2", (3584, 42, 16), _GEMMA2, dict(kv=8, ffn=14336)),
     "gemma2-27b": _decoder(
@@ -138,6 +141,7 @@ PRESETS = {
     "olmo2-7b": _decoder("olmo2", (4096, 32, 32), _OLMO2, dict(ffn=11008, kv=32)),
     "olmo2-13b": _decoder("olmo2", (5120, 40, 40), _OLMO2, dict(ffn=13824, kv=40)),
     "olmo2-32b": _decoder("olmo2", (5120, 64, 40), _OLMO2, dict(ffn=27648, kv=8)),
+    "olmoe-1b-7b": _decoder("olmoe", (2048, 16, 16), dict(vocab=50304, positions=4096), dict(ffn=1024)),
     "smollm2-135m": _decoder("llama", (576, 30, 9), _SMOLLM2, dict(kv=3, ffn=1536)),
     "smollm2-360m": _decoder("llama", (960, 32, 15), _SMOLLM2, dict(kv=5, ffn=2560)),
     "smollm2-1.7b": _decoder("llama", (2048, 24, 32), _SMOLLM2, dict(kv=32, ffn=8192, rope_theta=130000.0)),

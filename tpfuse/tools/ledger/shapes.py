@@ -28,8 +28,13 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, c: ModelConfig) -> "Shape":
-        """Returns the sizes of a model's config; rotary positions are not learned."""
-        mlp = c.mlp_shape
+        """Returns the sizes of a model's config; rotary positions are not learned.  ValueError for unlike layers."""
+        mlp, *others = dict.fromkeys(map(c.mlp_shape, range(c.num_layers)))
+        check(
+            not others,
+            "the ledger and the planner are built for models whose layers are alike, got some with an MLP and some with"
+            " experts",
+        )
         return cls(
             D=c.hidden_size,
             L=c.num_layers,
@@ -88,6 +93,6 @@ def check_imbalance(caller: str, config: ModelConfig, imbalance: float, ranks: i
         f"{caller}: imbalance is the busiest rank's rows over the mean, 1 to tp={ranks}, got {imbalance}",
     )
     check(
-        imbalance == 1 or isinstance(config.mlp_shape, MoEShape),
+        imbalance == 1 or isinstance(config.mlp_shape(0), MoEShape),
         f"{caller}: imbalance is of a model with experts, and this one has none, got {imbalance}",
     )

@@ -1,0 +1,111 @@
+"""Experts' GEMMs on a CPU: rows are brought into order at once, an expert's product is one GEMM into its place, and all
+that is done element by element is done for all rows in one pass.
+
+The bits are the reference's.  A product in its place is aligned as one in memory of its own where every row begins a
+cache line; where it does not the reference is taken.
+"""
+
+import torch
+from torch import Tensor
+
+from ..gemm.runs import gradient_of, value_of
+from ..runtime.op import acc_dtype, row_blocks
+from .records import ExpertRows, Sides
+from .reference import (
+    ALIGNED,
+    experts_dact_ref,
+    experts_down_ref,
+    experts_dx_ref,
+    experts_up_ref,
+    experts_wgrad_ref,
+)
+
+
+def _begin_lines(*tensors: Tensor) -> bool:
+    """True if every row of the tensors begins a cache line."""
+    return all(t.is_contiguous() and not t.data_ptr() % ALIGNED and not t[:1].nbytes % ALIGNED for t in tensors)
+
+
+def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
+    """Returns rows sorted by expert."""
+    return x if index is None else x.index_select(0, index)
+
+
+def _multiply(x: Tensor, matrices: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    """x [n, K] sorted by expert, matrices [E, K, N] -> y [n, N], filled."""
+    sizes = offsets.diff().tolist()
+    busy = [expert for expert, size in enumerate(sizes) if size]
+    pieces = (t.split([sizes[expert] for expert in busy]) for t in (x, y))
+    for expert, rows, place in zip(busy, *pieces, strict=True):
+        torch.mm(rows, matrices[expert], out=place)
+    return y
+
+
+def _placed(x: Tensor, rows: ExpertRows, count: int) -> Tensor:
+    """x [n, D] sorted by expert -> [count, D], each row at its place and the others 0."""
+    if rows.row_index is None:
+        return x
+    y = x.new_empty(count, x.shape[1]) if len(x) == count else x.new_zeros(count, x.shape[1])
+    return y.index_copy_(0, rows.row_index, x)
+
+
+@torch.no_grad()
+def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
+    ordered = _in_order(x, rows.row_index)
+    z = x.new_empty(len(ordered), w1.shape[1])
+    if tile or not _begin_lines(ordered, z, w1.flatten(1)):
+        return experts_up_ref(x, rows, w1, activation, tile=tile)
+    _multiply(ordered, w1.mT, rows.offsets, z)
+    return z, value_of(z, activation)
+
+
+@torch.no_grad()
+def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+    y = a.new_empty(len(a), w2.shape[1])
+    if tile or not _begin_lines(a, y, w2.flatten(1)):
+        return experts_down_ref(a, rows, w2, weights, count=count, tile=tile)
+    _multiply(a, w2.mT, rows.offsets, y)
+    for i, j in row_blocks(*y.shape):
+        y[i:j] = y[i:j] * weights[i:j, None]
+    return _placed(y, rows, count)
+
+
+@torch.no_grad()
+def experts_dact_cpu(
+    dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    ordered = _in_order(dy, rows.row_index)
+    acc, da = acc_dtype(z), z.new_empty(len(z), w2.shape[2])
+    if not _begin_lines(ordered, da, w2.flatten(1)):
+        return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
+    _multiply(ordered, w2, rows.offsets, da)
+    dz, dg = z.new_empty(z.shape), z.new_empty(len(z), dtype=acc)
+    for i, j in row_blocks(*da.shape):
+        g, da_rows = weights[i:j, None].to(acc), da[i:j].to(acc)
+        d = (da_rows * g).to(z.dtype)
+        _, a = gradient_of(d, z[i:j], activation, rebuild=True, dz=dz[i:j])
+        a = a.to(acc)
+        torch.sum(da_rows * a, -1, out=dg[i:j])
+        da[i:j] = a * g
+    return dz, da, dg
+
+
+@torch.no_grad()
+def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
+    dx = dz.new_empty(len(dz), w1.shape[2])
+    if rows.row_index is None or not _begin_lines(dz, dx, w1.flatten(1)):
+        return experts_dx_ref(dz, rows, w1, count, room=room)
+    _multiply(dz, w1, rows.offsets, dx)
+    return _placed(dx, rows, count + room)
+
+
+@torch.no_grad()
+def experts_wgrad_cpu(sides: Sides, dtype: torch.dtype) -> Tensor:
+    dy, x = _in_order(sides.dy, sides.dy_index), _in_order(sides.x, sides.x_index)
+    if dtype != dy.dtype or not _begin_lines(dy, x):
+        return experts_wgrad_ref(sides, dtype)
+    sizes = sides.offsets.diff().tolist()
+    dw = dy.new_empty(len(sizes), dy.shape[1], x.shape[1])
+    for place, dy_e, x_e in zip(dw, dy.split(sizes), x.split(sizes), strict=True):
+        torch.mm(dy_e.t(), x_e, out=place)
+    return dw

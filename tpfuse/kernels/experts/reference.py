@@ -1,0 +1,113 @@
+"""The definition of experts' GEMMs in plain torch: every product has all rows of one expert, in memory of its own."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..gemm.op import activation_bwd, activation_fwd
+from ..runtime.op import acc_dtype
+from ..runtime.tiles import check_alike, check_tiles_device, in_tiles
+from .records import ExpertRows, Sides
+
+ALIGNED = 64  # bytes, at which torch starts its tensors
+
+
+def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields the experts that have rows, and their places."""
+    bounds = offsets.tolist()
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if begin < end:
+            yield expert, slice(begin, end)
+
+
+def _rows(x: Tensor, index: Tensor | None, places: slice) -> Tensor:
+    """Returns the rows at some places of the order, as a tensor of their own."""
+    return x[places].clone() if index is None else x.index_select(0, index[places])
+
+
+def _weight(w: Tensor, expert: int) -> Tensor:
+    """Returns an expert's weight, from an aligned address on: a library may add in another order from others."""
+    return w[expert] if w[expert].data_ptr() % ALIGNED == 0 else w[expert].clone()
+
+
+def _destinations(rows: ExpertRows, places: slice) -> Tensor | slice:
+    return places if rows.row_index is None else rows.row_index[places]
+
+
+def _product(x: Tensor, w: Tensor, tile: int) -> Tensor:
+    """x [n, K], w [N, K] -> x w' [n, N], by tiles of so many rows unless 0."""
+    return in_tiles(lambda rows: (rows @ w.t(),), x, tile)[0]
+
+
+def check_expert_tiles(x: Tensor, w1: Tensor, w2: Tensor, tile: int) -> None:
+    """Raises an error where experts' products in tiles of so many rows are not built, or do not treat rows alike."""
+    if tile:
+        check_tiles_device("experts", x)
+        for w in (w1[0], w2[0]):
+            check_alike("experts", lambda rows, w: _product(rows, w, tile=0), tile, w)
+
+
+def experts_up_ref(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
+    """x [.., D] by rows -> z [n, 2F], a [n, F]; on a CPU by tiles of so many rows of an expert unless 0."""
+    n, N = len(x if rows.row_index is None else rows.row_index), w1.shape[1]
+    z, a = x.new_empty(n, N), x.new_empty(n, N // 2)
+    for e, places in _experts_with_rows(rows.offsets):
+        product = _product(_rows(x, rows.row_index, places), _weight(w1, e), tile)
+        z[places], a[places] = product, activation_fwd(product, activation)
+    return z, a
+
+
+def experts_down_ref(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
+    """a [n, F], weights [n] -> y [count, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+
+    ``tile`` as of experts_up.
+    """
+    y = a.new_zeros(count, w2.shape[1])
+    for e, places in _experts_with_rows(rows.offsets):
+        product = _product(_rows(a, None, places), _weight(w2, e), tile)
+        y[_destinations(rows, places)] = (product * weights[places, None]).to(y.dtype)
+    return y
+
+
+def experts_dact_ref(
+    dy: Tensor, rows: ExpertRows, w2: Tensor, z: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy [.., D] by rows, z [n, 2F], weights [n] -> dz [n, 2F], g a [n, F], dg [n] in fp32"""
+    acc, n, F = acc_dtype(z), len(z), w2.shape[2]
+    dz, ga, dg = z.new_empty(z.shape), z.new_empty(n, F), z.new_empty(n, dtype=acc)
+    for e, places in _experts_with_rows(rows.offsets):
+        g, z_e = weights[places, None].to(acc), _rows(z, None, places)
+        da = (_rows(dy, rows.row_index, places) @ _weight(w2, e)).to(acc)
+        a = activation_fwd(z_e, activation).to(acc)
+        dg[places], ga[places] = (da * a).sum(-1), (a * g).to(z.dtype)
+        dz[places], _, _ = activation_bwd((da * g).to(z.dtype), z_e, activation, rebuild=False, bias=None)
+    return dz, ga, dg
+
+
+def experts_dx_ref(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
+    """dz [n, 2F] -> dx [count + room, D], whose row ``rows.row_index[i]`` is that of place i; others are 0.
+
+    So is the ``room`` behind ``count``, which is for gradients of the same rows that come from elsewhere.
+    """
+    dx = dz.new_zeros(count + room, w1.shape[2])
+    for e, places in _experts_with_rows(rows.offsets):
+        dx[_destinations(rows, places)] = _rows(dz, None, places) @ _weight(w1, e)
+    return dx
+
+
+def experts_wgrad_ref(sides: Sides, dtype: torch.dtype) -> Tensor:
+    """-> dW [E, N, K] in ``dtype``, dW_e = dy_e' x_e; 0 of an expert without rows"""
+    dy, x, offsets, dy_index, x_index = sides
+    dw = dy.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1], dtype=dtype)
+    for e, places in _experts_with_rows(offsets):
+        dw[e] = _rows(dy, dy_index, places).t() @ _rows(x, x_index, places)
+    return dw
+
+
+def experts_wgrad_add_ref(sides: Sides, total: Tensor) -> None:
+    """Adds dW of experts_wgrad to ``total`` [E, N, K] in its dtype, fp32 (fp64 for fp64), unrounded."""
+    dy, x, offsets, dy_index, x_index = sides
+    for e, places in _experts_with_rows(offsets):
+        dy_e, x_e = (_rows(t, index, places).to(total.dtype) for t, index in ((dy, dy_index), (x, x_index)))
+        total[e].addmm_(dy_e.t(), x_e)

@@ -1,0 +1,58 @@
+"""Experts of generation's forward pass on a CPU: every rank has all rows and chooses for all of them, and its own
+experts' outputs are a part of one sum over the ranks."""
+
+from torch import Tensor
+
+from ...kernels.experts.records import ExpertOrder
+from ...kernels.experts.router import router_fwd
+from ...kernels.gemm.activation import ACTIVATIONS
+from ...kernels.gemm.prepared import PAYS, Map, Plain
+from ...kernels.runtime.op import acc_dtype
+from ...layers.module import local
+from ...layers.moe import ParallelMoE
+
+
+class DirectExperts:
+    """n [m, D] -> the weighted outputs of this rank's experts, added, [m, D].
+
+    An expert gets a copy of its weights in the order that ``form`` reads once it has had rows so often that this pays:
+    of many experts most are seldom chosen.
+    """
+
+    def __init__(self, moe: ParallelMoE, form: Plain):
+        router, self.fc1, self.fc2 = (local(moe.shard(name)) for name in ("router", "fc1", "fc2"))
+        self.router, self.routing, self.first = router.to(acc_dtype(router)), moe.routing, moe.tp.rank * len(self.fc1)
+        gated = ACTIVATIONS[moe.activation].gated
+        assert gated is not None
+        self.activation, self.form, self.pays = gated, form, PAYS.get(type(form))
+        self.maps: dict[int, tuple[Map, Map]] = {}
+        self.calls = [0] * len(self.fc1)
+
+    def __call__(self, n: Tensor) -> Tensor:
+        weights, chosen, _ = router_fwd(n, self.router, None, self.routing)
+        y, last = n.new_zeros(n.shape, dtype=weights.dtype), self.first + len(self.fc1)
+        if len(n) == 1:
+            for number, weight in zip(chosen[0].tolist(), weights[0].tolist(), strict=True):
+                if self.first <= number < last:
+                    y.add_(self._output(number - self.first, n), alpha=weight)
+            return y.to(n.dtype)
+        order, k = ExpertOrder.of(chosen, len(self.router)), self.routing.k
+        rows, weights, bounds = order.numbers // k, weights.flatten()[order.numbers, None], order.offsets.tolist()
+        for number in range(self.first, last):
+            places = slice(bounds[number], bounds[number + 1])
+            if places.start < places.stop:
+                output = self._output(number - self.first, n.index_select(0, rows[places]))
+                y.index_add_(0, rows[places], output * weights[places])
+        return y.to(n.dtype)
+
+    def _output(self, expert: int, x: Tensor) -> Tensor:
+        """x [r, D] -> fc2 (act(gate) up) [r, D]"""
+        if expert not in self.maps or self.calls[expert] == self.pays:
+            self.maps[expert] = self._made(expert)
+        self.calls[expert] += 1
+        up, down = self.maps[expert]
+        return down(up(x))
+
+    def _made(self, expert: int) -> tuple[Map, Map]:
+        form = self.form if self.pays is None or self.calls[expert] == self.pays else Plain()
+        return form.mlp(self.fc1[expert], None, self.activation), form.partial(self.fc2[expert])
