@@ -147,6 +147,8 @@ def other_calls(world, change: str):
         layer.train(replica == 0)
     elif change == "frozen":
         layer.fc1.requires_grad_(replica == 0)
+    elif change == "rows":
+        x = torch.ones(6 - world.rank % 2 * replica, 64)
     with pytest.raises(ValueError) as found, torch.set_grad_enabled(change != "gradients" or replica == 0):
         layer(x)
     return str(found.value)
@@ -155,6 +157,7 @@ def other_calls(world, change: str):
 @pytest.mark.parametrize("change, message", [
     ("mode", "training must be the same on every expert-parallel rank"),
     ("frozen", "frozen parameters must be the same on every expert-parallel rank"),
+    ("rows", "argument 1 must be the same on every tensor-parallel rank"),
     ("gradients", "grad mode must be the same on every expert-parallel rank"),
 ])  # fmt: skip
 def test_replicas_with_other_calls_are_refused(ranks, change, message):

@@ -329,15 +329,38 @@ def other_modes(world, change):
     replica = mesh["dp"].get_local_rank()
     if change == "mode":
         model.train(replica == 0)
-    with pytest.raises(ValueError) as found, torch.set_grad_enabled(change == "mode" or replica == 0):
+    if change == "labels" and world.rank == 3:  # of one tensor-parallel rank alone
+        call["labels"] = call["labels"] - 1
+    with pytest.raises(ValueError) as found, torch.set_grad_enabled(change != "gradients" or replica == 0):
         model(**call)
     return str(found.value)
 
 
-@pytest.mark.parametrize("change, message", [("mode", "training"), ("gradients", "grad mode")])
+@pytest.mark.parametrize("change, message", [
+    ("mode", "training must be the same on every expert-parallel rank"),
+    ("gradients", "grad mode must be the same on every expert-parallel rank"),
+    ("labels", "labels must be the same on every tensor-parallel rank"),
+])  # fmt: skip
 def test_replicas_with_other_calls_are_refused(ranks, change, message):
     for found in ranks(4, other_modes, change):
-        assert f"{message} must be the same on every expert-parallel rank" in found
+        assert message in found
+
+
+def without_samples(world):
+    """Gradients where replica 1 has no sample of its own: it calls with one that has no labels."""
+    loop = Loop(world, 2)
+    call = batch(CONFIG, size=4)
+    count = int((call["labels"][:, 1:] != -100).sum())
+    if loop.mesh["dp"].get_local_rank() == 1:
+        call = dict(input_ids=call["input_ids"][:1], labels=torch.full((1, 7), -100))
+    loop.replica(**call, loss_normalizer=count / 2).loss.backward()
+    return loop.gradients()
+
+
+def test_a_replica_without_samples(ranks):
+    one = ranks(1, trained, 1, "equal", None)[0]
+    for found in ranks(4, without_samples):
+        assert_close(found, {name: one[f"d {name}"] for name in found}, F64)
 
 
 # ---- what is refused ----

@@ -15,8 +15,9 @@ from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..parallel import TensorParallel
-from ..ranks.agreement import Agreement, Header, names
+from ..parallel import TensorParallel, resolve
+from ..ranks.agreement import Agreement, Header, comparable, names, raise_everywhere
+from ..ranks.messages import attempt
 from ..ranks.split import ON_SPLIT
 from .hooks import onlooker
 from .partial import watch
@@ -180,9 +181,14 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         state = lambda: module_state(module)
         dtype = next((p.dtype for p in module.parameters()), None)
         modes = {"training": module.training, "dtype": dtype}
-        module._agreement(module.tp.group, call, modes, state)
-        if module._replicas is not None:  # which may have other rows
-            module._replicas(module.widest.group, {}, modes, state, lambda: tuple(mark_of(module)))
+        agreement, replicas = module._agreement, module._replicas
+        if replicas is None or not comparable(call.values()):
+            agreement(module.tp.group, call, modes, state)
+            return
+        group = resolve(str(module.widest.group_name))
+        _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
+        raise_everywhere(error, [group], call=type(module).__name__)  # other replicas would wait
+        replicas(group, {}, modes, state, lambda: tuple(mark_of(module)))  # which may have other rows
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

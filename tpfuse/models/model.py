@@ -22,11 +22,11 @@ from ..layers.expert_ranks import ExpertGroup, expert_ranks
 from ..layers.hooks import hooked_within
 from ..layers.module import initialize, mark_of, module_state
 from ..layers.wiring import Normed
-from ..parallel import TensorParallel, versions
+from ..parallel import TensorParallel, resolve, versions
 from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
-from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number
-from ..ranks.messages import channel, together
+from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number, raise_everywhere
+from ..ranks.messages import attempt, channel, together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
 from .embed import EmbeddingDropout
@@ -266,7 +266,12 @@ class Model(nn.Module):
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
         compare = lambda: self._agree(call, arguments)
-        if self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
+        experts = self.groups.experts
+        if experts.replicas > 1 and not torch.compiler.is_compiling():
+            _, error = attempt(compare)
+            raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
+            self._replicas(experts.group, {}, self._modes(call), self._state, self._mark)
+        elif self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
             compare()
@@ -274,12 +279,11 @@ class Model(nn.Module):
 
     def _agree(self, call: str, arguments: dict[str, Any]) -> None:
         if self.tp.size > 1:
-            modes = {"call": call, "training": self.training, "recompute": self.recompute}
-            modes["hooks inside its layers"] = hooked_within(self)
-            self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
-        if self.groups.experts.replicas > 1:
-            modes = {"call": call, "training": self.training, "recompute": self.recompute}
-            self._replicas(self.groups.experts.group, {}, modes, self._state, self._mark)
+            self._agreement(self.tp.group, arguments, self._modes(call), self._state, self._mark)
+
+    def _modes(self, call: str) -> dict[str, Hashable]:
+        modes = {"call": call, "training": self.training, "recompute": self.recompute}
+        return modes | {"hooks inside its layers": hooked_within(self)}
 
     def _at_call(self) -> None:
         """Does what is to be done at each call, once all ranks agree on it."""
