@@ -162,7 +162,7 @@ def test_compiled():
     (dict(lm_head=False), "needs the language-model head"),
     (dict(classifier=Classifier(2)), "needs the language-model head"),
     (dict(balance=ExpertBalance("none")), "kind must be one of sequence, batch, got 'none'"),
-    (dict(stage=Stage(0, 2)), "balance is not built for pipeline stages"),
+    (dict(stage=Stage(0, 2), balance=BATCH), "over pipeline stages balance must be of kind 'sequence'"),
 ])  # fmt: skip
 def test_what_is_refused(change, message):
     with pytest.raises(ValueError, match=f"GPT: .*{message}"):

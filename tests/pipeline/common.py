@@ -1,5 +1,6 @@
 """Small models over pipeline stages, their batches, and their curves and gradients against one process's."""
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,9 +99,9 @@ class Curve(NamedTuple):
     share: float = 1.0  # of the elements of this rank's parameters, those that it holds between steps
 
 
-def one_process(world, config, lora, steps, per_step):
+def one_process(world, config, lora, steps, per_step, **options):
     with default_dtype(F64):
-        model = adapted(made(config), lora)
+        model = adapted(made(config, **options), lora)
         return _curve(model, None, lambda *call: model(call[0], labels=call[1]).loss, steps, per_step)
 
 
@@ -146,10 +147,10 @@ EXACT = {}  # curves of one process, which several tests compare with
 
 def check_curve(ranks, build, layout, name, config=GPT2, steps=2, per_step=1, **options):
     """Losses, norms and first gradients of all ranks are those of one process; -> the ranks' curves."""
-    lora = options.get("lora", False)
-    key = repr((config, lora, steps, per_step))
+    lora, of_loss = options.get("lora", False), {key: options[key] for key in ("balance",) if key in options}
+    key = repr((config, lora, steps, per_step, of_loss))
     if key not in EXACT:
-        EXACT[key] = ranks(1, one_process, config, lora, steps, per_step)[0]
+        EXACT[key] = ranks(1, functools.partial(one_process, **of_loss), config, lora, steps, per_step)[0]
     exact, size = EXACT[key], layout[0] * layout[1] * layout[2]
     curves = ranks(size, over_stages, build, layout, name, config, options, steps, per_step, exact.first)
     for curve in curves:

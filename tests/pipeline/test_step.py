@@ -1,6 +1,7 @@
 """A step over pipeline stages against one process: loss, gradients, curves, in fp64 with dropout on; what is counted of
 it; what is refused."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -22,10 +23,14 @@ from tests.pipeline.common import (
     errors,
     made,
     mine,
+    one_process,
+    over_stages,
     place,
     said,
 )
+from tests.planted import Mistaken
 from tpfuse import TensorParallel, clip_grad_norm_, save_adapter
+from tpfuse.layers import ExpertBalance
 from tpfuse.models import GPT
 from tpfuse.pipeline import SCHEDULES, schedule
 from tpfuse.sequence_parallel import experts, records
@@ -76,6 +81,25 @@ def test_every_kind_of_model(ranks, kind, name):
 def test_experts_over_ranks_of_a_stage(ranks, name, sp):
     """Rows go to the experts of both tensor-parallel ranks of a stage; under zero-bubble gradients of weights wait."""
     check_curve(ranks, staged, (2, 1, 2), name, MODELS["mixtral"], steps=1, sequence_parallel=sp)
+
+
+@pytest.mark.parametrize("layout, name", [((2, 1, 1), "zbv"), ((2, 1, 2), "1f1b"), ((2, 2, 1), "zero-bubble")])
+def test_losses_of_balance_are_added_stage_by_stage(ranks, layout, name):
+    """Of all stages' layers; their gradients join that of what a stage is sent back."""
+    check_curve(ranks, staged, layout, name, MODELS["mixtral"], steps=2, balance=ExpertBalance("sequence", 0.5, 0.1))
+
+
+def forgetful(right, h, loss):
+    return h
+
+
+def test_a_balance_without_gradient_is_seen(ranks):
+    balance, spoilt = ExpertBalance("sequence", 0.5, 0.1), "tpfuse.models.stages._WithLoss.apply"
+    build = functools.partial(staged, balance=balance)
+    exact = ranks(1, functools.partial(one_process, balance=balance), MODELS["mixtral"], False, 1, 1)[0]
+    arguments = build, (2, 1, 1), "1f1b", MODELS["mixtral"], {}, 1, 1, exact.first
+    first, last = ranks(2, Mistaken(over_stages, spoilt, forgetful), *arguments)
+    assert first.losses == pytest.approx(exact.losses, rel=1e-9) and first.first > 1e-3 > last.first
 
 
 @pytest.mark.parametrize(
@@ -191,6 +215,10 @@ def refusals(world):
         "generate": lambda: model.generate(ids, max_new_tokens=1),
         "save": lambda: staged().save_pretrained("nowhere"),
         "no head": lambda: GPT(GPT2, lm_head=False, stage=(rank, 2)),
+        "balance": lambda: GPT(MODELS["mixtral"], balance=ExpertBalance("batch"), stage=(rank, 2)),
+        "balance as a tree": lambda: schedule(
+            GPT(MODELS["mixtral"], balance=ExpertBalance(), stage=(rank, 2)), mesh, "1f1b", 4, bitwise=True
+        ),
         "layers of no kind": lambda: staged("1f1b", GPT2, None, 8),
         "clip": lambda: clip_grad_norm_(staged(), 1.0),
         "adapter": lambda: save_adapter(adapted(staged(), True), "nowhere"),
@@ -220,6 +248,8 @@ WORDS = {
     "generate": "generate needs the whole model",
     "save": "save_pretrained: the model is one rank's stages, and the others are not known before",
     "no head": "pipeline stages need a language-model head",
+    "balance": "over pipeline stages balance must be of kind 'sequence', a sum over layers, got 'batch'",
+    "balance as a tree": "is not built beside balance=ExpertBalance",
     "layers of no kind": "must be 2 positive integers whose sum is 8, got 8",
     "clip": "the others are not known before tpfuse.pipeline.schedule",
     "adapter": "save_adapter: the model is one rank's stages, and the others are not known before",

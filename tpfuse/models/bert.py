@@ -174,6 +174,9 @@ class Bert(Model):
         """Returns h and n of the first block."""
         return self._embed(batch.rows, batch.inputs, batch.call.rng)
 
+    def _balance_loss(self, sums: tuple[Tensor, ...], inputs: Inputs) -> None:
+        """There are no experts."""
+
     def _finish(self, h: Tensor, normed: Normed, batch: Batch, states: tuple[Tensor, ...] | None) -> Output:
         """Runs the head, the classifier or the pooler on h and n of the last block."""
         inputs, rows, rng = batch.inputs, batch.rows, batch.call.rng

@@ -103,7 +103,11 @@ class GPT(Model):
             layers = 0 if c.num_experts is None else c.num_layers - len(set(c.mlp_layers))
             check(layers > 0, f"GPT: balance={balance} needs experts, which no layer of this config has")
             check(lm_head, f"GPT: balance={balance} needs the language-model head, whose loss it is added to")
-            check(stage is None, "GPT: balance is not built for pipeline stages, whose h alone is sent to the next")
+            check(
+                stage is None or balance.kind == "sequence",
+                "GPT: over pipeline stages balance must be of kind 'sequence', a sum over layers, got"
+                f" {balance.kind!r}",
+            )
         check(
             tp.batch_invariant is None or not c.depends_on_length(),
             "GPT: rotary positions by a call's length (dynamic, longrope) are not built for batch_invariant",
@@ -246,15 +250,17 @@ class GPT(Model):
         logits = None if logits is None else rows.back(logits)
         if logits is not None and isinstance(keep, Tensor) and keep.dtype == torch.bool:
             logits = logits[0]
-        balance = None if targets is None else self._balance_loss(normed.sums, targets, inputs)
+        balance = self._balance_loss(normed.sums, inputs)
         if loss is not None and balance is not None and inputs.reduction != "none":
             loss = loss + balance
         return Output(loss, logits, hidden_states=states, balance_loss=balance)
 
-    def _balance_loss(self, sums: tuple[Tensor, ...], targets: Tensor, inputs: Inputs) -> Tensor | None:
-        """Returns the loss of the router's sums of all layers, over what the cross entropy is divided by."""
-        if self.balance is None:
+    def _balance_loss(self, sums: tuple[Tensor, ...], inputs: Inputs) -> Tensor | None:
+        """Returns the loss of the router's sums of layers, over what the cross entropy is divided by."""
+        if self.balance is None or not sums:
             return None
+        targets = _targets(inputs)
+        assert targets is not None  # sums are asked for where there are labels
         normalizer = 1.0 if inputs.reduction == "sum" else inputs.loss_normalizer
         weights = _label_counts(targets, inputs.cu_seqlens)
         return balance_loss(sums, self.balance, weights=weights, normalizer=normalizer, tp=self.tp)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.norm import norm_in
 from ..kernels.runtime.errors import check
+from ..kernels.runtime.function import Function, once_differentiable
 from ..kernels.runtime.rules import described
 from ..layers.call import Call
 from ..layers.hooks import served
@@ -59,8 +60,25 @@ class StagedModel(Protocol):
     def _at_call(self) -> None: ...
     def _counters(self, inputs: Inputs, batch: int) -> tuple[Any, Any]: ...
     def _count_labels(self, inputs: Inputs) -> Tensor: ...
+    def _balance_loss(self, sums: tuple[Tensor, ...], inputs: Inputs) -> Tensor | None: ...
     def _count(self, step: int | Tensor | None) -> None: ...
     def _seed_and_step(self) -> dict[str, int]: ...
+
+
+class _WithLoss(Function):
+    """h as it is, beside a part of the loss, whose gradient is 1: as of the loss that backward of the last stage begins
+    with."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, loss: Tensor) -> Tensor:
+        ctx.kind = loss.dtype, loss.device
+        return h.view_as(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.kind
+        return dh, torch.ones((), dtype=dtype, device=device)
 
 
 class Border(nn.Module):
@@ -85,6 +103,7 @@ class ModelStages:
             " classifiers over stages are not built",
         )
         self.name, self.config, self.head = name, config, head
+        self._added: list[Tensor] = []
         self.place = None if place is None else stage_of(name, place)
         if self.place is None:
             self.chunks: tuple[Chunk, ...] = (Chunk(0, 1, range(config.num_layers)),)
@@ -166,10 +185,23 @@ class ModelStages:
         blocks = [model.blocks[layer] for layer in chunk.layers]
         h, normed = run_blocks(blocks, h, normed, states=None, full=model.recompute == FULL, call=batch.call)
         if not chunk.is_last:
-            return h
+            added = model._balance_loss(normed.sums, batch.inputs)
+            if added is None:
+                return h
+            self._added.append(added.detach())
+            beside: Tensor = _WithLoss.apply(h, added)
+            return beside
         loss: Tensor | None = model._finish(h, normed, batch, None).loss
         assert loss is not None  # labels have been asked for
         return loss
+
+    def take_added(self) -> Tensor | None:
+        """Returns the sum of what stages here have added to the last one's losses since the last call, or None.
+
+        Each adds the loss of its own layers with experts, whose gradient joins that of h.
+        """
+        added, self._added = self._added, []
+        return torch.stack(added).sum() if added else None
 
     def _received(self, model: StagedModel, chunk: Chunk, h: Tensor | None) -> tuple[Tensor, Normed]:
         assert h is not None  # what is no first stage is sent one

@@ -119,6 +119,7 @@ class Pipeline:
             totals = self._totals(name, self.trees) if sums and self.trees is not None else {}
         except BaseException:  # a half-done step is of no use to another
             self._runtimes.clear()
+            model.stages.take_added()
             self.store.take()
             if self.trees is not None:
                 self.trees.clear()
@@ -284,6 +285,8 @@ class Pipeline:
         by_micro_batch = torch.zeros(self.order.micro_batches, dtype=dtype, device=device)
         for m, loss in losses.items():
             by_micro_batch[m] = loss
+        if (added := self.model.stages.take_added()) is not None:
+            by_micro_batch[0] += added
         dist.all_reduce(by_micro_batch, group=self.group)
         if self.trees is None:
             if self._dp is not None:
@@ -364,6 +367,8 @@ def _check_trees(model: Any, order: Order) -> None:
         f"{name} sums over the replicas itself; leave off FSDP2, whose order is that of its rings, and MainGrad, which"
         " adds micro-batches one after another",
     )
+    balance = getattr(model, "balance", None)
+    check(balance is None, f"{name} is not built beside balance={balance}, whose parts are added stage by stage")
 
 
 def _agree(model: Any, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
