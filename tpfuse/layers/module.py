@@ -188,7 +188,7 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         group = resolve(str(module.widest.group_name))
         _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
         raise_everywhere(error, [group], call=type(module).__name__)  # other replicas would wait
-        replicas(group, {}, modes, state, lambda: tuple(mark_of(module)))  # which may have other rows
+        replicas(group, {}, modes, state, mark=lambda: tuple(mark_of(module)))  # which may have other rows
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
