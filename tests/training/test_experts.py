@@ -7,6 +7,7 @@ Spans: experts over replicas in all tools of training, on one model.
 import copy
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tpfuse import (
 from tpfuse.kernels import Routing
 from tpfuse.layers import ExpertBalance, ParallelMoE
 from tpfuse.models import GPT
+from tpfuse.models.files import source
 from tpfuse.pipeline.placement import Stage
 from tpfuse.tools.ledger import state_bytes
 from tpfuse.training.checkpoint.replicas import check_replicas, watch_replicas
@@ -220,12 +222,20 @@ def test_checkpoints_at_other_splits(ranks, tmp_path):
 
 
 def through_files(world, dp, path, out):
-    """Reads a directory and writes it again -> the number of a rank's experts."""
+    """Reads a directory and writes it again -> the numbers of the experts whose tensors this rank opens."""
+    opened: set[str] = set()
+    read = source.Source.read
+
+    def noted(of, *args):
+        opened.update(of.names)
+        return read(of, *args)
+
     mesh = world.mesh(dp, world.size // dp)
     tp = TensorParallel(mesh["tp"], sequence_parallel=True)
-    model = GPT.from_pretrained(path, tp=tp, dp=mesh["dp"], experts=mesh["dp", "tp"], dtype=F64)
+    with mock.patch.object(source.Source, "read", noted):
+        model = GPT.from_pretrained(path, tp=tp, dp=mesh["dp"], experts=mesh["dp", "tp"], dtype=F64)
     model.save_pretrained(out)
-    return len(model.blocks[0].mlp.fc1)
+    return sorted({int(number) for name in opened for number in re.findall(r"experts[.](\d+)", name)})
 
 
 def write(world, path):
@@ -234,7 +244,7 @@ def write(world, path):
 
 def test_files(ranks, tmp_path):
     ranks(1, write, tmp_path / "one")
-    assert ranks(4, through_files, 2, tmp_path / "one", tmp_path / "again") == [2, 2, 2, 2]
+    assert ranks(4, through_files, 2, tmp_path / "one", tmp_path / "again") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("again", "one")))
 
 
