@@ -48,6 +48,9 @@ class TensorParallel:
 
     The constructor is a collective: all ranks of the group call it, with the same arguments and versions of tpfuse and
     torch, or get the same ValueError.
+
+    ``replicas``: the data-parallel replicas that these ranks are of, one; several of ranks that hold experts
+    (:meth:`over_replicas`), replica by replica.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class TensorParallel:
     one_machine: bool
     bitwise: int | None
     batch_invariant: int | None
+    replicas: int
 
     def __init__(
         self,
@@ -117,7 +121,28 @@ class TensorParallel:
             one_machine=gloo and messages is not None and len(set(gather(host(), messages))) == 1,
             bitwise=bitwise,
             batch_invariant=batch_invariant,
+            replicas=1,
         )
+
+    @staticmethod
+    def over_replicas(group: dist.ProcessGroup, tp: "TensorParallel") -> "TensorParallel":
+        """Returns the ranks of ``group``, which are those of ``tp``, of one replica after another; a collective."""
+        ranks = TensorParallel(group, sequence_parallel=tp.sequence_parallel, overlap="off")
+        ranks.__dict__["replicas"] = ranks.size // tp.size
+        return ranks
+
+    @property
+    def axis(self) -> str:
+        """The word for these ranks in an error."""
+        return "tensor-parallel" if self.replicas == 1 else "expert-parallel"
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """The ranks of the world that stand in their replicas where this one stands in its own."""
+        if self.group is None:
+            return []
+        step = self.size // self.replicas
+        return dist.get_process_group_ranks(self.group)[self.rank % step :: step]
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
@@ -171,7 +196,7 @@ class TensorParallel:
         """Returns n / size; ValueError, with the sizes that work, if n is not divisible."""
         if n % self.size:
             works = [d for d in range(1, min(n, 4 * self.size) + 1) if n % d == 0]
-            raise ValueError(f"{name}={n} is not divisible by tensor-parallel size {self.size}; use {_either(works)}")
+            raise ValueError(f"{name}={n} is not divisible by {self.axis} size {self.size}; use {_either(works)}")
         return n // self.size
 
     def rank_copies(self, copies: int) -> int:
@@ -217,7 +242,7 @@ class TensorParallel:
 
         "NAME: KEY must be the same on every tensor-parallel rank, got rank 0: ...".  Each rank calls it.
         """
-        agree(self.group, Header(name), values)
+        agree(self.group, Header(name, axis=self.axis), values)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:

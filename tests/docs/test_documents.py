@@ -30,6 +30,7 @@ RANKS = {
     "README.md": 2,
     "docs/training.md": 2,
     "docs/data_parallel.md": 2,
+    "docs/experts.md": 2,
     "docs/coming_from.md": 2,
     "docs/faults.md": 2,
     "docs/bits.md": 2,

@@ -34,6 +34,7 @@ from ..parallel import TensorParallel
 from .attention import ParallelAttention
 from .cache import KVCache
 from .call import Call, Rope, Ropes, required
+from .expert_ranks import ExpertGroup, expert_ranks
 from .hooks import hooked
 from .linear import ColumnParallelLinear
 from .mlp import ParallelMLP
@@ -75,9 +76,10 @@ class TransformerBlock(ParallelModule):
     ``layer`` numbers the dropout masks.  ``saving``: "fastest" keeps n and the activation for backward (32
     bytes per row and width over R in 16 bit), "smallest" recomputes them (20).  ``dropout`` acts after attention and
     MLP, ``attention_dropout`` on the probabilities.  ``norm_bias``: whether LayerNorms have a bias.  With
-    ``num_experts`` the MLP is a :class:`ParallelMoE` of so many gated MLPs without biases, chosen by ``routing``.  The
-    others are arguments of :class:`ParallelAttention` and :class:`ParallelMLP`.  ValueError for an unknown wiring,
-    place, norm or activation, and for sizes that cannot be split over the ranks.
+    ``num_experts`` the MLP is a :class:`ParallelMoE` of so many gated MLPs without biases, chosen by ``routing``,
+    divided among the ranks of ``experts`` if that is given (mesh["dp", "tp"]: experts over replicas).  The others are
+    arguments of :class:`ParallelAttention` and :class:`ParallelMLP`.  ValueError for an unknown wiring, place, norm or
+    activation, and for sizes that cannot be split over the ranks.
     """
 
     repr_fields = "dropout", "wiring", "place", "saving"
@@ -113,6 +115,7 @@ class TransformerBlock(ParallelModule):
         place: str = ALONE,
         num_experts: int | None = None,
         routing: Routing | None = None,
+        experts: ExpertGroup | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         qk_norm_kind: str = "rms",
@@ -136,8 +139,13 @@ class TransformerBlock(ParallelModule):
             "TransformerBlock", MLPShape(hidden_size, ffn_size, activation, gated, bias=mlp_bias), num_experts, routing
         )
         self.place, self.wiring, self.dropout, self.saving = place, wiring, dropout, saving
+        check(
+            experts is None or num_experts is not None,
+            "TransformerBlock: experts= divides experts among ranks and needs num_experts, got None",
+        )
         init = Init(init_std, out_init_std, dtype, device)
-        self._build(attention, mlp, NormShape(norm, eps, norm_bias), layer=layer, init=init)
+        ranks = None if num_experts is None else expert_ranks("TransformerBlock", experts, self.tp)
+        self._build(attention, mlp, NormShape(norm, eps, norm_bias), layer=layer, experts=ranks, init=init)
         self.compare_alone()
 
     @classmethod
@@ -153,17 +161,25 @@ class TransformerBlock(ParallelModule):
         dropout: float = 0.0,
         saving: str = "fastest",
         tp: TensorParallel | None = None,
+        experts: TensorParallel | None = None,
         init: Init = INIT,
     ) -> "TransformerBlock":
         """Returns the block of these shapes, for a model that compares its calls itself."""
         block = cls.__new__(cls)
         ParallelModule.__init__(block, tp)
         block.place, block.wiring, block.dropout, block.saving = place, wiring, dropout, saving
-        block._build(attention, mlp, norm, layer=layer, init=init)
+        block._build(attention, mlp, norm, layer=layer, experts=experts, init=init)
         return block
 
     def _build(
-        self, attention: AttentionShape, mlp: MLPShape | MoEShape, norm: NormShape, *, layer: int, init: Init
+        self,
+        attention: AttentionShape,
+        mlp: MLPShape | MoEShape,
+        norm: NormShape,
+        *,
+        layer: int,
+        experts: TensorParallel | None,
+        init: Init,
     ) -> None:
         for name, value, choices in (
             ("saving", self.saving, SAVING), ("wiring", self.wiring, WIRINGS), ("place", self.place, PLACES),
@@ -175,7 +191,7 @@ class TransformerBlock(ParallelModule):
         self.norm_after = True
         self.attention = ParallelAttention.of(attention, tp=self.tp, layer=layer, init=init)
         self.mlp: ParallelMLP | ParallelMoE = (
-            ParallelMoE.of(mlp, tp=self.tp, init=init)
+            ParallelMoE.of(mlp, tp=self.tp, experts=experts, init=init)
             if isinstance(mlp, MoEShape)
             else ParallelMLP.of(mlp, tp=self.tp, init=init)
         )

@@ -1,6 +1,6 @@
 """The base of parallel modules: plain local shards as parameters, each with a record of the whole it is a slice of."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -15,8 +15,9 @@ from ..kernels.runtime.leaves import tree
 from ..kernels.runtime.op import acc_dtype
 from ..kernels.runtime.philox import normal
 from ..kernels.runtime.rules import NOT_NEGATIVE, check_number
-from ..parallel import TensorParallel
-from ..ranks.agreement import Agreement, Header, names
+from ..parallel import TensorParallel, resolve
+from ..ranks.agreement import Agreement, Header, comparable, names, raise_everywhere
+from ..ranks.messages import attempt
 from ..ranks.split import ON_SPLIT
 from .hooks import onlooker
 from .partial import watch
@@ -55,6 +56,7 @@ class ParallelModule(nn.Module):
         self.tp = TensorParallel() if tp is None else tp
         self.specs: dict[str, Spec] = {}
         self._agreement: Agreement | None = None
+        self._replicas: Agreement | None = None
         self._compares: RemovableHandle | None = None
         self._draws = False
         self.register_state_dict_post_hook(_as_wholes)
@@ -63,12 +65,21 @@ class ParallelModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Loads what a state dictionary has for this module; torch calls it, with a copy of the caller's dictionary."""
-        for leaf, p, spec in owned(self):
+        for leaf, p, spec, tp in owned(self):
             value = state_dict.get(prefix + leaf)
-            reads = is_split(spec, self.tp) or isinstance(value, DTensor)  # one rank reads what several have saved
+            reads = is_split(spec, tp) or isinstance(value, DTensor)  # one rank reads what several have saved
             if reads and isinstance(value, Tensor) and not isinstance(p, DTensor):
-                state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, self.tp)
+                state_dict[prefix + leaf] = as_local(prefix + leaf, value, spec, tp)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def ranks_of(self, name: str) -> TensorParallel:
+        """Returns the ranks that a parameter is split over; a derived class may split some over others than ``tp``."""
+        return self.tp
+
+    @property
+    def widest(self) -> TensorParallel:
+        """The ranks that take part in a call: those of ``tp``, or of all replicas if experts are divided among them."""
+        return max((tp for *_, tp in named_specs(self)), key=lambda tp: tp.size, default=self.tp)
 
     def shard(self, name: str) -> Any:
         """Returns this rank's part of a parameter; a derived class may show the whole under the parameter's name."""
@@ -93,18 +104,19 @@ class ParallelModule(nn.Module):
         """
         if not isinstance(init, str):
             check_number(f"{type(self).__name__}: init_std", init, NOT_NEGATIVE)
-        ranks = self.tp.rank_copies(copies)
+        tp = self.ranks_of(name)
+        ranks = tp.rank_copies(copies)
         spec = self.specs[name] = Spec(tuple(shape), dim, init, copies=ranks, leaf_copies=copies, origin=origin)
-        values = torch.empty([s.stop - s.start for s in spec.local(self.tp)], dtype=dtype, device=device)
+        values = torch.empty([s.stop - s.start for s in spec.local(tp)], dtype=dtype, device=device)
         self.register_parameter(name, nn.Parameter(values))
-        self._announce([spec])
+        self._announce({name: spec})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._announce(self.specs.values())
+        self._announce(self.specs)
 
-    def _announce(self, specs: Iterable[Spec]) -> None:
-        if any(is_split(spec, self.tp) for spec in specs):
+    def _announce(self, specs: Mapping[str, Spec]) -> None:
+        if any(is_split(spec, self.ranks_of(name)) for name, spec in specs.items()):
             for call in ON_SPLIT:
                 call()
 
@@ -138,23 +150,27 @@ class ParallelModule(nn.Module):
             return initialize(self, 0)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         label = "the seed drawn from torch's generator (call torch.manual_seed before)"
-        self.tp.agree(type(self).__name__, {label: seed})
+        self.widest.agree(type(self).__name__, {label: seed})
         initialize(self, seed)
 
     def compare_alone(self) -> None:
         """Makes this layer, and none of those in it, compare its calls.  Called at the end of a constructor."""
-        if self.tp.size == 1 or any(p.is_meta for p in self.parameters()):
+        ranks = self.widest
+        if ranks.size == 1 or any(p.is_meta for p in self.parameters()):
             return
         for child in self.modules():
             if isinstance(child, ParallelModule):
-                child._agreement = None
+                child._agreement = child._replicas = None
                 if child._compares is not None:
                     child._compares.remove()
                     child._compares = None
         floats = not (self.tp.sequence_parallel or self.shards_input)
         self._agreement = Agreement(Header(type(self).__name__), each_call=False, floats=floats)
+        if ranks.replicas > 1:
+            self._replicas = Agreement(Header(type(self).__name__, axis=ranks.axis), each_call=True)
         self._compares = self.register_forward_pre_hook(_compare_call, with_kwargs=True)
-        watch(self)
+        if self.tp.size > 1:
+            watch(self)
 
 
 @onlooker
@@ -164,7 +180,15 @@ def _compare_call(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
         call = _flat("", {f"argument {i}": x for i, x in enumerate(args, 1)} | kwargs)
         state = lambda: module_state(module)
         dtype = next((p.dtype for p in module.parameters()), None)
-        module._agreement(module.tp.group, call, {"training": module.training, "dtype": dtype}, state)
+        modes = {"training": module.training, "dtype": dtype}
+        agreement, replicas = module._agreement, module._replicas
+        if replicas is None or not comparable(call.values()):
+            agreement(module.tp.group, call, modes, state)
+            return
+        group = resolve(str(module.widest.group_name))
+        _, error = attempt(lambda: agreement(module.tp.group, call, modes, state))
+        raise_everywhere(error, [group], call=type(module).__name__)  # other replicas would wait
+        replicas(group, {}, modes, state, mark=lambda: tuple(mark_of(module)))  # which may have other rows
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -217,8 +241,8 @@ def _deciding(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def check_gathered(method: str, module: "ParallelModule") -> None:
     """ValueError where FSDP2 has not gathered a layer's parameters: it does so for ``forward`` alone."""
-    for leaf, p, spec in owned(module):
-        shape = tuple(s.stop - s.start for s in spec.local(module.tp))
+    for leaf, p, spec, tp in owned(module):
+        shape = tuple(s.stop - s.start for s in spec.local(tp))
         if isinstance(p, DTensor) and tuple(p.to_local().shape) != shape:
             raise ValueError(
                 f"{method}: fully_shard holds {tuple(p.to_local().shape)} of this rank's {shape} of {leaf}; call"
@@ -229,9 +253,9 @@ def check_gathered(method: str, module: "ParallelModule") -> None:
 def _as_wholes(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """The hook by which a state dictionary holds DTensors for split parameters."""
     assert isinstance(module, ParallelModule)
-    for leaf, _p, spec in owned(module):
-        if is_split(spec, module.tp) and isinstance(state_dict.get(prefix + leaf), Tensor):
-            state_dict[prefix + leaf] = as_whole(state_dict[prefix + leaf], spec, module.tp)
+    for leaf, _p, spec, tp in owned(module):
+        if is_split(spec, tp) and isinstance(state_dict.get(prefix + leaf), Tensor):
+            state_dict[prefix + leaf] = as_whole(state_dict[prefix + leaf], spec, tp)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from ..sequence_parallel import routed_experts
 from ..sequence_parallel.experts import RoutedParts
 from .balance import router_sums
 from .call import CALL, Call
+from .expert_ranks import ExpertGroup, expert_ranks
 from .module import ParallelModule, check_width, local
 from .shapes import INIT, Init, MoEShape
 
@@ -52,7 +53,12 @@ class ParallelMoE(ParallelModule):
     (On CPUs with the same number of threads; on a GPU by tiles of one size.)  Without sequence parallelism a rank takes
     its share of the rows and the results are collected, rounded once more than with it (with ``tp.bitwise`` alike).
 
-    ValueError for sizes that cannot be divided, and a routing or activation that cannot be used.
+    ``experts``: mesh["dp", "tp"], over whose ranks the experts are divided in place of those of ``tp``, so that R is
+    their number; rows of all replicas travel over them, and every replica makes the same calls, of as many rows as it
+    has.  Gradients of experts are complete after backward(): sums over all replicas' rows, divided by the number of
+    replicas, the mean that replicas take of the others.
+
+    ValueError for sizes that cannot be divided, a routing or activation that cannot be used, and other ``experts``.
     """
 
     repr_fields = "num_experts", "routing", "activation"
@@ -68,6 +74,7 @@ class ParallelMoE(ParallelModule):
         routing: Routing,
         *,
         tp: TensorParallel | None = None,
+        experts: ExpertGroup | None = None,
         activation: str = "silu",
         init_std: float = 0.02,
         out_init_std: float | None = None,
@@ -75,14 +82,23 @@ class ParallelMoE(ParallelModule):
         device: torch.device | str | None = None,
     ):
         super().__init__(tp)
+        self.experts = expert_ranks("ParallelMoE", experts, self.tp)
         shape = MoEShape(hidden_size, ffn_size, num_experts, routing, activation=activation)
         self._build(shape, Init(init_std, out_init_std, dtype, device))
 
     @classmethod
-    def of(cls, shape: MoEShape, *, tp: TensorParallel | None = None, init: Init = INIT) -> "ParallelMoE":
+    def of(
+        cls,
+        shape: MoEShape,
+        *,
+        tp: TensorParallel | None = None,
+        experts: TensorParallel | None = None,
+        init: Init = INIT,
+    ) -> "ParallelMoE":
         """Returns the layer of a shape, for a block that compares its calls itself."""
         layer = cls.__new__(cls)
         ParallelModule.__init__(layer, tp)
+        layer.experts = layer.tp if experts is None else experts
         layer._build(shape, init)
         return layer
 
@@ -92,17 +108,20 @@ class ParallelMoE(ParallelModule):
         check_routing(name, routing, E)
         gates = GATED.values()
         check(activation in gates, f"{name}: a gated activation must be one of {', '.join(gates)}, got {activation!r}")
-        self.tp.divide(E, f"{name}: num_experts")
+        self.experts.divide(E, f"{name}: num_experts")
         self.width, self.num_experts, self.routing, self.activation = D, E, routing, activation
         dtype, device = init.dtype, init.device
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
         self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
-        if self.tp.size > 1:
+        if self.experts.size > 1:
             _prepare_graphs()
         if not self.fc2.is_meta:  # a model compares its config
-            self.tp.agree(name, {field: str(value) for field, value in shape._asdict().items()})
+            self.experts.agree(name, {field: str(value) for field, value in shape._asdict().items()})
         self.initialize_alone()
+
+    def ranks_of(self, name: str) -> TensorParallel:
+        return self.tp if name == "router" else self.experts
 
     @property
     def copies(self) -> int:
@@ -130,7 +149,7 @@ class ParallelMoE(ParallelModule):
 
     def _run(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         """Returns the parts, the results of this rank's rows, and their number."""
-        if self.tp.size > 1 and torch.compiler.is_compiling():
+        if self.experts.size > 1 and torch.compiler.is_compiling():
             return _behind_a_graph(self, n, recompute, call)
         return self._run_at_once(n, recompute, call)
 
@@ -153,8 +172,8 @@ class ParallelMoE(ParallelModule):
         router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
         return routed_experts(
             n, local(self.shard("fc1")), local(self.shard("fc2")), router,
-            routing=self.routing, activation=self.activation, tp=tp, valid=max(0, min(m, valid - tp.rank * m)),
-            recompute=recompute, keep=call.keep,
+            routing=self.routing, activation=self.activation, tp=tp, experts=self.experts,
+            valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
         )  # fmt: skip
 
     def forward(

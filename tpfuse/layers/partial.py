@@ -122,7 +122,8 @@ def _compare(parameters: dict[str, Tensor], value: Callable[[Tensor], Tensor | N
 def _compared(parameters: dict[str, Tensor]) -> tuple[TensorParallel | None, dict[str, Tensor]]:
     """Returns the ranks that these parameters are split over, and those parameters that should be the same on all."""
     whole_of, ours = wholes(), {p for module in living() if _is_ours(module) for p in module._parameters.values()}
-    tp = next((whole_of[p].tp for p in parameters.values() if p in whole_of and whole_of[p].tp.size > 1), None)
+    ranks = (whole_of[p].tp for p in parameters.values() if p in whole_of)
+    tp = next((tp for tp in ranks if tp.size > 1 and tp.replicas == 1), None)
     if tp is None:
         return None, {}
     compared = lambda p: p.requires_grad and p not in ours and not (p in whole_of and whole_of[p].spec.dim is not None)

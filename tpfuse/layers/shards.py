@@ -21,19 +21,20 @@ def register(module: nn.Module) -> None:
     _alive.add(module)
 
 
-def owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec]]:
-    """Yields (name, parameter, spec) of a layer's own parameters, and of those that torch.nn.utils (parametrize, prune,
-    weight_norm) has put in the place of one."""
+def owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Spec, TensorParallel]]:
+    """Yields (name, parameter, spec, tp) of a layer's own parameters, and of those that torch.nn.utils (parametrize,
+    prune, weight_norm) has put in the place of one."""
     fields: dict[str, Any] = module.__dict__  # nn.Module's attribute access costs the host
     parametrized: Any = fields.get("_modules", {}).get("parametrizations", {})
     for leaf, spec in fields.get("specs", {}).items():
+        tp: TensorParallel = module.ranks_of(leaf)  # type: ignore[operator]  # of a module with specs
         for name in (leaf, *(f"{leaf}_{suffix}" for suffix in SUFFIXES)):
             p = fields["_parameters"].get(name)
             if p is not None:
-                yield name, p, spec
+                yield name, p, spec, tp
         if leaf in parametrized:
             for inner, p in parametrized[leaf].named_parameters(recurse=False):
-                yield f"parametrizations.{leaf}.{inner}", p, spec
+                yield f"parametrizations.{leaf}.{inner}", p, spec, tp
 
 
 def unwrapped_name(name: str) -> str:
@@ -46,7 +47,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, Spec, TensorParallel]]
 
     A plain module's parameters are replicated.  The names are those without torch's wrappers.
     """
-    specs = {p: (spec, _ranks(m)) for m in module.modules() if m in _alive for _, p, spec in owned(m)}
+    specs = {p: (spec, tp) for m in module.modules() if m in _alive for _, p, spec, tp in owned(m)}
     owners = dict(module.named_modules())
     for name, p in module.named_parameters():
         owner = specs.get(p)
@@ -74,9 +75,4 @@ def wholes(modules: Iterable[nn.Module] | None = None) -> dict[Tensor, Whole]:
     For torch's tools that are given parameters without their modules: optimizers, clipping, gradient scalers.  Those
     from which torch computes a parameter (torch.nn.utils.parametrize, prune, weight_norm) are slices as it is.
     """
-    return {p: Whole(spec, _ranks(module)) for module in modules or living() for _, p, spec in owned(module)}
-
-
-def _ranks(module: nn.Module) -> TensorParallel:
-    tp: TensorParallel = module.tp  # type: ignore[assignment]  # of a module with specs
-    return tp
+    return {p: Whole(spec, tp) for module in modules or living() for _, p, spec, tp in owned(module)}

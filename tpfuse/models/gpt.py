@@ -22,6 +22,7 @@ from ..kernels.runtime.errors import check
 from ..kernels.runtime.launch import next_power_of_2
 from ..layers.balance import ExpertBalance, balance_loss, check_balance
 from ..layers.call import Rope, Ropes
+from ..layers.expert_ranks import ExpertGroup
 from ..layers.hooks import served
 from ..layers.norm import norm_layer
 from ..layers.wiring import Normed, enters
@@ -57,6 +58,12 @@ class GPT(Model):
     weight of its own, unless ``lm_head`` is given.  ``classifier`` puts the head of a :class:`Classifier` in its place,
     whose logits and labels those of a call then are; a directory of a class that classifies brings it.
 
+    ``experts``: mesh["dp", "tp"], over whose ranks experts are divided, beside ``dp=mesh["dp"]``; by default over those
+    of ``tp``.  Every replica then makes the same calls, of as many rows as it has.  A bare backward() leaves complete
+    gradients of experts, those of the mean of the replicas' losses: what :func:`tpfuse.data_parallel`, or ``reduce`` of
+    a MainGrad, makes of all others.  Where the loss is a mean over all labels of all replicas, ``loss_normalizer`` is
+    therefore their number over the number of replicas, as under data parallelism without it.
+
     ``balance``: a :class:`tpfuse.layers.ExpertBalance`, the loss that keeps experts equally busy, which a call with
     labels adds to the cross entropy; default: transformers', where config.json asks for it.  It is weighed as the cross
     entropy is: by the labels of each sequence, over ``loss_normalizer``.
@@ -78,6 +85,7 @@ class GPT(Model):
         lm_head: bool = True,
         classifier: Classifier | None = None,
         balance: ExpertBalance | None = None,
+        experts: ExpertGroup | None = None,
         stage: Stage | tuple[Any, ...] | None = None,
     ):
         lm_head = lm_head and classifier is None
@@ -85,8 +93,9 @@ class GPT(Model):
             balance = ExpertBalance("batch", config.balance_coefficient)
         super().__init__(
             config, tp=tp, dp=dp, seed=seed, saving=saving, recompute=recompute, stage=stage, classifier=classifier,
-            lm_head=lm_head, balance=balance,
+            lm_head=lm_head, balance=balance, experts=experts,
         )  # fmt: skip
+        check(experts is None or config.num_experts is not None, "GPT: experts= needs experts, got num_experts=None")
         c, tp, stages = config, self.tp, self.stages
         self.balance = balance
         if balance is not None:
@@ -109,7 +118,7 @@ class GPT(Model):
             make_norm = lambda: norm_layer(c.norm_shape, c.hidden_size, tp=tp)
             self.input_norm = make_norm() if enters(c.wiring) and stages.has_first else None
             self.blocks = stages.make_blocks(
-                lambda layer: make_block(c, layer, tp=tp, saving=self.saving),
+                lambda layer: make_block(c, layer, tp=tp, saving=self.saving, experts=self.groups.experts),
                 make_norm if enters(c.wiring) else None,
             )
             self.head = self._make_head(bias=False, softcap=c.logit_softcap) if lm_head and stages.has_last else None

@@ -13,12 +13,13 @@ T = TypeVar("T")
 class Groups:
     """The process groups that a model knows of, by their names, so that a model can be copied and pickled.
 
-    ``dp``, ``dp_rank``: the replicas, where the model was given them.  ``pp_name``: the group over its pipeline stages,
+    ``experts``: the ranks that hold experts, ``tp`` or those of all replicas.  ``dp``, ``dp_rank``: the replicas, where
+    the model was given them.  ``pp_name``: the group over its pipeline stages,
     known once a schedule has been made; ``staged``: whether it has stages.
     """
 
     def __init__(self, tp: TensorParallel, dp: dist.ProcessGroup | None, *, staged: bool):
-        self.tp, self.staged = tp, staged
+        self.tp, self.experts, self.staged = tp, tp, staged
         self.dp_rank = None if dp is None else dp.rank()
         self.dp_name: str | None = None if dp is None else dp.group_name
         self.pp_name: str | None = None

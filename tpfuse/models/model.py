@@ -18,14 +18,15 @@ from ..kernels.runtime.rules import SEED, check_number
 from ..layers.block import TransformerBlock
 from ..layers.call import Call, Rope, Ropes
 from ..layers.embedding import VocabParallelEmbedding
+from ..layers.expert_ranks import ExpertGroup, expert_ranks
 from ..layers.hooks import hooked_within
 from ..layers.module import initialize, mark_of, module_state
 from ..layers.wiring import Normed
-from ..parallel import TensorParallel, versions
+from ..parallel import TensorParallel, resolve, versions
 from ..pipeline.placement import Stage
 from ..pipeline.trees import apart
-from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number
-from ..ranks.messages import channel, together
+from ..ranks.agreement import Agreement, Header, agree_over, digest, is_checking, next_number, raise_everywhere
+from ..ranks.messages import attempt, channel, together
 from .classify import ClassifierHead
 from .config.model import ModelConfig
 from .embed import EmbeddingDropout
@@ -95,6 +96,7 @@ class Model(nn.Module):
         saving: str | None = None,
         recompute: str | None = None,
         stage: Stage | tuple[Any, ...] | None = None,
+        experts: ExpertGroup | None = None,
         **options: Any,
     ):
         super().__init__()
@@ -108,16 +110,33 @@ class Model(nn.Module):
         self._agreement = Agreement(Header(name, causes=(("input_ids", _CAUSE),)), each_call=True)
         self._host = HostState()
         shared: dict[str, Any] = dict(config=config, seed=seed, saving=saving, recompute=recompute, stage=stage)
-        shared |= dict(dtype=torch.get_default_dtype()) | options
+        shared |= dict(dtype=torch.get_default_dtype()) | options | {"experts given": experts is not None}
         shared |= {} if self.tp.bitwise is None else order_of_sums()
         fields = "size", "sequence_parallel", "overlap", "bitwise", "batch_invariant"
         split: dict[str, Any] = {f"tp.{key}": getattr(self.tp, key) for key in fields}
         self._shared: dict[str, Any] = {}
         self._share(shared | split | dict(versions=versions()))
         check_number(f"{name}: seed", seed, SEED)
+        self._replicas = Agreement(Header(name, axis="expert-parallel"), each_call=True)
+        if experts is not None:
+            self.groups.experts = expert_ranks(name, experts, self.tp)
+            self._check_experts(stage)
         self._number = next_number(self.tp.group)
         self.saving, self._full = saving_of(name, saving, recompute), False
         self.stages = ModelStages(name, config, stage, head=bool(options.get("lm_head") or options.get("masked_lm")))
+
+    def _check_experts(self, stage: Stage | tuple[Any, ...] | None) -> None:
+        """ValueError for experts over replicas in a model that cannot have them."""
+        name, ranks = type(self).__name__, self.groups.experts.replica_ranks
+        if self.groups.experts.replicas == 1:
+            return
+        dp = None if self.groups.dp is None else dist.get_process_group_ranks(self.groups.dp)
+        check(
+            dp == ranks,
+            f"{name}: experts are divided among replicas {ranks}, got dp={dp}; give dp=mesh['dp'] and"
+            " experts=mesh['dp', 'tp'] of one mesh",
+        )
+        check(stage is None, f"{name}: experts over replicas are not built for pipeline stages; leave experts off")
 
     def _share(self, values: Mapping[str, Any]) -> None:
         """Compares what the model is made of over its ranks and replicas, and keeps it for those of other stages, which
@@ -247,7 +266,12 @@ class Model(nn.Module):
     def _compare(self, call: str, arguments: dict[str, Any]) -> None:
         """Compares a call over the tensor-parallel ranks, before anything of it is done."""
         compare = lambda: self._agree(call, arguments)
-        if self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
+        experts = self.groups.experts
+        if experts.replicas > 1 and not torch.compiler.is_compiling():
+            _, error = attempt(compare)
+            raise_everywhere(error, [resolve(str(experts.group_name))], call=type(self).__name__)  # which would wait
+            self._replicas(experts.group, {}, self._modes(call), self._state, self._mark)
+        elif self.tp.size > 1 and is_checking() and not torch.compiler.is_compiling():
             together(compare, self.groups.all()[1:])  # replicas would wait for one that is refused
         else:
             compare()
@@ -255,9 +279,11 @@ class Model(nn.Module):
 
     def _agree(self, call: str, arguments: dict[str, Any]) -> None:
         if self.tp.size > 1:
-            modes = {"call": call, "training": self.training, "recompute": self.recompute}
-            modes["hooks inside its layers"] = hooked_within(self)
-            self._agreement(self.tp.group, arguments, modes, self._state, self._mark)
+            self._agreement(self.tp.group, arguments, self._modes(call), self._state, self._mark)
+
+    def _modes(self, call: str) -> dict[str, Hashable]:
+        modes = {"call": call, "training": self.training, "recompute": self.recompute}
+        return modes | {"hooks inside its layers": hooked_within(self)}
 
     def _at_call(self) -> None:
         """Does what is to be done at each call, once all ranks agree on it."""

@@ -36,13 +36,15 @@ def saving_of(name: str, saving: str | None, recompute: str | None) -> str:
     return "smallest" if recompute == SELECTIVE else saving or "fastest"
 
 
-def make_block(config: ModelConfig, layer: int, *, tp: TensorParallel, saving: str) -> TransformerBlock:
+def make_block(
+    config: ModelConfig, layer: int, *, tp: TensorParallel, saving: str, experts: TensorParallel | None = None
+) -> TransformerBlock:
     """Returns block ``layer`` of a model, whose initial output projections have GPT-2's scale where its family says."""
     c, place = config, LAST if layer == config.num_layers - 1 else INNER
     out_std = c.init_std / (2 * c.num_layers) ** 0.5 if c.hf.scaled_residuals else None
     return TransformerBlock.of(
         c.attention_shape(layer), c.mlp_shape(layer), c.norm_shape, wiring=c.wiring, place=place,
-        layer=layer, dropout=c.dropout, saving=saving, tp=tp, init=Init(c.init_std, out_std),
+        layer=layer, dropout=c.dropout, saving=saving, tp=tp, experts=experts, init=Init(c.init_std, out_std),
     )  # fmt: skip
 
 

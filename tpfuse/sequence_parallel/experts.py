@@ -15,6 +15,10 @@ stream, and in backward the k + 1 gradients of n.  On one rank nothing is sent o
 of rows.  On more, the ranks tell each other how many rows each expert gets, E numbers, for which the host waits; every
 one of the exchanges is uneven, and a rank without rows takes part in them.
 
+The experts may be divided among the ranks of several data-parallel replicas, replica by replica: then R is the number
+of all of them, rows are those of all replicas, which may have unequal numbers of them, and the gradients of W1 and W2
+are sums over all rows, divided by the number of replicas as those that replicas average.
+
 Saved: n or how to recompute it, z [n, 2 F], logits, weights and places; on several ranks with ``keep`` the rows that
 arrived, which are otherwise sent again in backward.
 """
@@ -160,9 +164,10 @@ class RoutedParts(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """``valid``: the first rows of n, behind which stands padding, which goes nowhere.  ``keep``: rows that arrive are
-    saved for backward."""
+    """``experts``: the ranks that hold them.  ``valid``: the first rows of n, behind which stands padding, which goes
+    nowhere.  ``keep``: rows that arrive are saved for backward."""
 
+    experts: TensorParallel
     routing: Routing
     activation: str
     valid: int
@@ -184,10 +189,10 @@ class RoutedExperts(Function):
         recompute: Recompute | None,
     ) -> RoutedParts:
         ctx.set_materialize_grads(False)
-        routing, activation, valid, keep, ctx.deferral = options
+        experts, routing, activation, valid, keep, ctx.deferral = options
         rows, (m, _) = n[0, :valid], n.shape[1:]
         weights, chosen, logits = router_fwd(rows, wr, bias, routing)
-        routes = Routes.of(chosen, len(wr), m, tp)
+        routes = Routes.of(chosen, len(wr), m, experts)
         x, at = routes.there(rows, routes.order.rows(routing.k))
         g = routes.numbers_there(weights)
         z, a = experts_up(x, at, w1, activation, tile=tp.row_tile)
@@ -198,7 +203,7 @@ class RoutedExperts(Function):
         kept = x if keep and exchange is not None else None
         save(ctx, (w1, w2, wr, weights, chosen, logits, g, z, kept, *order, *arrived), SavedInput.of(n, recompute, tp))
         counts = None if exchange is None else (exchange.sent, exchange.received)
-        ctx.args, ctx.mains = (routing, activation, valid, m, counts), mains(w1, w2)
+        ctx.args, ctx.mains = (experts, routing, activation, valid, m, counts), mains(w1, w2)
         ctx.mark_non_differentiable(chosen)
         return RoutedParts(parts, logits, chosen)
 
@@ -206,10 +211,10 @@ class RoutedExperts(Function):
     @once_differentiable
     def backward(ctx: Any, dparts: Tensor | None, dlogits: Tensor | None, _chosen: None) -> tuple[Tensor | None, ...]:
         (w1, w2, wr, weights, chosen, logits, g, z, x, *places), n = restore(ctx)
-        routing, activation, valid, m, counts = ctx.args
+        experts, routing, activation, valid, m, counts = ctx.args
         numbers, offsets, *arrived = places
         exchange = None if counts is None else RowExchange(counts[0], counts[1], ExpertRows(*arrived))
-        routes = Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=n.tp, exchange=exchange)
+        routes = Routes(ExpertOrder(numbers, offsets), routing.k, m, tp=experts, exchange=exchange)
         grads, rows = WantedGrads.of(ctx, ("weight", "out_weight")), n.shard()[:valid]
         if dparts is None:  # the parts are not used, the logits are
             dparts = rows.new_zeros(()).expand(routing.k, m, rows.shape[1])
@@ -223,10 +228,11 @@ class RoutedExperts(Function):
         dwr: Tensor | None = None
         if grads.out_weight:
             sides = Sides(dy, ga, at.offsets, dy_index=at.row_index)
-            dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype))
+            dw2, _ = grads.run("out_weight", ExpertWeightGrad(sides, w2.dtype, experts.replicas))
         if grads.weight:
             x, at = routes.there(rows, routes.order.rows(routing.k)) if x is None else (x, at)
-            dw1, _ = grads.run("weight", ExpertWeightGrad(Sides(dz, x, at.offsets, x_index=at.row_index), w1.dtype))
+            sides = Sides(dz, x, at.offsets, x_index=at.row_index)
+            dw1, _ = grads.run("weight", ExpertWeightGrad(sides, w1.dtype, experts.replicas))
         if valid < m:
             dn[routing.k, valid:] = 0
         dweights, dx = routes.numbers_back(dg), dn[routing.k, :valid]
@@ -259,6 +265,7 @@ def routed_experts(
     routing: Routing,
     activation: str,
     tp: TensorParallel,
+    experts: TensorParallel | None = None,
     valid: int | None = None,
     recompute: Recompute | None = None,
     keep: bool = True,
@@ -266,11 +273,13 @@ def routed_experts(
     """Sends rows to the experts that the router chooses: x [m, D] or expanded [k + 1, m, D] -> parts [k, m, D], to be
     summed over k, and the router's logits and choice.
 
-    Each rank has m rows of its own, m the same on all, of which the first ``valid`` (all) are rows and the others
-    padding, whose parts are 0.  fc1_weight [E / R, F, 2, D] and fc2_weight [E / R, D, F] are this rank's experts,
-    ``activation`` that of the gate; router_weight [E, D] and router_bias [E] as in ``kernels.route``, the same on every
-    rank, and the weight's gradient is that of this rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n
-    is not saved, but recomputed in backward.  ``keep``: rows that arrive from other ranks are saved, not sent again.
+    Each rank of ``tp`` has m rows of its own, m the same on all, of which the first ``valid`` (all) are rows and the
+    others padding, whose parts are 0.  fc1_weight [E / R, F, 2, D] and fc2_weight [E / R, D, F] are this rank's experts
+    of those of R ranks: of ``tp``, or of ``experts`` over replicas (:meth:`TensorParallel.over_replicas`), where the
+    gradients of both are divided by the number of replicas.  ``activation`` is that of the gate; router_weight [E, D]
+    and router_bias [E] as in ``kernels.route``, the same on every rank, and the weight's gradient is that of this
+    rank's rows: sum it, as ``collectives.copy`` does.  ``recompute``: n is not saved, but recomputed in backward.
+    ``keep``: rows that arrive from other ranks are saved, not sent again.
     """
     x, fc1_weight, fc2_weight = autocast(x, fc1_weight, fc2_weight)
     x = expanded("routed_experts", x, tp, copies=routing.k + 1)
@@ -285,7 +294,7 @@ def routed_experts(
         weights = weights[0].detach(), weights[1].detach()
     gated = ACTIVATIONS[activation].gated
     assert gated is not None
-    options = ExpertOptions(routing, gated, valid, keep=keep, deferral=deferral)
+    options = ExpertOptions(tp if experts is None else experts, routing, gated, valid, keep=keep, deferral=deferral)
     router_weight = router_weight.to(acc_dtype(x))
     outputs = RoutedExperts.apply(x, *weights, router_weight, router_bias, options, tp, recompute)
     return RoutedParts(*outputs)

@@ -21,6 +21,7 @@ from ..kernels.gemm.op import linear_wgrad, linear_wgrad_add
 from ..kernels.norm import Recompute, norm_apply
 from ..kernels.runtime.deferred import Later
 from ..kernels.runtime.main_grad import Main
+from ..kernels.runtime.op import acc_dtype
 from ..parallel import TensorParallel
 from .crossings import gather_rows
 
@@ -158,18 +159,34 @@ class GatheredWeightGrad(NamedTuple):
 
 
 class ExpertWeightGrad(NamedTuple):
-    """dW_e = dy_e' x_e of every expert here, in ``dtype``; 0 of one without rows."""
+    """dW_e = dy_e' x_e / ``replicas`` of every expert here, in ``dtype``; 0 of one without rows.
+
+    The rows are those of all replicas, each of which has a mean over its own as its loss.
+    """
 
     sides: Sides
     dtype: torch.dtype
+    replicas: int = 1
 
     def run(self) -> tuple[Tensor, None]:
-        """Returns dW [E / R, N, K]."""
-        return experts_wgrad(self.sides, self.dtype), None
+        """Returns dW [E / R, N, K], rounded once."""
+        exact = self.replicas & (self.replicas - 1) == 0  # division by a power of two
+        if exact or self.dtype == acc_dtype(self.sides.dy):
+            dw = experts_wgrad(self.sides, self.dtype)
+            return dw if self.replicas == 1 else dw.div_(self.replicas), None
+        dy, x = self.sides.dy, self.sides.x
+        total = dy.new_zeros(len(self.sides.offsets) - 1, dy.shape[1], x.shape[1], dtype=acc_dtype(dy))
+        self.add_to(total)
+        return total.to(self.dtype), None
 
     def add_to(self, total: Tensor) -> None:
         """Adds dW to ``total`` [E / R, N, K], in its dtype."""
+        if self.replicas == 1:
+            experts_wgrad_add(self.sides, total)
+            return
+        total.mul_(self.replicas)  # in place of dW beside it
         experts_wgrad_add(self.sides, total)
+        total.div_(self.replicas)
 
 
 class WeightWork(Protocol):

@@ -164,7 +164,8 @@ def _averages(model: nn.Module) -> Iterator[Path]:
     replica = replica_of(model)
     if replica is None:
         return
-    parameters = [p for p in replica.module.parameters() if p.requires_grad]
+    named = replica.module.named_parameters()
+    parameters = [p for name, p in named if p.requires_grad and name not in replica.parameters_to_ignore]
     size, caps = replica.process_group.size(), limits(replica)
     gradients = "views of them" if replica.gradient_as_bucket_view else "copied into them"
     lead = f", the first of {caps[0] / 2**20:g}" if len(caps) > 1 else ""
@@ -203,12 +204,15 @@ def _path(layer: _GemmMessages, rows: int | None, dtype: torch.dtype) -> Path:
 
 def _experts(experts: _ExpertMessages, rows: int | None, dtype: torch.dtype) -> Path:
     """Returns the exchanges of rows and what is beside them; without sequence parallelism results are collected, and
-    gradients of rows, m D elements each to each peer."""
+    gradients of rows, m D elements each to each peer.  Over replicas, whose rows are not known here, nothing is
+    counted."""
     name, layer = experts
     tp, k, weight = layer.tp, layer.routing.k, tuple(experts.weight.shape)
     several = f"{k} of {layer.num_experts} experts a row: exchanges of uneven parts, nothing overlaps"
-    reason, bytes, messages = several if tp.size > 1 else "one rank: no messages", None, None
-    if rows is not None:
+    replicas = layer.experts.replicas
+    several += f", over {replicas} replicas" * (replicas > 1)
+    reason, bytes, messages = several if layer.experts.size > 1 else "one rank: no messages", None, None
+    if rows is not None and replicas == 1:
         m, shape = (
             (rows + -rows % tp.all_leaves) // tp.size,
             MoEShape(layer.width, weight[1] // 2, layer.num_experts, layer.routing),

@@ -21,7 +21,7 @@ from ..kernels.runtime.processor import order_of_sums
 from ..kernels.runtime.rules import COUNT, NOT_NEGATIVE, check_number, listed
 from ..layers.shards import named_specs
 from ..models.model import Model, staged_in
-from ..parallel import resolve
+from ..parallel import TensorParallel, resolve
 from ..ranks.agreement import Header, agree
 from ..ranks.messages import together
 from .calls import CallRecord, record_calls
@@ -30,6 +30,7 @@ from .micro_batches import MicroBatchReplica
 
 BUCKETS = [1 << 20, 25 << 20]  # bytes: torch's own, of the first gradients that are ready and of the others
 _NAME = "data_parallel"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module, by which DDP leaves parameters out
 _replicas: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = weakref.WeakKeyDictionary()
 
 
@@ -66,6 +67,9 @@ def data_parallel(
     calls of a step (how many, modes, autocast, seed and step, dropout, dtypes) is compared where the backward pass of
     the last one begins: ValueError on every rank, before a gradient of that pass is made.
 
+    Experts that are divided among the replicas (``GPT(experts=)``) are left out: each backward pass, also one under
+    ``no_sync``, leaves the sum over all replicas' rows divided by the number of replicas, as the average of the others.
+
     ``bitwise_micro_batches``: the number K of micro-batches in a step, a power of two that the replicas divide.  The
     gradient is the mean of all K, added as a binary tree, the same bits at every number of replicas; then a
     :class:`MicroBatchReplica` comes back, which is called K / replicas times a step, and ``dp`` may be None for one
@@ -74,12 +78,14 @@ def data_parallel(
     All ranks call it.  ValueError on every rank, before anything is changed, for a ``dp`` that is not the model's or
     in which ranks hold different slices; for a model that is under DistributedDataParallel, FSDP or MainGrad, holds
     pipeline stages, has no trainable parameter, is on the meta device, or has a BatchNorm layer whose statistics would
-    be each replica's own; and where replicas have different parameters or settings.
+    be each replica's own; for experts over other replicas, or with ``bitwise_micro_batches``; and where replicas have
+    different parameters or settings.
     """
     check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {type(model).__name__}")
     if dp is None and bitwise_micro_batches is not None:
         _check_micro_batches(bitwise_micro_batches, 1, bucket_cap_mb)
         _check(model, None, bucket_cap_mb)
+        _check_experts(model, None, bitwise_micro_batches)
         return MicroBatchReplica(model, None, bitwise_micro_batches)
     group = _group(dp)
     groups = [*_split_over(model), group]
@@ -88,6 +94,7 @@ def data_parallel(
         if bitwise_micro_batches is not None:
             _check_micro_batches(bitwise_micro_batches, group.size(), bucket_cap_mb)
         _check(model, group, bucket_cap_mb)
+        _check_experts(model, group, bitwise_micro_batches)
 
     together(examine, groups)
     trained = [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
@@ -99,6 +106,9 @@ def data_parallel(
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         return MicroBatchReplica(model, group, bitwise_micro_batches)
+    left_out = {*getattr(model, _IGNORED, ()), *(name for name, _, tp in _parameters(model) if tp.replicas > 1)}
+    if left_out:
+        setattr(model, _IGNORED, left_out)
     cap = None if bucket_cap_mb is None else max(bucket_cap_mb, 2**-20)  # a byte: torch 2.11 takes no 0
     replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
     replica.broadcast_buffers = False  # from here on: by the argument they would not be made equal now either
@@ -161,7 +171,13 @@ def _group(dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
 
 def _split_over(model: nn.Module) -> list[dist.ProcessGroup]:
     """Returns the groups of the model's tensor-parallel ranks, in one order on all of them."""
-    return [resolve(name) for name in sorted({tp.group_name for _, _, tp in named_specs(model) if tp.group_name})]
+    ranks = {tp for _, _, tp in named_specs(model) if tp.replicas == 1}
+    return [resolve(name) for name in sorted({tp.group_name for tp in ranks if tp.group_name})]
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, TensorParallel]]:
+    """Returns (name, parameter, ranks that it is split over) of every parameter."""
+    return [(name, p, tp) for (name, p), (*_, tp) in zip(model.named_parameters(), named_specs(model), strict=True)]
 
 
 def _check(model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: float | None) -> None:
@@ -193,6 +209,22 @@ def _check(model: nn.Module, group: dist.ProcessGroup | None, bucket_cap_mb: flo
         _check_group(model, group)
 
 
+def _check_experts(model: nn.Module, group: dist.ProcessGroup | None, micro_batches: int | None) -> None:
+    """ValueError for experts that are divided among other replicas than those of the group, or in a tree of sums."""
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    for name, _, tp in _parameters(model):
+        if tp.replicas > 1:
+            check(
+                tp.replica_ranks == ranks,
+                f"{_NAME}: {name} is divided among replicas {tp.replica_ranks}, and dp here is {ranks}; pass the"
+                " mesh['dp'] of that mesh",
+            )
+            check(
+                micro_batches is None,
+                f"{_NAME}: bitwise_micro_batches={micro_batches} is not built for experts over replicas, as {name}",
+            )
+
+
 def _check_parameters(name: str, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     dtensors = [path for path, p in parameters.items() if isinstance(p, DTensor)]
@@ -206,7 +238,8 @@ def _check_parameters(name: str, model: nn.Module) -> None:
 
 def _check_group(model: nn.Module, group: dist.ProcessGroup) -> None:
     """ValueError for a group that is not of the model's replicas."""
-    error = error_of(WRAPPED, dict(module=model, process_group=group))
+    averaged = [(name, p) for name, p, tp in _parameters(model) if tp.replicas == 1]
+    error = error_of(WRAPPED._replace(parameters=lambda _: averaged), dict(module=model, process_group=group))
     check(error is None, f"{_NAME}: {error}")
     ranks, dp = dist.get_process_group_ranks(group), model.groups.dp if isinstance(model, Model) else None
     replicas = ranks if dp is None else dist.get_process_group_ranks(dp)

@@ -17,7 +17,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Replaces every parameter of ``model`` by a DTensor over the tensor-parallel mesh, in place and without a copy.
 
     Returns the model.  ``mesh`` is the tensor-parallel mesh, or one with a dimension named "tp".  Call it before
-    ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  ValueError where the mesh is not of the
+    ``fully_shard(..., mesh=mesh["dp"])`` and before the optimizer is made.  Experts that are divided among the replicas
+    stay as they are, and ``fully_shard`` leaves them out.  ValueError where the mesh is not of the
     model's tensor-parallel size, the model has a MainGrad, or its sums are by leaves (``bitwise``).
     """
     if mesh.ndim > 1:
@@ -28,6 +29,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     refuse(model.parameters(), error)
     specs = list(named_specs(model))
     for name, _, tp in specs:
+        if tp.replicas > 1:
+            continue
         if mesh.size() != tp.size:
             raise ValueError(f"as_dtensor: {name} is split over {tp.size} ranks, and the mesh has {mesh.size()}")
         check(
@@ -37,6 +40,8 @@ def as_dtensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         )
     parameters = list(model.named_parameters())
     for (name, p), (_, spec, tp) in zip(parameters, specs, strict=True):
+        if tp.replicas > 1:
+            continue
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         owner.register_parameter(

@@ -62,7 +62,8 @@ class MainGrad:
         main.zero()
 
     ``dp`` is the data-parallel group: a one-dimensional DeviceMesh or a ProcessGroup, over which :meth:`reduce` takes
-    the mean, or None.  It takes DistributedDataParallel's place.  A model's pipeline stages, whose loss is one over all
+    the mean, or None; experts that are divided among the replicas have it already.  It takes DistributedDataParallel's
+    place.  A model's pipeline stages, whose loss is one over all
     replicas, want the sum: ``dp`` is then the model's own, and copies of a parameter on two stages are added up too.
     The trainable parameters are those of now; make it after whatever replaces or freezes parameters, and before the
     optimizer, which is to hold :meth:`parameters` or ``tpfuse.param_groups(model)``.  It lasts as long as the model's
@@ -79,13 +80,15 @@ class MainGrad:
         trained = [(n, s, tp, p) for n, s, tp, p in named if p.requires_grad]
         self._ranks = TensorParallel(dp)
         _check_replicas(model, self._ranks)
+        _check_experts(trained, self._ranks)
         self._ranks.agree("MainGrad", {"trainable parameters": [(n, tuple(p.shape)) for n, _, _, p in trained]})
         self._model, self._state = weakref.ref(model), ReduceState()
         holders = {p: (weakref.ref(m), name) for m in model.modules() for name, p in m._parameters.items()}
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter, Holder]]] = {}
-        for n, _, _, p in trained:
-            kinds.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append((n, p, holders[p]))
-        self._buffers = [self._make(members, dtype) for (_, dtype), members in kinds.items()]
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[tuple[str, nn.Parameter, Holder]]] = {}
+        for n, _, tp, p in trained:
+            kind = p.device, torch.promote_types(p.dtype, torch.float32), tp.replicas > 1
+            kinds.setdefault(kind, []).append((n, p, holders[p]))
+        self._buffers = [self._make(members, dtype, complete) for (_, dtype, complete), members in kinds.items()]
         modules: dict[TensorParallel, _Weights] = {}
         for _, spec, tp, p in trained:
             PLACES[p].module = modules.setdefault(tp, _Weights(tp))
@@ -96,8 +99,8 @@ class MainGrad:
         _watch_optimizers()
         install()
 
-    def _make(self, members: list[tuple[str, nn.Parameter, Holder]], dtype: torch.dtype) -> Buffer:
-        buffer = Buffer([p for _, p, _ in members], dtype)
+    def _make(self, members: list[tuple[str, nn.Parameter, Holder]], dtype: torch.dtype, complete: bool) -> Buffer:
+        buffer = Buffer([p for _, p, _ in members], dtype, complete)
         for (name, p, held), total in zip(members, buffer.totals, strict=True):
             place = GradSlot(p, name, total, self._state, held=held)
             buffer.places.append(place)
@@ -134,7 +137,8 @@ class MainGrad:
             sum_copies([place.add(lambda total: total) for place in places], group)
         if self._ranks.size > 1:
             for buffer in self._buffers:
-                buffer.reduce(self._ranks, self._ranks.size if staged is None else 1)
+                if not buffer.complete:
+                    buffer.reduce(self._ranks, self._ranks.size if staged is None else 1)
         self._state.reduced = True
 
     @torch.no_grad()
@@ -207,6 +211,17 @@ def _check_replicas(model: nn.Module, ranks: TensorParallel) -> None:
             "MainGrad: the loss of pipeline stages is over the replicas that the model was given; give both the same:"
             f" {type(staged).__name__}(..., dp=mesh['dp']) and MainGrad(model, mesh['dp'])"
         )
+
+
+def _check_experts(trained: list[tuple[str, Spec, TensorParallel, nn.Parameter]], ranks: TensorParallel) -> None:
+    """ValueError for experts that are divided among other replicas than these."""
+    dp = [] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
+    for name, _, tp, _ in trained:
+        if tp.replicas > 1 and tp.replica_ranks != dp:
+            raise ValueError(
+                f"MainGrad: {name} is divided among replicas {tp.replica_ranks}; give MainGrad the mesh['dp'] of that"
+                f" mesh, got ranks {dp}"
+            )
 
 
 # ---- for optimizers, clipping and checkpoints ----

@@ -14,6 +14,7 @@ from ..layers.norm import LayerNorm
 from ..layers.partial import check_when_due
 from ..layers.shards import named_specs
 from ..models.model import staged_in
+from ..parallel import TensorParallel
 from ..ranks.agreement import agreement_of, names, raise_everywhere
 from ..ranks.messages import attempt, gather
 from .foreign.known import wholes_of
@@ -48,9 +49,10 @@ _MAX_NORM = limited("be at least 0", lambda v: v >= 0)  # inf: the norm alone is
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``max_norm``.
 
-    Returns the norm before, a scalar, the same on every rank.  A sharded parameter is counted over its ranks, a
-    replicated one, or a shard that several ranks hold, once.  Works on plain shards, under DDP, and on the DTensors of
-    FSDP2.  torch.nn.utils.clip_grad_norm_ computes the same, of any parameters and with any ``norm_type``.
+    Returns the norm before, a scalar, the same on every rank.  A sharded parameter is counted over its ranks (experts
+    over those of all replicas that hold some), a replicated one, or a shard that several ranks hold, once.
+    Works on plain shards, under DDP, and on the DTensors of FSDP2.  torch.nn.utils.clip_grad_norm_ computes the same,
+    of any parameters and with any ``norm_type``.
 
     ``error_if_nonfinite``: where the norm is not finite, a RuntimeError on every rank names the parameters whose
     gradients are not, before any is changed; asking for it waits for a GPU.  ValueError for a max_norm that is NaN or
@@ -86,9 +88,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 def _compare(model: nn.Module, stages: dist.ProcessGroup | None, arguments: Mapping[str, float | bool]) -> None:
     """Compares a call over the tensor-parallel ranks, which sum over the same gradients or wait for each other, and its
     arguments over pipeline stages, which have gradients of their own."""
-    name, group = "clip_grad_norm_", next((tp.group for *_, tp in named_specs(model) if tp.size > 1), None)
+    name = "clip_grad_norm_"
+    widest = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.size, default=TensorParallel())
     absent = names([name for name, p in model.named_parameters() if gradient(p) is None])
-    calls = [(group, "tensor-parallel", {**arguments, "parameters without a gradient": absent})]
+    calls = [(widest.group, widest.axis, {**arguments, "parameters without a gradient": absent})]
     calls += [(stages, "pipeline", {**arguments})]
     axes = [(ranks, axis, call) for ranks, axis, call in calls if ranks is not None and ranks.size() > 1]
     compare = lambda ranks, axis, call: agreement_of(ranks, name, each_call=True, axis=axis)(ranks, call, {})

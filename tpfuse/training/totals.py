@@ -100,9 +100,13 @@ class GradSlot:
 
 
 class Buffer:
-    """The sums of one device and dtype, side by side, and behind them a number for each that says it is there."""
+    """The sums of one device and dtype, side by side, and behind them a number for each that says it is there.
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
+    ``complete``: those of experts that are divided among the replicas, which are of all replicas as they are made.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, complete: bool):
+        self.complete = complete
         sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
         self.all = parameters[0].new_zeros(sum(sizes) + len(sizes), dtype=dtype, requires_grad=False)
         *parts, self.present = self.all.split([*sizes, len(sizes)])

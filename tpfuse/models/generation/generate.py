@@ -122,6 +122,11 @@ def generate(
     """
     model.stages.check_whole("generate")
     check(model.head is not None, "generate: the model has no language-model head; make it with lm_head=True")
+    check(
+        model.groups.experts.replicas == 1,
+        "generate: experts over replicas are not built, which may need unequal numbers of steps; make the model without"
+        " experts=",
+    )
     check(inputs_embeds is None, "generate: inputs_embeds is not built; a prompt is input_ids")
     values = settled(options, *(() if generation_config is None else (generation_config,)))
     check_gathered("generate", model.embedding)

@@ -11,6 +11,7 @@ from ...layers.embedding import VocabParallelEmbedding
 from ...layers.wiring import Normed
 from ...parallel import TensorParallel
 from ..config.gpt import GPTConfig
+from ..groups import Groups
 from ..head import LMHead, ReplicatedTable
 from ..inputs import Inputs
 from ..rows import BatchRows
@@ -21,6 +22,7 @@ class CausalModel(Protocol):
     """A causal language model; its weights, and the parts of its forward pass."""
 
     tp: TensorParallel
+    groups: Groups
     config: GPTConfig
     stages: ModelStages
     embedding: VocabParallelEmbedding

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...kernels.norm import KINDS
 from ...layers.block import SAVING
 from ...layers.expert_sizes import ExpertSizes
+from ...layers.shards import named_specs
 from ...layers.wiring import INNER, Branch, Join, norm_names, steps_at
 from ...models.config.model import ModelConfig
 from .shapes import Shape, check_imbalance
@@ -203,19 +204,22 @@ def state_bytes(
     ``optimizer``: "sgd", "adamw" (torch's, states in the parameters' dtype) or "adamw-fp32" (fp32 states and a master
     copy).  ``main_grad``: under tpfuse.MainGrad, with gradients of 4 bytes, no buckets, and fp32 weights that the
     optimizer steps on beside 16-bit parameters; ValueError with ``sharded``.  ``bucket_views``: under
-    tpfuse.data_parallel, where the gradients lie in DDP's buckets, and are not held twice.
+    tpfuse.data_parallel, where the gradients lie in DDP's buckets, and are not held twice.  Experts that are divided
+    among the replicas are in no bucket and are not sharded.
     """
     if main_grad and sharded:
         raise ValueError("state_bytes: main_grad is of a replicated model, and sharded is set")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"state_bytes: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     parameters = list(model.parameters())
-    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded else p.numel()
+    experts = {p for (*_, tp), p in zip(named_specs(model), parameters, strict=True) if tp.replicas > 1}
+    share = lambda p: -(-len(p) // dp) * math.prod(p.shape[1:]) if sharded and p not in experts else p.numel()
     bytes_of = lambda size: sum(share(p) * size(p.element_size()) for p in parameters)
     weights = bytes_of(lambda size: size)
-    total = sum(p.numel() * p.element_size() for p in parameters)
+    handled = lambda module: sum(p.numel() * p.element_size() for p in module.parameters() if p not in experts)
+    total = handled(model)
     blocks = getattr(model, "blocks", [])  # None where another pipeline rank holds it
-    units = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks if block is not None]
+    units = [handled(block) for block in blocks if block is not None]
     ends = total - sum(units)
     gathered = sum(sorted([*units, ends])[-2:]) if sharded and dp > 1 else 0
     widened = lambda size: max(size, 4) if main_grad else size

@@ -26,7 +26,8 @@ _OF_A_SIZE = "sequence_parallel", "overlap", "one_machine"  # of the tensor-para
 
 def conditions(model: nn.Module) -> dict[str, Any]:
     """Returns what the last bits of a step depend on beside the state, as JSON has it."""
-    tp = max((tp for *_, tp in named_specs(model)), key=lambda tp: tp.size, default=TensorParallel())
+    ranks = (tp for *_, tp in named_specs(model) if tp.replicas == 1)  # bits do not depend on where experts are
+    tp = max(ranks, key=lambda tp: tp.size, default=TensorParallel())
     world = dist.get_world_size() if dist.is_initialized() else 1
     stage = stage_in(model)
     stages = 1 if stage is None else stage.ranks

@@ -118,7 +118,8 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 def _axes(model: nn.Module) -> list[_Axis]:
     inner, replica = unwrap(model), replica_of(model)
-    names = {tp.group_name: "whole" for *_, tp in named_specs(inner) if tp.group_name is not None}
+    ranks = {tp.group_name: tp.replicas for *_, tp in named_specs(inner) if tp.group_name is not None}
+    names = {name: "whole" for name, replicas in ranks.items() if replicas == 1}
     if isinstance(inner, Model):
         groups = inner.groups
         names |= {name: kind for name, kind in ((groups.dp_name, "all"), (groups.pp_name, "copied")) if name}
@@ -149,7 +150,7 @@ def bits_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: s
     copies_of = model.stages.copies_of if isinstance(model, Model) else lambda name: 1
     for name, entry in entries_of(model).items():
         _, spec, tp = entry
-        if kind == "copied" and copies_of(name) == 1:
+        if tp.replicas > 1 or (kind == "copied" and copies_of(name) == 1):  # no other rank holds it
             continue
         for part in pieces_of({name: entry}, optimizer):
             whole = part.local.shape == part.shape or spec.dim is None or spec.copies > 1

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...kernels.runtime.main_grad import DDP, PLACES
 from ...kernels.runtime.rules import listed
-from ...layers.shards import Whole
+from ...layers.shards import Whole, wholes
 from .known import any_split, keep, wholes_of
 
 Arguments = Mapping[str, Any]
@@ -36,6 +36,7 @@ class Tool(NamedTuple):
     advice: str = ""  # the cure of parameters that are no DTensors yet
     main_grad: str = ""  # the error of parameters whose gradients a MainGrad holds
     composable: bool = False  # torch notes the call on the modules before it makes it
+    ignores: bool = False  # it has ``ignored_params``: those of experts that are divided among replicas are
 
 
 _signature = functools.cache(inspect.signature)
@@ -52,6 +53,9 @@ def refusing(tool: Tool) -> Callable[..., Any]:
         except TypeError:
             return original(*args, **kwargs)  # which raises its own
         bound.arguments.update({k: list(v) for k, v in bound.arguments.items() if isinstance(v, Iterator)})
+        experts = _experts(bound.arguments) if tool.ignores else set()
+        if experts:
+            bound.arguments["ignored_params"] = experts | set(bound.arguments.get("ignored_params") or ())
         arguments = bound.arguments | bound.arguments.get("kwargs", {})
         error = error_of(tool, arguments)
         if error is not None:
@@ -63,6 +67,25 @@ def refusing(tool: Tool) -> Callable[..., Any]:
         return result
 
     return around
+
+
+def _experts(arguments: Arguments) -> set[nn.Parameter]:
+    """Returns the parameters of experts that are divided among replicas, whose gradients are complete."""
+    placements = wholes()
+    parameters = (p for module in _modules(arguments) for p in module.parameters())
+    return {p for p in parameters if p in placements and placements[p].tp.replicas > 1}
+
+
+def _mixed(arguments: Arguments) -> str | None:
+    """Returns the error of a policy that would change the dtype of all parameters but those of experts."""
+    wanted = getattr(arguments.get("mp_policy"), "param_dtype", None)
+    other = next((p.dtype for p in _experts(arguments) if wanted not in (None, p.dtype)), None)
+    if other is None:
+        return None
+    return (
+        f"fully_shard: param_dtype={wanted} of mp_policy does not reach experts that are divided among replicas, which"
+        f" are of {other}; leave it off, and use torch.autocast"
+    )
 
 
 def _unmark(original: Callable[..., Any], arguments: Arguments) -> None:
@@ -77,6 +100,8 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
     named = list(tool.parameters(arguments))
     if tool.main_grad and PLACES and any(p in PLACES for _, p in named):
         return tool.main_grad
+    if tool.ignores and (mixed := _mixed(arguments)) is not None:
+        return mixed
     placements = wholes_of([p for _, p in named])
     slices = [
         (name or f"a parameter of shape {placement.spec.shape}", p, placement)
@@ -93,9 +118,12 @@ def error_of(tool: Tool, arguments: Arguments) -> str | None:
         "" if ranks is None else f", and its group ({listed([f'rank {rank}' for rank in ranks])}) holds several of them"
     )
     advice = "" if all(isinstance(p, DTensor) for _, p in wrong) else tool.advice
+    cure = tool.cure
+    if any(placement.tp.replicas > 1 for *_, placement in slices):
+        advice, cure = "", _EXPERTS
     return (
         f"{tool.name}: tensor-parallel ranks hold different slices of {listed([name for name, _ in wrong])}{group};"
-        f" {advice}{tool.cure}"
+        f" {advice}{cure}"
     )
 
 
@@ -174,6 +202,7 @@ def _mesh_ranks(mesh: DeviceMesh) -> list[int]:
 
 # ---- the tools ----
 
+_EXPERTS = "experts are divided among the replicas; use tpfuse.data_parallel(model, mesh['dp']), which leaves them out"
 _SAME = "the ranks that hold the same slices"
 _DDP = 'pass process_group=mesh["dp"].get_group(), ' + _SAME
 _REPLICATE = 'pass device_mesh=mesh["dp"], ' + _SAME
@@ -190,6 +219,7 @@ FSDP2 = Tool(
     cure=f'pass mesh=mesh["dp"], {_SAME}',
     advice="call tpfuse.as_dtensor(model, mesh) first, and ",
     composable=True,
+    ignores=True,
 )
 REPLICATE = Tool("replicate", _unmanaged, _group_ranks, _REPLICATE, main_grad=DDP, composable=True)
 REPLICATE_FSDP = FSDP2._replace(name="replicate")

@@ -114,7 +114,8 @@ def _by_groups(parts: Sequence[GradPart], norm: _Norm, order: float) -> Tensor:
         norms = norm.raised(_norms(grads, order, dtype), copies)
         norms_of.setdefault(groups, []).append(norm.joined(norms).to(parts[0].elements.device))
     totals = [
-        over_groups(norm.joined(torch.stack(norms_of[groups])), groups, norm.joined) for groups in sorted(norms_of)
+        over_groups(norm.joined(torch.stack(norms_of[groups])), groups, norm.joined)
+        for groups in sorted(norms_of, key=lambda names: ([resolve(name).size() for name in names], names))
     ]
     return torch.stack(totals) if totals else torch.zeros(1, dtype=torch.float64)
 
