@@ -3,6 +3,7 @@
 Spans: tpfuse/tools/plan/planning.py and check.py, whose plans the command checks.
 """
 
+import gc
 import json
 import sys
 
@@ -21,6 +22,7 @@ FEW = ["--fix", "micro_batch=2,saving=fastest,full=no"]
 
 def test_plans(capsys, tmp_path):
     assert main([*COMMAND, *FEW, "--explain", "1", "--json", str(tmp_path / "plan.json")]) == 0
+    assert gc.get_freeze_count() == 0  # nothing of the caller's is garbage for good
     text = capsys.readouterr().out
     assert all(word in text for word in ("dp 2 x tp 1 x pp 1", "a rank may hold 72.0 GB", "runner-up", "twice the"))
     values = json.loads((tmp_path / "plan.json").read_text())

@@ -132,7 +132,10 @@ def run(args: Namespace) -> None:
     dtype = DTYPES[args.dtype or ("fp32" if cluster.device.name == LOCAL else "bf16")]
     job = Job(config, args.global_batch, args.seq, dtype, optimizer=args.optimizer)
     gc.freeze()  # otherwise each collection visits all objects so far, and a search makes many
-    plans = best_plans(job, cluster, fixed=fixed, memory_share=args.memory_share)
+    try:
+        plans = best_plans(job, cluster, fixed=fixed, memory_share=args.memory_share)
+    finally:
+        gc.unfreeze()  # what is garbage by now would stay for good
     print(plans.text())
     if args.explain is not None:
         print(f"\n{explain(plans, args.explain)}")
