@@ -45,7 +45,7 @@ KINDS: dict[str, Any] = {
     "neox odd": GPTConfig(family="gpt_neox", **ODD, rope=ROPE, parallel_residual=True, tie_embeddings=False, **DROPOUT),
     "mixtral odd": GPTConfig(
         family="mixtral", **ODD, num_kv_heads=4, norm="rms", activation="silu", rope=ROPE, num_experts=8,
-        experts_per_token=3, tie_embeddings=False, **BARE, **DROPOUT,
+        experts_per_token=3, balanced=True, balance_coefficient=0.1, tie_embeddings=False, **BARE, **DROPOUT,
     ),
     "bert odd": BertConfig(**ODD, **DROPOUT),
 }  # fmt: skip

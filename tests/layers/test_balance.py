@@ -127,6 +127,26 @@ def test_a_loss_of_the_logits_alone():
     assert layer.fc1.grad.eq(0).all() and layer.fc2.grad.eq(0).all() and layer.router.grad.abs().sum() > 0
 
 
+def test_autocast_leaves_the_sums_alone():
+    """Of logits in fp32: 16 bits cannot count beyond 256."""
+    layer = ParallelMoE(D, FFN, E, Routing(2))
+    x = torch.randn(600, D, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, sums = layer(x, router_sums=True)
+    assert sums.dtype == torch.float32 and sums[0, -1] == 600 and sums[0, :E].sum() == 2 * 600
+    assert abs(sums[0, E : 2 * E].sum() - 600) < 1e-2
+
+
+@pytest.mark.parametrize("weights", [[0.25, 0.5, 0.05], [2.0, 4.0, 0.4]])
+def test_weights_are_relative(weights):
+    layer, x = make(ROUTINGS["softmax"], None), data().transpose(0, 1).flatten(0, 1)
+    _, sums = layer(x, batch=B, router_sums=True)
+    each = torch.stack([balance_loss([part], BALANCES["sequence"]) for part in sums.split(1)])
+    w = torch.tensor(weights, dtype=F64)
+    assert abs(balance_loss([sums], BALANCES["sequence"], weights=w) - (each * w).sum() / w.sum()) < 1e-13
+    assert balance_loss([sums], BALANCES["sequence"], weights=0 * w) == 0
+
+
 # ---- in a block ----
 
 
@@ -170,6 +190,12 @@ def test_balances_that_are_refused(balance, message):
 def test_sums_that_nobody_has():
     with pytest.raises(ValueError, match="balance_loss: sums must be of one layer at least, got none"):
         balance_loss([], ExpertBalance())
+    with pytest.raises(
+        ValueError, match=re.escape("layers must have as many experts and sequences each, got sums [(1, 6)")
+    ):
+        balance_loss([torch.zeros(1, 6), torch.zeros(1, 10)], ExpertBalance())
+    with pytest.raises(ValueError, match=re.escape("balance_loss: weights must be [2], those of the sequences, got")):
+        balance_loss([torch.zeros(2, 6)], ExpertBalance(), weights=torch.ones(3))
     block = TransformerBlock(D, 4, FFN, dtype=F64)
     with pytest.raises(ValueError, match="TransformerBlock: router_sums=True needs experts, got num_experts=None"):
         block(torch.zeros(4, D, dtype=F64), batch=1, router_sums=True)

@@ -29,9 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives import reduce
+from ..kernels.experts.router import sigmoid
 from ..kernels.runtime.errors import check
 from ..kernels.runtime.leaves import tree
-from ..kernels.runtime.rules import NOT_NEGATIVE, check_rules, one_of
+from ..kernels.runtime.rules import NOT_NEGATIVE, check_rules, described, one_of
 from ..parallel import TensorParallel
 from .call import Call
 
@@ -70,16 +71,17 @@ def router_sums(logits: Tensor, chosen: Tensor, score: str, call: Call, m: int, 
     counts = torch.zeros_like(logits).scatter_(1, chosen.long(), 1.0)
     p = logits.softmax(-1)
     if score == "sigmoid":
-        p = logits.sigmoid()
+        p = sigmoid(logits)
         p = p / p.sum(-1, keepdim=True)
     z = logits.logsumexp(-1, keepdim=True).square()
     values = torch.cat((counts, p, z, torch.ones_like(z)), 1)
     of = _sequences(call, tp.rank * m, len(logits), logits.device).to(values.dtype)
-    if tp.bitwise is None or m == 0:
-        return of @ values
-    of, values = (F.pad(t, (0, 0, 0, m - len(logits))) for t in (of.t(), values))
-    pieces = (t.split(m // tp.leaves) for t in (of, values))
-    return tree(o.t().contiguous() @ v.clone() for o, v in zip(*pieces, strict=True))
+    with torch.autocast(logits.device.type, enabled=False):  # whose products would count in 16 bits
+        if tp.bitwise is None or m == 0:
+            return of @ values
+        of, values = (F.pad(t, (0, 0, 0, m - len(logits))) for t in (of.t(), values))
+        pieces = (t.split(m // tp.leaves) for t in (of, values))
+        return tree(o.t().contiguous() @ v.clone() for o, v in zip(*pieces, strict=True))
 
 
 def _sequences(call: Call, first: int, m: int, device: torch.device) -> Tensor:
@@ -112,18 +114,27 @@ def balance_loss(
 
     It is the same on every rank of ``tp``, whose ranks call it together.  ``weights`` [N] are those of the sequences,
     usually the number of labels of each (default: equal), and ``normalizer`` what their sum is divided by (default:
-    itself): the cross entropy's.  ValueError for a balance that is not built, and where there are no layers.
+    itself): the cross entropy's.  ValueError for a balance that is not built, where there are no layers, and for sums
+    or weights that do not fit each other.
     """
     check_balance("balance_loss", balance)
     layers = list(sums)
     check(len(layers) > 0, "balance_loss: sums must be of one layer at least, got none")
-    total = torch.stack(layers)
-    total = reduce(total, TensorParallel() if tp is None else tp)  # [L, N, 2 E + 2]
+    shapes = dict.fromkeys(tuple(layer.shape) for layer in layers)
+    check(len(shapes) == 1, f"balance_loss: layers must have as many experts and sequences each, got sums {[*shapes]}")
+    total = reduce(torch.stack(layers), TensorParallel() if tp is None else tp)  # [L, N, 2 E + 2]
     E = total.shape[-1] // 2 - 1
     c, P, z, T = total.split((E, E, 1, 1), dim=-1)
-    weights = torch.ones_like(T[0, :, 0]) if weights is None else weights.to(T)
-    share = weights / (weights.sum().clamp(min=1) if normalizer is None else normalizer)
     T = T.squeeze(-1)
+    weights = torch.ones_like(T[0]) if weights is None else weights.to(T)
+    check(
+        weights.shape == T[0].shape,
+        f"balance_loss: weights must be [{T.shape[1]}], those of the sequences, got {described(weights)}",
+    )
+    if normalizer is None:
+        whole = weights.sum()
+        normalizer = torch.where(whole == 0, 1, whole)  # no labels: no loss
+    share = weights / normalizer
     if balance.kind == "sequence":
         of_sequences = E * (c * P).sum(-1) / (T * c.sum(-1)).clamp(min=1)
         loss = (of_sequences.sum(0) * share).sum()

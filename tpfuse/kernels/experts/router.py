@@ -40,14 +40,14 @@ TINY = 1e-20  # added to the sum of sigmoids, which may all be 0
 # ---- reference ----
 
 
-def _sigmoid(logits: Tensor) -> Tensor:
+def sigmoid(logits: Tensor) -> Tensor:
     """The same for an element wherever it stands: torch's own rounds the last ones of a tensor in another way."""
-    return torch.neg(logits).exp_().add_(1).reciprocal_()
+    return torch.neg(logits).exp().add(1).reciprocal()
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:
     if score == "sigmoid":
-        return _sigmoid(logits)
+        return sigmoid(logits)
     return logits.softmax(-1) if score == "softmax" else logits
 
 
@@ -103,7 +103,7 @@ def _dlogits(dweights: Tensor | None, dlogits: Tensor | None, routed: Routed, ro
     if routing.normalized == "chosen":
         d = normal * (d - (d * normal).sum(-1, keepdim=True))
     else:
-        s = _sigmoid(logits.gather(1, places))
+        s = sigmoid(logits.gather(1, places))
         if routing.normalized == "sigmoid sum":
             d = (d - (d * normal).sum(-1, keepdim=True)) / (s.sum(-1, keepdim=True) + TINY)
         d = d * s * (1 - s)
