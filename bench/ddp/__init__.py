@@ -20,7 +20,7 @@ ratio to buckets of 25 MiB in the same round.  No step can be shorter than forwa
 import argparse
 import pathlib
 
-from bench._parser import parser_of
+from bench._parser import check_rounds, parser_of
 
 BUCKETS = {"0 MiB": 2**-20, "1 MiB": 1, "5 MiB": 5, "10 MiB": 10, "25 MiB": None, "50 MiB": 50}
 MICRO_BATCHES = {f"{count} micro-batches": count for count in (2, 4, 8)}
@@ -38,6 +38,5 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the results there")
     args = parser.parse_args(argv)
-    if args.rounds < 2:
-        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+    check_rounds(parser, args.rounds)
     return args

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bench._parser import parser_of
+from bench._parser import check_rounds, parser_of
 from bench.measured import generate
 from bench.port import free_port
 from tpfuse import TensorParallel
@@ -77,8 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=2, help="processes of the tensor-parallel rows (default 2; 1: none)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+    check_rounds(parser, args.rounds)
     args.model, args.dtype, args.case = args.model or [*MODELS], args.dtype or [*DTYPES], args.case or [*CASES]
     args.batch = args.batch or [1, 8]
     return args

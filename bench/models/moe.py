@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from bench._parser import parser_of
+from bench._parser import check_rounds, parser_of
 from tpfuse.kernels import Routing
 from tpfuse.layers import ParallelMoE
 
@@ -55,14 +55,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="runs of each (default 15)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+    check_rounds(parser, args.rounds)
     args.case, args.dtype, args.kind = args.case or [*CASES], args.dtype or [*DTYPES], args.kind or [*ROWS]
     return args
 
 
-def layers(case: Case, dtype: torch.dtype) -> tuple[ParallelMoE, nn.Module]:
-    """Returns tpfuse's layer and transformers', with the same weights."""
+def layers(case: Case, dtype: torch.dtype, std: float = 0.05) -> tuple[ParallelMoE, nn.Module]:
+    """Returns tpfuse's layer and transformers', with the same weights, normal of this deviation."""
     from transformers.models.mixtral import modeling_mixtral as mixtral
 
     D, F, E, k = case
@@ -71,7 +70,7 @@ def layers(case: Case, dtype: torch.dtype) -> tuple[ParallelMoE, nn.Module]:
     torch.manual_seed(0)
     with torch.no_grad():
         for p in peer.parameters():
-            p.normal_(0, 0.05)
+            p.normal_(0, std)
         ours.router.copy_(peer.gate.weight)
         ours.fc1.copy_(rearrange(peer.experts.gate_up_proj, "e (t f) d -> e f t d", t=2))
         ours.fc2.copy_(peer.experts.down_proj)

@@ -13,7 +13,7 @@ time to the dense one's in the same round.
 import argparse
 from pathlib import Path
 
-from bench._parser import parser_of
+from bench._parser import check_rounds, parser_of
 
 UNTIMED = 3  # first steps: DDP rebuilds its buckets after one, PowerSGD begins in the third
 
@@ -30,6 +30,5 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     args = parser.parse_args(argv)
-    if args.rounds < 2:
-        parser.error(f"--rounds must be at least 2, for quartiles, got {args.rounds}")
+    check_rounds(parser, args.rounds)
     return args

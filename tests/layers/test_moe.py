@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
+from bench.models import moe
 from tests.common import error
 from tests.planted import Mistaken
 from tpfuse import MainGrad, TensorParallel
@@ -268,17 +269,7 @@ def wide():
 
 
 def test_mixtral_of_transformers():
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    config = mixtral.MixtralConfig(hidden_size=48, intermediate_size=40, num_local_experts=8, num_experts_per_tok=2)
-    torch.manual_seed(0)
-    theirs = mixtral.MixtralSparseMoeBlock(config).double()
-    ours = ParallelMoE(48, 40, 8, Routing(2), dtype=FP64)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.normal_(0, 0.3)
-        ours.router.copy_(theirs.gate.weight)
-        ours.fc1.copy_(rearrange(theirs.experts.gate_up_proj, "e (t f) d -> e f t d", t=2))
-        ours.fc2.copy_(theirs.experts.down_proj)
+    ours, theirs = moe.layers(moe.Case(48, 40, 8, 2), FP64, std=0.3)
     x, dy = torch.randn(2, 2, 30, 48, dtype=FP64)
     a, b = (x.clone().requires_grad_() for _ in range(2))
     with wide():

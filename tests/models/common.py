@@ -121,6 +121,15 @@ def of_files(world, path, cls, call: dict[str, Any], sp: bool = True) -> dict[st
     return found | {f"d {name}": g for name, g in gradients(model).items()}
 
 
+def change_of_loss(path, call: dict[str, Any], **change: Any) -> float:
+    """How far the loss of a directory's GPT moves, in fp64, where its weights are run by another config."""
+    right = GPT.from_pretrained(path, dtype=torch.float64)
+    with torch.device("meta"):
+        wrong = GPT(replace(right.config, **change))
+    wrong.load_state_dict(right.state_dict(), assign=True)
+    return abs((right(**call).loss - wrong.eval()(**call).loss).item())
+
+
 def of_transformers(model, call: dict[str, Any], shift: bool = True) -> dict[str, Tensor]:
     """What ``of_files`` gives, by transformers; the loss in fp64, since theirs is taken in fp32."""
     model.zero_grad()

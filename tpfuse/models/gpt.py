@@ -210,8 +210,7 @@ class GPT(Model):
         rows = BatchRows(inputs.shape, self.tp)
         rope = self._rope(rows, inputs.position_ids, inputs.tokens.device, below, longest=longest if below else None)
         batch = self._batch(inputs, rows, longest, rope)
-        labelled = inputs.labels is not None or inputs.shift_labels is not None
-        sums = self.balance is not None and labelled and not inputs.headless
+        sums = self.balance is not None and inputs.labelled and not inputs.headless
         return batch._replace(call=batch.call._replace(router_sums=sums))
 
     def _count_labels(self, inputs: Inputs) -> Tensor:

@@ -14,8 +14,8 @@ class Groups:
     """The process groups that a model knows of, by their names, so that a model can be copied and pickled.
 
     ``experts``: the ranks that hold experts, ``tp`` or those of all replicas.  ``dp``, ``dp_rank``: the replicas, where
-    the model was given them.  ``pp_name``: the group over its pipeline stages,
-    known once a schedule has been made; ``staged``: whether it has stages.
+    the model was given them.  ``pp_name``: the group over its pipeline stages, known once a schedule has been made;
+    ``staged``: whether it has stages.
     """
 
     def __init__(self, tp: TensorParallel, dp: dist.ProcessGroup | None, *, staged: bool):

@@ -61,6 +61,11 @@ class Inputs(NamedTuple):
         return self.tokens.shape[:2]
 
     @property
+    def labelled(self) -> bool:
+        """True if the call has labels, shifted or not."""
+        return self.labels is not None or self.shift_labels is not None
+
+    @property
     def loss_options(self) -> dict[str, Any]:
         """The options of the loss, as kernels.cross_entropy takes them."""
         named = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss, reduction=self.reduction)

@@ -232,8 +232,7 @@ class ModelStages:
         unknown = [key for key in arguments if key not in Inputs._fields]
         check(not unknown, f"{name}: a step takes no {', '.join(unknown)}")
         packed, inputs = arguments.get("cu_seqlens"), Inputs(**arguments)
-        labelled = inputs.labels is not None or inputs.shift_labels is not None
-        check(labelled, f"{name}: a step over a pipeline needs labels, on every rank")
+        check(inputs.labelled, f"{name}: a step over a pipeline needs labels, on every rank")
         for key in ("inputs_embeds", "return_logits", "output_hidden_states", "logits_to_keep", "headless"):
             check(not getattr(inputs, key), f"{name}: {key} is not built over a pipeline")
         check(

@@ -63,11 +63,10 @@ class MainGrad:
 
     ``dp`` is the data-parallel group: a one-dimensional DeviceMesh or a ProcessGroup, over which :meth:`reduce` takes
     the mean, or None; experts that are divided among the replicas have it already.  It takes DistributedDataParallel's
-    place.  A model's pipeline stages, whose loss is one over all
-    replicas, want the sum: ``dp`` is then the model's own, and copies of a parameter on two stages are added up too.
-    The trainable parameters are those of now; make it after whatever replaces or freezes parameters, and before the
-    optimizer, which is to hold :meth:`parameters` or ``tpfuse.param_groups(model)``.  It lasts as long as the model's
-    parameters do.
+    place.  A model's pipeline stages, whose loss is one over all replicas, want the sum: ``dp`` is then the model's
+    own, and copies of a parameter on two stages are added up too.  The trainable parameters are those of now; make it
+    after whatever replaces or freezes parameters, and before the optimizer, which is to hold :meth:`parameters` or
+    ``tpfuse.param_groups(model)``.  It lasts as long as the model's parameters do.
 
     ValueError if the model is on the meta device, under DistributedDataParallel, made of DTensors (FSDP2 keeps fp32
     gradients of its own), has no trainable parameter, or has a MainGrad already, and for a ``dp`` that is not that of

@@ -22,7 +22,7 @@ from .reference import (
 
 
 def _begin_lines(*tensors: Tensor) -> bool:
-    """True if every row of the tensors begins a cache line."""
+    """True if every row of the tensors, of weights every expert's, begins a cache line."""
     return all(t.is_contiguous() and not t.data_ptr() % ALIGNED and not t[:1].nbytes % ALIGNED for t in tensors)
 
 
@@ -53,7 +53,7 @@ def _placed(x: Tensor, rows: ExpertRows, count: int) -> Tensor:
 def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, tile: int = 0) -> tuple[Tensor, Tensor]:
     ordered = _in_order(x, rows.row_index)
     z = x.new_empty(len(ordered), w1.shape[1])
-    if tile or not _begin_lines(ordered, z, w1.flatten(1)):
+    if tile or not _begin_lines(ordered, z, w1):
         return experts_up_ref(x, rows, w1, activation, tile=tile)
     _multiply(ordered, w1.mT, rows.offsets, z)
     return z, value_of(z, activation)
@@ -62,7 +62,7 @@ def experts_up_cpu(x: Tensor, rows: ExpertRows, w1: Tensor, activation: str, til
 @torch.no_grad()
 def experts_down_cpu(a: Tensor, rows: ExpertRows, w2: Tensor, weights: Tensor, count: int, tile: int = 0) -> Tensor:
     y = a.new_empty(len(a), w2.shape[1])
-    if tile or not _begin_lines(a, y, w2.flatten(1)):
+    if tile or not _begin_lines(a, y, w2):
         return experts_down_ref(a, rows, w2, weights, count=count, tile=tile)
     _multiply(a, w2.mT, rows.offsets, y)
     for i, j in row_blocks(*y.shape):
@@ -76,7 +76,7 @@ def experts_dact_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ordered = _in_order(dy, rows.row_index)
     acc, da = acc_dtype(z), z.new_empty(len(z), w2.shape[2])
-    if not _begin_lines(ordered, da, w2.flatten(1)):
+    if not _begin_lines(ordered, da, w2):
         return experts_dact_ref(dy, rows, w2, z, weights=weights, activation=activation)
     _multiply(ordered, w2, rows.offsets, da)
     dz, dg = z.new_empty(z.shape), z.new_empty(len(z), dtype=acc)
@@ -93,7 +93,7 @@ def experts_dact_cpu(
 @torch.no_grad()
 def experts_dx_cpu(dz: Tensor, rows: ExpertRows, w1: Tensor, count: int, room: int) -> Tensor:
     dx = dz.new_empty(len(dz), w1.shape[2])
-    if rows.row_index is None or not _begin_lines(dz, dx, w1.flatten(1)):
+    if rows.row_index is None or not _begin_lines(dz, dx, w1):
         return experts_dx_ref(dz, rows, w1, count, room=room)
     _multiply(dz, w1, rows.offsets, dx)
     return _placed(dx, rows, count + room)

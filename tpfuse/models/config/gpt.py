@@ -77,7 +77,7 @@ class GPTConfig(ModelConfig):
         _ = self._experts  # ValueError for experts that are not built
         object.__setattr__(self, "mlp_layers", tuple(sorted(set(self.mlp_layers))))
         if self.num_experts is None:
-            unused = dict(expert_size=None, renormalize=True, mlp_layers=())
+            unused = dict(expert_size=None, renormalize=True, mlp_layers=(), balanced=False)
             for name in (name for name, usual in unused.items() if getattr(self, name) != usual):
                 raise ValueError(f"GPTConfig: {name} is of models with experts, got {getattr(self, name)!r} without")
         experts, elements = self.num_experts or 0, 2 * self.expert_width * self.hidden_size
