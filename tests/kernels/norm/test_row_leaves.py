@@ -167,7 +167,7 @@ def test_rank_order_is_seen(dtype):
 
 
 @triton.jit
-def _parts_in_order(ptr, offsets, mask, stride, COUNT: tl.constexpr):
+def _parts_in_order(ptr, offsets, mask, stride, COUNT: tl.constexpr, LEFT: tl.constexpr):
     node = tl.load(ptr + offsets, mask=mask, other=0.0)
     for r in tl.static_range(1, COUNT):
         node = device.join(node, tl.load(ptr + r * stride + offsets, mask=mask, other=0.0))
