@@ -18,6 +18,7 @@ from .tools.watch import watch
 from .training.checkpoint import check_replicas, load_checkpoint, save_checkpoint, watch_replicas
 from .training.data_parallel import data_parallel
 from .training.dtensor import as_dtensor
+from .training.expert_load import balance_experts
 from .training.foreign.guard import guard_torch
 from .training.main_grad import MainGrad
 from .training.matrices import WholeMatrices
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "add_lora",
     "as_dtensor",
+    "balance_experts",
     "check_parity",
     "check_replicas",
     "checking",

@@ -46,7 +46,10 @@ class ParallelMoE(ParallelModule):
 
     An expert is fc2 (act(gate) up) with (gate, up) = fc1 x: ``fc1`` [E, F, 2, D], gate and up side by side, and ``fc2``
     [E, D, F] hold all E = ``num_experts``, of which each rank has E / R; ``router`` [E, D] is on every rank.
-    ``routing``: a :class:`tpfuse.kernels.Routing`.  ``activation``: the gate's, one that has a gated form.
+    ``routing``: a :class:`tpfuse.kernels.Routing`.  ``activation``: the gate's, one that has a gated form.  With
+    ``routing.biased`` the scores that decide the choice have a ``router_bias`` [E], fp32 and 0 at first, which
+    :func:`tpfuse.balance_experts` sets, not an optimizer; a forward pass in training mode counts the rows that every
+    expert has for it.
 
     Outputs and gradients of x and of the experts have the same bits at every R, with sequence parallelism and without;
     the router's gradient, a sum over ranks in fp32, agrees to rounding, and with ``tp.bitwise`` has the same bits too.
@@ -64,6 +67,7 @@ class ParallelMoE(ParallelModule):
     repr_fields = "num_experts", "routing", "activation"
     in_one = False  # the block takes its steps one by one
     has_router = True
+    load: Tensor | None = None  # int64 [E], rows that chose each expert on this rank since balance_experts; no buffer
     out_bias = None
 
     def __init__(
@@ -114,6 +118,10 @@ class ParallelMoE(ParallelModule):
         self.add_parameter("router", (E, D), None, init.std, dtype=dtype, device=device)
         self.add_parameter("fc1", (E, width, 2, D), 0, init.std, dtype=dtype, device=device)
         self.add_parameter("fc2", (E, D, width), 0, init.out, dtype=dtype, device=device)
+        if routing.biased:
+            wide = torch.promote_types(local(self.shard("router")).dtype, torch.float32)
+            self.add_parameter("router_bias", (E,), None, "zeros", dtype=wide, device=device)
+            self.router_bias.requires_grad_(False)
         if self.experts.size > 1:
             _prepare_graphs()
         if not self.fc2.is_meta:  # a model compares its config
@@ -121,7 +129,7 @@ class ParallelMoE(ParallelModule):
         self.initialize_alone()
 
     def ranks_of(self, name: str) -> TensorParallel:
-        return self.tp if name == "router" else self.experts
+        return self.experts if name in ("fc1", "fc2") else self.tp
 
     @property
     def copies(self) -> int:
@@ -155,12 +163,12 @@ class ParallelMoE(ParallelModule):
 
     def _run_at_once(self, n: Tensor, recompute: Recompute | None, call: Call) -> tuple[Tensor, RoutedParts, int]:
         if not self._rows_are_whole:
-            routed = self._routed(n, n.shape[-2] * self.tp.size, recompute, call)
+            routed = self._counted(self._routed(n, n.shape[-2] * self.tp.size, recompute, call))
             return routed.parts, routed, n.shape[-2]
         x = n[0] if n.dim() == 3 else n
         M = len(x)
         mine = split(F.pad(x, (0, 0, 0, -M % self.tp.all_leaves)), self.tp)
-        routed = self._routed(mine, M, None, call)
+        routed = self._counted(self._routed(mine, M, None, call))
         y = reduce_bias_dropout_add_norm(routed.parts, leaves=self.tp.leaves)[0]
         return collect(y, self.tp)[None, :M], routed, len(mine)
 
@@ -171,10 +179,25 @@ class ParallelMoE(ParallelModule):
         valid = rows if call.seq is None else min(rows, call.seq * call.batch)
         router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
         return routed_experts(
-            n, local(self.shard("fc1")), local(self.shard("fc2")), router,
+            n, local(self.shard("fc1")), local(self.shard("fc2")), router, self.choice_bias,
             routing=self.routing, activation=self.activation, tp=tp, experts=self.experts,
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
         )  # fmt: skip
+
+    @property
+    def choice_bias(self) -> Tensor | None:
+        """What is added to a row's scores for the choice, [E]; None: nothing."""
+        return local(self.shard("router_bias")) if self.routing.biased else None
+
+    def _counted(self, routed: RoutedParts) -> RoutedParts:
+        """Counts each expert's rows, once: a pass that backward makes again counts nothing."""
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.routing.biased and self.training and not again:
+            chosen = routed.chosen.flatten().long()
+            load = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
+            load.index_add_(0, chosen, torch.ones_like(chosen))
+            self.load = load if self.load is None else self.load.to(load.device) + load
+        return routed
 
     def forward(
         self, x: Tensor, *, batch: int = 1, router_sums: bool = False, call: Call | None = None

@@ -17,7 +17,8 @@ class Routing(NamedTuple):
     ``score``: "softmax" over all experts (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088), "sigmoid"
     of each (DeepSeek-V3, arXiv:2412.19437), or "chosen", a softmax over the logits of the ``k`` chosen ones.
     ``renormalize``: the weights of a row are divided by their sum, then multiplied by ``scale``.  Of several ``groups``
-    of experts only the ``best_groups`` are chosen from, whose two largest scores have the largest sum.
+    of experts only the ``best_groups`` are chosen from, whose two largest scores have the largest sum.  ``biased``: a
+    layer has a bias [E], which is added to the scores for the choice alone (arXiv:2408.15664).
     """
 
     k: int
@@ -26,6 +27,7 @@ class Routing(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     best_groups: int = 1
+    biased: bool = False
 
     @property
     def normalized(self) -> str:
@@ -43,6 +45,7 @@ _RULES = dict(
     scale=POSITIVE,
     groups=integer(),
     best_groups=integer(),
+    biased=boolean,
 )
 
 

@@ -39,6 +39,7 @@ GPT_FIELDS = MODEL_FIELDS | dict(
     experts_per_token=optional(integer()),
     expert_size=optional(integer()),
     renormalize=boolean,
+    router_bias=boolean,
     mlp_layers=integers,
     balanced=boolean,
     balance_coefficient=number(-1e6, 1e6),

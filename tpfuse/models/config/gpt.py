@@ -50,6 +50,7 @@ class GPTConfig(ModelConfig):
     experts_per_token: int | None = None
     expert_size: int | None = None  # their width; None: ffn_size
     renormalize: bool = True  # a token's weights of its experts are divided by their sum
+    router_bias: bool = False  # a bias decides the choice of experts too, which tpfuse.balance_experts sets
     mlp_layers: tuple[int, ...] = ()  # layers with an MLP where all others have experts
     balanced: bool = False  # transformers' loss that keeps experts equally busy is added to the cross entropy
     balance_coefficient: float = 0.001  # times so much
@@ -77,7 +78,7 @@ class GPTConfig(ModelConfig):
         _ = self._experts  # ValueError for experts that are not built
         object.__setattr__(self, "mlp_layers", tuple(sorted(set(self.mlp_layers))))
         if self.num_experts is None:
-            unused = dict(expert_size=None, renormalize=True, mlp_layers=(), balanced=False)
+            unused = dict(expert_size=None, renormalize=True, router_bias=False, mlp_layers=(), balanced=False)
             for name in (name for name, usual in unused.items() if getattr(self, name) != usual):
                 raise ValueError(f"GPTConfig: {name} is of models with experts, got {getattr(self, name)!r} without")
         experts, elements = self.num_experts or 0, 2 * self.expert_width * self.hidden_size
@@ -130,7 +131,7 @@ class GPTConfig(ModelConfig):
     def _experts(self) -> MLPShape | MoEShape:
         mlp = MLPShape(self.hidden_size, self.expert_width, self.activation, self.gated, bias=self.mlp_bias)
         k = self.experts_per_token
-        routing = None if k is None else Routing(k, renormalize=self.renormalize)
+        routing = None if k is None else Routing(k, renormalize=self.renormalize, biased=self.router_bias)
         return mlp_or_experts("GPTConfig", mlp, self.num_experts, routing)
 
     @property
@@ -212,6 +213,7 @@ class GPTConfig(ModelConfig):
             config[key] = int(scalar) if scalar == int(scalar) else scalar  # transformers takes integers
         if "expert_size" in family.hf_keys:
             config[family.hf_keys["expert_size"][0]] = self.expert_width
+        self._check_fixed("router_bias", False)
         if family.mixes_mlps:
             config |= dict(mlp_only_layers=list(self.mlp_layers), decoder_sparse_step=1)
         else:

@@ -21,6 +21,7 @@ class DirectExperts:
 
     def __init__(self, moe: ParallelMoE, form: Plain):
         router, self.fc1, self.fc2 = (local(moe.shard(name)) for name in ("router", "fc1", "fc2"))
+        self.bias = moe.choice_bias
         self.router, self.routing, self.first = router.to(acc_dtype(router)), moe.routing, moe.tp.rank * len(self.fc1)
         gated = ACTIVATIONS[moe.activation].gated
         assert gated is not None
@@ -29,7 +30,7 @@ class DirectExperts:
         self.calls = [0] * len(self.fc1)
 
     def __call__(self, n: Tensor) -> Tensor:
-        weights, chosen, _ = router_fwd(n, self.router, None, self.routing)
+        weights, chosen, _ = router_fwd(n, self.router, self.bias, self.routing)
         y, last = n.new_zeros(n.shape, dtype=weights.dtype), self.first + len(self.fc1)
         if len(n) == 1:
             for number, weight in zip(chosen[0].tolist(), weights[0].tolist(), strict=True):

@@ -1,0 +1,234 @@
+"""Biases of routers by the load of their experts: the rule, counts of rows, every split, and what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tpfuse
+from tests.common import assert_equal
+from tests.models.common import whole
+from tests.planted import Mistaken
+from tests.training.test_experts import CONFIG, Loop, made, share_of
+from tpfuse import TensorParallel, balance_experts, load_checkpoint, save_checkpoint
+from tpfuse.kernels import Routing, route
+from tpfuse.layers import ParallelMoE
+from tpfuse.models import GPT
+from tpfuse.pipeline import schedule
+
+BIASED = replace(CONFIG, router_bias=True)
+STEPS = 3
+
+
+def layer(E=6, k=2, D=16, **options) -> ParallelMoE:
+    torch.manual_seed(0)
+    return ParallelMoE(D, 8, E, Routing(k, biased=True), init_std=0.5, **options)
+
+
+def test_the_rule():
+    """Against the algorithm in plain torch, over calls of which some do not count."""
+    moe, bias = layer(), torch.zeros(6)
+    for _ in range(4):
+        calls = [torch.randn(9, 16) for _ in range(2)]
+        counts = torch.stack([
+            route(x, moe.router, bias, routing=moe.routing)[1].flatten().bincount(minlength=6) for x in calls
+        ]).sum(0)  # fmt: skip
+        for x in calls:
+            moe(x)
+        moe.eval()(calls[0])
+        moe.train()
+        assert balance_experts(moe, None, rate=0.25)[""].equal(counts)
+        change = torch.sign(counts.double().mean() - counts) * 0.25
+        bias = bias + (change - change.mean()).float()
+        assert moe.router_bias.equal(bias)
+        assert moe.router_bias.unique().numel() > 1
+    before = moe.router_bias.clone()
+    assert balance_experts(moe, None)[""].sum() == 0  # no call since
+    assert moe.router_bias.equal(before)
+
+
+def test_the_choice_alone():
+    """A bias chooses experts; it weighs nothing and has no gradient, and weights in 16 bits have one in fp32."""
+    moe = layer(dtype=torch.bfloat16)
+    assert moe.router_bias.dtype == torch.float32 and not moe.router_bias.requires_grad
+    moe = layer(k=6)
+    x = torch.randn(5, 16)
+    y = moe(x)
+    moe.router_bias[::2] += 1.0
+    torch.testing.assert_close(moe(x), y)
+
+
+def test_a_router_that_floods_an_expert():
+    """In 200 calls the busiest expert falls from more than three times the mean to less than 1.2 times."""
+    torch.manual_seed(0)
+    moe, busiest = ParallelMoE(16, 8, 8, Routing(2, "sigmoid", biased=True), init_std=0.2), []
+    with torch.no_grad():
+        moe.router[0] += 0.5
+    for _ in range(200):
+        moe(torch.randn(512, 16) + 0.5)
+        counts = balance_experts(moe, None, rate=0.005)[""]
+        busiest.append(counts.max() / counts.double().mean())
+    assert busiest[0] > 3 and torch.stack(busiest[-20:]).mean() < 1.2
+
+
+@pytest.mark.parametrize("options", [dict(recompute="full"), dict(saving="smallest"), {}])
+def test_what_backward_computes_again_counts_nothing(options):
+    model = GPT(BIASED, **options)
+    calls = dict(next(share_of(ONE, 0, "equal")))
+    model(**calls).loss.backward()
+    for counts in balance_experts(model, None).values():
+        assert counts.sum() == calls["input_ids"].numel() * BIASED.experts_per_token
+
+
+class ONE:
+    """A mesh of one replica."""
+
+    def __class_getitem__(cls, name):
+        return cls
+
+    size = staticmethod(lambda: 1)
+    get_local_rank = staticmethod(lambda: 0)
+
+
+def trained(world, dp, wrap, micro=1, options=None, folder=None):
+    """-> counts and biases of three steps."""
+    loop = Loop(world, dp, wrap, config=BIASED, **options or {})
+    result = {}
+    for step in range(STEPS):
+        loop.step(step, "equal", micro)
+        counts = balance_experts(loop.model, loop.mesh["dp"], rate=0.3)
+        result |= {f"{step} {name}": count for name, count in counts.items()}
+    if folder is not None:
+        save_checkpoint(folder, loop.model, loop.optimizer, step=STEPS)
+    biases = {name: x for name, x in whole(loop.model).items() if name.endswith("router_bias")}
+    assert len(biases) == BIASED.num_layers and all(x.any() for x in biases.values())
+    return result | biases
+
+
+@pytest.mark.parametrize("dp, tp, wrap, options", [
+    (2, 2, "ddp", {}), (2, 2, "ddp", dict(over=True, sp=False)), (1, 4, "main", dict(over=False)),
+    (2, 1, "fsdp", dict(over=False)),
+])  # fmt: skip
+def test_every_split_has_the_same_bits(ranks, dp, tp, wrap, options):
+    one = ranks(1, trained, 1, None, 2, dict(over=False))[0]
+    assert all(count.sum() == count.sum() for count in one.values())
+    for found in ranks(dp * tp, trained, dp, wrap, 2, dict(over=False) | options):
+        assert_equal(found, one)
+
+
+def of_one_replica(right, *args, **kwargs):
+    return None
+
+
+def test_replicas_left_out_are_seen(ranks):
+    one = ranks(1, trained, 1, None, 2, dict(over=False))[0]
+    spoilt = Mistaken(trained, "tpfuse.training.expert_load._group", of_one_replica)
+    assert all(any(not x.equal(one[name]) for name, x in found.items()) for found in ranks(2, spoilt, 2, "ddp", 2))
+
+
+def resumed(world, folder):
+    model, _ = made(world, 1, over=False, config=BIASED)
+    load_checkpoint(folder, model)
+    return {name: x for name, x in whole(model).items() if name.endswith("router_bias")}
+
+
+def test_a_checkpoint_has_them(ranks, tmp_path):
+    saved = ranks(2, trained, 2, "ddp", 1, dict(over=False), tmp_path / "one")[0]
+    for found in ranks(2, resumed, tmp_path / "one"):
+        assert_equal(found, {name: saved[name] for name in found})
+
+
+def staged(world):
+    mesh = world.stages(2, 1, 1)
+    config = replace(BIASED, num_layers=4, mlp_layers=(2, 3))
+    model = GPT(config, stage=(mesh["pp"].get_local_rank(), 2, "1f1b"))
+    pipeline = schedule(model, mesh["pp"], "1f1b", 2)
+    call = dict(next(share_of(ONE, 0, "equal")))
+    pipeline.step(call["input_ids"], labels=call["labels"])
+    return balance_experts(model, None)
+
+
+def test_stages(ranks):
+    first, last = ranks(2, staged)
+    assert last == {} and [count.sum() for count in first.values()] == [4 * 2 * first_length()] * 2
+
+
+def first_length() -> int:
+    return next(share_of(ONE, 0, "equal"))["input_ids"].shape[1]
+
+
+def test_generation_chooses_by_them():
+    """The CPU's short path has the tokens of the layers' own forward pass."""
+    model = GPT(BIASED).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.router_bias.copy_(torch.linspace(1.0, -1.0, 8))
+    ids = torch.arange(6)[None]
+    tokens = model.generate(ids, max_new_tokens=6)
+    for end in range(6, 12):
+        assert model(tokens[:, :end]).logits[0, -1].argmax() == tokens[0, end]
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.router_bias.zero_()
+    assert not model.generate(ids, max_new_tokens=6).equal(tokens)
+
+
+@pytest.mark.slow
+def test_a_graph_counts_once():
+    torch.manual_seed(0)
+    model = GPT(BIASED)
+    compiled = torch.compile(model)
+    call = dict(next(share_of(ONE, 0, "equal")))
+    for _ in range(3):
+        compiled(**call).loss.backward()
+    for counts in balance_experts(model, None).values():
+        assert counts.sum() == 3 * call["input_ids"].numel() * BIASED.experts_per_token
+
+
+def differing(world, what):
+    mesh = world.mesh(1, 2)
+    model = GPT(BIASED, tp=TensorParallel(mesh["tp"]))
+    rank = mesh["tp"].get_local_rank()
+    try:
+        balance_experts(model, None, rate=(0.1 + 0.1 * rank if what == "rate" else (-0.1 if rank else 0.1)))
+    except ValueError as error:
+        biases = [block.mlp.router_bias for block in model.blocks]
+        return str(error), any(bias.any() for bias in biases)
+
+
+@pytest.mark.parametrize("what, message", [
+    ("rate", r"balance_experts: rate must be the same on every tensor-parallel rank, got rank 0: 0\.1; rank 1: 0\.2"),
+    ("sign", r"balance_experts: rate must be positive and finite, got -0\.1"),
+])  # fmt: skip
+def test_ranks_that_differ(ranks, what, message):
+    for text, changed in ranks(2, differing, what):
+        assert re.search(message, text) and not changed
+
+
+def test_what_is_refused():
+    with pytest.raises(
+        ValueError, match=r"a layer's routing must be biased, as Routing\(k, biased=True\) is, got none"
+    ):
+        balance_experts(GPT(CONFIG), None)
+    with pytest.raises(ValueError, match="model must be a module, got"):
+        balance_experts([nn.Linear(2, 2)], None)
+    with pytest.raises(ValueError, match="dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got 'dp'"):
+        balance_experts(layer(), "dp")
+    with pytest.raises(ValueError, match="router_bias is of models with experts, got True without"):
+        replace(CONFIG, num_experts=None, experts_per_token=None, family="llama", router_bias=True)
+    with pytest.raises(ValueError, match="a mixtral model of transformers has router_bias=False, got True"):
+        BIASED.to_hf()
+    assert tpfuse.balance_experts is balance_experts
+
+
+def of_others(world):
+    model, _ = made(world, 2, over=False, config=BIASED)
+    with pytest.raises(ValueError, match=r"the model's replicas are ranks \[0, 1\], got dp=\[\]"):
+        balance_experts(model, None)
+    return True
+
+
+def test_replicas_of_another_model(ranks):
+    assert ranks(2, of_others) == [True, True]

@@ -1,0 +1,104 @@
+"""Experts kept equally busy without a loss: a bias of the router's choice, which follows their load.
+
+    loss.backward()
+    optimizer.step()
+    tpfuse.balance_experts(model, mesh["dp"], rate=1e-3)
+
+Of the rows c_e that chose expert e since the last call, on all ranks and replicas and in all micro-batches:
+
+    b_e += d_e - mean(d)        d_e = rate sign(mean(c) - c_e)      (Wang et al. 2024, arXiv:2408.15664, algorithm 1)
+
+The mean of d, which changes no choice, is taken off so that biases stay small.  Counts are integers: biases have the
+same bits however a step is split.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..kernels.runtime.errors import check
+from ..kernels.runtime.rules import POSITIVE, check_number, described
+from ..layers.moe import ParallelMoE
+from ..models.model import Model, staged_in
+from ..ranks.agreement import Header, agree
+from ..ranks.messages import together
+from .data_parallel import replica_of
+from .foreign.norm import over_groups
+
+_NAME = "balance_experts"
+
+
+@torch.no_grad()
+def balance_experts(
+    model: nn.Module, dp: dist.ProcessGroup | DeviceMesh | None, *, rate: float = 1e-3
+) -> dict[str, Tensor]:
+    """Moves the biases of the routers of ``model`` by ``rate`` towards experts that had few rows.
+
+    Every rank calls it once a step, after the optimizer's step.  ``dp``: the replicas, a one-dimensional DeviceMesh or
+    a ProcessGroup; None where there is one.  Returns by the name of each layer how many rows chose each expert since
+    the last call, int64 [E], of all ranks and replicas; counts begin at 0 again.
+
+    ValueError on every rank, before anything is changed, for a rate that is not positive, for other rates or layers on
+    other ranks, for replicas that are not the model's, and for a model without a :class:`tpfuse.layers.ParallelMoE`
+    whose routing is ``biased`` (pipeline stages without one give {}).
+    """
+    check(isinstance(model, nn.Module), f"{_NAME}: model must be a module, got {described(model)}")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, ParallelMoE) and m.routing.biased}
+    replicas = _group(model, dp)
+    groups = {"tensor-parallel": next((m.tp.group for m in layers.values()), None), "data-parallel": replicas}
+
+    def examine() -> None:
+        check_number(f"{_NAME}: rate", rate, POSITIVE)
+        check(
+            len(layers) > 0 or staged_in(model) is not None,
+            f"{_NAME}: a layer's routing must be biased, as Routing(k, biased=True) is, got none",
+        )
+
+    together(examine, groups.values())
+    shared = {"rate": rate, "layers": [(name, m.num_experts) for name, m in layers.items()]}
+    for axis, group in groups.items():
+        agree(group, Header(_NAME, axis=axis), shared)
+    if not layers:
+        return {}
+    loads = [_load(m) for m in layers.values()]
+    names = [group.group_name for group in groups.values() if group is not None]
+    total = over_groups(torch.cat(loads), names, lambda parts: parts.sum(0))
+    counts = dict(zip(layers, total.split([len(load) for load in loads]), strict=True))
+    for name, m in layers.items():
+        step = rate * (counts[name].double().mean() - counts[name]).sign()
+        _add(m.shard("router_bias"), step - step.mean())
+        m.load = None
+    return counts
+
+
+def _group(model: nn.Module, dp: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Returns the replicas.  ValueError for others than those that the model knows of."""
+    one = dp is None or isinstance(dp, dist.ProcessGroup) or (isinstance(dp, DeviceMesh) and dp.ndim == 1)
+    check(one, f"{_NAME}: dp must be a DeviceMesh of one dimension, a ProcessGroup or None, got {dp!r}")
+    group = dp.get_group() if isinstance(dp, DeviceMesh) else dp
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    for m in model.modules():
+        replica = replica_of(m)
+        known = replica.process_group if replica is not None else m.groups.dp if isinstance(m, Model) else None
+        of_model = [] if known is None else dist.get_process_group_ranks(known)
+        check(known is None or of_model == ranks, f"{_NAME}: the model's replicas are ranks {of_model}, got dp={ranks}")
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    check(
+        not sharded or dp is not None, f"{_NAME}: dp must be the replicas, since {sharded[:1]} is a DTensor, got None"
+    )
+    return group
+
+
+def _load(m: ParallelMoE) -> Tensor:
+    """Returns the rows of each expert on this rank, of which no other rank counts any."""
+    device = m.shard("router").device
+    return torch.zeros(m.num_experts, dtype=torch.int64, device=device) if m.load is None else m.load.to(device)
+
+
+def _add(bias: Tensor, step: Tensor) -> None:
+    """bias [E] += step [E], fp64; of a bias that FSDP has sharded this rank's part"""
+    if isinstance(bias, DTensor):
+        step = distribute_tensor(step, bias.device_mesh, bias.placements, src_data_rank=None)
+    bias.add_(step.to(bias.dtype))
