@@ -179,7 +179,7 @@ class ParallelMoE(ParallelModule):
         valid = rows if call.seq is None else min(rows, call.seq * call.batch)
         router = copy(local(self.shard("router")).to(acc_dtype(n)), tp)  # gradients of all ranks' rows are summed
         return routed_experts(
-            n, local(self.shard("fc1")), local(self.shard("fc2")), router, self.choice_bias,
+            n, local(self.shard("fc1")), local(self.shard("fc2")), router, router_bias=self.choice_bias,
             routing=self.routing, activation=self.activation, tp=tp, experts=self.experts,
             valid=max(0, min(m, valid - tp.rank * m)), recompute=recompute, keep=call.keep,
         )  # fmt: skip
